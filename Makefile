@@ -1,0 +1,104 @@
+# `make help` lists what there is. Needs Python 3.11 or newer with venv, and nothing else.
+#
+# TORCH_INDEX=URL  package index to take torch from, such as one that has CPU builds only
+# PYTHON=python3   interpreter that makes the environment
+# ARGS=...         passed on by run, bench and test
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+TORCH := 2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.lock
+STAMP := $(VENV)/installed
+TORCH_STAMP := $(VENV)/torch-$(TORCH)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# pip may warn a hundred times about an index that lacks a package; an error shows all it said.
+PIP_LOG := $(VENV)/pip.log
+SHOW_PIP_LOG := { cat $(PIP_LOG) >&2; exit 1; }
+PROTOS := $(wildcard protos/pdserve/v1/*.proto)
+PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
+CODE := pdserve router workers kv_transfer benchmarks
+
+.PHONY: help install run test test-unit test-vllm lint format typecheck proto proto-check docs check \
+	bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make the environment in .venv, or bring it up to date
+	@:
+
+run: $(STAMP) ## start one prefill worker, one decode worker and the router
+	@exec $(BIN)/pdserve up $(ARGS)
+
+test: check ## everything: lint, types, protos and all tests, those on real vLLM too
+	$(BIN)/python -m pytest $(ARGS)
+
+test-unit: $(STAMP) ## the tests that need no vLLM
+	$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+
+test-vllm: $(STAMP) ## the tests on real vLLM engines
+	$(BIN)/python -m pytest -m vllm $(ARGS)
+
+check: lint typecheck proto-check ## all that can be said without running the code
+
+lint: $(STAMP) ## style and common mistakes
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## put the code into the house's form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+proto: $(STAMP) ## generate pdserve/v1 from protos/
+	@$(PROTOC) --python_out=. --grpc_python_out=. --pyi_out=. --mypy_grpc_out=quiet:. $(PROTOS)
+
+proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(PROTOC) --python_out="$$fresh" --grpc_python_out="$$fresh" --pyi_out="$$fresh" \
+		--mypy_grpc_out=quiet:"$$fresh" $(PROTOS); \
+	diff -r -q --exclude=__init__.py --exclude=__pycache__ "$$fresh/pdserve/v1" pdserve/v1 \
+		|| { echo "pdserve/v1 is not what protos/ generates: run make proto" >&2; exit 1; }
+
+docs: $(STAMP) ## generate docs/configuration.md from the schema
+	$(BIN)/python -m pdserve.config_docs
+
+bench: $(STAMP) ## replay the shipped chat trace against a running `make run`
+	$(BIN)/pdserve bench replay $(ARGS)
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV) \
+		|| { rm -rf $(VENV); echo "$(PYTHON) cannot make environments: install its venv module" >&2; exit 1; }
+
+# torch comes first and by itself: the CPU build where the index has one, else the plain one.
+$(TORCH_STAMP): | $(BIN)/python
+	@echo "installing torch $(TORCH)"
+	@index=$${TORCH_INDEX:+--index-url $$TORCH_INDEX}; \
+	$(PIP) install -q --no-deps $$index "torch==$(TORCH)+cpu" 2>$(PIP_LOG) \
+		|| $(PIP) install -q $$index "torch==$(TORCH)" 2>>$(PIP_LOG) || $(SHOW_PIP_LOG)
+	@touch $@
+
+$(STAMP): $(LOCK) pyproject.toml $(TORCH_STAMP)
+	@echo "installing the packages of $(LOCK)"
+	@$(PIP) install --no-deps -r $(LOCK) 2>$(PIP_LOG) \
+		| awk -v total=$$(grep -c '^[A-Za-z]' $(LOCK)) ' \
+		/\(from -r/ {printf "\r  %d of %d", ++n, total; fflush()} \
+		/^Installing/ {printf "\n  unpacking\n"; fflush()} \
+		END {if (n) print ""}' || $(SHOW_PIP_LOG)
+	@$(PIP) install -q --no-deps --no-build-isolation -e . 2>$(PIP_LOG) || $(SHOW_PIP_LOG)
+	@touch $@

@@ -1,0 +1,107 @@
+"""Chat templates: jinja2, sandboxed, with the helpers that published templates count on.
+
+The helpers and the environment's settings follow `apply_chat_template` of transformers, because
+templates are written against it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pdserve.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
+
+class _RefusedByTemplateError(jinja2.TemplateError):
+    """The template called raise_exception."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's part for training; here its body is only text."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _RefusedByTemplateError(message)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes for HTML and sorts the keys.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return dt.datetime.now().strftime(pattern)  # noqa: DTZ005 - templates mean local time
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """A compiled template and the special tokens that it may write."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template is broken: {error}", field="model") from error
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """Raises InvalidRequest (field `messages`) where the template refuses the messages.
+
+        `developer` is the newer name of `system`: a template that does not know it gets the old
+        one.
+        """
+        plain: list[dict[str, Any]] = [dict(message) for message in messages]
+        for message in plain:
+            if message["role"] == "developer" and not self._knows_developer:
+                message["role"] = "system"
+        try:
+            return self._template.render(
+                **self._special_tokens,
+                messages=plain,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", field="messages"
+            ) from error

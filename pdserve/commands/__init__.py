@@ -1,0 +1,1 @@
+"""One module a subcommand; `register` adds its parser, and its handler returns the exit code."""

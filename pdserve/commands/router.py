@@ -1,0 +1,79 @@
+"""`pdserve router`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from typing import TYPE_CHECKING
+
+from pdserve.commands.options import add_config_options, config_from
+from pdserve.commands.serving import add_child_options, served_process, set_up_logging
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pdserve.child import Reports
+    from pdserve.commands.options import Subparsers
+    from pdserve.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = {
+    "--http-host": "router.http_host",
+    "--http-port": "router.http_port",
+    "--grpc-host": "router.grpc_host",
+    "--grpc-port": "router.grpc_port",
+    "--log-level": "router.log_level",
+}
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "router",
+        help="run one router",
+        description="Run one router until SIGTERM or Ctrl-C. Workers find it at its gRPC address, "
+        "in whatever order they are started.",
+    )
+    add_config_options(parser, _FLAGS)
+    add_child_options(parser)
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    with served_process(args) as reports:
+        config = config_from(args).router
+        set_up_logging(config.log_level)
+        import uvloop
+
+        uvloop.run(_serve(config, reports))
+    return 0
+
+
+async def _serve(config: RouterConfig, reports: Reports) -> None:
+    """Serve until a signal, then let open requests finish; a second signal ends at once."""
+    from pdserve.up.specs import reachable
+    from router.main import RouterServer
+
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+
+    def on_signal() -> None:
+        stopped.set()
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    server = RouterServer(config)
+    try:
+        addresses = await server.start()
+        http, grpc = f"http://{reachable(addresses.http)}", reachable(addresses.grpc)
+        logger.info("serving HTTP at %s and gRPC at %s", http, grpc)
+        reports.ready({"http": http, "grpc": grpc})
+        await stopped.wait()
+        logger.info("stopping; open requests have %g s", config.stop_grace_s)
+    finally:
+        await server.stop()

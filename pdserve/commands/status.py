@@ -1,0 +1,170 @@
+"""`pdserve status`: workers, load, KV ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from pdserve.commands.options import DEFAULT_GRPC
+
+if TYPE_CHECKING:
+    import argparse
+
+    from google.protobuf.message import Message
+    from rich.table import Table
+
+    from pdserve.commands.options import Subparsers
+    from pdserve.v1.worker_pb2 import Role, WorkerEntry, WorkerStatus
+
+_NOT_KNOWN = "-"
+
+
+def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "status",
+        help="show the workers, their load and the KV blocks they hold for transfers",
+        description="Ask the router for its workers and each worker for its load and its KV "
+        "ledger. Exit code 1 if the router cannot be reached.",
+    )
+    parser.add_argument(
+        "--grpc",
+        default=DEFAULT_GRPC,
+        metavar="HOST:PORT",
+        help="the router's gRPC address (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="deadline for each question (default: %(default)g)",
+    )
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    rows = asyncio.run(_collect(args.grpc, args.timeout))
+    if args.json:
+        sys.stdout.write(json.dumps({"workers": rows}, indent=2) + "\n")
+        return 0
+    from rich.console import Console
+
+    Console().print(_table(args.grpc, rows))
+    return 0
+
+
+async def _collect(address: str, timeout_s: float) -> list[dict[str, Any]]:
+    """One row a worker. Raises PdserveError where the router does not answer."""
+    import grpc.aio
+
+    from pdserve.errors import Unavailable
+    from pdserve.rpc import error_from_rpc, open_channel
+    from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+    async with open_channel(address) as channel:
+        stub = worker_pb2_grpc.RegistryStub(channel)
+        try:
+            listed = await stub.ListWorkers(worker_pb2.ListWorkersRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            reason = error_from_rpc(error).message
+            raise Unavailable(f"no router answers at {address}: {reason}") from error
+    asked = [_ask(entry.info.address, timeout_s) for entry in listed.workers]
+    answers = await asyncio.gather(*asked)
+    rows = [_row(entry, answer) for entry, answer in zip(listed.workers, answers, strict=True)]
+    return sorted(rows, key=lambda row: row["worker_id"])
+
+
+async def _ask(address: str, timeout_s: float) -> WorkerStatus | None:
+    """The worker's own word, or None where it does not answer."""
+    import grpc.aio
+
+    from pdserve.rpc import open_channel
+    from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+    async with open_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        try:
+            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return None
+
+
+def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> dict[str, Any]:
+    info = entry.info
+    row: dict[str, Any] = {
+        "worker_id": info.worker_id,
+        "role": _role(info.role),
+        "state": entry.state,
+        "answers": answer is not None,
+        "address": info.address,
+        "pid": info.pid,
+        "engine": info.engine,
+        "model": info.model.name,
+        "compatibility": info.kv.compatibility if info.HasField("kv") else None,
+        "transports": list(info.kv.transports),
+        "total_blocks": info.total_blocks,
+        "max_num_seqs": info.max_num_seqs,
+        "outstanding_requests": entry.outstanding_requests,
+        "outstanding_tokens": entry.outstanding_tokens,
+        "lease_remaining_s": round(entry.lease_remaining_s, 3),
+        "load": None,
+        "ledger": None,
+        "gpus": [],
+    }
+    if answer is not None:
+        row["ledger"] = _plain(answer.ledger)
+        row["gpus"] = [_plain(gpu) for gpu in answer.gpus]
+        if answer.HasField("load"):
+            row["load"] = _plain(answer.load)
+    return row
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    from google.protobuf.json_format import MessageToDict
+
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def _role(number: Role) -> str:
+    from pdserve.v1 import worker_pb2
+
+    return worker_pb2.Role.Name(number).removeprefix("ROLE_").lower()
+
+
+def _table(address: str, rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"workers of {address}", title_justify="left", box=None, pad_edge=False)
+    for name in ("worker", "role", "state", "model"):
+        table.add_column(name, overflow="fold")
+    for name in ("running", "waiting", "KV", "held", "placed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row))
+    if rows:
+        table.caption = (
+            "held: KV blocks pinned for transfers, in flight + leased; placed: by this router"
+        )
+    else:
+        table.caption = "No worker is registered."
+    table.caption_justify = "left"
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    load, ledger = row["load"], row["ledger"]
+    state = row["state"] if row["answers"] else f"{row['state']}, silent"
+    cells = [row["worker_id"], row["role"], state, row["model"]]
+    cells += [str(load[x]) for x in ("num_running_reqs", "num_waiting_reqs")] if load else []
+    cells += [f"{load['kv_cache_usage']:.0%}"] if load else [_NOT_KNOWN] * 3
+    cells.append(
+        f"{ledger['in_flight_blocks']}+{ledger['leased_blocks']}" if ledger else _NOT_KNOWN
+    )
+    cells.append(f"{row['outstanding_requests']} ({row['outstanding_tokens']} tok)")
+    return cells

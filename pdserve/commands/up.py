@@ -1,0 +1,52 @@
+"""`pdserve up`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pdserve.commands.options import add_config_options, config_from
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pdserve.commands.options import Subparsers
+
+_FLAGS = {
+    "--prefill": "up.prefill",
+    "--decode": "up.decode",
+    "--aggregated": "up.aggregated",
+    "--model": "worker.model",
+    "--model-name": "worker.model_name",
+    "--engine": "worker.engine",
+    "--http-host": "router.http_host",
+    "--http-port": "router.http_port",
+    "--grpc-host": "router.grpc_host",
+    "--grpc-port": "router.grpc_port",
+    "--kv-transport": "worker.kv.transports",
+    "--cores-per-worker": "up.cores_per_worker",
+    "--ready-file": "up.ready_file",
+    "--run-dir": "up.run_dir",
+    "--start-timeout": "up.start_timeout_s",
+}
+
+
+def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "up",
+        help="start router and workers on this machine and serve until stopped",
+        description="Start the router and the workers as processes side by side, and serve until "
+        "Ctrl-C or SIGTERM: then running requests may finish; a second Ctrl-C ends at once. A "
+        "worker that dies while serving is started again.",
+    )
+    add_config_options(parser, _FLAGS)
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from pdserve.up.display import Display
+    from pdserve.up.supervisor import Supervisor
+
+    supervisor = Supervisor(config_from(args), Display())
+    return asyncio.run(supervisor.run())

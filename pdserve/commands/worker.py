@@ -1,0 +1,63 @@
+"""`pdserve worker`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from pdserve.commands.options import add_config_options, config_from
+from pdserve.commands.serving import add_child_options, served_process, set_up_logging
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pdserve.commands.options import Subparsers
+
+_FLAGS = {
+    "--worker-id": "worker.worker_id",
+    "--role": "worker.role",
+    "--engine": "worker.engine",
+    "--model": "worker.model",
+    "--model-name": "worker.model_name",
+    "--host": "worker.host",
+    "--port": "worker.port",
+    "--router": "worker.routers",
+    "--cores": "worker.cores",
+    "--kv-host": "worker.kv.host",
+    "--kv-transport": "worker.kv.transports",
+    "--log-level": "worker.log_level",
+}
+
+
+def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "worker",
+        help="run one worker",
+        description="Run one worker until SIGTERM or Ctrl-C: then it takes no new work and ends "
+        "when the last request has; a second signal ends it at once.",
+    )
+    add_config_options(parser, _FLAGS)
+    add_child_options(parser)
+    parser.set_defaults(handler=_run)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process without taking the interpreter apart: with vLLM and torch in it that takes
+    seconds, and everything that has to be released has been."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(args: argparse.Namespace) -> int:
+    with served_process(args) as reports:
+        config = config_from(args).worker
+        set_up_logging(config.log_level)
+        from workers.main import run_worker
+
+        code = run_worker(config, reports=reports)
+    _leave(code)

@@ -1,0 +1,204 @@
+"""Every configuration key, with its default and its sentence. docs/configuration.md and
+`pdserve config` are generated from here.
+
+One file serves `pdserve up`, `pdserve router` and `pdserve worker`: each reads its own section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping  # noqa: TC003 - the schema reads annotations at run time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.config_schema import check, key, parse, read_file, refuse, section
+from pdserve.config_schema import overlay as overlay_keys
+from pdserve.types import Role
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEMO_MODEL = "demo"
+DEMO_MODEL_NAME = "pdserve-demo"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The router: its two faces and what it admits."""
+
+    http_host: str = key("127.0.0.1", "Address of the HTTP face.", not_empty=True)
+    http_port: int = key(
+        8000, "Port of the HTTP face; 0 takes a free one.", minimum=0, maximum=65535
+    )
+    grpc_host: str = key(
+        "127.0.0.1", "Address of the gRPC face, which workers use too.", not_empty=True
+    )
+    grpc_port: int = key(
+        8001, "Port of the gRPC face; 0 takes a free one.", minimum=0, maximum=65535
+    )
+    max_running_requests: int = key(256, "Requests placed on workers at one time.", minimum=1)
+    max_queued_requests: int = key(
+        1024, "Requests that may wait; one more is refused with 429.", minimum=0
+    )
+    request_timeout_s: float = key(
+        600.0, "Deadline of a request that names none.", minimum=0.001, maximum=86400
+    )
+    lease_s: float = key(
+        5.0,
+        "How long a worker that has stopped renewing is still believed to live.",
+        minimum=0.1,
+        maximum=3600,
+    )
+    max_body_bytes: int = key(
+        8 * 1024 * 1024, "Largest HTTP body or gRPC message taken from a client.", minimum=1024
+    )
+    stop_grace_s: float = key(
+        10.0, "How long running requests may go on after a stop was asked for.", minimum=0
+    )
+    log_level: str = key("info", "Least level that is logged.", choices=LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class KvConfig:
+    """How KV blocks travel between workers."""
+
+    host: str = key(
+        "127.0.0.1", "Address at which the other workers reach this one's KV.", not_empty=True
+    )
+    transports: tuple[str, ...] = key(
+        ("shm", "tcp"),
+        "Transports offered, the preferred one first.",
+        choices=("shm", "tcp"),
+        not_empty=True,
+    )
+    lease_s: float = key(
+        30.0,
+        "How long a prefill worker holds finished blocks for a decode worker that is silent.",
+        minimum=0.1,
+        maximum=3600,
+    )
+    receive_timeout_s: float = key(
+        30.0,
+        "How long a decode worker waits between two signs of life of a transfer.",
+        minimum=0.1,
+        maximum=3600,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if len(set(self.transports)) != len(self.transports):
+            refuse("transports", f"names one twice: {', '.join(self.transports)}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker: an engine in one role."""
+
+    worker_id: str = key("", "Name of the worker; empty takes one from role and process.")
+    role: Role = key(Role.AGGREGATED, "What the worker does with a request.")
+    engine: str = key(
+        "vllm", "Engine: vLLM, or a scripted one without a model.", choices=("vllm", "fake")
+    )
+    model: str = key(
+        DEMO_MODEL, "Directory of the model, or `demo` for the one shipped.", not_empty=True
+    )
+    model_name: str = key(
+        "", "Name under which the model is served; empty takes the directory's name."
+    )
+    host: str = key("127.0.0.1", "Address at which the router reaches the worker.", not_empty=True)
+    port: int = key(0, "Port of the worker; 0 takes a free one.", minimum=0, maximum=65535)
+    routers: tuple[str, ...] = key(
+        ("127.0.0.1:8001",), "gRPC addresses of the routers to register with.", not_empty=True
+    )
+    cores: tuple[int, ...] = key(
+        (), "CPU cores the engine is pinned to; empty pins to none.", minimum=0
+    )
+    kv: KvConfig = section(KvConfig, "How KV blocks travel between workers.")
+    engine_args: Mapping[str, object] = key(
+        {}, "Passed on to vLLM's engine arguments, under vLLM's names."
+    )
+    drain_timeout_s: float = key(
+        30.0, "How long a stopping worker waits for its requests and blocks.", minimum=0
+    )
+    log_level: str = key("info", "Least level that is logged.", choices=LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        check(self)
+        for address in self.routers:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+                refuse("routers", f"must be host:port addresses, not {address!r}")
+        if len(set(self.cores)) != len(self.cores):
+            refuse("cores", "names one core twice")
+
+    @property
+    def model_path(self) -> Path:
+        """The model's directory. Raises ConfigError where it holds no model."""
+        if self.model == DEMO_MODEL:
+            # Imported late: reading a configuration needs no model.
+            from pdserve.demo import MODEL_DIR
+
+            path = Path(MODEL_DIR)
+        else:
+            path = Path(self.model).expanduser().resolve()
+        if not (path / "config.json").is_file():
+            refuse("model", f"{path} is not a model directory: it has no config.json")
+        return path
+
+    @property
+    def served_model_name(self) -> str:
+        """The name that clients ask for."""
+        if self.model_name:
+            return self.model_name
+        return DEMO_MODEL_NAME if self.model == DEMO_MODEL else Path(self.model).name
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """`pdserve up`: which processes to start together."""
+
+    prefill: int = key(1, "Prefill workers to start.", minimum=0, maximum=1024)
+    decode: int = key(1, "Decode workers to start.", minimum=0, maximum=1024)
+    aggregated: int = key(
+        0, "Workers to start that prefill and decode alike.", minimum=0, maximum=1024
+    )
+    cores_per_worker: int = key(
+        0, "CPU cores for each worker; 0 shares out those there are.", minimum=0
+    )
+    start_timeout_s: float = key(
+        300.0, "How long all processes may take to become ready.", minimum=1, maximum=86400
+    )
+    max_restarts: int = key(
+        5, "Times a worker that dies is started again before `up` gives up.", minimum=0
+    )
+    ready_file: str = key(
+        "", "File to write once all are ready: addresses and process ids as JSON."
+    )
+    run_dir: str = key("", "Directory for the processes' logs; empty makes one.")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if bool(self.prefill) != bool(self.decode):
+            lacking = "decode" if self.prefill else "prefill"
+            refuse(lacking, "must be at least 1 where the other of prefill and decode is")
+        if not self.prefill + self.decode + self.aggregated:
+            refuse("prefill", "no worker at all was asked for")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole file."""
+
+    up: UpConfig = section(UpConfig, "What `pdserve up` starts.")
+    router: RouterConfig = section(RouterConfig, "The router: its two faces and what it admits.")
+    worker: WorkerConfig = section(
+        WorkerConfig,
+        "A worker. `pdserve up` makes every worker after this one and chooses `worker_id`, "
+        "`role`, `port`, `routers` and `cores` itself.",
+    )
+
+
+def load_config(path: Path | None, changes: Mapping[str, object]) -> Config:
+    """The file at `path`, or nothing, under `changes` (dotted keys). Raises ConfigError."""
+    raw = read_file(path) if path is not None else {}
+    return parse(Config, overlay_keys(raw, changes))

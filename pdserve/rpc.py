@@ -1,0 +1,116 @@
+"""gRPC plumbing in one place: channel and server options, and errors to statuses and back.
+
+An error travels as its status and, in the trailing metadata, as a serialised `pdserve.v1.Error`,
+so that a caller gets back the class, the field at fault and the seconds after which to retry.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from pdserve import errors, wire
+from pdserve.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ERROR_METADATA_KEY = "pdserve-error-bin"
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+KEEPALIVE_S = 10.0
+KEEPALIVE_TIMEOUT_S = 5.0
+
+Options = list[tuple[str, Any]]
+
+_BY_STATUS: dict[grpc.StatusCode, type[errors.PdserveError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: errors.InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: errors.ModelNotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
+    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: errors.Cancelled,
+}
+
+
+def _common_options(keepalive_s: float) -> Options:
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # The default of 2 stops the pings of a stream without data, so that a dead peer is
+        # noticed only by the kernel.
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def channel_options(*, keepalive_s: float = KEEPALIVE_S) -> Options:
+    """Options of every channel that we open."""
+    return [
+        *_common_options(keepalive_s),
+        # A channel of its own connection: closing it ends what the peer sees of us.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        # Despite its name the time that one attempt may take: on a busy machine a handshake can.
+        ("grpc.min_reconnect_backoff_ms", 5000),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def server_options(*, keepalive_s: float = KEEPALIVE_S) -> Options:
+    """Options of every server that we start. A server with gRPC's defaults answers the pings of an
+    idle stream with GOAWAY too_many_pings; this one accepts twice the rate that our channels use.
+    """
+    return [
+        *_common_options(keepalive_s),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(keepalive_s * 500)),
+        # Two processes on one port would share its connections in silence.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to `address` (host:port); the caller closes it."""
+    return grpc.aio.insecure_channel(address, options=channel_options())
+
+
+def make_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+    """A server without ports or services yet; the caller starts and stops it."""
+    return grpc.aio.server(interceptors=list(interceptors), options=server_options())
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Any, Any],
+    error: errors.PdserveError,
+    *,
+    status: grpc.StatusCode | None = None,
+) -> NoReturn:
+    """End the RPC with the status of `error` (or with `status`) and the error as metadata."""
+    payload = wire.error_to_pb(error).SerializeToString()
+    await context.abort(
+        status or error.grpc_status,
+        error.message,
+        trailing_metadata=((ERROR_METADATA_KEY, payload),),
+    )
+    raise AssertionError("abort returned")
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.PdserveError:
+    """The error that the peer raised; without our metadata, the one nearest to its status."""
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_METADATA_KEY and isinstance(value, bytes):
+            try:
+                message = common_pb2.Error.FromString(value)
+            except DecodeError:
+                break
+            return errors.from_info(wire.error_from_pb(message))
+    cls = _BY_STATUS.get(error.code(), errors.InternalError)
+    return cls(error.details() or error.code().name.lower().replace("_", " "))

@@ -1,0 +1,287 @@
+"""The vocabulary shared by router and workers. Values only: no I/O, no clock, no protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from pdserve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Role(StrEnum):
+    """What a worker does with a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+
+
+class FinishReason(StrEnum):
+    """Why a stream ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Constraint(StrEnum):
+    """Kinds of structured output that vLLM's grammar backends take."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """One constraint on the answer: `value` is the schema's JSON text, the pattern or the grammar;
+    `choices` is used by `CHOICE` alone and `JSON_OBJECT` needs neither."""
+
+    kind: Constraint
+    value: str = ""
+    choices: tuple[str, ...] = ()
+
+
+def _refuse(field_name: str, reason: str) -> None:
+    raise InvalidRequest(f"{field_name} {reason}", field=field_name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters under vLLM's names and with vLLM's defaults; checked at birth.
+
+    `max_tokens` is always set by the time a request is placed. Raises InvalidRequest naming the
+    field.
+    """
+
+    max_tokens: int = 16
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    structured_output: StructuredOutput | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            # A NaN fails both comparisons, so the test is for being inside, not for being outside.
+            if value is not None and not low <= value <= high:
+                _refuse(name, f"must be between {low:g} and {high:g}, not {value}")
+        if self.top_p <= 0:
+            _refuse("top_p", f"must be above 0, not {self.top_p}")
+        if self.repetition_penalty <= 0:
+            _refuse("repetition_penalty", f"must be above 0, not {self.repetition_penalty}")
+        if self.min_tokens > self.max_tokens:
+            _refuse("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
+        if any(not text for text in self.stop):
+            _refuse("stop", "must not hold an empty string")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            _refuse("stop", f"has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are taken")
+        if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
+            _refuse("logit_bias", "values must be between -100 and 100")
+
+
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, 1 << 30),
+    ("n", 1, 128),
+    ("temperature", 0, 100),
+    ("top_p", 0, 1),
+    ("top_k", -1, 1 << 30),
+    ("min_p", 0, 1),
+    ("seed", -(1 << 63), (1 << 63) - 1),
+    ("min_tokens", 0, 1 << 30),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("repetition_penalty", 0, 100),
+    ("logprobs", 0, MAX_LOGPROBS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token at one position; `rank` counts from 1, the likeliest."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The sampled token and the alternatives asked for, best first."""
+
+    sampled: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """A finished transfer. `transfer_s` is the time in which bytes were moving, `exposed_s` the
+    time from the end of prefill to the last byte."""
+
+    transfer_s: float
+    exposed_s: float
+    bytes: int
+    blocks: int
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """What one worker's part of a request cost."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    cached_tokens: int = 0
+    transfer: TransferReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as it travels: the table in pdserve.errors gives its status."""
+
+    code: str
+    message: str
+    field: str = ""
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDelta:
+    """What one engine step made for one request. The last one has a finish reason and a report."""
+
+    stream_id: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    report: PhaseReport | None = None
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts as the OpenAI API counts them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one request cost, phase by phase, and where each phase ran."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    exposed_transfer_s: float = 0.0
+    decode_s: float = 0.0
+    transfer_bytes: int = 0
+    transfer_blocks: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    transport: str = ""
+    cached_tokens: int = 0
+    first_token_source: str = ""
+    fallbacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request as the router works on it: tokenised, checked, with its deadline as a point on
+    the monotonic clock (see pdserve.deadline)."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model. `path` is a directory with the tokenizer."""
+
+    name: str
+    path: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvEndpoint:
+    """Where a worker's KV is reached. Only workers of equal `compatibility` exchange KV."""
+
+    address: str
+    compatibility: str
+    layout: Mapping[str, str]
+    transports: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker as it registers. `epoch` changes at every start of its process."""
+
+    worker_id: str
+    epoch: str
+    role: Role
+    model: ModelInfo
+    address: str
+    kv: KvEndpoint | None
+    block_size: int
+    total_blocks: int
+    max_num_seqs: int
+    pid: int = 0
+    engine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """Load under vLLM's names. A load that is not known is None, never zeros."""
+
+    num_waiting_reqs: int
+    num_running_reqs: int
+    kv_cache_usage: float
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvLedger:
+    """Blocks pinned for transfers at this moment: pinned = in flight + leased."""
+
+    pinned_blocks: int = 0
+    in_flight_blocks: int = 0
+    leased_blocks: int = 0
+    transfers: int = 0
+    engine_requests: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.pinned_blocks or self.transfers or self.engine_requests)

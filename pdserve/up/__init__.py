@@ -1,0 +1,1 @@
+"""`pdserve up`: router and workers started, watched and stopped together."""

@@ -1,0 +1,196 @@
+"""Carries out what `supervision` decides: starts processes, hands on signals, watches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from pdserve.config_schema import refuse
+from pdserve.rpc import open_channel
+from pdserve.up import ready_file, specs
+from pdserve.up import supervision as sv
+from pdserve.up.preflight import check_model, check_ports
+from pdserve.up.process import ChildProcess, Doing, Exited, ProcessEvent, Ready
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from pdserve.config import Config
+    from pdserve.up.display import Display
+
+_POLL_S = 0.05
+_SPINNER_S = 0.25
+_LIST_TIMEOUT_S = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Supervisor:
+    """One `pdserve up`, from the first process to the last. Owns the processes, the run directory's
+    files and the ready file."""
+
+    def __init__(self, config: Config, display: Display) -> None:
+        """Raises ConfigError where the configuration cannot be started on this machine."""
+        check_ports(config.router)
+        self._config = config
+        self._display = display
+        self._model = config.worker.served_model_name
+        check_model(config.worker)
+        self._workers = specs.worker_configs(config, os.sched_getaffinity(0))
+        self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
+        self._run_dir = _make_run_dir(config.up.run_dir)
+        self._router_address = _address(config.router.grpc_host, config.router.grpc_port)
+        self._children: dict[str, ChildProcess] = {}
+        self._facts: dict[str, dict[str, str]] = {}
+        self._events: asyncio.Queue[ProcessEvent | signal.Signals | set[str]] = asyncio.Queue()
+        self._supervision = sv.Supervision(
+            workers=tuple(self._workers),
+            policy=specs.policy_of(config),
+            router_address_known=config.router.grpc_port != 0,
+        )
+        self._registration: asyncio.Task[None] | None = None
+
+    async def run(self) -> int:
+        """Start everything, serve until stopped, and return the exit code with no process left."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._events.put_nowait, number)
+        self._forget_ready_file()
+        self._display.starting((sv.ROUTER, *self._workers), self._run_dir)
+        try:
+            return await self._loop()
+        finally:
+            await self._close()
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    async def _loop(self) -> int:
+        orders = self._supervision.begin(time.monotonic())
+        while True:
+            for order in orders:
+                if isinstance(order, sv.Finish):
+                    return order.exit_code
+                await self._carry_out(order)
+            orders = await self._next_orders()
+
+    async def _next_orders(self) -> list[sv.Order]:
+        """Wait for an event or a deadline; what is to be done then."""
+        wake_at = self._supervision.wake_at()
+        wait_s = None if wake_at is None else max(0.0, wake_at - time.monotonic())
+        if self._supervision.is_starting:
+            self._display.waiting(self._supervision.awaited)
+            wait_s = _SPINNER_S if wait_s is None else min(wait_s, _SPINNER_S)
+        try:
+            event = await asyncio.wait_for(self._events.get(), wait_s)
+        except TimeoutError:
+            return self._supervision.tick(time.monotonic())
+        return self._decide(event, time.monotonic())
+
+    def _decide(
+        self, event: ProcessEvent | signal.Signals | set[str], now: float
+    ) -> list[sv.Order]:
+        if isinstance(event, Doing):
+            self._display.doing(event.name, event.what)
+            return []
+        if isinstance(event, Ready):
+            self._facts[event.name] = event.facts
+            if event.name == sv.ROUTER:
+                self._router_address = event.facts["grpc"]
+                self._watch_registration()
+            return self._supervision.became_ready(event.name, now)
+        if isinstance(event, Exited):
+            return self._supervision.exited(event.name, event.code, now)
+        if isinstance(event, signal.Signals):
+            return self._supervision.stop_requested(now)
+        return self._supervision.registered(event)
+
+    async def _carry_out(self, order: sv.Order) -> None:
+        match order:
+            case sv.Start(name):
+                child = ChildProcess(self._spec(name), self._run_dir, self._events.put_nowait)
+                self._children[name] = child
+                await child.start()
+            case sv.Send(name, number):
+                self._children[name].send(number)
+            case sv.Announce(first):
+                self._announce(first=first)
+            case sv.Tell(text, is_error):
+                self._display.tell(text, is_error=is_error)
+            case sv.Explain(name, code):
+                child = self._children[name]
+                self._display.died(name, code, child.failure, child.tail(), child.log_path)
+            case _:
+                raise AssertionError(f"not an order: {order!r}")
+
+    def _spec(self, name: str) -> specs.ProcessSpec:
+        if name != sv.ROUTER:
+            return specs.worker_spec(self._workers[name], self._router_address)
+        return specs.router_spec(self._config, self._facts.get(sv.ROUTER))
+
+    def _announce(self, *, first: bool) -> None:
+        order = (sv.ROUTER, *self._workers)
+        children = {name: self._children[name] for name in order}
+        if self._ready_file is not None:
+            content = ready_file.describe(children, self._facts, self._model, self._run_dir)
+            ready_file.write(self._ready_file, content)
+        if first:
+            self._display.serving(self._facts[sv.ROUTER], self._model)
+
+    def _watch_registration(self) -> None:
+        if self._registration is None:
+            self._registration = asyncio.create_task(self._poll_registration())
+
+    async def _poll_registration(self) -> None:
+        """Tell of the workers that the router can place work on, until that is all of them."""
+        known: set[str] = set()
+        async with open_channel(self._router_address) as channel:
+            stub = worker_pb2_grpc.RegistryStub(channel)
+            while known < set(self._workers):
+                try:
+                    request = worker_pb2.ListWorkersRequest()
+                    listed = await stub.ListWorkers(request, timeout=_LIST_TIMEOUT_S)
+                except grpc.aio.AioRpcError:
+                    listed = worker_pb2.ListWorkersResponse()
+                now_ready = {x.info.worker_id for x in listed.workers if x.state == "ready"}
+                if now_ready - known:
+                    known |= now_ready
+                    self._events.put_nowait(set(known))
+                await asyncio.sleep(_POLL_S)
+
+    async def _close(self) -> None:
+        self._display.close()
+        self._forget_ready_file()
+        if self._registration is not None:
+            self._registration.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._registration
+        # Nothing is left here after an orderly stop; after an error of ours, everything may be.
+        for child in self._children.values():
+            child.send(signal.SIGKILL)
+        for child in self._children.values():
+            await child.reaped()
+
+    def _forget_ready_file(self) -> None:
+        if self._ready_file is not None:
+            self._ready_file.unlink(missing_ok=True)
+
+
+def _address(host: str, port: int) -> str:
+    return specs.reachable(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+def _make_run_dir(configured: str) -> Path:
+    if not configured:
+        return Path(tempfile.mkdtemp(prefix="pdserve-"))
+    path = Path(configured)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse("up.run_dir", f"cannot be made: {error}")
+    return path

@@ -1,0 +1,352 @@
+"""Types to protobuf and back; nothing else converts. Bad input raises InvalidRequest naming the
+field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from pdserve import types as t
+from pdserve.capability import CapabilityKey
+from pdserve.errors import InvalidRequest, PdserveError
+from pdserve.v1 import common_pb2 as c
+from pdserve.v1 import worker_pb2 as w
+
+_FINISH_TO_PB = {
+    None: c.FINISH_REASON_UNSPECIFIED,
+    t.FinishReason.STOP: c.FINISH_REASON_STOP,
+    t.FinishReason.LENGTH: c.FINISH_REASON_LENGTH,
+    t.FinishReason.ABORT: c.FINISH_REASON_ABORT,
+    t.FinishReason.ERROR: c.FINISH_REASON_ERROR,
+}
+_FINISH_FROM_PB = {v: k for k, v in _FINISH_TO_PB.items()}
+_ROLE_TO_PB = {
+    t.Role.PREFILL: w.ROLE_PREFILL,
+    t.Role.DECODE: w.ROLE_DECODE,
+    t.Role.AGGREGATED: w.ROLE_AGGREGATED,
+}
+_ROLE_FROM_PB = {v: k for k, v in _ROLE_TO_PB.items()}
+
+_OPTIONAL_SAMPLING = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "skip_special_tokens",
+)
+_FLAG_SAMPLING = ("include_stop_str_in_output", "ignore_eos")
+
+
+def finish_to_pb(reason: t.FinishReason | None) -> c.FinishReason:
+    return _FINISH_TO_PB[reason]
+
+
+def finish_from_pb(reason: c.FinishReason) -> t.FinishReason | None:
+    if reason not in _FINISH_FROM_PB:
+        raise InvalidRequest(f"unknown finish_reason {reason}", field="finish_reason")
+    return _FINISH_FROM_PB[reason]
+
+
+def role_to_pb(role: t.Role) -> w.Role:
+    return _ROLE_TO_PB[role]
+
+
+def role_from_pb(role: w.Role) -> t.Role:
+    if role not in _ROLE_FROM_PB:
+        raise InvalidRequest(f"unknown role {role}", field="role")
+    return _ROLE_FROM_PB[role]
+
+
+def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
+    out = c.SamplingParams(
+        max_tokens=params.max_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        ignore_eos=params.ignore_eos,
+        logit_bias=dict(params.logit_bias),
+    )
+    for name in _OPTIONAL_SAMPLING:
+        value = getattr(params, name)
+        if value is not None:
+            setattr(out, name, value)
+    if params.structured_output is not None:
+        out.structured_output.CopyFrom(_structured_to_pb(params.structured_output))
+    return out
+
+
+def sampling_from_pb(message: c.SamplingParams, *, default_max_tokens: int) -> t.SamplingParams:
+    """Unset fields take vLLM's defaults, except `max_tokens`, which takes `default_max_tokens`."""
+    values: dict[str, Any] = {
+        name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)
+    }
+    values.update({name: getattr(message, name) for name in _FLAG_SAMPLING})
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequest(f"{name} must be a finite number", field=name)
+    return t.SamplingParams(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else default_max_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+        structured_output=(
+            _structured_from_pb(message.structured_output)
+            if message.HasField("structured_output")
+            else None
+        ),
+        **values,
+    )
+
+
+def _structured_to_pb(value: t.StructuredOutput) -> c.StructuredOutput:
+    match value.kind:
+        case t.Constraint.JSON_SCHEMA:
+            return c.StructuredOutput(json_schema=value.value)
+        case t.Constraint.JSON_OBJECT:
+            return c.StructuredOutput(json_object=True)
+        case t.Constraint.REGEX:
+            return c.StructuredOutput(regex=value.value)
+        case t.Constraint.CHOICE:
+            return c.StructuredOutput(choice=c.StructuredOutput.Choices(value=value.choices))
+        case t.Constraint.GRAMMAR:
+            return c.StructuredOutput(grammar=value.value)
+
+
+def _structured_from_pb(message: c.StructuredOutput) -> t.StructuredOutput:
+    kind = message.WhichOneof("constraint")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        raise InvalidRequest("structured_output needs a constraint", field="structured_output")
+    if kind == "choice":
+        return t.StructuredOutput(t.Constraint.CHOICE, choices=tuple(message.choice.value))
+    value = "" if kind == "json_object" else getattr(message, kind)
+    return t.StructuredOutput(t.Constraint(kind), value)
+
+
+def _token_logprob_to_pb(value: t.TokenLogprob) -> c.TokenLogprob:
+    return c.TokenLogprob(
+        token_id=value.token_id, text=value.text, logprob=value.logprob, rank=value.rank
+    )
+
+
+def _token_logprob_from_pb(message: c.TokenLogprob) -> t.TokenLogprob:
+    return t.TokenLogprob(message.token_id, message.text, message.logprob, message.rank)
+
+
+def logprobs_to_pb(values: tuple[t.PositionLogprobs, ...]) -> list[c.PositionLogprobs]:
+    return [
+        c.PositionLogprobs(
+            sampled=_token_logprob_to_pb(v.sampled), top=[_token_logprob_to_pb(x) for x in v.top]
+        )
+        for v in values
+    ]
+
+
+def stop_reason_to_pb(reason: str | int | None) -> c.StopReason | None:
+    if reason is None:
+        return None
+    return c.StopReason(text=reason) if isinstance(reason, str) else c.StopReason(token_id=reason)
+
+
+def stop_reason_from_pb(message: c.StopReason) -> str | int | None:
+    match message.WhichOneof("reason"):
+        case "text":
+            return message.text
+        case "token_id":
+            return message.token_id
+        case _:
+            return None
+
+
+def error_to_pb(error: PdserveError | t.ErrorInfo) -> c.Error:
+    return c.Error(
+        code=error.code,
+        message=error.message,
+        field=error.field,
+        retry_after_s=error.retry_after_s,
+    )
+
+
+def error_from_pb(message: c.Error) -> t.ErrorInfo:
+    return t.ErrorInfo(message.code, message.message, message.field, message.retry_after_s)
+
+
+def usage_to_pb(usage: t.Usage) -> c.Usage:
+    return c.Usage(**{f.name: getattr(usage, f.name) for f in fields(usage)})
+
+
+def usage_from_pb(message: c.Usage) -> t.Usage:
+    return t.Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def receipt_to_pb(receipt: t.Receipt) -> c.Receipt:
+    return c.Receipt(**{f.name: getattr(receipt, f.name) for f in fields(receipt)})
+
+
+def receipt_from_pb(message: c.Receipt) -> t.Receipt:
+    values = {f.name: getattr(message, f.name) for f in fields(t.Receipt)}
+    return t.Receipt(**{**values, "fallbacks": tuple(message.fallbacks)})
+
+
+def report_to_pb(report: t.PhaseReport) -> w.PhaseReport:
+    transfer = report.transfer
+    return w.PhaseReport(
+        queue_s=report.queue_s,
+        prefill_s=report.prefill_s,
+        decode_s=report.decode_s,
+        cached_tokens=report.cached_tokens,
+        transfer=None
+        if transfer is None
+        else w.TransferReport(**{f.name: getattr(transfer, f.name) for f in fields(transfer)}),
+    )
+
+
+def report_from_pb(message: w.PhaseReport) -> t.PhaseReport:
+    transfer = None
+    if message.HasField("transfer"):
+        x = message.transfer
+        transfer = t.TransferReport(x.transfer_s, x.exposed_s, x.bytes, x.blocks, x.transport)
+    return t.PhaseReport(
+        message.queue_s, message.prefill_s, message.decode_s, message.cached_tokens, transfer
+    )
+
+
+def delta_to_pb(delta: t.StreamDelta) -> w.StreamDelta:
+    out = w.StreamDelta(stream_id=delta.stream_id, token_ids=delta.token_ids, text=delta.text)
+    if delta.logprobs:
+        out.logprobs.extend(logprobs_to_pb(delta.logprobs))
+    if delta.finish_reason is not None:
+        out.finish_reason = _FINISH_TO_PB[delta.finish_reason]
+        reason = stop_reason_to_pb(delta.stop_reason)
+        if reason is not None:
+            out.stop_reason.CopyFrom(reason)
+        if delta.report is not None:
+            out.report.CopyFrom(report_to_pb(delta.report))
+        if delta.error is not None:
+            out.error.CopyFrom(error_to_pb(delta.error))
+    return out
+
+
+def logprobs_from_pb(messages: Any) -> tuple[t.PositionLogprobs, ...]:
+    return tuple(
+        t.PositionLogprobs(
+            _token_logprob_from_pb(m.sampled), tuple(_token_logprob_from_pb(x) for x in m.top)
+        )
+        for m in messages
+    )
+
+
+def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
+    finish = message.finish_reason
+    if not finish:
+        # The common case, once per token: nothing optional is read.
+        return t.StreamDelta(
+            message.stream_id,
+            tuple(message.token_ids),
+            message.text,
+            logprobs_from_pb(message.logprobs) if message.logprobs else (),
+        )
+    return t.StreamDelta(
+        message.stream_id,
+        tuple(message.token_ids),
+        message.text,
+        logprobs_from_pb(message.logprobs),
+        finish_from_pb(finish),
+        stop_reason_from_pb(message.stop_reason),
+        report_from_pb(message.report) if message.HasField("report") else None,
+        error_from_pb(message.error) if message.HasField("error") else None,
+    )
+
+
+def load_to_pb(load: t.WorkerLoad) -> w.WorkerLoad:
+    return w.WorkerLoad(**{f.name: getattr(load, f.name) for f in fields(load)})
+
+
+def load_from_pb(message: w.WorkerLoad) -> t.WorkerLoad:
+    return t.WorkerLoad(**{f.name: getattr(message, f.name) for f in fields(t.WorkerLoad)})
+
+
+def ledger_to_pb(ledger: t.KvLedger) -> w.KvLedger:
+    return w.KvLedger(**{f.name: getattr(ledger, f.name) for f in fields(ledger)})
+
+
+def ledger_from_pb(message: w.KvLedger) -> t.KvLedger:
+    return t.KvLedger(**{f.name: getattr(message, f.name) for f in fields(t.KvLedger)})
+
+
+def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
+    model = w.ModelInfo(**{f.name: getattr(info.model, f.name) for f in fields(info.model)})
+    kv = None
+    if info.kv is not None:
+        kv = w.KvEndpoint(
+            address=info.kv.address,
+            compatibility=info.kv.compatibility,
+            layout=dict(info.kv.layout),
+            transports=info.kv.transports,
+        )
+    return w.WorkerInfo(
+        worker_id=info.worker_id,
+        epoch=info.epoch,
+        role=role_to_pb(info.role),
+        model=model,
+        address=info.address,
+        kv=kv,
+        block_size=info.block_size,
+        total_blocks=info.total_blocks,
+        max_num_seqs=info.max_num_seqs,
+        pid=info.pid,
+        engine=info.engine,
+    )
+
+
+def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
+    """Refuses a message that lacks what routing needs, naming the field."""
+    for name in ("worker_id", "epoch", "address", "block_size", "total_blocks", "max_num_seqs"):
+        if not getattr(message, name):
+            raise InvalidRequest(f"worker.{name} is missing", field=f"worker.{name}")
+    if not message.model.name or not message.model.max_model_len or not message.model.vocab_size:
+        raise InvalidRequest("worker.model is incomplete", field="worker.model")
+    kv = None
+    if message.HasField("kv"):
+        x = message.kv
+        kv = t.KvEndpoint(x.address, x.compatibility, dict(x.layout), tuple(x.transports))
+    m = message.model
+    return t.WorkerInfo(
+        worker_id=message.worker_id,
+        epoch=message.epoch,
+        role=role_from_pb(message.role),
+        model=t.ModelInfo(m.name, m.path, m.max_model_len, m.vocab_size, m.dtype),
+        address=message.address,
+        kv=kv,
+        block_size=message.block_size,
+        total_blocks=message.total_blocks,
+        max_num_seqs=message.max_num_seqs,
+        pid=message.pid,
+        engine=message.engine,
+    )
+
+
+def registration_to_pb(info: t.WorkerInfo, kv_key: CapabilityKey | None) -> w.RegisterRequest:
+    return w.RegisterRequest(
+        worker=worker_to_pb(info), kv_key=b"" if kv_key is None else kv_key.reveal()
+    )
+
+
+def registration_from_pb(
+    message: w.RegisterRequest,
+) -> tuple[t.WorkerInfo, CapabilityKey | None]:
+    """The worker, and the key to its KV where it has one."""
+    info = worker_from_pb(message.worker)
+    if not message.kv_key:
+        return info, None
+    try:
+        return info, CapabilityKey(message.kv_key)
+    except ValueError as error:
+        raise InvalidRequest(f"kv_key: {error}", field="kv_key") from error
