@@ -1,0 +1,206 @@
+"""PdConnector: what vLLM loads (`kv_connector_module_path="kv_transfer.connector"`). Delegates, no
+more.
+
+Tried on vLLM 0.32.0 (CPU). Contact with vLLM's internals sits in this file, scheduler.py,
+metadata.py, vllm_layout.py and vllm_patches.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kv_transfer import transport
+from kv_transfer.errors import UnsupportedLayout
+from kv_transfer.layout import compatibility
+from kv_transfer.link import Identity
+from kv_transfer.memory import SharedMemory
+from kv_transfer.metadata import Arrival, PdHandshake, StepMetadata, WorkerOutput
+from kv_transfer.scheduler import SchedulerHalf
+from kv_transfer.settings import from_extra_config
+from kv_transfer.transport.base import LocalKv
+from kv_transfer.vllm_layout import allocate_in, describe, region_of
+from kv_transfer.vllm_patches import patch_runner_v1
+from kv_transfer.worker import WorkerHalf
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from pdserve.types import KvLedger
+
+
+class PdConnector(KVConnectorBase_V1, SupportsHMA):
+    """One half or the other, by `role`. The part a request takes is in its kv_transfer_params."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise UnsupportedLayout("models with several kinds of KV cache are not supported")
+        self._config = vllm_config
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._shared: SharedMemory | None = None
+        self._handshake: PdHandshake | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(vllm_config.cache_config.block_size)
+        else:
+            self._worker = self._make_worker()
+
+    def _make_worker(self) -> WorkerHalf:
+        transfer_config = self._kv_transfer_config
+        settings = from_extra_config(transfer_config.kv_connector_extra_config)
+        known = transport.by_name()
+        for name in settings.transports:
+            if name not in known:
+                raise ConfigError(
+                    f"kv.transports: {name!r} is none of {', '.join(known)}", field="kv.transports"
+                )
+        if "shm" in settings.transports:
+            self._shared = SharedMemory("pdserve-kv")
+        worker = WorkerHalf(
+            settings, transfer_config.engine_id, [known[n] for n in settings.transports]
+        )
+        patch_runner_v1(worker.resumed)
+        return worker
+
+    def _scheduler_half(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "called on the worker's half"
+        return self._scheduler
+
+    def _worker_half(self) -> WorkerHalf:
+        assert self._worker is not None, "called on the scheduler's half"
+        return self._worker
+
+    # -- for the worker process that hosts the engine
+
+    def take_arrivals(self) -> list[Arrival]:
+        """See SchedulerHalf.take_arrivals."""
+        return self._scheduler_half().take_arrivals()
+
+    def take_failure(self, request_id: str) -> str | None:
+        """See SchedulerHalf.take_failure."""
+        return self._scheduler_half().take_failure(request_id)
+
+    def holds(self, request_id: str) -> bool:
+        """See SchedulerHalf.holds."""
+        return self._scheduler_half().holds(request_id)
+
+    def release(self, request_id: str) -> None:
+        """See SchedulerHalf.release."""
+        self._scheduler_half().release(request_id)
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """See WorkerHalf.wake_with."""
+        self._worker_half().wake_with(wake)
+
+    def ledger(self) -> KvLedger:
+        """See SchedulerHalf.ledger."""
+        return self._scheduler_half().ledger()
+
+    # -- worker half
+
+    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
+        return None if self._shared is None else allocate_in(self._shared)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        worker = self._worker_half()
+        settings = from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
+        layout = describe(self._config, kv_caches)
+        key = compatibility(layout)
+        shared = self._shared if self._shared is not None and self._shared.size else None
+        worker.register(
+            LocalKv(region_of(kv_caches), shared),
+            Identity(self._kv_transfer_config.engine_id, key, settings.worker_id),
+            self._config.cache_config.block_size,
+        )
+        self._handshake = PdHandshake(worker.address, key, layout, settings.transports)
+
+    def get_handshake_metadata(self) -> PdHandshake | None:
+        return self._handshake
+
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        self._worker_half().before_step(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads run beside the step; before_step has asked for them."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request is scheduled only when its load has ended."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Blocks are pushed by step, not by layer."""
+
+    def wait_for_save(self) -> None:
+        metadata = self._connector_metadata
+        if isinstance(metadata, StepMetadata):
+            self._worker_half().after_step(metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received, failed = self._worker_half().take_results()
+        return KVConnectorTransferResults(sent, received, failed)
+
+    def build_connector_worker_meta(self) -> WorkerOutput | None:
+        return self._worker_half().take_output()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    # -- scheduler half
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler_half().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        return self._scheduler_half().matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduler_half().after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        return self._scheduler_half().step_metadata(scheduler_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler_half().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler_half().request_finished(request, block_ids[0])
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler_half().worker_output(connector_output)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return (0,)
+
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        """Peers are reached at addresses that requests carry."""

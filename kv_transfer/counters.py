@@ -1,0 +1,21 @@
+"""What a worker's KV plane has done, in totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Totals since the worker started."""
+
+    pushed_bytes: int = 0
+    pushed_blocks: int = 0
+    push_s: float = 0.0
+    received_bytes: int = 0
+    failures: int = 0
+    downgrades: int = 0
+    # Asked for without a right to it.
+    refused_capabilities: int = 0
+    # Asked for a second time, too late, or with blocks that do not fit.
+    refused_grants: int = 0

@@ -1,0 +1,92 @@
+"""How a worker's KV cache lies in memory, and whether two workers can exchange it.
+
+Tried on vLLM 0.32.0, CPU: one allocation for all layers, each layer a view [blocks, heads, tokens,
+channels], each (layer, block) page contiguous. Inside a page the CPU attention kernels pack keys by
+instruction set, so whole pages move and the instruction set is part of the compatibility key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kv_transfer.messages import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """Where the page of (layer, block) is: base + offset + layer * layer_stride + block *
+    block_stride, all in bytes, `page_bytes` long."""
+
+    num_layers: int
+    num_blocks: int
+    page_bytes: int
+    layer_stride_bytes: int
+    block_stride_bytes: int
+    offset_bytes: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """One block over all layers."""
+        return self.num_layers * self.page_bytes
+
+    @property
+    def span_bytes(self) -> int:
+        """From the base to the end of the last page."""
+        return (
+            self.offset_bytes
+            + (self.num_layers - 1) * self.layer_stride_bytes
+            + (self.num_blocks - 1) * self.block_stride_bytes
+            + self.page_bytes
+        )
+
+    def has_blocks(self, block_ids: Sequence[int]) -> bool:
+        """Whether each of the ids is a block of this cache."""
+        return not block_ids or (min(block_ids) >= 0 and max(block_ids) < self.num_blocks)
+
+    def page_offset(self, layer: int, block: int) -> int:
+        """Bytes from the base to the page."""
+        return self.offset_bytes + layer * self.layer_stride_bytes + block * self.block_stride_bytes
+
+    def to_list(self) -> list[int]:
+        """For the wire; `from_list` reads it."""
+        return [
+            self.num_layers,
+            self.num_blocks,
+            self.page_bytes,
+            self.layer_stride_bytes,
+            self.block_stride_bytes,
+            self.offset_bytes,
+        ]
+
+    @classmethod
+    def from_list(cls, values: list[int]) -> KvGeometry:
+        """Raises ValueError where the numbers are no geometry."""
+        if len(values) != 6 or not all(type(v) is int and v >= 0 for v in values):
+            raise ValueError("a geometry is six non-negative integers")
+        geometry = cls(*values)
+        if not (geometry.num_layers and geometry.num_blocks and geometry.page_bytes):
+            raise ValueError("a geometry has at least one layer, block and byte")
+        return geometry
+
+
+def compatibility(layout: Mapping[str, str]) -> str:
+    """Equal for workers that can exchange KV. `layout` holds everything that gives the bytes their
+    meaning: model, dtype, heads, block size, packing, vLLM version."""
+    text = json.dumps([PROTOCOL_VERSION, sorted(layout.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def runs(first: list[int], second: list[int]) -> list[tuple[int, int, int]]:
+    """Pairs of block ids as (first, second, length) runs that are adjacent on both sides. The lists
+    are of one length."""
+    following = zip(first, first[1:], second, second[1:], strict=False)
+    cuts = [i for i, (a, b, c, d) in enumerate(following, 1) if b - a != 1 or d - c != 1]
+    starts = [0, *cuts] if first else []
+    ends = [*cuts, len(first)]
+    return [(first[i], second[i], j - i) for i, j in zip(starts, ends, strict=False)]

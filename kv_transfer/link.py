@@ -1,0 +1,370 @@
+"""One connection between a target worker, which dialled, and a source worker.
+
+Two threads a link: a reader and a writer. The writer keeps everything in order: messages, chunks,
+and the message that says "done" behind them. Whatever breaks ends the link, once, through
+`on_down`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kv_transfer.errors import HandshakeRefused, KvTransferError, LinkClosed, ProtocolError
+from kv_transfer.messages import (
+    HEADER,
+    MAX_HANDSHAKE_BYTES,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    Refusal,
+    Welcome,
+    body_length,
+    decode,
+    encode,
+)
+from kv_transfer.transport.base import (
+    LocalKv,
+    SourceChannel,
+    TargetChannel,
+    Transport,
+    TransportUnavailable,
+    Wire,
+)
+
+logger = logging.getLogger(__name__)
+
+SOCKET_BUFFER_BYTES = 4 << 20
+
+Job = Callable[["Link"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a worker says of itself in a handshake. Its `worker_id` counts where capabilities are
+    checked."""
+
+    epoch: str
+    compatibility: str
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimeouts:
+    """`handshake_s` from connecting to the end of the handshake; `send_s` for a peer that reads
+    nothing."""
+
+    handshake_s: float
+    send_s: float
+
+
+class LinkOwner(Protocol):
+    """Who a link reports to; called on the link's threads."""
+
+    def on_up(self, link: Link) -> None:
+        """The handshake is over; `source` or `target` is set."""
+        ...
+
+    def on_message(self, link: Link, message: Message) -> None:
+        """A message that is not part of the handshake."""
+        ...
+
+    def on_down(self, link: Link, reason: str) -> None:
+        """The link is gone. Called once."""
+        ...
+
+
+class Link:
+    """See the top of the file. Either `source` or `target` is set once the handshake is over."""
+
+    def __init__(
+        self,
+        owner: LinkOwner,
+        local: LocalKv,
+        transports: Sequence[Transport],
+        timeouts: LinkTimeouts,
+    ) -> None:
+        self._owner = owner
+        self._local = local
+        self._transports = {t.name: t for t in transports}
+        self._timeouts = timeouts
+        self._handshake_end: float | None = None
+        self._outbox: queue.SimpleQueue[Message | Job | None] = queue.SimpleQueue()
+        self._urgent: deque[Message] = deque()
+        self._sock: socket.socket | None = None
+        self._down = threading.Event()
+        self._down_lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self.source: SourceChannel | None = None
+        self.target: TargetChannel | None = None
+        self.peer_epoch = ""
+        self.peer_id = ""
+        self.strikes = 0  # wrong capabilities that the peer has presented
+        self.downgrades: list[str] = []
+        self.reason = ""  # why it is down
+
+    # -- making one
+
+    def dial(self, address: str, identity: Identity, source_epoch: str, slot: int) -> None:
+        """Connects as the target, in the background; what is sent meanwhile waits its turn."""
+        self._begin(lambda: self._dial(address, identity, source_epoch, slot))
+
+    def serve(self, sock: socket.socket, identity: Identity) -> None:
+        """Answers as the source, in the background."""
+        self._sock = sock
+        self._begin(lambda: self._serve(sock, identity))
+
+    @property
+    def is_down(self) -> bool:
+        return self._down.is_set()
+
+    @property
+    def is_over(self) -> bool:
+        """Down, and none of its threads touches memory any more."""
+        return self.is_down and not any(t.is_alive() for t in self._threads)
+
+    @property
+    def transport(self) -> str:
+        """The negotiated transport's name, or "" before the handshake is over."""
+        channel = self.source or self.target
+        return "" if channel is None else channel.name
+
+    def send(self, message: Message) -> None:
+        """Queues a message behind whatever is queued."""
+        self._outbox.put(message)
+
+    def send_next(self, message: Message) -> None:
+        """Queues a message before all that waits, behind what is being written now."""
+        self._urgent.append(message)
+        self._outbox.put(_send_urgent)
+
+    def run(self, job: Job) -> None:
+        """Queues work for the writer thread, in order with the messages."""
+        self._outbox.put(job)
+
+    def send_now(self, message: Message) -> None:
+        """For jobs on the writer thread."""
+        self._write(encode(message))
+
+    def send_urgent(self) -> None:
+        """On the writer thread: what `send_next` has queued."""
+        while self._urgent:
+            self._write(encode(self._urgent.popleft()))
+
+    def close(self, reason: str) -> None:
+        """Ends the link; idempotent, does not wait for its threads."""
+        with self._down_lock:
+            if self._down.is_set():
+                return
+            self.reason = reason
+            self._down.set()
+        if self._sock is not None:
+            # shutdown wakes a reader or writer that is blocked in the kernel; close would not.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        self._outbox.put(None)
+        self._owner.on_down(self, reason)
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the link's threads after `close`."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
+
+    # -- threads
+
+    def _begin(self, connect: Callable[[], None]) -> None:
+        self._handshake_end = time.monotonic() + self._timeouts.handshake_s
+        self._spawn(lambda: self._run(connect))
+
+    def _spawn(self, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, daemon=True, name="kv-link")
+        thread.start()
+        self._threads.append(thread)
+        return thread
+
+    def _run(self, connect: Callable[[], None]) -> None:
+        reason = "closed"
+        writer: threading.Thread | None = None
+        try:
+            connect()
+            self._handshake_end = None
+            self._owner.on_up(self)
+            writer = self._spawn(self._write_loop)
+            while not self._down.is_set():
+                self._owner.on_message(self, self._read())
+        except (OSError, KvTransferError) as error:
+            reason = str(error) or type(error).__name__
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.exception("KV link to %s failed", self._peer())
+        finally:
+            self.close(reason)
+            if writer is not None:
+                writer.join()
+            for channel in (self.source, self.target):
+                # A fenced target still asks its channel whether it is idle; that needs no socket.
+                if channel is not None:
+                    channel.close()
+            if self._sock is not None:
+                self._sock.close()
+
+    def _write_loop(self) -> None:
+        reason = "closed"
+        try:
+            while (item := self._outbox.get()) is not None:
+                if self._down.is_set():
+                    return
+                self.send_urgent()
+                if isinstance(item, Message):
+                    self._write(encode(item))
+                else:
+                    item(self)
+        except (OSError, KvTransferError) as error:
+            reason = str(error) or type(error).__name__
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.exception("KV link to %s failed", self._peer())
+        finally:
+            self.close(reason)
+
+    def _peer(self) -> str:
+        return self.peer_epoch or "a peer without a name"
+
+    # -- handshake
+
+    def _open(self, sock: socket.socket) -> Wire:
+        self._sock = sock
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        # A peer that reads nothing must not hold our writer for ever.
+        seconds = self._timeouts.send_s
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self._down.is_set():
+            raise LinkClosed("closed before it was up")
+        return Wire(sock, self._write, self._fill)
+
+    def _dial(self, address: str, identity: Identity, source_epoch: str, slot: int) -> None:
+        host, _, port = address.rpartition(":")
+        try:
+            sock = socket.create_connection((host, int(port)), self._timeouts.handshake_s)
+        except (ValueError, OverflowError) as error:
+            raise KvTransferError(f"{address!r} is no address") from error
+        wire = self._open(sock)
+        offers = [t.offer(self._local, slot) for t in self._transports.values()]
+        self._write(
+            encode(
+                Hello(
+                    PROTOCOL_VERSION,
+                    identity.epoch,
+                    source_epoch,
+                    identity.compatibility,
+                    [offer for offer in offers if offer is not None],
+                    identity.worker_id,
+                )
+            )
+        )
+        answer = self._read()
+        if isinstance(answer, Refusal):
+            raise HandshakeRefused(answer.reason)
+        if not isinstance(answer, Welcome) or answer.transport not in self._transports:
+            raise ProtocolError("the source did not answer the handshake")
+        if answer.epoch != source_epoch:
+            raise HandshakeRefused("the source has been restarted")
+        self.peer_epoch = answer.epoch
+        self.target = self._transports[answer.transport].target(self._local, slot, wire)
+        sock.settimeout(None)
+
+    def _serve(self, sock: socket.socket, identity: Identity) -> None:
+        wire = self._open(sock)
+        hello = self._read()
+        if not isinstance(hello, Hello):
+            raise ProtocolError("the target did not begin with a handshake")
+        refusal = _refusal(hello, identity)
+        if refusal is None:
+            self.source = self._choose(hello.offers, wire)
+            if self.source is None:
+                refusal = "no common transport: " + "; ".join(self.downgrades)
+        if refusal is not None or self.source is None:
+            self._write(encode(Refusal(refusal or "")))
+            raise HandshakeRefused(refusal or "")
+        self.peer_epoch, self.peer_id = hello.epoch, hello.worker_id
+        self._write(encode(Welcome(identity.epoch, self.source.name)))
+        sock.settimeout(None)
+
+    def _choose(self, offers: list[dict[str, Any]], wire: Wire) -> SourceChannel | None:
+        for offer in offers:
+            transport = self._transports.get(str(offer.get("transport")))
+            if transport is None:
+                continue
+            try:
+                return transport.source(self._local, offer, wire)
+            except TransportUnavailable as error:
+                self.downgrades.append(f"{transport.name}: {error}")
+                logger.warning("transport %s cannot be used: %s", transport.name, error)
+        return None
+
+    # -- bytes
+
+    def _write(self, data: bytes) -> None:
+        if self._sock is None:
+            raise LinkClosed("the link is not up")
+        self._limit_wait(self._sock)
+        try:
+            self._sock.sendall(data)
+        except BlockingIOError as error:
+            raise LinkClosed("the peer reads nothing") from error
+
+    def _fill(self, view: memoryview) -> None:
+        if self._sock is None:
+            raise LinkClosed("the link is not up")
+        while view.nbytes:
+            self._limit_wait(self._sock)
+            count = self._sock.recv_into(view)
+            if not count:
+                raise LinkClosed("the peer closed the link")
+            view = view[count:]
+
+    def _limit_wait(self, sock: socket.socket) -> None:
+        # The handshake as a whole has a deadline: a timeout a call would let a peer send one byte
+        # after the other for ever.
+        if self._handshake_end is not None:
+            left = self._handshake_end - time.monotonic()
+            if left <= 0:
+                raise LinkClosed("the handshake took too long")
+            sock.settimeout(left)
+
+    def _read(self) -> Message:
+        header = bytearray(HEADER.size)
+        self._fill(memoryview(header))
+        limit = MAX_MESSAGE_BYTES if self._handshake_end is None else MAX_HANDSHAKE_BYTES
+        body = bytearray(body_length(bytes(header), limit))
+        self._fill(memoryview(body))
+        return decode(bytes(body))
+
+
+def _send_urgent(link: Link) -> None:
+    link.send_urgent()
+
+
+def _refusal(hello: Hello, identity: Identity) -> str | None:
+    if hello.version != PROTOCOL_VERSION:
+        return f"protocol version {hello.version}, not {PROTOCOL_VERSION}"
+    if hello.source_epoch != identity.epoch:
+        return "the source has been restarted"
+    if hello.compatibility != identity.compatibility:
+        return f"KV layout {hello.compatibility}, not {identity.compatibility}"
+    return None

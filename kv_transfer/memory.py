@@ -1,0 +1,211 @@
+"""A worker's KV cache as bytes: the region, its copies, and how it comes to lie in shared memory.
+
+The region is one mapping. For the `shm` transport it is a memfd, so that nothing is left behind
+when the process is killed; a source maps it through /proc/PID/fd/N. Both sides fault the pages in
+before the first copy: a first touch costs ten times the copy itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import re
+import stat
+import struct
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_transfer.errors import KvTransferError, UnsupportedLayout
+from kv_transfer.layout import KvGeometry, runs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
+_PEER_PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", re.ASCII)
+
+
+def prefault(address: int, size: int) -> None:
+    """Faults the pages in for writing. Older kernels refuse the advice; then the first copies
+    pay."""
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+
+
+def boot_id() -> str:
+    """Equal for processes of one running kernel."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+class KvRegion:
+    """The bytes of a KV cache, addressed by page. Does not own the memory: vLLM does."""
+
+    def __init__(self, address: int, size: int, geometry: KvGeometry) -> None:
+        if geometry.span_bytes > size:
+            raise UnsupportedLayout(
+                f"the layout spans {geometry.span_bytes} bytes of a cache of {size}"
+            )
+        self.address = address
+        self.geometry = geometry
+        self._view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+    def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """The pages of these blocks, layer by layer, for scatter/gather socket calls. Raises
+        KvTransferError where an id is no block."""
+        g, view = self.geometry, self._view
+        if not g.has_blocks(block_ids):
+            raise KvTransferError("a block id is outside its KV cache")
+        starts = (
+            g.page_offset(layer, block) for layer in range(g.num_layers) for block in block_ids
+        )
+        return [view[start : start + g.page_bytes] for start in starts]
+
+    def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> int:
+        """Copies blocks page by page, neighbours as one; memmove releases the interpreter lock.
+
+        Returns the bytes copied. The two regions share layers and page size, not strides. Raises
+        KvTransferError, having copied nothing, where they do not or an id is no block.
+        """
+        dst, src = self.geometry, source.geometry
+        if (dst.num_layers, dst.page_bytes) != (src.num_layers, src.page_bytes):
+            raise KvTransferError("the pages differ in number or size")
+        if len(source_ids) != len(own_ids):
+            raise KvTransferError(f"{len(source_ids)} blocks for {len(own_ids)} places")
+        if not (src.has_blocks(source_ids) and dst.has_blocks(own_ids)):
+            raise KvTransferError("a block id is outside its KV cache")
+        firsts, places, sizes = source_ids, own_ids, [dst.page_bytes] * len(own_ids)
+        if dst.block_stride_bytes == src.block_stride_bytes == dst.page_bytes:
+            pieces = runs(source_ids, own_ids)
+            firsts, places = [s for s, _, _ in pieces], [d for _, d, _ in pieces]
+            sizes = [n * dst.page_bytes for _, _, n in pieces]
+        for layer in range(dst.num_layers):
+            start = source.address + src.page_offset(layer, 0)
+            to = self.address + dst.page_offset(layer, 0)
+            moves = map(
+                ctypes.memmove,
+                [to + block * dst.block_stride_bytes for block in places],
+                [start + block * src.block_stride_bytes for block in firsts],
+                sizes,
+            )
+            deque(moves, maxlen=0)  # runs through them without a step of Python between
+        return len(own_ids) * dst.block_bytes
+
+
+class SharedMemory:
+    """The memfd under a worker's own KV cache. Owner: the connector; released by `close`.
+
+    Its size is sealed: a source that maps it must not lose pages under its copy (SIGBUS).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.size = 0
+
+    @property
+    def path(self) -> str:
+        """How another process of this user reaches the memory."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    @property
+    def inode(self) -> int:
+        """Names this memory among all of the running kernel. A path alone does not: in another PID
+        namespace it leads elsewhere."""
+        return os.fstat(self.fd).st_ino
+
+    def grow(self, size: int) -> None:
+        """Sets the size, once, before it is mapped."""
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.size = size
+
+    def close(self) -> None:
+        """Idempotent. Mappings stay valid until their owners drop them."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class PeerMemory:
+    """Another worker's KV cache, mapped here for writing. Released by `close`.
+
+    The path is a peer's word, so nothing is mapped but a sealed memfd, which no ordinary file of
+    this user can be, and only the one that `inode` names. Raises OSError or ValueError.
+    """
+
+    def __init__(self, path: str, inode: int, size: int, geometry: KvGeometry) -> None:
+        if not _PEER_PATH.fullmatch(path):
+            raise ValueError(f"{path!r} is no descriptor of a process")
+        if not 0 < geometry.span_bytes <= size:
+            raise ValueError(f"the layout spans {geometry.span_bytes} bytes of a cache of {size}")
+        # A look first: opening a device or a pipe can have effects, or wait.
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise ValueError(f"{path} is no memory")
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError(f"{path} may shrink")
+            found = os.fstat(self.fd)
+            if found.st_ino != inode:
+                raise ValueError(f"{path} leads to other memory here")
+            if found.st_size != size:
+                raise ValueError(f"{path} is not {size} bytes long")
+            self._map = mmap.mmap(self.fd, size)
+        except (OSError, ValueError):
+            os.close(self.fd)
+            raise
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        address = ctypes.addressof(self._anchor)
+        prefault(address, size)
+        self.region = KvRegion(address, size, geometry)
+
+    def close(self) -> None:
+        """Unmaps; only when no copy runs any more. Idempotent."""
+        if self.fd >= 0:
+            self.region._view.release()
+            del self._anchor
+            self._map.close()
+            os.close(self.fd)
+            self.fd = -1
+
+
+class WriteFence:
+    """Tells a target whether a source may still be writing into its memory, even one that was
+    stopped in the middle of a copy.
+
+    One byte of the memfd, never used twice, stands for one link. The source holds a shared lock on
+    it during each copy. The target, once it gave the link up, takes it exclusively: that succeeds
+    when no copy runs, and from then on none can begin. A dead process holds no lock. (fcntl(2),
+    open file description locks.)
+    """
+
+    def __init__(self, fd: int, slot: int) -> None:
+        self._fd = fd
+        self._slot = slot
+
+    def _lock(self, kind: int) -> bool:
+        request = _FLOCK.pack(kind, os.SEEK_SET, self._slot, 1, 0)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in (11, 13):
+                return False
+            raise
+        return True
+
+    def enter(self) -> bool:
+        """The source, before a copy: False when the target has given the link up."""
+        return self._lock(fcntl.F_RDLCK)
+
+    def leave(self) -> None:
+        """The source, after a copy."""
+        self._lock(fcntl.F_UNLCK)
+
+    def seal(self) -> bool:
+        """The target: True when nothing is, or ever will be, written over this link."""
+        return self._lock(fcntl.F_WRLCK)

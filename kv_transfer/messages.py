@@ -1,0 +1,203 @@
+"""What travels on a link: small msgpack maps behind a four-byte length.
+
+A link joins one target worker (it dialled, it receives KV) and one source worker. On connecting:
+target → Hello, source → Welcome or Refusal. Then target → Grant, Cancel, Ack; source → Chunk (with
+the payload behind it where the transport sends bytes on the link), Done, Fail, Alive.
+
+PROTOCOL_VERSION history: 1 first version. 2 Hello names its worker; Grant and Cancel have a
+capability.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import msgpack
+
+from kv_transfer.errors import ProtocolError
+
+PROTOCOL_VERSION = 2
+MAX_MESSAGE_BYTES = 4 << 20
+# Of a peer that has not introduced itself, less is taken.
+MAX_HANDSHAKE_BYTES = 64 << 10
+HEADER = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of all messages; `kind` is their tag on the wire."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """The target's first message. `offers` are its transports in order of preference, each with
+    what the source needs to use it. Its fields stay the same from version 2 on, so that the source
+    can name the version that it refuses. The rights of `worker_id` and `epoch` are checked."""
+
+    kind: ClassVar[str] = "hello"
+    version: int
+    epoch: str
+    source_epoch: str
+    compatibility: str
+    offers: list[dict[str, Any]]
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """The source's answer: the transport that it chose of those offered."""
+
+    kind: ClassVar[str] = "welcome"
+    epoch: str
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(Message):
+    """The source's answer when nothing can move between the two, and why."""
+
+    kind: ClassVar[str] = "refusal"
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant(Message):
+    """The target has reserved `block_ids` for tokens [first_block * block_size, num_tokens) of the
+    request. This is the credit: nothing is sent before it. `capability` is the router's word that
+    the target may have them."""
+
+    kind: ClassVar[str] = "grant"
+    transfer_id: str
+    first_block: int
+    num_tokens: int
+    block_ids: list[int]
+    capability: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(Message):
+    """The target no longer wants it. The source answers Fail behind its last chunk."""
+
+    kind: ClassVar[str] = "cancel"
+    transfer_id: str
+    capability: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(Message):
+    """The target has every byte: the source may free the blocks."""
+
+    kind: ClassVar[str] = "ack"
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Message):
+    """`count` blocks from block `first` (counted within the grant) are in place, or follow."""
+
+    kind: ClassVar[str] = "chunk"
+    transfer_id: str
+    first: int
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Message):
+    """All granted blocks were sent; `token_ids` is what the source sampled. `push_s` is the time in
+    which bytes were moving, `exposed_s` the part of it after prefill had ended."""
+
+    kind: ClassVar[str] = "done"
+    transfer_id: str
+    token_ids: list[int]
+    push_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fail(Message):
+    """Nothing more comes for this transfer."""
+
+    kind: ClassVar[str] = "fail"
+    transfer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive(Message):
+    """The source still works on these granted transfers."""
+
+    kind: ClassVar[str] = "alive"
+    transfer_ids: list[str]
+
+
+_KINDS: dict[str, type[Message]] = {
+    cls.kind: cls for cls in (Hello, Welcome, Refusal, Grant, Cancel, Ack, Chunk, Done, Fail, Alive)
+}
+_CHECKS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "float": (float, int),
+    "list[int]": (list,),
+    "list[str]": (list,),
+    "list[dict[str, Any]]": (list,),
+}
+_ITEMS: dict[str, type] = {"list[int]": int, "list[str]": str, "list[dict[str, Any]]": dict}
+
+
+def encode(message: Message) -> bytes:
+    """The message with its length in front."""
+    values = {f.name: getattr(message, f.name) for f in fields(message)}
+    body: bytes = msgpack.packb({"t": message.kind, **values})
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a {message.kind} message of {len(body)} bytes is over the limit")
+    return HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes, limit: int = MAX_MESSAGE_BYTES) -> int:
+    """The body's length; raises ProtocolError when it is none or over the limit."""
+    (length,) = HEADER.unpack(header)
+    if not 0 < length <= limit:
+        raise ProtocolError(f"a message of {length} bytes, where 1 to {limit} are taken")
+    return int(length)
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    kinds: Any = _CHECKS[annotation]
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return False
+    if annotation in _ITEMS:
+        # A grant may list thousands of blocks: no Python step for each.
+        item = _ITEMS[annotation]
+        return not value or (
+            set(map(type, value)) == {item} and (item is not int or min(value) >= 0)
+        )
+    if annotation == "float":
+        return math.isfinite(value) and value >= 0
+    return annotation != "int" or value >= 0
+
+
+def decode(body: bytes) -> Message:
+    """The message in `body`; raises ProtocolError on anything else. Numbers are finite and not
+    negative."""
+    try:
+        raw = msgpack.unpackb(body, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError("a message is not msgpack") from error
+    if not isinstance(raw, dict):
+        raise ProtocolError("a message is not a map")
+    cls = _KINDS.get(str(raw.pop("t", "")))
+    if cls is None:
+        raise ProtocolError("a message is of no known kind")
+    names = {f.name: str(f.type) for f in fields(cls)}
+    if raw.keys() != names.keys():
+        raise ProtocolError(f"a {cls.kind} message has the wrong fields")
+    for name, annotation in names.items():
+        if not _fits(raw[name], annotation):
+            raise ProtocolError(f"{cls.kind}.{name} is not {annotation}")
+    return cls(**raw)

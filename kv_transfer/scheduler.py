@@ -1,0 +1,284 @@
+"""The connector's half in vLLM's scheduler process. Tried on vLLM 0.32.0.
+
+It knows which requests take part in a transfer, reserves nothing itself (vLLM does), and keeps the
+ledger: blocks granted to a source and not yet filled, blocks held for a target and not yet
+acknowledged.
+
+The handed-over token becomes the first *output* token of the decode request, so penalties, seeds,
+minimum and maximum lengths, stop tokens and grammars count it as if it had been sampled here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from kv_transfer.metadata import (
+    Arrival,
+    SourceEnded,
+    SourceExpected,
+    SourceProgress,
+    StepMetadata,
+    TargetStart,
+    Unneeded,
+    WorkerOutput,
+)
+from kv_transfer.params import SourceParams, TargetParams, TransferParams, parse
+from pdserve.types import KvLedger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+_MAX_FAILURES = 1024
+
+
+class _Load(Enum):
+    """Where a target request stands."""
+
+    WAITING = "waiting"  # no blocks yet
+    LOADING = "loading"  # granted; blocks are in flight
+    OVER = "over"  # loaded, failed, or nothing was needed
+
+
+@dataclass(slots=True)
+class _Target:
+    request: Request
+    part: TargetParams
+    load: _Load = _Load.WAITING
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    transfer_id: str
+    blocks: int  # held for the target
+
+
+@dataclass(slots=True)
+class _Source:
+    request: Request
+    part: SourceParams
+    reported_blocks: int = -1
+
+
+class SchedulerHalf:
+    """State: requests by their vLLM-internal id. Changed only by vLLM's calls, on one thread."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._sources: dict[str, _Source] = {}
+        self._targets: dict[str, _Target] = {}
+        self._in_flight: dict[str, int] = {}  # request id → blocks its source may write to
+        self._leased: dict[str, _Lease] = {}  # by request id
+        self._replay: dict[str, list[int]] = {}  # tokens a grammar has not been told of yet
+        self._pending = StepMetadata()
+        self._arrivals: list[Arrival] = []
+        self._failures: dict[str, str] = {}
+
+    # -- what the worker process asks
+
+    def take_arrivals(self) -> list[Arrival]:
+        """Handed-over tokens that came with the last steps, each once."""
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
+    def take_failure(self, request_id: str) -> str | None:
+        """Why the transfer of this request failed, once."""
+        return self._failures.pop(request_id, None)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether an ended request's blocks are held for its target."""
+        return request_id in self._leased
+
+    def release(self, request_id: str) -> None:
+        """Gives up an ended request whose blocks are held; the next step frees them."""
+        lease = self._leased.get(request_id)
+        if lease is not None:
+            self._pending.released.append(lease.transfer_id)
+
+    def ledger(self) -> KvLedger:
+        """Blocks pinned for transfers now; `engine_requests` is the engine's to fill in."""
+        in_flight = sum(self._in_flight.values())
+        leased = sum(lease.blocks for lease in self._leased.values())
+        return KvLedger(
+            pinned_blocks=in_flight + leased,
+            in_flight_blocks=in_flight,
+            leased_blocks=leased,
+            transfers=len(self._in_flight) + len(self._leased),
+        )
+
+    # -- vLLM's calls, in the order of a request's life
+
+    def on_new_request(self, request: Request) -> None:
+        """Called as the request enters the scheduler, before anything else."""
+        params: TransferParams = parse(request.kv_transfer_params)
+        match params.part:
+            case SourceParams() as part:
+                self._sources[request.request_id] = _Source(request, part)
+                self._pending.expected.append(SourceExpected(part.transfer_id, request.request_id))
+            case TargetParams() as part:
+                self._targets[request.request_id] = _Target(request, part)
+        if params.resume:
+            self._append(request, list(params.resume))
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
+        """(tokens whose KV comes from outside, whether it comes asynchronously)."""
+        self._replay_grammar(request)
+        target = self._targets.get(request.request_id)
+        if target is None or target.load is not _Load.WAITING:
+            return 0, False
+        missing = self._wanted(request) - computed
+        return (missing, True) if missing > 0 else (0, False)
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """vLLM has allocated the request's blocks; `external` tokens are to be loaded into them."""
+        target = self._targets.get(request.request_id)
+        if target is None or target.load is not _Load.WAITING:
+            return
+        part = target.part
+        if external <= 0:
+            target.load = _Load.OVER
+            self._pending.unneeded.append(
+                Unneeded(part.transfer_id, part.source_address, part.source_epoch, part.capability)
+            )
+            return
+        wanted = self._wanted(request)
+        first = (wanted - external) // self._block_size
+        last = -(-wanted // self._block_size)
+        ids = list(blocks.get_block_ids()[0][first:last])
+        target.load = _Load.LOADING
+        self._in_flight[request.request_id] = len(ids)
+        self._pending.starts.append(
+            TargetStart(
+                part.transfer_id,
+                request.request_id,
+                part.source_address,
+                part.source_epoch,
+                first,
+                wanted,
+                ids,
+                part.capability,
+            )
+        )
+
+    def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """What the worker half needs for the step that `output` describes."""
+        metadata, self._pending = self._pending, StepMetadata()
+        scheduled = {data.req_id for data in output.scheduled_new_reqs}
+        for request_id in [r for r in metadata.resumed if r not in scheduled]:
+            self._pending.resumed[request_id] = metadata.resumed.pop(request_id)
+        for request_id, source in self._sources.items():
+            self._source_progress(request_id, source, output, metadata)
+        return metadata
+
+    def request_finished(
+        self, request: Request, block_ids: Iterable[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """(whether vLLM must keep the blocks until we say so, parameters for the output)."""
+        request_id = request.request_id
+        self._pending.resumed.pop(request_id, None)
+        self._replay.pop(request_id, None)
+        target = self._targets.pop(request_id, None)
+        if target is not None:
+            self._target_finished(request_id, target)
+        source = self._sources.pop(request_id, None)
+        if source is None:
+            return False, None
+        # A first token that ends the answer leaves nothing to continue: only a cut at max_tokens
+        # is.
+        count = len(list(block_ids))
+        held = request.status == RequestStatus.FINISHED_LENGTH_CAPPED and count > 0
+        self._pending.ended.append(
+            SourceEnded(source.part.transfer_id, tuple(request.output_token_ids), held, request_id)
+        )
+        if held:
+            self._leased[request_id] = _Lease(source.part.transfer_id, count)
+        return held, None
+
+    def worker_output(self, output: KVConnectorOutput) -> None:
+        """What the worker half reported with the step."""
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, WorkerOutput):
+            for request_id, arrival in meta.arrivals.items():
+                target = self._targets.get(request_id)
+                if target is not None and target.load is _Load.LOADING:
+                    # The source tells all output tokens of its request, also those resumed there.
+                    new = arrival.token_ids[target.request.num_output_tokens :]
+                    self._append(target.request, list(new))
+                    self._replay_grammar(target.request)
+                    self._arrivals.append(replace(arrival, token_ids=new))
+            self._failures.update(meta.failures)
+            while len(self._failures) > _MAX_FAILURES:  # of requests nobody asks for any more
+                del self._failures[next(iter(self._failures))]
+        for request_id in output.finished_recving or ():
+            self._in_flight.pop(request_id, None)
+            if request_id in self._targets:
+                self._targets[request_id].load = _Load.OVER
+        for request_id in output.finished_sending or ():
+            self._leased.pop(request_id, None)
+
+    # -- inside
+
+    def _wanted(self, request: Request) -> int:
+        """Tokens whose KV the source computes: the prompt and what was resumed on both sides. The
+        token that it samples after them comes along."""
+        return int(request.num_tokens)
+
+    def _append(self, request: Request, tokens: list[int]) -> None:
+        """Gives the request tokens that were generated elsewhere, as if it had been preempted after
+        generating them. Runner V2 (GPU) reads them from the request; V1 is told through
+        `resumed`."""
+        request.append_output_token_ids(tokens)
+        # The scheduler asserts that a first prefill computes no more than the prompt.
+        request.prefill_stats = None
+        self._pending.resumed[request.request_id] = [int(t) for t in request.output_token_ids]
+        if request.structured_output_request is not None:
+            self._replay.setdefault(request.request_id, []).extend(tokens)
+
+    def _replay_grammar(self, request: Request) -> None:
+        """Moves a compiled grammar past the tokens that were generated elsewhere."""
+        structured = request.structured_output_request
+        if structured is None or request.request_id not in self._replay:
+            return
+        grammar = structured.grammar
+        if grammar is None or isinstance(grammar, Exception):
+            return
+        tokens = self._replay.pop(request.request_id)
+        structured.reasoning_ended = True
+        grammar.accept_tokens(request.request_id, tokens)
+
+    def _source_progress(
+        self, request_id: str, source: _Source, output: SchedulerOutput, metadata: StepMetadata
+    ) -> None:
+        request, transfer_id = source.request, source.part.transfer_id
+        scheduled = output.num_scheduled_tokens.get(request_id)
+        if scheduled is None:
+            if request.status == RequestStatus.PREEMPTED and source.reported_blocks >= 0:
+                source.reported_blocks = -1
+                metadata.preempted.append(transfer_id)
+            return
+        # num_computed_tokens is advanced after this call, so the step's own tokens are added.
+        ready = request.num_computed_tokens + scheduled
+        blocks = ready // self._block_size
+        if blocks != source.reported_blocks or ready >= request.num_prompt_tokens:
+            source.reported_blocks = blocks
+            state = output.kv_connector_block_state
+            ids = list(state.get_block_ids(request_id)[0])
+            metadata.progress.append(SourceProgress(transfer_id, ids, ready))
+
+    def _target_finished(self, request_id: str, target: _Target) -> None:
+        part = target.part
+        if target.load is _Load.WAITING:
+            self._pending.unneeded.append(
+                Unneeded(part.transfer_id, part.source_address, part.source_epoch, part.capability)
+            )
+        elif request_id in self._in_flight:
+            self._pending.cancels.append(part.transfer_id)

@@ -1,0 +1,110 @@
+"""Settings of the KV plane, as they come through vLLM's `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from pdserve.capability import CapabilityKey
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_TIMES = (
+    "lease_s",
+    "receive_timeout_s",
+    "cancel_timeout_s",
+    "handshake_timeout_s",
+    "send_timeout_s",
+    "preempt_timeout_s",
+)
+MAX_WORKER_ID = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """Times in seconds, sizes in bytes; checked at birth, ConfigError names the key.
+
+    With `kv_key`, a transfer must come with a capability that was made with it for this worker, see
+    pdserve/capability.py; `require_capability` False turns that off. Without a key nothing is
+    checked: then whoever reaches `host` and guesses a transfer's id can have its KV.
+    """
+
+    host: str = "127.0.0.1"
+    transports: tuple[str, ...] = ("shm", "tcp")
+    # How long a source holds blocks for a target that does not take them.
+    lease_s: float = 30.0
+    # How long a target waits without any progress before it gives a transfer up.
+    receive_timeout_s: float = 60.0
+    # How long a source may take to answer a Cancel before its link is closed.
+    cancel_timeout_s: float = 5.0
+    # How long two workers may take from connecting to agreeing on a transport.
+    handshake_timeout_s: float = 5.0
+    # How long a peer may read nothing before its link is closed.
+    send_timeout_s: float = 20.0
+    # How long a step waits for copies of blocks that the engine wants back, before their links are
+    # closed.
+    preempt_timeout_s: float = 2.0
+    # Blocks are pushed in pieces of about this size.
+    chunk_bytes: int = 16 << 20
+    # This worker's name in capabilities, its peers' rights and its own.
+    worker_id: str = ""
+    # In the extra config it may be written in hexadecimal.
+    kv_key: CapabilityKey | None = None
+    # None: where there is a key.
+    require_capability: bool | None = None
+
+    @property
+    def checks_capabilities(self) -> bool:
+        """Whether a transfer must come with a capability."""
+        return self.kv_key is not None and self.require_capability is not False
+
+    def __post_init__(self) -> None:
+        for name in _TIMES:
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise _refuse(name, "must be a time above 0")
+        if type(self.chunk_bytes) is not int or self.chunk_bytes < 1:
+            raise _refuse("chunk_bytes", "must be a whole number above 0")
+        if not isinstance(self.host, str) or not self.host:
+            raise _refuse("host", "must name an address")
+        if not isinstance(self.transports, tuple) or not self.transports:
+            raise _refuse("transports", "must be a list that names a transport")
+        if not all(isinstance(name, str) for name in self.transports):
+            raise _refuse("transports", "must be a list of names")
+        self._check_rights()
+
+    def _check_rights(self) -> None:
+        if not isinstance(self.worker_id, str) or len(self.worker_id) > MAX_WORKER_ID:
+            raise _refuse("worker_id", f"must be a name of at most {MAX_WORKER_ID} characters")
+        if not isinstance(self.kv_key, CapabilityKey | None):
+            raise _refuse("kv_key", "must be a key")
+        if not isinstance(self.require_capability, bool | None):
+            raise _refuse("require_capability", "must be true or false")
+        if self.require_capability and self.kv_key is None:
+            raise _refuse("require_capability", "needs a kv_key to check with")
+        if self.checks_capabilities and not self.worker_id:
+            raise _refuse("worker_id", "must be given with kv_key")
+
+
+def _refuse(name: str, problem: str) -> ConfigError:
+    return ConfigError(f"kv.{name} {problem}", field=f"kv.{name}")
+
+
+def from_extra_config(config: Mapping[str, Any]) -> KvSettings:
+    """Raises ConfigError naming the key that is unknown or wrong."""
+    known = {f.name for f in fields(KvSettings)}
+    for key in config:
+        if key not in known:
+            raise _refuse(key, "is no setting of the KV plane")
+    values = dict(config)
+    if isinstance(values.get("transports"), list):
+        values["transports"] = tuple(values["transports"])
+    if isinstance(values.get("kv_key"), str):
+        try:
+            values["kv_key"] = CapabilityKey.from_hex(values["kv_key"])
+        except ValueError as error:
+            raise _refuse("kv_key", f"is none: {error}") from None
+    return KvSettings(**values)

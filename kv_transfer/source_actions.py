@@ -1,0 +1,56 @@
+"""What the sending end of transfers asks its caller to do (kv_transfer/source.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+LinkT = TypeVar("LinkT")
+
+
+@dataclass(frozen=True, slots=True)
+class PushChunk(Generic[LinkT]):
+    """Copy `source_ids` to the target's `target_ids`; then say Chunk(first, count)."""
+
+    link: LinkT
+    transfer_id: str
+    generation: int
+    first: int
+    source_ids: list[int]
+    target_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone(Generic[LinkT]):
+    """Everything is queued: say Done behind the last chunk."""
+
+    link: LinkT
+    transfer_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFail(Generic[LinkT]):
+    """Tell the target that nothing more comes."""
+
+    link: LinkT
+    transfer_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendAlive(Generic[LinkT]):
+    """Tell the target that its transfer is still being worked on."""
+
+    link: LinkT
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The engine may free this request's blocks."""
+
+    request_id: str
+
+
+SourceAction = PushChunk[LinkT] | SendDone[LinkT] | SendFail[LinkT] | SendAlive[LinkT] | Release

@@ -1,0 +1,104 @@
+"""What every transport promises.
+
+A transport moves the bytes of granted blocks between two workers that share a link
+(kv_transfer/link.py). Control messages always travel on the link; a transport only decides how the
+payload of a chunk travels.
+
+* `SourceChannel.push` returns when the source's blocks may be overwritten. It runs on the link's
+  writer thread, one chunk at a time, in order. The ids come from a peer: one that is no block of
+  its cache raises KvTransferError before anything is written.
+* `TargetChannel.receive` runs on the link's reader thread, once a chunk, in the same order, and
+  returns when the bytes are in place. With `block_ids` None the payload is consumed and thrown
+  away. The caller has checked that `chunk.bytes` is what `chunk.count` blocks hold here.
+* `TargetChannel.idle` is asked after the link went down: True when nothing is, or ever will be,
+  written to the target's memory over this link.
+* `close` is idempotent and called once no push or receive runs.
+
+Errors: OSError and KvTransferError end the link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kv_transfer.errors import KvTransferError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from kv_transfer.memory import KvRegion, SharedMemory
+    from kv_transfer.messages import Chunk
+
+
+class TransportUnavailable(KvTransferError):
+    """The source cannot use this offer; the next one is tried. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalKv:
+    """This worker's KV cache. `shared` is None where the cache is not in shared memory."""
+
+    region: KvRegion
+    shared: SharedMemory | None
+
+
+class SourceChannel(Protocol):
+    """The sending end of one link."""
+
+    name: str
+
+    def push(self, chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
+        """Sends the chunk's message and payload."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the channel holds."""
+        ...
+
+
+class TargetChannel(Protocol):
+    """The receiving end of one link."""
+
+    name: str
+
+    def receive(self, chunk: Chunk, block_ids: list[int] | None) -> None:
+        """Puts the chunk's payload in place."""
+        ...
+
+    def idle(self) -> bool:
+        """Whether the memory is safe from this link, for good."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the channel holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The link as a transport sees it."""
+
+    sock: socket.socket
+    send: Callable[[bytes], None]
+    receive_into: Callable[[memoryview], None]
+
+
+class Transport(Protocol):
+    """One way to move bytes, by name."""
+
+    name: str
+
+    def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
+        """Target: what a source needs to use this transport here, or None where it cannot be used.
+        `slot` is this link's number, never used twice."""
+        ...
+
+    def target(self, local: LocalKv, slot: int, wire: Wire) -> TargetChannel:
+        """Target: its end, once the source has chosen this transport."""
+        ...
+
+    def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
+        """Source: its end; raises TransportUnavailable."""
+        ...

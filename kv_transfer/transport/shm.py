@@ -1,0 +1,103 @@
+"""Between processes of one host: the source maps the target's KV cache and copies pages straight
+into it.
+
+Only the granted blocks are written, each copy under a WriteFence, so a target that gave up knows
+when its memory is its own again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kv_transfer.errors import LinkClosed
+from kv_transfer.layout import KvGeometry
+from kv_transfer.memory import KvRegion, PeerMemory, WriteFence, boot_id
+from kv_transfer.messages import Chunk, encode
+from kv_transfer.transport.base import (
+    LocalKv,
+    SourceChannel,
+    TargetChannel,
+    TransportUnavailable,
+    Wire,
+)
+
+_MAX_SLOT = 1 << 62
+
+
+class _ShmSource:
+    name = "shm"
+
+    def __init__(self, local: KvRegion, peer: PeerMemory, slot: int, wire: Wire) -> None:
+        self._local = local
+        self._peer = peer
+        self._fence = WriteFence(peer.fd, slot)
+        self._wire = wire
+
+    def push(self, chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
+        if not self._fence.enter():
+            raise LinkClosed("the target has taken its memory back")
+        try:
+            self._peer.region.copy_from(self._local, source_ids, target_ids)
+        finally:
+            self._fence.leave()
+        self._wire.send(encode(chunk))
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+class _ShmTarget:
+    name = "shm"
+
+    def __init__(self, fence: WriteFence) -> None:
+        self._fence = fence
+
+    def receive(self, chunk: Chunk, block_ids: list[int] | None) -> None:
+        # The bytes were in place before the message was sent.
+        return
+
+    def idle(self) -> bool:
+        return self._fence.seal()
+
+    def close(self) -> None:
+        pass
+
+
+class ShmTransport:
+    """Works between processes of one user on one running kernel."""
+
+    name = "shm"
+
+    def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
+        if local.shared is None:
+            return None
+        return {
+            "transport": self.name,
+            "boot_id": boot_id(),
+            "path": local.shared.path,
+            "inode": local.shared.inode,
+            "size": local.shared.size,
+            "geometry": local.region.geometry.to_list(),
+            "slot": slot,
+        }
+
+    def target(self, local: LocalKv, slot: int, wire: Wire) -> TargetChannel:
+        if local.shared is None:
+            raise TransportUnavailable("the KV cache is not in shared memory")
+        return _ShmTarget(WriteFence(local.shared.fd, slot))
+
+    def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
+        if offer.get("boot_id") != boot_id():
+            raise TransportUnavailable("the workers run on different hosts")
+        ours = local.region.geometry
+        try:
+            slot, inode, size = (int(offer[key]) for key in ("slot", "inode", "size"))
+            geometry = KvGeometry.from_list(list(offer["geometry"]))
+            if not 0 <= slot < _MAX_SLOT:
+                raise ValueError("no such slot")
+            if (geometry.num_layers, geometry.page_bytes) != (ours.num_layers, ours.page_bytes):
+                raise ValueError("the pages differ in number or size")
+            peer = PeerMemory(str(offer["path"]), inode, size, geometry)
+        except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
+            raise TransportUnavailable(f"cannot map the target's memory: {error}") from error
+        return _ShmSource(local.region, peer, slot, wire)

@@ -1,0 +1,117 @@
+"""Reads the layout of vLLM's KV cache and puts the cache into shared memory. Tried on vLLM 0.32.0,
+CPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from torch.overrides import TorchFunctionMode
+
+from kv_transfer.errors import UnsupportedLayout
+from kv_transfer.layout import KvGeometry
+from kv_transfer.memory import KvRegion, SharedMemory, prefault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vllm.config import VllmConfig
+
+
+class _SharedZeros(TorchFunctionMode):
+    """Answers the one torch.zeros(n, dtype=int8) that allocates the KV cache with a shared
+    mapping."""
+
+    def __init__(self, shared: SharedMemory) -> None:
+        super().__init__()
+        self._shared = shared
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_cache = func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1
+        if not is_cache or self._shared.size or int(args[0]) <= 0:
+            return func(*args, **kwargs)
+        size = int(args[0])
+        self._shared.grow(size)
+        cache = torch.from_file(self._shared.path, shared=True, size=size, dtype=torch.int8)
+        prefault(cache.data_ptr(), size)
+        return cache
+
+
+@contextmanager
+def allocate_in(shared: SharedMemory) -> Iterator[None]:
+    """While it is open, vLLM's KV cache is allocated in `shared`."""
+    with _SharedZeros(shared):
+        yield
+
+
+def _geometry(caches: list[torch.Tensor]) -> KvGeometry:
+    first = caches[0]
+    item = first.element_size()
+    storages = {cache.untyped_storage().data_ptr() for cache in caches}
+    if len(storages) != 1:
+        raise UnsupportedLayout("the layers' KV caches do not share one allocation")
+    if any(cache.shape != first.shape or cache.stride() != first.stride() for cache in caches):
+        raise UnsupportedLayout("the layers' KV caches differ in shape")
+    if not first[0].is_contiguous():
+        raise UnsupportedLayout("a block's page is not contiguous")
+    offsets = [int(cache.storage_offset()) * item for cache in caches]
+    page = first[0].numel() * item
+    stride = offsets[1] - offsets[0] if len(offsets) > 1 else page
+    if any(offset != offsets[0] + i * stride for i, offset in enumerate(offsets)):
+        raise UnsupportedLayout("the layers are not evenly spaced")
+    return KvGeometry(len(caches), first.shape[0], page, stride, first.stride(0) * item, offsets[0])
+
+
+def region_of(caches: dict[str, torch.Tensor]) -> KvRegion:
+    """The KV cache that vLLM registered, as bytes. Raises UnsupportedLayout."""
+    tensors = list(caches.values())
+    if not tensors or tensors[0].device.type != "cpu":
+        raise UnsupportedLayout("no KV cache in host memory")
+    storage = tensors[0].untyped_storage()
+    return KvRegion(storage.data_ptr(), storage.nbytes(), _geometry(tensors))
+
+
+def describe(config: VllmConfig, caches: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Everything that gives the bytes of a page their meaning, for the compatibility key."""
+    first = next(iter(caches.values()))
+    block_size = config.cache_config.block_size
+    return {
+        "vllm": str(vllm.__version__),
+        "model": _model_identity(config),
+        "layers": str(len(caches)),
+        "page": "x".join(str(n) for n in first.shape[1:]),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "block_size": str(block_size),
+        "packing": _packing(first, block_size),
+        "tensor_parallel_size": str(config.parallel_config.tensor_parallel_size),
+    }
+
+
+def _model_identity(config: VllmConfig) -> str:
+    model = config.model_config
+    text = model.hf_text_config
+    shape = (
+        text.hidden_size,
+        text.num_hidden_layers,
+        text.num_attention_heads,
+        model.get_vocab_size(),
+    )
+    # The weights themselves are the operator's word: a name and a revision.
+    name = str(model.model).rstrip("/").rsplit("/", 1)[-1]
+    return f"{name}@{model.revision or 'local'}:{'x'.join(str(n) for n in shape)}"
+
+
+def _packing(cache: torch.Tensor, block_size: int) -> str:
+    """CPU attention packs keys inside a page for its instruction set."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(cache.dtype, block_size, cache.shape[-1] // 2))

@@ -1,0 +1,217 @@
+"""Worker halves without engines: the test plays the scheduler, the caches hold random bytes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.link import Identity
+from kv_transfer.settings import KvSettings
+from kv_transfer.step import (
+    Arrival,
+    SourceEnded,
+    SourceExpected,
+    SourceProgress,
+    StepMetadata,
+    TargetStart,
+    Unneeded,
+)
+from kv_transfer.transport.shm import ShmTransport
+from kv_transfer.transport.tcp import TcpTransport
+from kv_transfer.worker import WorkerHalf
+from tests.unit.kv_transfer.caches import Cache, geometry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kv_transfer.layout import KvGeometry
+    from kv_transfer.transport.base import Transport
+
+BLOCK_SIZE = 4
+LIMIT_S = 20.0
+FROM = [5, 6, 2, 20]
+TO = [9, 3, 4, 17]
+N = 14  # tokens: four blocks, the last one partial
+TOKENS = (7, 8)  # sampled by the source
+
+
+def until(condition: Callable[[], object], *workers: Worker) -> None:
+    """Lets the workers step until the condition holds; fails the test when it never does."""
+    end = time.monotonic() + LIMIT_S
+    pause = threading.Event()
+    while True:
+        for worker in workers:
+            worker.collect()
+        if condition():
+            return
+        assert time.monotonic() < end, f"{[w.half for w in workers]} did not get there"
+        pause.wait(0.002)
+
+
+def own_threads() -> list[threading.Thread]:
+    """The KV plane's threads in this process."""
+    return [t for t in threading.enumerate() if t.name.startswith("kv-")]
+
+
+def open_files() -> int:
+    """Descriptors of this process; sockets are among them."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker half with its cache, and all that it has reported. Released by `close`."""
+
+    epoch: str
+    transports: Sequence[Transport]
+    shape: KvGeometry = field(default_factory=geometry)
+    settings: KvSettings = field(default_factory=KvSettings)
+    compatibility: str = "same"
+    shared: bool = True
+    sent: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    arrivals: dict[str, Arrival] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache = Cache(self.shape, seed=zlib.crc32(self.epoch.encode()), shared=self.shared)
+        self.half = WorkerHalf(self.settings, self.epoch, self.transports)
+        self.half.register(self.cache.local, Identity(self.epoch, self.compatibility), BLOCK_SIZE)
+
+    def step(self, **parts: Any) -> None:
+        """One engine step: what is told before it, and what it computed."""
+        metadata = StepMetadata(**parts)
+        self.half.before_step(metadata)
+        self.half.after_step(metadata)
+        self.collect()
+
+    def collect(self) -> None:
+        """What the end of a step reports."""
+        sent, ended, failed = self.half.take_results()
+        self.sent += sorted(sent)
+        self.ended += sorted(ended)
+        self.failed += sorted(failed)
+        output = self.half.take_output()
+        if output is not None:
+            self.arrivals.update(output.arrivals)
+            self.failures.update(output.failures)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known of any transfer."""
+        half = self.half
+        return not (len(half._known_sources()) or len(half._targets) or half._fencing)
+
+    # -- the source's part
+
+    def expect(self, *transfer_ids: str) -> None:
+        """Requests enter the prefill engine."""
+        self.step(expected=[SourceExpected(t, f"p-{t}") for t in transfer_ids])
+
+    def compute(self, transfer_id: str, block_ids: list[int], tokens: int) -> None:
+        """A step fills blocks up to `tokens`."""
+        self.step(progress=[SourceProgress(transfer_id, block_ids, tokens)])
+
+    def finish(self, transfer_id: str, *, held: bool = True) -> None:
+        """The prefill request ends."""
+        self.step(ended=[SourceEnded(transfer_id, TOKENS if held else (), held)])
+
+    def prefill(self, transfer_id: str, block_ids: list[int], tokens: int) -> None:
+        """A whole prefill in one step."""
+        self.expect(transfer_id)
+        self.compute(transfer_id, block_ids, tokens)
+        self.finish(transfer_id)
+
+    # -- the target's part
+
+    def start(
+        self, source: Worker | str, transfer_id: str, block_ids: list[int], tokens: int, **rest: Any
+    ) -> None:
+        """The decode engine has reserved blocks. `rest`: first_block, epoch."""
+        address = source if isinstance(source, str) else source.half.address
+        epoch = rest.pop("epoch", "" if isinstance(source, str) else source.epoch)
+        first = rest.pop("first_block", 0)
+        self.step(
+            starts=[
+                TargetStart(
+                    transfer_id, f"d-{transfer_id}", address, epoch, first, tokens, block_ids
+                )
+            ],
+            **rest,
+        )
+
+    def cancel(self, *transfer_ids: str) -> None:
+        """The decode requests are wanted no longer."""
+        self.step(cancels=list(transfer_ids))
+
+    def refuse(self, source: Worker, transfer_id: str) -> None:
+        """The decode request needs nothing from its source."""
+        self.step(unneeded=[Unneeded(transfer_id, source.half.address, source.epoch)])
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.half.close()
+        self.cache.close()
+
+
+class Rig:
+    """Makes workers of one transport and takes them down again."""
+
+    def __init__(self, transport: Callable[[], Transport]) -> None:
+        self._transport = transport
+        self._names = itertools.count(1)
+        self.workers: list[Worker] = []
+
+    def worker(self, **parts: Any) -> Worker:
+        """`parts` are Worker's and KvSettings' fields."""
+        settings = {
+            key: parts.pop(key)
+            for key in list(parts)
+            if key in KvSettings.__dataclass_fields__ and key != "transports"
+        }
+        parts.setdefault("transports", [self._transport()])
+        parts.setdefault("epoch", f"epoch-{next(self._names)}")
+        worker = Worker(settings=KvSettings(**settings), **parts)
+        self.workers.append(worker)
+        return worker
+
+    def pair(self, **parts: Any) -> tuple[Worker, Worker]:
+        """(source, target) with the same settings."""
+        return self.worker(**dict(parts)), self.worker(**dict(parts))
+
+    def close(self) -> None:
+        """Every worker, and the proof that nothing of them stays."""
+        for worker in self.workers:
+            worker.close()
+        end = time.monotonic() + LIMIT_S
+        while own_threads():
+            assert time.monotonic() < end, own_threads()
+
+
+def by_name(name: str, loopback: Transport) -> Callable[[], Transport]:
+    """A maker of transports; loopback is one instance for both ends."""
+    made: dict[str, Callable[[], Transport]] = {
+        "loopback": lambda: loopback,
+        "shm": ShmTransport,
+        "tcp": TcpTransport,
+    }
+    return made[name]
+
+
+def settle(source: Worker, target: Worker) -> None:
+    """Until neither worker knows of any transfer."""
+    until(lambda: source.is_empty and target.is_empty, source, target)
+
+
+def check_exact(source: Worker, target: Worker, before: list[list[bytes]]) -> None:
+    """The granted blocks hold the source's, the others what they held."""
+    want = list(before)
+    for s, t in zip(FROM, TO, strict=True):
+        want[t] = source.cache.block(s)
+    assert target.cache.blocks() == want
