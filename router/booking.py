@@ -1,0 +1,92 @@
+"""Placements with what they take of their workers: made before anything is sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ContextLengthExceeded
+from pdserve.types import Role
+from router.placement import Demand, check_known, place_recompute
+from router.pool import Charge
+
+if TYPE_CHECKING:
+    from pdserve.types import GenerateRequest
+    from router.placement import Placement, Policy
+    from router.pool import Member, WorkerPool
+
+
+class Booking:
+    """A placement and its charges. Releasing again does nothing."""
+
+    __slots__ = ("decode", "decode_charge", "prefill", "prefill_charge")
+
+    def __init__(self, placement: Placement, demand: Demand) -> None:
+        self.decode: Member = placement.decode
+        self.prefill: Member | None = placement.prefill
+        self.prefill_charge: Charge | None = None
+        if placement.prefill is None:
+            self.decode_charge = whole_charge(placement.decode, demand)
+        else:
+            self.prefill_charge = Charge(placement.prefill, prompt_tokens=demand.prompt_tokens)
+            self.decode_charge = Charge(placement.decode, kv_tokens=demand.kv_tokens)
+
+    def release(self) -> None:
+        self.decode_charge.release()
+        if self.prefill_charge is not None:
+            self.prefill_charge.release()
+
+
+def whole_charge(member: Member, demand: Demand) -> Charge:
+    """What both phases on one worker take. A prefill worker's blocks are not promised to anyone:
+    it holds them for the time of a prefill, and its engine queues."""
+    kv_tokens = 0 if member.info.role is Role.PREFILL else demand.kv_tokens
+    return Charge(member, prompt_tokens=demand.prompt_tokens, kv_tokens=kv_tokens)
+
+
+class Booker:
+    """Places requests over a pool by a policy. State: the count of placements, to break ties."""
+
+    def __init__(self, pool: WorkerPool, policy: Policy) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._turn = 0
+
+    def demand(self, request: GenerateRequest) -> Demand:
+        """What `request` asks for. KV for prompt and answer is capped to the largest worker's.
+
+        Raises ModelNotFound and Unavailable where its model has no workers, and
+        ContextLengthExceeded where its prompt and one token fit none of them.
+        """
+        members = self._pool.of_model(request.model)
+        check_known(members, request.model, others=self._pool.models())
+        prompt_tokens = len(request.prompt_token_ids)
+        max_tokens = request.sampling.max_tokens
+        prefill_only = max_tokens == 1
+        able = [m for m in members if prefill_only or m.info.role is not Role.PREFILL]
+        capacity = max(m.capacity_tokens for m in able or members)
+        if prompt_tokens + 1 > capacity:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_tokens} tokens, and the largest worker of model "
+                f"{request.model} holds the KV of {capacity}",
+                field="prompt",
+            )
+        return Demand(
+            model=request.model,
+            prompt_tokens=prompt_tokens,
+            kv_tokens=min(prompt_tokens + max_tokens, capacity),
+            prefill_only=prefill_only,
+        )
+
+    def book(self, demand: Demand) -> Booking | None:
+        """A placement now, or None where room must be waited for. Raises Unavailable."""
+        placement = self._policy(self._pool.of_model(demand.model), demand, self._turn)
+        if placement is None:
+            return None
+        self._turn += 1
+        return Booking(placement, demand)
+
+    def book_recompute(self, demand: Demand) -> tuple[Member, Charge]:
+        """A worker that goes on with an admitted request alone. Raises Unavailable."""
+        member = place_recompute(self._pool.of_model(demand.model), demand, self._turn)
+        self._turn += 1
+        return member, whole_charge(member, demand)

@@ -1,0 +1,136 @@
+"""The one way from a request to its answer, under both faces.
+
+    async with coordinator.generate(request) as answer:
+        async for delta in answer: ...
+
+Entering admits, places and submits to both workers at once, and raises PdserveError where it
+cannot; `router/flight.py` then works until the answer is complete or its reader leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pdserve.errors import PdserveError, Unavailable
+from router.admission import Admission, AdmissionLimits
+from router.answer import AnswerStream
+from router.booking import Booker
+from router.flight import Flight
+from router.metrics import RouterMetrics
+from router.placement import check_servable, least_loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import ExitStack
+
+    from pdserve.types import GenerateRequest, ModelInfo
+    from router.answer import AnswerBuffer, BufferLimits
+    from router.fleet import Fleet
+    from router.placement import Policy
+
+
+class Coordinator:
+    """State: admission and the count of open requests. Uses a fleet, which its owner closes."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        limits: AdmissionLimits | None = None,
+        request_timeout_s: float | None = 600.0,
+        buffer_limits: BufferLimits | None = None,
+        metrics: RouterMetrics | None = None,
+        policy: Policy = least_loaded,
+    ) -> None:
+        self.metrics = metrics or RouterMetrics()
+        self._fleet = fleet
+        self._admission = Admission(limits or AdmissionLimits())
+        self._booker = Booker(fleet.pool, policy)
+        self._request_timeout_s = request_timeout_s
+        self._buffer_limits = buffer_limits
+        self._open_requests = 0
+        # Room or a worker may have come: those who wait try again.
+        fleet.subscribe(self._admission.wake)
+        self.metrics.watch_pool(fleet.pool)
+        self.metrics.watch_gauge(
+            "requests_running", "Requests admitted.", lambda: self._admission.running
+        )
+        self.metrics.watch_gauge(
+            "requests_queued", "Requests waiting for admission.", lambda: self._admission.queued
+        )
+
+    @property
+    def open_requests(self) -> int:
+        """Answers entered and not left."""
+        return self._open_requests
+
+    @property
+    def running_requests(self) -> int:
+        """Requests admitted and not ended."""
+        return self._admission.running
+
+    @property
+    def queued_requests(self) -> int:
+        """Requests waiting for admission."""
+        return self._admission.queued
+
+    def models(self) -> Mapping[str, ModelInfo]:
+        """The models that registered workers serve, by name."""
+        return self._fleet.pool.models()
+
+    def check_ready(self) -> None:
+        """Raises Unavailable, naming what is missing, unless every model can be served now."""
+        models = self.models()
+        if not models:
+            raise Unavailable("no worker is registered")
+        for name in models:
+            check_servable(self._fleet.pool.of_model(name), name)
+
+    def generate(self, request: GenerateRequest) -> AnswerStream:
+        """The answer to `request`; nothing happens until it is entered.
+
+        Entering raises ModelNotFound, ContextLengthExceeded, Unavailable, Overloaded or
+        DeadlineExceeded; iterating raises WorkerFailed and its kind, DeadlineExceeded, the engine's
+        refusals, and Cancelled where the reader fell too far behind.
+        """
+
+        async def open_answer(buffer: AnswerBuffer, stack: ExitStack) -> None:
+            await self._open(request, buffer, stack)
+
+        return AnswerStream(open_answer, self._buffer_limits)
+
+    async def _open(self, request: GenerateRequest, buffer: AnswerBuffer, stack: ExitStack) -> None:
+        self._open_requests += 1
+        stack.callback(self._closed)
+        deadline = self._deadline(request)
+        try:
+            demand = self._booker.demand(request)
+            flight = Flight(
+                request,
+                deadline=deadline,
+                buffer=buffer,
+                fleet=self._fleet,
+                booker=self._booker,
+                metrics=self.metrics,
+            )
+            grant = await self._admission.acquire(
+                request.model, lambda: self._booker.book(demand), deadline=deadline
+            )
+        except PdserveError as error:
+            # A name that is not served would make a label of whatever clients send.
+            known = request.model if request.model in self.models() else ""
+            self.metrics.refused(known, error.code)
+            raise
+        stack.callback(grant.release)
+        stack.callback(flight.close)
+        flight.start(grant, demand)
+
+    def _deadline(self, request: GenerateRequest) -> float | None:
+        if self._request_timeout_s is None:
+            return request.deadline
+        latest = time.monotonic() + self._request_timeout_s
+        return latest if request.deadline is None else min(latest, request.deadline)
+
+    def _closed(self) -> None:
+        self._open_requests -= 1

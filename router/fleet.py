@@ -1,0 +1,144 @@
+"""The pool and the links to its members: applies what the pool's transitions ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Self
+
+from router.pool import CloseLink, OpenLink, WorkerPool
+from router.worker_link import WorkerLink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import TracebackType
+
+    from pdserve.capability import CapabilityKey
+    from pdserve.types import WorkerInfo, WorkerLoad
+    from router.pool import Member, PoolAction
+    from router.worker_link import LinkSettings
+
+logger = logging.getLogger(__name__)
+
+SWEEP_S = 0.5
+
+
+class Fleet:
+    """Owns the pool, one link a member and the task that ends leases. An async context manager:
+    leaving closes every link and waits for it."""
+
+    def __init__(
+        self,
+        *,
+        router_id: str,
+        lease_s: float = 5.0,
+        link_settings: LinkSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool = WorkerPool(lease_s)
+        self._router_id = router_id
+        self._link_settings = link_settings
+        self._clock = clock
+        self._links: dict[Member, WorkerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._subscribers: list[Callable[[], None]] = []
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._sweeper = asyncio.create_task(self._sweep(), name="lease-sweeper")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait([self._sweeper])
+        self._apply(self.pool.close(self._clock()))
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` whenever a member came, went, or changed its state."""
+        self._subscribers.append(on_change)
+
+    def link(self, member: Member) -> WorkerLink:
+        """The link of a member that is not lost."""
+        return self._links[member]
+
+    @property
+    def open_streams(self) -> int:
+        return sum(link.open_streams for link in self._links.values())
+
+    @property
+    def lease_s(self) -> float:
+        return self.pool.lease_s
+
+    def now(self) -> float:
+        """The clock that leases are counted on."""
+        return self._clock()
+
+    def register(self, info: WorkerInfo, kv_key: CapabilityKey | None = None) -> None:
+        """Raises InvalidRequest where the worker cannot serve beside the others."""
+        self._apply(self.pool.register(info, self._clock(), kv_key=kv_key))
+
+    def renew(self, worker_id: str, epoch: str, *, load: WorkerLoad | None, draining: bool) -> bool:
+        """False where the worker must register."""
+        known = self.pool.renew(worker_id, epoch, self._clock(), load=load, draining=draining)
+        self._changed()
+        return known
+
+    def deregister(self, worker_id: str, epoch: str) -> None:
+        self._apply(self.pool.deregister(worker_id, epoch, self._clock()))
+
+    def attached(self, member: Member) -> None:
+        self.pool.attached(member)
+        logger.info("%s worker %s is ready", member.info.role, member.worker_id)
+        self._changed()
+
+    def detached(self, member: Member) -> None:
+        self.pool.detached(member)
+        self._changed()
+
+    def reported(self, member: Member, load: WorkerLoad) -> None:
+        self.pool.reported(member, load)
+
+    def _apply(self, actions: Iterable[PoolAction]) -> None:
+        for action in actions:
+            match action:
+                case OpenLink(member):
+                    link = WorkerLink(
+                        member,
+                        router_id=self._router_id,
+                        observer=self,
+                        settings=self._link_settings,
+                    )
+                    self._links[member] = link
+                    link.start()
+                case CloseLink(member, reason):
+                    logger.info("%s", reason)
+                    task = self._links.pop(member).close(reason)
+                    if task is not None:
+                        self._closing.add(task)
+                        task.add_done_callback(self._closing.discard)
+        self._changed()
+
+    def _changed(self) -> None:
+        for on_change in self._subscribers:
+            on_change()
+
+    async def _sweep(self) -> None:
+        """End leases. A router that stood still itself (stopped, or its machine asleep) could not
+        hear its workers, so it extends their leases by that time first."""
+        due = self._clock() + SWEEP_S
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = self._clock()
+            if now - due > SWEEP_S:
+                self.pool.forgive(now - due)
+            self._apply(self.pool.expire(now))
+            due = now + SWEEP_S

@@ -1,0 +1,257 @@
+"""One request in flight: carries out what its handoff decides, over the links of its workers.
+
+All of it runs synchronously in the readers of the links, in a timer or in the request's own task,
+so that nothing comes between a decision and its effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from pdserve import deadline as deadlines
+from pdserve.errors import Cancelled, DeadlineExceeded, PdserveError, Unavailable
+from router.answer import AnswerDelta
+from router.handoff import (
+    CancelLeg,
+    Deliver,
+    Fail,
+    Finish,
+    Handoff,
+    Leg,
+    LegKind,
+    Resubmit,
+    Step,
+)
+from router.placement import Demand
+from router.receipts import build_receipt, build_usage
+from router.submission import SubmissionBuilder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pdserve.types import GenerateRequest, StreamDelta
+    from pdserve.v1 import worker_pb2 as w
+    from router.admission import Grant
+    from router.answer import AnswerBuffer
+    from router.booking import Booker, Booking
+    from router.fleet import Fleet
+    from router.handoff import Action
+    from router.metrics import RouterMetrics
+    from router.pool import Charge, Member
+
+logger = logging.getLogger(__name__)
+
+
+class _LegStream:
+    """The sink of one leg: its stream on a link and its charge, both gone when the leg ends."""
+
+    __slots__ = ("_charge", "_flight", "_leg", "_member", "_prefilling", "_stream_id")
+
+    def __init__(self, flight: Flight, leg: Leg, member: Member, charge: Charge) -> None:
+        self._flight = flight
+        self._leg = leg
+        self._member = member
+        self._charge = charge
+        self._prefilling = True
+        self._stream_id: int | None = None
+
+    def submit(self, message: w.Submit) -> None:
+        """Send; a worker that does not take it is one that failed."""
+        if not self._leg.open:
+            return
+        try:
+            self._stream_id = self._flight.fleet.link(self._member).submit(message, self)
+        except PdserveError as error:
+            self.on_lost(error)
+
+    def on_delta(self, delta: StreamDelta) -> None:
+        if self._prefilling:
+            self._prefilling = False
+            self._charge.prefilled()
+        if delta.finish_reason is not None:
+            self._charge.release()
+        self._flight.perform(self._flight.handoff.on_delta(self._leg, delta))
+
+    def on_lost(self, error: PdserveError) -> None:
+        self._charge.release()
+        self._flight.perform(self._flight.handoff.on_lost(self._leg, error))
+
+    def cancel(self) -> None:
+        """Stop the leg, where it has not ended; again does nothing."""
+        self._charge.release()
+        if self._stream_id is not None and not self._member.lost:
+            link = self._flight.fleet.link(self._member)
+            link.cancel(self._stream_id, ended=self._leg.holds)
+
+
+class Flight:
+    """State: one handoff, the streams of its legs, a timer. `close` ends whatever is left."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        deadline: float | None,
+        buffer: AnswerBuffer,
+        fleet: Fleet,
+        booker: Booker,
+        metrics: RouterMetrics,
+    ) -> None:
+        self.fleet = fleet
+        self.handoff = Handoff(request.sampling.max_tokens)
+        self._request = request
+        self._deadline = deadline
+        self._buffer = buffer
+        self._booker = booker
+        self._metrics = metrics
+        self._submissions = SubmissionBuilder(request, deadline)
+        self._streams: dict[Leg, _LegStream] = {}
+        self._grant: Grant[Booking] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._arrived = time.monotonic()
+        self._admission_s = 0.0
+        self._ttft_s = 0.0
+        self._over = False
+
+    def start(self, grant: Grant[Booking], demand: Demand) -> None:
+        """Submit to the workers that were booked."""
+        self._admission_s = time.monotonic() - self._arrived
+        self._grant = grant
+        self._demand = demand
+        left_s = deadlines.remaining(self._deadline)
+        if left_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
+        self._submit_booking(grant.reservation)
+
+    def _submit_booking(self, booking: Booking) -> None:
+        decode, prefill = booking.decode, booking.prefill
+        if prefill is None or booking.prefill_charge is None:
+            self._submit_whole(decode, booking.decode_charge, ())
+            return
+        transfer_id = uuid.uuid4().hex
+        prefill_leg = Leg(LegKind.PREFILL, prefill.worker_id, prefill.info.role)
+        decode_leg = Leg(LegKind.DECODE, decode.worker_id, decode.info.role)
+        self.handoff.open_pair(prefill_leg, decode_leg)
+        # Both streams are known before either is sent, so that a failure finds both to end.
+        decode_stream = self._stream(decode_leg, decode, booking.decode_charge)
+        prefill_stream = self._stream(prefill_leg, prefill, booking.prefill_charge)
+        decode_stream.submit(self._submissions.decode(transfer_id, prefill, decode))
+        prefill_stream.submit(self._submissions.prefill(transfer_id))
+
+    def _submit_whole(self, member: Member, charge: Charge, resume: tuple[int, ...]) -> None:
+        leg = Leg(LegKind.WHOLE, member.worker_id, member.info.role)
+        self.handoff.open_whole(leg)
+        self._stream(leg, member, charge).submit(self._submissions.whole(resume))
+
+    def _stream(self, leg: Leg, member: Member, charge: Charge) -> _LegStream:
+        stream = self._streams[leg] = _LegStream(self, leg, member, charge)
+        return stream
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Carry out what the handoff decided, in order, until the request is over."""
+        for action in actions:
+            if self._over:
+                return
+            if type(action) is Deliver:
+                self._deliver(action.delta)
+            else:
+                self._perform_rare(action)
+
+    def _perform_rare(self, action: Action) -> None:
+        match action:
+            case CancelLeg(leg):
+                self._streams.pop(leg).cancel()
+            case Finish():
+                self._finish(action)
+            case Fail(error):
+                self._fail(error)
+            case Resubmit():
+                self._resubmit(action)
+
+    def _deliver(self, delta: StreamDelta) -> None:
+        if not self._ttft_s:
+            self._ttft_s = time.monotonic() - self._arrived
+        keeps_up = self._buffer.push(AnswerDelta(delta.token_ids, delta.text, delta.logprobs))
+        if not keeps_up:
+            self.handoff.abandon()
+            self._fail(Cancelled("the client does not read its answer"), drop=True)
+
+    def _finish(self, action: Finish) -> None:
+        elapsed_s = time.monotonic() - self._arrived
+        delta = action.delta
+        usage = build_usage(self.handoff, len(self._request.prompt_token_ids))
+        receipt = build_receipt(self.handoff, admission_s=self._admission_s)
+        self._buffer.push(
+            AnswerDelta(
+                token_ids=delta.token_ids,
+                text=delta.text,
+                logprobs=delta.logprobs,
+                finish_reason=action.reason,
+                stop_reason=delta.stop_reason,
+                usage=usage,
+                receipt=receipt,
+            )
+        )
+        self._buffer.end()
+        self._metrics.answered(
+            self._request.model, usage, receipt, ttft_s=self._ttft_s or elapsed_s, e2e_s=elapsed_s
+        )
+        self._ended(action.reason.value)
+
+    def _fail(self, error: PdserveError, *, drop: bool = False) -> None:
+        self._buffer.fail(error, drop=drop)
+        self._ended(error.code)
+        logger.info("request %s failed: %s", self._request.request_id, error.message)
+
+    def _resubmit(self, action: Resubmit) -> None:
+        logger.info(
+            "request %s: %s after %d tokens: %s",
+            self._request.request_id,
+            action.step,
+            len(action.resume),
+            action.cause.message,
+        )
+        demand = Demand(
+            model=self._demand.model,
+            prompt_tokens=self._demand.prompt_tokens + len(action.resume),
+            kv_tokens=self._demand.kv_tokens,
+            avoid=frozenset((action.avoid,)),
+        )
+        try:
+            if action.step is Step.PREFILL_RETRY:
+                booking = self._booker.book(demand)
+                if booking is None:
+                    raise Unavailable(f"no decode worker of model {demand.model} has room")
+                self._submit_booking(booking)
+            else:
+                member, charge = self._booker.book_recompute(demand)
+                self._submit_whole(member, charge, action.resume)
+        except PdserveError as error:
+            self.perform(self.handoff.unplaced(action, error))
+
+    def _expire(self) -> None:
+        self.handoff.abandon()
+        count = len(self.handoff.tokens)
+        self._fail(DeadlineExceeded(f"the deadline passed after {count} tokens"))
+
+    def _ended(self, outcome: str) -> None:
+        """Release everything, at once: a slow reader holds no worker and no seat."""
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in self._streams.values():
+            stream.cancel()
+        self._streams.clear()
+        if self._grant is not None:
+            self._grant.release()
+            self._metrics.ended(self._request.model, outcome, tuple(self.handoff.fallbacks))
+
+    def close(self) -> None:
+        """The reader is gone: end what it did not wait for."""
+        if not self._over:
+            self.handoff.abandon()
+            self._ended(Cancelled.code)

@@ -1,0 +1,43 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ClientError
+
+if TYPE_CHECKING:
+    from pdserve.errors import PdserveError
+
+Headers = list[tuple[bytes, bytes]]
+
+_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+def to_json(value: object) -> bytes:
+    """Compact JSON. Raises ValueError for a NaN rather than write what is not JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def error_body(error: PdserveError) -> bytes:
+    """`{"error": {message, type, param, code}}`; `param` is null where no field is at fault."""
+    default = "invalid_request_error" if isinstance(error, ClientError) else "server_error"
+    return error_json(
+        error.message,
+        kind=_TYPES.get(error.http_status, default),
+        param=error.field or None,
+        code=error.code,
+    )
+
+
+def error_json(message: str, *, kind: str, param: str | None, code: str) -> bytes:
+    return to_json({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def error_headers(error: PdserveError) -> Headers:
+    """`Retry-After`, in whole seconds, where trying again makes sense."""
+    if error.http_status not in (429, 503):
+        return []
+    return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]

@@ -1,0 +1,108 @@
+"""Every field of OpenAI's Completions and Chat Completions, and what becomes of it.
+
+A field is honoured, or taken and without any influence on the answer, or taken only with the value
+that means nothing, or refused. Any other name is unknown, and refused too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from pdserve.errors import UnknownField, UnsupportedField
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Treatment(Enum):
+    """What becomes of a field."""
+
+    HONOURED = auto()
+    WITHOUT_EFFECT = auto()
+    NEUTRAL_ONLY = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One field. `neutral` are the values beside null that say what we do anyway; `why` is the
+    reason for refusing the others, or for taking it without effect."""
+
+    treatment: Treatment = Treatment.HONOURED
+    neutral: tuple[object, ...] = ()
+    why: str = ""
+
+
+def _honoured(*names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names, Rule())
+
+
+def _without_effect(why: str) -> Rule:
+    return Rule(Treatment.WITHOUT_EFFECT, why=why)
+
+
+def _only(*neutral: object, why: str) -> Rule:
+    return Rule(Treatment.NEUTRAL_ONLY, neutral, why)
+
+
+_NO_TOOLS = "tools are not supported"
+_TEXT_ONLY = "only text is served"
+_NOT_KEPT = "nothing is stored here"
+
+_SHARED: dict[str, Rule] = {
+    **_honoured("model", "stream", "stream_options", "n"),
+    # OpenAI's sampling.
+    **_honoured("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
+    **_honoured("stop", "seed", "logit_bias", "logprobs"),
+    # vLLM's sampling, under vLLM's names.
+    **_honoured("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
+    **_honoured("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
+    **_honoured("response_format", "structured_outputs"),
+    "user": _without_effect("a label of the caller's"),
+}
+
+COMPLETIONS: dict[str, Rule] = {
+    **_SHARED,
+    **_honoured("prompt"),
+    "best_of": _only(1, why="only one answer a request is made"),
+    "echo": _only(False, why="the prompt is not repeated"),
+    "suffix": _only(why="insertion is not supported"),
+}
+
+CHAT: dict[str, Rule] = {
+    **_SHARED,
+    **_honoured("messages", "top_logprobs", "max_completion_tokens"),
+    "metadata": _without_effect("labels of the caller's for stored answers; none are stored"),
+    "safety_identifier": _without_effect("a label of the caller's"),
+    "prompt_cache_key": _without_effect("prefixes are found by their content"),
+    "store": _only(False, why=_NOT_KEPT),
+    "service_tier": _only("auto", "default", why="there is one tier"),
+    "modalities": _only(["text"], why=_TEXT_ONLY),
+    "tool_choice": _only("none", why=_NO_TOOLS),
+    "function_call": _only("none", why=_NO_TOOLS),
+    "tools": _only(why=_NO_TOOLS),
+    "functions": _only(why=_NO_TOOLS),
+    "parallel_tool_calls": _only(why=_NO_TOOLS),
+    "audio": _only(why=_TEXT_ONLY),
+    "moderation": _only(why="answers are not moderated here"),
+    "prediction": _only(why="predicted outputs are not supported"),
+    "prompt_cache_options": _only(why="the cache is not steered by requests"),
+    "prompt_cache_retention": _only(why="the cache is not steered by requests"),
+    "reasoning_effort": _only(why="reasoning effort is not supported"),
+    "verbosity": _only(why="verbosity is not supported"),
+    "web_search_options": _only(why="there is no web search"),
+}
+
+
+def check_names(body: Mapping[str, object], rules: Mapping[str, Rule]) -> None:
+    """Raises UnknownField or UnsupportedField for the first field that is not taken as it is."""
+    for name, value in body.items():
+        rule = rules.get(name)
+        if rule is None:
+            raise UnknownField(f"{name} is not a field of this endpoint", field=name)
+        if rule.treatment is not Treatment.NEUTRAL_ONLY or value is None:
+            continue
+        # True equals 1 in Python, and is another thing in JSON.
+        if not any(type(value) is type(x) and value == x for x in rule.neutral):
+            raise UnsupportedField(f"{name} is not supported: {rule.why}", field=name)

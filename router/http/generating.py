@@ -1,0 +1,159 @@
+"""The two generating endpoints, from body to last byte; they differ in how a body is read and in
+the answer's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve import deadline
+from pdserve.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest
+from router.http import shapes
+from router.http.chat import read_chat
+from router.http.completions import read_completion
+from router.http.errors import to_json
+from router.http.reading import parse_object
+from router.http.shapes import Head, WholeAnswer
+from router.http.sse import EventWriter
+from router.intake import check_request_id, new_request_id
+from router.open_requests import CUT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.types import GenerateRequest
+    from router.answer import AnswerDelta, AnswerStream, Generates
+    from router.http.asked import Asked
+    from router.http.exchange import Exchange
+    from router.http.shapes import Shape
+    from router.intake import Intake
+    from router.open_requests import Interruption, OpenRequests
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """How one endpoint reads and writes."""
+
+    prefix: str
+    read: Callable[[dict[str, object], str], Asked]
+    shape: Shape
+
+
+CHAT = Endpoint("chatcmpl-", read_chat, shapes.CHAT)
+COMPLETIONS = Endpoint("cmpl-", read_completion, shapes.COMPLETION)
+
+
+class Generating:
+    """Answers requests; no state of its own."""
+
+    def __init__(
+        self,
+        generator: Generates,
+        intake: Intake,
+        open_requests: OpenRequests,
+        *,
+        max_body_bytes: int,
+    ) -> None:
+        self._generator = generator
+        self._intake = intake
+        self._open_requests = open_requests
+        self._max_body_bytes = max_body_bytes
+
+    async def answer(self, exchange: Exchange, endpoint: Endpoint) -> None:
+        """Raises PdserveError; `exchange` knows whether as a status or as an event."""
+        async with self._open_requests.enter() as interruption:
+            await self._answer(exchange, endpoint, interruption)
+
+    async def _answer(
+        self, exchange: Exchange, endpoint: Endpoint, interruption: Interruption
+    ) -> None:
+        request_id = _request_id(exchange, endpoint)
+        body = parse_object(await exchange.read_body(self._max_body_bytes))
+        asked = endpoint.read(body, request_id)
+        # One task a request; the loop over the deltas has nothing to do with it.
+        watcher = asyncio.create_task(_watch(exchange, interruption))
+        try:
+            request = await self._intake.make(asked.ask)
+            with _time_limit(request, interruption), _fields_named_as_in(body):
+                await self._generate(exchange, endpoint, asked, request)
+        finally:
+            watcher.cancel()
+
+    async def _generate(
+        self, exchange: Exchange, endpoint: Endpoint, asked: Asked, request: GenerateRequest
+    ) -> None:
+        head = Head(request.request_id, asked.ask.model, int(time.time()))
+        async with self._generator.generate(request) as answer:
+            # Until there is something to say, an error can still be a clean status.
+            first = await anext(answer, None)
+            if first is None:
+                raise InternalError("the answer is empty")
+            if asked.streaming.enabled:
+                include_usage = asked.streaming.include_usage
+                writer = EventWriter(endpoint.shape, head, include_usage=include_usage)
+                await _stream(exchange, writer, first, answer)
+                return
+            whole = WholeAnswer(endpoint.shape, head)
+            whole.add(first)
+            async for delta in answer:
+                whole.add(delta)
+        await exchange.respond(200, to_json(whole.payload()))
+
+
+@contextmanager
+def _fields_named_as_in(body: dict[str, object]) -> Iterator[None]:
+    """The engine knows a constraint by our own name; the client gave it under one of OpenAI's."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field == "structured_output":
+            given = ("structured_outputs", "response_format")
+            error.field = next((name for name in given if body.get(name)), error.field)
+        raise
+
+
+async def _stream(
+    exchange: Exchange, writer: EventWriter, first: AnswerDelta, answer: AnswerStream
+) -> None:
+    await exchange.start_events()
+    await exchange.send_events(writer.write(first))
+    async for delta in answer:
+        events = writer.write(delta)
+        if events:
+            await exchange.send_events(events)
+    await exchange.end_events(writer.end())
+
+
+async def _watch(exchange: Exchange, interruption: Interruption) -> None:
+    await exchange.disconnected()
+    interruption.interrupt(Cancelled("the client went away"))
+
+
+@contextmanager
+def _time_limit(request: GenerateRequest, interruption: Interruption) -> Iterator[None]:
+    """End what the generator's own deadline cannot: a write to a client that does not read."""
+    left = deadline.remaining(request.deadline)
+    if left is None:
+        yield
+        return
+    error = DeadlineExceeded("the answer was not taken before the request's deadline")
+    handle = asyncio.get_running_loop().call_later(left + CUT_S, interruption.interrupt, error)
+    try:
+        yield
+    finally:
+        handle.cancel()
+
+
+def _request_id(exchange: Exchange, endpoint: Endpoint) -> str:
+    """The client's id behind the endpoint's prefix, or a new one; said again in the response."""
+    given = exchange.header(b"x-request-id")
+    if given is None:
+        request_id = new_request_id(endpoint.prefix)
+        exchange.add_header(b"x-request-id", request_id)
+        return request_id
+    check_request_id(given, field="x-request-id")
+    exchange.add_header(b"x-request-id", given)
+    return endpoint.prefix + given

@@ -1,0 +1,138 @@
+"""The router as one process: membership, coordinator and both faces, started and stopped."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve import rpc
+from pdserve.errors import ConfigError
+from pdserve.v1 import generation_pb2, worker_pb2
+from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
+from router.admission import AdmissionLimits
+from router.coordinator import Coordinator
+from router.fleet import Fleet
+from router.generation import Generation
+from router.http.app import HttpApp, Services
+from router.intake import Intake
+from router.open_requests import OpenRequests
+from router.registry import Registry
+from router.web_server import WebServer, bind
+
+if TYPE_CHECKING:
+    from pdserve.config import RouterConfig
+
+GRPC_STOP_S = 1.0
+_SERVICES = (
+    generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
+    worker_pb2.DESCRIPTOR.services_by_name["Registry"].full_name,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterAddresses:
+    """Where the two faces listen: host:port."""
+
+    http: str
+    grpc: str
+
+
+class RouterServer:
+    """Owns everything of a router. `start` once, then `stop`; all in one event loop."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._stack = AsyncExitStack()
+        self._open_requests = OpenRequests()
+        self._health = health.aio.HealthServicer()
+        self._web: WebServer | None = None
+
+    async def start(self) -> RouterAddresses:
+        """Serve. Raises ConfigError naming the key where an address cannot be had; nothing is left
+        behind then."""
+        try:
+            return await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> RouterAddresses:
+        config = self._config
+        fleet = await self._stack.enter_async_context(
+            Fleet(router_id=f"router-{uuid.uuid4().hex[:12]}", lease_s=config.lease_s)
+        )
+        coordinator = Coordinator(
+            fleet,
+            limits=AdmissionLimits(config.max_running_requests, config.max_queued_requests),
+            request_timeout_s=config.request_timeout_s,
+        )
+        intake = Intake(coordinator.models, timeout_s=config.request_timeout_s)
+        services = Services(coordinator, intake, self._open_requests, coordinator.metrics.render)
+        generation = Generation(coordinator, intake, self._open_requests)
+        grpc_address = await self._start_grpc(generation, Registry(fleet))
+        http_address = await self._start_http(services)
+        return RouterAddresses(http=http_address, grpc=grpc_address)
+
+    async def _start_grpc(self, generation: Generation, registry: Registry) -> str:
+        host = self._config.grpc_host
+        server = grpc.aio.server(options=_server_options(self._config.max_body_bytes))
+        add_GenerationServicer_to_server(generation, server)
+        add_RegistryServicer_to_server(registry, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            port = server.add_insecure_port(_join(host, self._config.grpc_port))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {host} port {self._config.grpc_port}", field="grpc_port"
+            ) from error
+        await server.start()
+        self._stack.push_async_callback(server.stop, GRPC_STOP_S)
+        for name in ("", *_SERVICES):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return _join(host, port)
+
+    async def _start_http(self, services: Services) -> str:
+        host = self._config.http_host
+        app = HttpApp(
+            services, max_body_bytes=self._config.max_body_bytes, started=int(time.time())
+        )
+        sock = bind(host, self._config.http_port)
+        port: int = sock.getsockname()[1]
+        self._web = WebServer(app, sock)
+        self._stack.push_async_callback(self._web.stop)
+        await self._web.start()
+        return _join(host, port)
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Take no more work, give open requests `grace_s` (the configured one) to end, cut the
+        rest, and close everything. Workers stay attached until the last request has ended.
+        Idempotent."""
+        await self._health.enter_graceful_shutdown()
+        if self._web is not None:
+            self._web.stop_listening()
+        try:
+            await self._open_requests.drain(
+                self._config.stop_grace_s if grace_s is None else grace_s
+            )
+        finally:
+            await self._stack.aclose()
+
+
+def _server_options(max_message_bytes: int) -> rpc.Options:
+    limit = "grpc.max_receive_message_length"
+    common = [(key, value) for key, value in rpc.server_options() if key != limit]
+    return [*common, (limit, max_message_bytes)]
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

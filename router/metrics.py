@@ -1,0 +1,126 @@
+"""The router's Prometheus metrics, in a registry of their own.
+
+A request is observed once, at its end: nothing here is on the path of a token. Workers are counted
+when the metrics are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pdserve.types import Receipt, Usage
+    from router.pool import WorkerPool
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+_TOKEN_SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02),
+    *(0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5),
+)
+
+
+class _Workers(Collector):
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        tally = Tally(
+            (m.info.model.name, m.info.role.value, m.state.value)
+            for m in self._pool.members.values()
+        )
+        family = GaugeMetricFamily(
+            "pdserve_workers",
+            "Workers by model, role and state.",
+            labels=("model", "role", "state"),
+        )
+        for labels, count in sorted(tally.items()):
+            family.add_metric(labels, count)
+        yield family
+
+
+class RouterMetrics:
+    """Owns the registry; the coordinator observes, `/metrics` renders."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._ttft = self._seconds("time_to_first_token", "From arrival to the first token.")
+        self._tpot = self._seconds(
+            "time_per_output_token", "Mean gap between tokens after the first.", _TOKEN_SECONDS
+        )
+        self._e2e = self._seconds("e2e_request", "From arrival to the last token.")
+        self._queue = self._seconds("request_queue", "Waiting, in router and worker.")
+        self._prefill = self._seconds("request_prefill", "Computing the prompt.")
+        self._decode = self._seconds("request_decode", "Decoding.")
+        self._transfer = self._seconds("kv_transfer", "Moving KV from grant to last byte.")
+        self._exposed = self._seconds("kv_transfer_exposed", "Moving KV after prefill had ended.")
+        self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
+        self._refusals = self._counter("refusals", "Requests refused before any work.", "code")
+        self._fallbacks = self._counter("fallbacks", "Fallbacks used.", "step", "reason")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens answered.")
+        self._cached_tokens = self._counter("cached_tokens", "Prompt tokens with KV at hand.")
+        self._generated_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes moved.")
+
+    def _seconds(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        return Histogram(
+            f"pdserve_{name}_seconds", text, ["model"], buckets=buckets, registry=self.registry
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pdserve_{name}", text, ["model", *labels], registry=self.registry)
+
+    def watch_pool(self, pool: WorkerPool) -> None:
+        """Report the pool's members from now on."""
+        self.registry.register(_Workers(pool))
+
+    def watch_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Report `read()` as the gauge `pdserve_<name>` from now on."""
+        Gauge(f"pdserve_{name}", text, registry=self.registry).set_function(read)
+
+    def refused(self, model: str, code: str) -> None:
+        """A request ended before anything was sent to a worker."""
+        self._refusals.labels(model, code).inc()
+
+    def ended(self, model: str, outcome: str, fallbacks: tuple[str, ...]) -> None:
+        """A started request ended: `outcome` is its finish reason or its error's code."""
+        self._requests.labels(model, outcome).inc()
+        for fallback in fallbacks:
+            step, _, reason = fallback.partition(":")
+            self._fallbacks.labels(model, step, reason).inc()
+
+    def answered(
+        self, model: str, usage: Usage, receipt: Receipt, *, ttft_s: float, e2e_s: float
+    ) -> None:
+        """A request was answered in full."""
+        self._ttft.labels(model).observe(ttft_s)
+        self._e2e.labels(model).observe(e2e_s)
+        if usage.completion_tokens > 1:
+            gap_s = (e2e_s - ttft_s) / (usage.completion_tokens - 1)
+            self._tpot.labels(model).observe(gap_s)
+        self._queue.labels(model).observe(receipt.queue_s)
+        self._prefill.labels(model).observe(receipt.prefill_s)
+        self._decode.labels(model).observe(receipt.decode_s)
+        if receipt.transport:
+            self._transfer.labels(model).observe(receipt.transfer_s)
+            self._exposed.labels(model).observe(receipt.exposed_transfer_s)
+            self._transfer_bytes.labels(model).inc(receipt.transfer_bytes)
+        self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        self._cached_tokens.labels(model).inc(usage.cached_tokens)
+        self._generated_tokens.labels(model).inc(usage.completion_tokens)
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads, of type CONTENT_TYPE."""
+        return generate_latest(self.registry)

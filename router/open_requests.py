@@ -1,0 +1,108 @@
+"""The requests that both faces have open, so that a stop can wait for them and then cut them."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from pdserve.errors import Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from types import TracebackType
+
+    from pdserve.errors import PdserveError
+
+# How long a request that was cut may take to tell its client.
+CUT_S = 1.0
+
+
+class Interruption:
+    """Lets others end what the current task does inside it, with an error of their choice.
+
+    Works as asyncio.timeout does: the task is cancelled, and the cancellation is turned into the
+    error on the way out. The first interruption counts.
+    """
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelling = 0
+        self._error: PdserveError | None = None
+
+    def interrupt(self, error: PdserveError) -> None:
+        if self._task is not None and self._error is None:
+            self._error = error
+            self._task.cancel()
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._cancelling = self._task.cancelling()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        task, self._task = self._task, None
+        assert task is not None
+        if self._error is None:
+            return
+        if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise self._error from None
+
+
+class OpenRequests:
+    """State: the requests that are open, and whether a stop has begun."""
+
+    def __init__(self) -> None:
+        self._open: set[Interruption] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    def check_open(self) -> None:
+        """Raises Unavailable once a stop has begun."""
+        if self._draining:
+            raise _stopping()
+
+    @asynccontextmanager
+    async def enter(self) -> AsyncIterator[Interruption]:
+        """Count the request that runs inside. Raises Unavailable once a stop has begun, whether the
+        request has begun or not, and whatever error it is interrupted with."""
+        self.check_open()
+        interruption = Interruption()
+        self._open.add(interruption)
+        self._idle.clear()
+        try:
+            async with interruption:
+                yield interruption
+        finally:
+            self._open.discard(interruption)
+            if not self._open:
+                self._idle.set()
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse what comes; wait for what is open; after `grace_s` cut it with an error that its
+        clients can see."""
+        self._draining = True
+        if await self._is_idle_within(grace_s):
+            return
+        for interruption in list(self._open):
+            interruption.interrupt(_stopping())
+        await self._is_idle_within(CUT_S)
+
+    async def _is_idle_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def _stopping() -> PdserveError:
+    return Unavailable("the router is stopping", retry_after_s=1.0)

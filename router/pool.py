@@ -1,0 +1,262 @@
+"""Membership: which workers there are, what each is doing, and what this router has placed there.
+
+Every transition is a synchronous function with the clock passed in, and returns the links to open
+and to close; `router/fleet.py` does that.
+
+    register ──► connecting ⇄ ready ──► draining
+                     │          │           │
+                     └──── lost (lease over, replaced, deregistered) ──► removed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from pdserve.errors import InvalidRequest
+from pdserve.types import Role
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pdserve.capability import CapabilityKey
+    from pdserve.types import ModelInfo, WorkerInfo, WorkerLoad
+
+FORGET_AFTER_S = 60.0
+
+
+class MemberState(StrEnum):
+    """Only a ready member is given work."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One start of one worker. Changed by `WorkerPool` and by `Charge` alone.
+
+    `outstanding_tokens` are prompt tokens placed here whose prefill has not ended;
+    `reserved_blocks` are KV blocks promised to requests placed here. `load` is None until the
+    worker has reported one. `lease_end` is on the pool's clock; for a lost member it is when it
+    was lost. With `kv_key` the router makes capabilities for the worker's KV.
+    """
+
+    info: WorkerInfo
+    lease_end: float
+    attached: bool = False
+    draining: bool = False
+    lost: bool = False
+    load: WorkerLoad | None = None
+    outstanding_requests: int = 0
+    outstanding_tokens: int = 0
+    reserved_blocks: int = 0
+    kv_key: CapabilityKey | None = None
+
+    @property
+    def state(self) -> MemberState:
+        if self.lost:
+            return MemberState.LOST
+        if self.draining:
+            return MemberState.DRAINING
+        return MemberState.READY if self.attached else MemberState.CONNECTING
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id
+
+    @property
+    def is_ready(self) -> bool:
+        return self.attached and not self.draining and not self.lost
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose KV fits this worker."""
+        return self.info.total_blocks * self.info.block_size
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self.reserved_blocks * self.info.block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that `tokens` take, never more than there are."""
+        return min(-(-tokens // self.info.block_size), self.info.total_blocks)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether the blocks for `tokens` are promised to nobody else."""
+        return self.reserved_blocks + self.blocks_for(tokens) <= self.info.total_blocks
+
+
+class Charge:
+    """What one stream takes of one member. Released once; releasing again does nothing."""
+
+    __slots__ = ("_blocks", "_member", "_prompt_tokens", "_released")
+
+    def __init__(self, member: Member, *, prompt_tokens: int = 0, kv_tokens: int = 0) -> None:
+        self._member = member
+        self._prompt_tokens = prompt_tokens
+        self._blocks = member.blocks_for(kv_tokens)
+        self._released = False
+        member.outstanding_requests += 1
+        member.outstanding_tokens += prompt_tokens
+        member.reserved_blocks += self._blocks
+
+    def prefilled(self) -> None:
+        """The prompt is computed: its tokens are no longer outstanding."""
+        self._member.outstanding_tokens -= self._prompt_tokens
+        self._prompt_tokens = 0
+
+    def release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        self.prefilled()
+        self._member.outstanding_requests -= 1
+        self._member.reserved_blocks -= self._blocks
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLink:
+    """Attach to this worker."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    """Let go of this worker; its streams fail with `reason`."""
+
+    member: Member
+    reason: str
+
+
+PoolAction = OpenLink | CloseLink
+
+
+@dataclass(slots=True)
+class WorkerPool:
+    """Members by worker id; state: `members`, changed by the methods below and nobody else."""
+
+    lease_s: float
+    members: dict[str, Member] = field(default_factory=dict)
+
+    def register(
+        self, info: WorkerInfo, now: float, *, kv_key: CapabilityKey | None = None
+    ) -> list[PoolAction]:
+        """Take a worker in, or renew it where this very start of it is known.
+
+        Raises InvalidRequest, naming the field, where it cannot serve beside the others.
+        """
+        self._check(info)
+        known = self.members.get(info.worker_id)
+        if known is not None and not known.lost:
+            if known.info == info and known.kv_key == kv_key:
+                known.lease_end = now + self.lease_s
+                return []
+            actions = self._lose(known, now, "it started again")
+        else:
+            actions = []
+        member = Member(info, now + self.lease_s, kv_key=kv_key)
+        self.members[info.worker_id] = member
+        return [*actions, OpenLink(member)]
+
+    def _check(self, info: WorkerInfo) -> None:
+        if info.role is not Role.AGGREGATED and info.kv is None:
+            raise InvalidRequest(
+                f"worker {info.worker_id}: a {info.role} worker needs a kv endpoint",
+                field="worker.kv",
+            )
+        for other in self.members.values():
+            if other.lost or other.worker_id == info.worker_id:
+                continue
+            theirs = other.info.model
+            if theirs.name != info.model.name:
+                continue
+            for name in ("vocab_size", "max_model_len"):
+                ours, known = getattr(info.model, name), getattr(theirs, name)
+                if ours != known:
+                    raise InvalidRequest(
+                        f"worker {info.worker_id}: model {info.model.name} has {name} {ours}, but "
+                        f"{known} on worker {other.worker_id}",
+                        field=f"worker.model.{name}",
+                    )
+
+    def renew(
+        self, worker_id: str, epoch: str, now: float, *, load: WorkerLoad | None, draining: bool
+    ) -> bool:
+        """Extend a lease. False where this start of the worker is not a member: it must register.
+        A load that was not sent leaves the last one as it was."""
+        member = self._current(worker_id, epoch)
+        if member is None:
+            return False
+        member.lease_end = now + self.lease_s
+        member.draining = draining
+        if load is not None:
+            member.load = load
+        return True
+
+    def deregister(self, worker_id: str, epoch: str, now: float) -> list[PoolAction]:
+        """The worker leaves of its own accord; unknown workers are ignored."""
+        member = self._current(worker_id, epoch)
+        return [] if member is None else self._lose(member, now, "it left")
+
+    def attached(self, member: Member) -> None:
+        """The link to a member is up."""
+        member.attached = not member.lost
+
+    def detached(self, member: Member) -> None:
+        """The link to a member is down: what its engine does is unknown again."""
+        member.attached = False
+        member.load = None
+
+    def reported(self, member: Member, load: WorkerLoad) -> None:
+        """A member said how loaded it is."""
+        member.load = load
+
+    def expire(self, now: float) -> list[PoolAction]:
+        """Lose the members whose lease is over; forget those lost for a while."""
+        actions: list[PoolAction] = []
+        for member in list(self.members.values()):
+            if member.lost:
+                if now - member.lease_end >= FORGET_AFTER_S:
+                    del self.members[member.worker_id]
+            elif now >= member.lease_end:
+                actions += self._lose(member, now, "its lease ran out")
+        return actions
+
+    def forgive(self, seconds: float) -> None:
+        """Extend every lease by a time in which this router itself stood still."""
+        for member in self.members.values():
+            member.lease_end += seconds
+
+    def close(self, now: float) -> list[PoolAction]:
+        """Lose every member."""
+        return [
+            action
+            for member in self.members.values()
+            if not member.lost
+            for action in self._lose(member, now, "the router is closing")
+        ]
+
+    def _current(self, worker_id: str, epoch: str) -> Member | None:
+        member = self.members.get(worker_id)
+        if member is None or member.lost or member.info.epoch != epoch:
+            return None
+        return member
+
+    def _lose(self, member: Member, now: float, why: str) -> list[PoolAction]:
+        member.lost = True
+        member.attached = False
+        member.lease_end = now
+        return [CloseLink(member, f"worker {member.worker_id} is gone: {why}")]
+
+    def models(self) -> Mapping[str, ModelInfo]:
+        """The models of all members that are not lost, by name."""
+        return {m.info.model.name: m.info.model for m in self.members.values() if not m.lost}
+
+    def of_model(self, name: str) -> list[Member]:
+        """The members of a model, lost ones too, in the order in which they registered."""
+        return [m for m in self.members.values() if m.info.model.name == name]

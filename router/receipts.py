@@ -1,0 +1,49 @@
+"""Usage and receipt of an answer, from what its legs reported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.types import Receipt, Role, Usage
+from router.handoff import LegKind
+
+if TYPE_CHECKING:
+    from router.handoff import Handoff
+
+
+def build_usage(handoff: Handoff, prompt_tokens: int) -> Usage:
+    """Tokens as the client sees them, counted once however often they were computed."""
+    return Usage(prompt_tokens, len(handoff.tokens), _cached_tokens(handoff))
+
+
+def _cached_tokens(handoff: Handoff) -> int:
+    first = handoff.first_token_leg
+    return 0 if first is None or first.report is None else first.report.cached_tokens
+
+
+def build_receipt(handoff: Handoff, *, admission_s: float) -> Receipt:
+    """What the request cost. Seconds of all attempts are summed, except that decode's wait in its
+    engine passes beside prefill's; workers and transfer are those that the answer came from."""
+    reported = [(leg, leg.report) for leg in handoff.legs if leg.report is not None]
+    transfer = next(
+        (report.transfer for _, report in reversed(reported) if report.transfer is not None), None
+    )
+    first = handoff.first_token_leg
+    last = next((leg for leg in reversed(handoff.legs) if leg.kind is not LegKind.PREFILL), None)
+    decoded = last is not None and (len(handoff.tokens) > 1 or last.role is Role.AGGREGATED)
+    return Receipt(
+        queue_s=admission_s
+        + sum(report.queue_s for leg, report in reported if leg.kind is not LegKind.DECODE),
+        prefill_s=sum(report.prefill_s for _, report in reported),
+        decode_s=sum(report.decode_s for _, report in reported),
+        transfer_s=0.0 if transfer is None else transfer.transfer_s,
+        exposed_transfer_s=0.0 if transfer is None else transfer.exposed_s,
+        transfer_bytes=0 if transfer is None else transfer.bytes,
+        transfer_blocks=0 if transfer is None else transfer.blocks,
+        transport="" if transfer is None else transfer.transport,
+        prefill_worker="" if first is None else first.worker_id,
+        decode_worker=last.worker_id if last is not None and decoded else "",
+        cached_tokens=_cached_tokens(handoff),
+        first_token_source="" if first is None else first.role.value,
+        fallbacks=tuple(handoff.fallbacks),
+    )

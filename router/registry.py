@@ -1,0 +1,75 @@
+"""The gRPC service through which workers join, renew their lease and leave."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import grpc
+
+from pdserve import rpc, wire
+from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.types import Role
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import RegistryServicer
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from router.fleet import Fleet
+    from router.pool import Member
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Registry(RegistryServicer):
+    """A face of the fleet: no state of its own."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def Register(  # noqa: N802
+        self, request: w.RegisterRequest, context: Context
+    ) -> w.RegisterResponse:
+        try:
+            info, kv_key = wire.registration_from_pb(request)
+            self._fleet.register(info, kv_key)
+        except InvalidRequest as error:
+            await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
+        return w.RegisterResponse(lease_s=self._fleet.lease_s)
+
+    async def Renew(  # noqa: N802
+        self, request: w.RenewRequest, context: Context
+    ) -> w.RenewResponse:
+        load = wire.load_from_pb(request.load) if request.HasField("load") else None
+        known = self._fleet.renew(
+            request.worker_id, request.epoch, load=load, draining=request.draining
+        )
+        if not known:
+            error = Unavailable(f"worker {request.worker_id} is not registered")
+            await rpc.abort(context, error, status=grpc.StatusCode.NOT_FOUND)
+        return w.RenewResponse(lease_s=self._fleet.lease_s)
+
+    async def Deregister(  # noqa: N802
+        self, request: w.DeregisterRequest, context: Context
+    ) -> w.DeregisterResponse:
+        self._fleet.deregister(request.worker_id, request.epoch)
+        return w.DeregisterResponse()
+
+    async def ListWorkers(  # noqa: N802
+        self, request: w.ListWorkersRequest, context: Context
+    ) -> w.ListWorkersResponse:
+        now = self._fleet.now()
+        members = self._fleet.pool.members.values()
+        return w.ListWorkersResponse(workers=[_entry(member, now) for member in members])
+
+
+def _entry(member: Member, now: float) -> w.WorkerEntry:
+    prefills = member.info.role is Role.PREFILL
+    return w.WorkerEntry(
+        info=wire.worker_to_pb(member.info),
+        load=None if member.load is None else wire.load_to_pb(member.load),
+        state=member.state.value,
+        outstanding_requests=member.outstanding_requests,
+        outstanding_tokens=member.outstanding_tokens if prefills else member.reserved_tokens,
+        lease_remaining_s=0.0 if member.lost else max(0.0, member.lease_end - now),
+    )

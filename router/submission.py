@@ -1,0 +1,87 @@
+"""Submit messages: what a worker is told of a request."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from pdserve import deadline as deadlines
+from pdserve import wire
+from pdserve.capability import Capability, WorkerStart, mint
+from pdserve.v1 import worker_pb2 as w
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.types import GenerateRequest
+    from router.pool import Member
+
+# A deadline that has just passed must not read as none.
+LEAST_DEADLINE_S = 0.001
+# A capability lives as long as its request, yet no longer than this.
+MAX_CAPABILITY_S = 600.0
+# By which the clocks of two machines may differ.
+CLOCK_SKEW_S = 5.0
+
+
+class SubmissionBuilder:
+    """Encodes one request once, however many workers are told of it."""
+
+    __slots__ = ("_base", "_deadline")
+
+    def __init__(self, request: GenerateRequest, deadline: float | None) -> None:
+        self._deadline = deadline
+        self._base = w.Submit(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=wire.sampling_to_pb(request.sampling),
+        )
+
+    def prefill(self, transfer_id: str) -> w.Submit:
+        """Compute KV and one token; hold the blocks for whoever presents `transfer_id`."""
+        submit = self._start()
+        submit.prefill.transfer_id = transfer_id
+        return submit
+
+    def decode(self, transfer_id: str, source: Member, target: Member) -> w.Submit:
+        """`target` shall receive KV and first token from `source`, by a right that only it has, and
+        go on."""
+        if source.info.kv is None:
+            raise AssertionError(f"worker {source.worker_id} was paired without a kv endpoint")
+        submit = self._start()
+        submit.decode.transfer_id = transfer_id
+        submit.decode.source_address = source.info.kv.address
+        submit.decode.source_epoch = source.info.epoch
+        submit.decode.capability = self._capability(transfer_id, source, target)
+        return submit
+
+    def whole(self, resume: Sequence[int] = ()) -> w.Submit:
+        """Both phases on one worker, going on after the tokens of `resume`."""
+        submit = self._start()
+        submit.aggregated.SetInParent()
+        submit.resume_token_ids.extend(resume)
+        return submit
+
+    def _capability(self, transfer_id: str, source: Member, target: Member) -> str:
+        if source.kv_key is None:
+            return ""
+        left_s = deadlines.remaining(self._deadline)
+        life_s = MAX_CAPABILITY_S if left_s is None else left_s + CLOCK_SKEW_S
+        return mint(
+            source.kv_key,
+            Capability(
+                transfer_id,
+                WorkerStart(source.worker_id, source.info.epoch),
+                WorkerStart(target.worker_id, target.info.epoch),
+                math.ceil(time.time() + min(life_s, MAX_CAPABILITY_S)),
+            ),
+        )
+
+    def _start(self) -> w.Submit:
+        submit = w.Submit()
+        submit.CopyFrom(self._base)
+        left_s = deadlines.remaining(self._deadline)
+        if left_s is not None:
+            submit.deadline_s = max(left_s, LEAST_DEADLINE_S)
+        return submit

@@ -1,0 +1,221 @@
+"""The one stream that this router holds to one worker.
+
+Commands go down in the order in which they were given; frames come up and each delta goes, at once
+and without a task, to the sink of its stream. When the stream breaks, every sink hears of it, and
+the link attaches anew, with growing pauses, until it is closed.
+
+A worker answers Hello by sending its initial metadata; from then on the link takes work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import grpc.aio
+
+from pdserve import rpc, wire
+from pdserve.errors import Overloaded, WorkerFailed
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import WorkerStub
+
+if TYPE_CHECKING:
+    from pdserve.errors import PdserveError
+    from pdserve.types import StreamDelta, WorkerLoad
+    from router.pool import Member
+
+logger = logging.getLogger(__name__)
+
+AttachCall = grpc.aio.StreamStreamCall[w.Command, w.StepFrame]
+
+
+class DeltaSink(Protocol):
+    """Where the deltas of one stream go. Called from the reader, so it must not block."""
+
+    def on_delta(self, delta: StreamDelta) -> None:
+        """The next delta; none follows one with a finish reason."""
+        ...
+
+    def on_lost(self, error: PdserveError) -> None:
+        """The stream ended without a last delta."""
+        ...
+
+
+class LinkObserver(Protocol):
+    """Who is told how a link fares. `detached` comes before the sinks hear of a break."""
+
+    def attached(self, member: Member) -> None: ...
+
+    def detached(self, member: Member) -> None: ...
+
+    def reported(self, member: Member, load: WorkerLoad) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Bounds of a link: `max_outgoing` commands wait for a worker that does not read."""
+
+    attach_timeout_s: float = 5.0
+    backoff_min_s: float = 0.05
+    backoff_max_s: float = 2.0
+    max_outgoing: int = 4096
+
+
+class WorkerLink:
+    """State: the open streams of one member and its outgoing commands. Owns one task and one
+    channel, both ended by `close`."""
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        router_id: str,
+        observer: LinkObserver,
+        settings: LinkSettings | None = None,
+    ) -> None:
+        self._member = member
+        self._router_id = router_id
+        self._observer = observer
+        self._settings = settings or LinkSettings()
+        self._sinks: dict[int, DeltaSink] = {}
+        self._last_stream_id = 0
+        self._outgoing: asyncio.Queue[w.Command] | None = None
+        self._call: AttachCall | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._sinks)
+
+    def start(self) -> None:
+        """Attach in the background."""
+        self._task = asyncio.create_task(self._run(), name=f"link-{self._member.worker_id}")
+
+    def submit(self, submit: w.Submit, sink: DeltaSink) -> int:
+        """Send `submit` under a new stream id, which is returned. Raises WorkerFailed where the
+        link is down and Overloaded where the worker does not read its commands."""
+        if self._outgoing is None:
+            raise WorkerFailed(f"worker {self._member.worker_id} is not attached")
+        self._last_stream_id += 1
+        submit.stream_id = self._last_stream_id
+        try:
+            self._outgoing.put_nowait(w.Command(submit=submit))
+        except asyncio.QueueFull:
+            raise Overloaded(
+                f"worker {self._member.worker_id} does not read its commands"
+            ) from None
+        self._sinks[submit.stream_id] = sink
+        return submit.stream_id
+
+    def cancel(self, stream_id: int, *, ended: bool = False) -> None:
+        """Stop a stream; its sink hears nothing more. Unknown streams are ignored. `ended` is for a
+        prefill whose last delta came but whose blocks nobody will take."""
+        known = self._sinks.pop(stream_id, None) is not None
+        if not (known or ended) or self._outgoing is None:
+            return
+        try:
+            self._outgoing.put_nowait(w.Command(cancel=w.Cancel(stream_id=stream_id)))
+        except asyncio.QueueFull:
+            # A cancel must not get lost; a worker ends every request of a stream that ends.
+            if self._call is not None:
+                self._call.cancel()
+
+    def close(self, reason: str) -> asyncio.Task[None] | None:
+        """Fail what is open with `reason` and attach no more. Returns the task to wait for."""
+        if self._task is not None:
+            self._task.cancel()
+        self._detach(WorkerFailed(reason))
+        return self._task
+
+    def _detach(self, error: WorkerFailed) -> None:
+        if self._outgoing is None:
+            return
+        self._outgoing = self._call = None
+        self._observer.detached(self._member)
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.on_lost(error)
+
+    async def _run(self) -> None:
+        settings = self._settings
+        pause_s = settings.backoff_min_s
+        async with rpc.open_channel(self._member.info.address) as channel:
+            while True:
+                error = await self._serve(WorkerStub(channel).Attach())
+                was_attached = self._outgoing is not None
+                logger.log(
+                    logging.WARNING if was_attached else logging.DEBUG, "link: %s", error.message
+                )
+                self._detach(error)
+                pause_s = settings.backoff_min_s if was_attached else pause_s * 2
+                pause_s = min(pause_s, settings.backoff_max_s)
+                # Jitter, so that routers do not come back to a worker all at once.
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    async def _serve(self, call: AttachCall) -> WorkerFailed:
+        """One stream, from Hello to its end, and why it ended."""
+        name = f"worker {self._member.worker_id}"
+        try:
+            await self._greet(call)
+            await self._exchange(call)
+            return WorkerFailed(f"{name} ended the stream")
+        except grpc.aio.AioRpcError as error:
+            return WorkerFailed(f"{name} broke off: {rpc.error_from_rpc(error).message}")
+        except TimeoutError:
+            return WorkerFailed(f"{name} did not answer in {self._settings.attach_timeout_s:g} s")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return WorkerFailed(f"{name} did not read its commands")
+        except Exception:
+            logger.exception("link: %s sent what could not be handled", name)
+            return WorkerFailed(f"{name} sent what could not be handled")
+        finally:
+            call.cancel()
+
+    async def _greet(self, call: AttachCall) -> None:
+        hello = w.Hello(router_id=self._router_id, worker_epoch=self._member.info.epoch)
+        async with asyncio.timeout(self._settings.attach_timeout_s):
+            await call.write(w.Command(hello=hello))
+            await call.initial_metadata()
+        if call.done():
+            # A refusal comes with empty initial metadata; reading raises its status.
+            await call.read()
+
+    async def _exchange(self, call: AttachCall) -> None:
+        outgoing: asyncio.Queue[w.Command] = asyncio.Queue(self._settings.max_outgoing)
+        self._outgoing, self._call = outgoing, call
+        writer = asyncio.create_task(_write(call, outgoing))
+        try:
+            self._observer.attached(self._member)
+            while isinstance(frame := await call.read(), w.StepFrame):
+                self._dispatch(frame)
+        finally:
+            writer.cancel()
+            await asyncio.wait([writer])
+
+    def _dispatch(self, frame: w.StepFrame) -> None:
+        if frame.HasField("load"):
+            self._observer.reported(self._member, wire.load_from_pb(frame.load))
+        sinks = self._sinks
+        for message in frame.deltas:
+            sink = sinks.get(message.stream_id)
+            if sink is None:
+                continue
+            delta = wire.delta_from_pb(message)
+            if delta.finish_reason is not None:
+                del sinks[message.stream_id]
+            sink.on_delta(delta)
+
+
+async def _write(call: AttachCall, outgoing: asyncio.Queue[w.Command]) -> None:
+    """The only writer of a stream. Where it cannot go on, the reader learns it from the call."""
+    try:
+        while True:
+            await call.write(await outgoing.get())
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        call.cancel()

@@ -1,0 +1,243 @@
+"""A whole service in one process: the real router and real workers with fake engines, joined by
+gRPC and HTTP over loopback, every port a free one.
+
+    async with Cluster(prefill=1, decode=2) as cluster:
+        answer = await cluster.ask([20, 21, 22])
+
+Leaving it asserts that nothing leaked, unless the test failed already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from pdserve import rpc
+from pdserve.client import Client
+from pdserve.config import KvConfig, RouterConfig, WorkerConfig
+from pdserve.types import Role, SamplingParams
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import RegistryStub
+from router.main import RouterServer
+from workers.engine import AggregatedPhase, Work
+from workers.engines import make_engine
+from workers.fake_engine import FakeEngine
+from workers.fake_sequence import FakeSequence
+from workers.server import WorkerServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Sequence
+    from types import TracebackType
+
+    from pdserve.client import Delta
+    from pdserve.types import FinishReason, Receipt, Usage
+    from workers.fake_settings import FakeFaults
+
+WAIT_S = 20.0
+LEASE_S = 1.0
+_LOOK_S = 0.01
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as its client has it so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    receipt: Receipt | None = None
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        assert self.receipt is not None
+        return self.receipt.fallbacks
+
+
+class Cluster:
+    """Owns a router and its workers. Workers are named prefill-0, decode-0, aggregated-0, ...
+
+    `engine_args` are those of every fake engine (workers/fake_settings.py).
+    """
+
+    def __init__(
+        self,
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        aggregated: int = 0,
+        engine_args: dict[str, object] | None = None,
+    ) -> None:
+        counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
+        self._roles = {f"{role}-{i}": role for role, n in counts.items() for i in range(n)}
+        # A step that takes no time at all would starve all else on this one event loop.
+        self._engine_args = {"step_s": 0.001, **(engine_args or {})}
+        self._stack = AsyncExitStack()
+        self._engines: dict[str, FakeEngine] = {}
+        self.workers: dict[str, WorkerServer] = {}
+        self.router: RouterServer
+        self.http: str
+        self.grpc: str
+        self.client: Client
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                await self.assert_no_leaks()
+        finally:
+            await self._stack.aclose()
+
+    async def ask(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        on_token: Callable[[Answer], None] = lambda _: None,
+        **values: Any,
+    ) -> Answer:
+        """The whole answer over gRPC; `on_token` is called after each piece."""
+        answer = Answer()
+        deltas = self.client.generate(token_ids, sampling, **values)
+        # An async generator behind its narrower type; closing it cancels the request.
+        async with aclosing(cast("AsyncGenerator[Delta, None]", deltas)):
+            async for delta in deltas:
+                answer.token_ids += delta.token_ids
+                answer.text += delta.text
+                answer.finish_reason = delta.finish_reason
+                answer.usage, answer.receipt = delta.usage, delta.receipt
+                on_token(answer)
+        return answer
+
+    def expected(self, token_ids: Sequence[int], sampling: SamplingParams) -> Answer:
+        """What one engine that nothing happens to says."""
+        vocab_size = next(iter(self.workers.values())).info.model.vocab_size
+        work = Work(1, "expected", tuple(token_ids), sampling, AggregatedPhase())
+        sequence, answer = FakeSequence(work, vocab_size, 0, 0.0), Answer()
+        while answer.finish_reason is None:
+            delta, _ = sequence.advance(0.0)
+            answer.token_ids += delta.token_ids
+            answer.text += delta.text
+            answer.finish_reason = delta.finish_reason
+        return answer
+
+    def busy(self, *names: str) -> list[str]:
+        """Those of the named workers that have a stream open."""
+        return [x for x in names if self.workers[x].worker.open_streams]
+
+    def faults(self, name: str, faults: FakeFaults) -> None:
+        """Scripts the faults of one worker's engine from now on."""
+        self._engines[name].faults = faults
+
+    def crash(self, name: str) -> None:
+        """The engine of a worker dies; the worker says so and waits to be stopped."""
+        self._engines[name].crash()
+
+    async def kill(self, name: str) -> None:
+        """A worker breaks off: no drain, every stream and transfer cut."""
+        server = self.workers.pop(name)
+        await server.worker.close()
+        await server.stop()
+
+    async def add(self, name: str, role: Role) -> WorkerServer:
+        """Starts one more worker; `until_ready` waits for it."""
+        config = WorkerConfig(
+            worker_id=name,
+            role=role,
+            engine="fake",
+            routers=(self.grpc,),
+            kv=KvConfig(lease_s=5.0),
+            engine_args=self._engine_args,
+        )
+        epoch = f"{name}-epoch-{len(self._engines)}"
+        engine = make_engine(config, epoch)
+        assert isinstance(engine, FakeEngine)
+        server = WorkerServer(config, engine=engine, epoch=epoch)
+        await server.start()
+        self._stack.push_async_callback(server.stop)
+        self._engines[name], self.workers[name] = engine, server
+        return server
+
+    async def entries(self) -> dict[str, w.WorkerEntry]:
+        """What the router says of its workers."""
+        reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+        return {entry.info.worker_id: entry for entry in reply.workers}
+
+    async def until(self, what: Callable[[], object]) -> None:
+        """Waits until `what()` holds."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if what():
+                    return
+                await asyncio.sleep(_LOOK_S)
+
+    async def until_state(self, name: str, state: str) -> None:
+        """Waits until the router says that of a worker."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if (await self.entries())[name].state == state:
+                    return
+                await asyncio.sleep(_LOOK_S)
+
+    async def until_ready(self) -> None:
+        """Waits until the router can place work on every worker that was started."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                entries = await self.entries()
+                if all(x in entries and entries[x].state == "ready" for x in self.workers):
+                    return
+                await asyncio.sleep(_LOOK_S)
+
+    async def assert_no_leaks(self) -> None:
+        """Nothing is open or pinned on any worker that lives, and the router has booked nothing."""
+        leaks: dict[str, str] = {}
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    leaks = await self._leaks()
+                    if not leaks:
+                        return
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise AssertionError(f"leaked: {leaks}") from None
+
+    async def _leaks(self) -> dict[str, str]:
+        leaks = {}
+        for name, server in self.workers.items():
+            worker, ledger = server.worker, server.worker.ledger()
+            if worker.open_streams or not ledger.is_empty:
+                leaks[name] = f"{worker.open_streams} streams, {ledger}"
+            load = worker.load()
+            if load is not None and load.free_blocks != server.info.total_blocks:
+                leaks[name] = f"{server.info.total_blocks - load.free_blocks} blocks"
+        for name, entry in (await self.entries()).items():
+            if entry.outstanding_requests or entry.outstanding_tokens:
+                leaks[f"{name} at the router"] = f"{entry.outstanding_requests} requests"
+        return leaks
+
+    async def _start(self) -> None:
+        config = RouterConfig(http_port=0, grpc_port=0, lease_s=LEASE_S, stop_grace_s=0.0)
+        self.router = RouterServer(config)
+        addresses = await self.router.start()
+        self._stack.push_async_callback(self.router.stop)
+        self.http, self.grpc = addresses.http, addresses.grpc
+        channel = await self._stack.enter_async_context(rpc.open_channel(self.grpc))
+        self._registry = RegistryStub(channel)
+        self.client = await self._stack.enter_async_context(Client(self.grpc))
+        for name, role in self._roles.items():
+            await self.add(name, role)
+        await self.until_ready()

@@ -1,0 +1,258 @@
+"""A worker whose every delta is sent by the test, over a real gRPC server on port 0, and a router
+over such workers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from pdserve import rpc, wire
+from pdserve.errors import InvalidRequest
+from pdserve.types import (
+    FinishReason,
+    KvEndpoint,
+    ModelInfo,
+    PhaseReport,
+    Role,
+    StreamDelta,
+    WorkerInfo,
+    WorkerLoad,
+)
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
+from router.coordinator import Coordinator
+from router.fleet import Fleet
+from router.worker_link import LinkSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pdserve.capability import CapabilityKey
+    from pdserve.errors import PdserveError
+    from pdserve.types import TransferReport
+    from router.pool import Member
+
+MODEL = ModelInfo("demo", "/models/demo", max_model_len=4096, vocab_size=512, dtype="float32")
+WAIT_S = 10.0
+
+
+def worker_info(
+    worker_id: str,
+    role: Role,
+    *,
+    address: str = "127.0.0.1:1",
+    epoch: str = "e1",
+    compatibility: str = "layout-a",
+    **changes: Any,
+) -> WorkerInfo:
+    """A worker of the model `demo` with room for 1,600 tokens."""
+    info = WorkerInfo(
+        worker_id=worker_id,
+        epoch=epoch,
+        role=role,
+        model=MODEL,
+        address=address,
+        kv=None
+        if role is Role.AGGREGATED
+        else KvEndpoint(f"kv-{worker_id}", compatibility, {"block_size": "16"}, ("loopback",)),
+        block_size=16,
+        total_blocks=100,
+        max_num_seqs=8,
+    )
+    return replace(info, **changes)
+
+
+class ScriptedWorker(WorkerServicer):
+    """Records what it is told and says what the test tells it to.
+
+    `open` holds the streams that it has neither finished nor seen cancelled. `refused` and `ended`
+    are set when a Hello was refused and when the router's stream was over. It registers with
+    `kv_key` where the test gives it one.
+    """
+
+    def __init__(self, worker_id: str, role: Role, **changes: Any) -> None:
+        self.info = worker_info(worker_id, role, **changes)
+        self.kv_key: CapabilityKey | None = None
+        self.open: dict[int, w.Submit] = {}
+        self.load: WorkerLoad | None = None
+        self.accepts_hello = True
+        self.hellos = 0
+        self.refused = asyncio.Event()
+        self.ended = asyncio.Event()
+        self._submits: asyncio.Queue[w.Submit] = asyncio.Queue()
+        self._cancels: asyncio.Queue[int] = asyncio.Queue()
+        self._frames: asyncio.Queue[w.StepFrame | None] = asyncio.Queue()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[ScriptedWorker]:
+        """Listen on port 0 and know the address."""
+        server = rpc.make_server()
+        add_WorkerServicer_to_server(self, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        self.info = replace(self.info, address=f"127.0.0.1:{port}")
+        try:
+            yield self
+        finally:
+            await server.stop(None)
+
+    async def Attach(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[w.Command],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[w.StepFrame]:
+        first = await anext(request_iterator)
+        self.hellos += 1
+        if not self.accepts_hello or first.hello.worker_epoch != self.info.epoch:
+            self.refused.set()
+            error = InvalidRequest(f"this is epoch {self.info.epoch}", field="worker_epoch")
+            await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
+        await context.send_initial_metadata(())
+        self._frames = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            if self.load is not None:
+                yield w.StepFrame(load=wire.load_to_pb(self.load))
+            while (frame := await self._frames.get()) is not None:
+                yield frame
+        finally:
+            reader.cancel()
+            await asyncio.wait([reader])
+            self.open.clear()
+            self.ended.set()
+
+    async def GetStatus(  # noqa: N802
+        self, request: w.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> w.WorkerStatus:
+        return w.WorkerStatus(info=wire.worker_to_pb(self.info), open_streams=len(self.open))
+
+    async def Drain(  # noqa: N802
+        self, request: w.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> w.DrainResponse:
+        return w.DrainResponse(drained=not self.open)
+
+    async def _read(self, commands: AsyncIterator[w.Command]) -> None:
+        async for command in commands:
+            if command.HasField("submit"):
+                self.open[command.submit.stream_id] = command.submit
+                self._submits.put_nowait(command.submit)
+            else:
+                self.open.pop(command.cancel.stream_id, None)
+                self._cancels.put_nowait(command.cancel.stream_id)
+
+    async def submitted(self) -> w.Submit:
+        """The next submission that the test has not seen."""
+        async with asyncio.timeout(WAIT_S):
+            return await self._submits.get()
+
+    async def cancelled(self) -> int:
+        """The next cancelled stream id that the test has not seen."""
+        async with asyncio.timeout(WAIT_S):
+            return await self._cancels.get()
+
+    @property
+    def has_submissions(self) -> bool:
+        return not self._submits.empty()
+
+    def step(self, *deltas: StreamDelta, load: WorkerLoad | None = None) -> None:
+        """Send one frame."""
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.open.pop(delta.stream_id, None)
+        frame = w.StepFrame(deltas=[wire.delta_to_pb(delta) for delta in deltas])
+        if load is not None:
+            frame.load.CopyFrom(wire.load_to_pb(load))
+        self._frames.put_nowait(frame)
+
+    def send(
+        self,
+        submit: w.Submit,
+        *token_ids: int,
+        finish: FinishReason | None = None,
+        transfer: TransferReport | None = None,
+        stop_reason: str | int | None = None,
+    ) -> None:
+        """Tokens of one stream, whose text is their numbers; with a report when it finishes."""
+        report = None
+        if finish is not None:
+            report = PhaseReport(0.25, 0.5, 0.75, cached_tokens=4, transfer=transfer)
+        self.step(
+            StreamDelta(
+                submit.stream_id,
+                token_ids,
+                "".join(f"<{token}>" for token in token_ids),
+                finish_reason=finish,
+                stop_reason=stop_reason,
+                report=report,
+            )
+        )
+
+    def fail(self, submit: w.Submit, error: PdserveError) -> None:
+        """End one stream with an error."""
+        self.step(
+            StreamDelta(
+                submit.stream_id,
+                finish_reason=FinishReason.ERROR,
+                error=wire.error_from_pb(wire.error_to_pb(error)),
+            )
+        )
+
+    def break_link(self) -> None:
+        """End the router's stream."""
+        self._frames.put_nowait(None)
+
+
+class Stack:
+    """A fleet and a coordinator over scripted workers that are attached."""
+
+    def __init__(self, fleet: Fleet, coordinator: Coordinator) -> None:
+        self.fleet = fleet
+        self.coordinator = coordinator
+        self._changed = asyncio.Event()
+        fleet.subscribe(self._changed.set)
+
+    def member(self, worker: ScriptedWorker) -> Member:
+        return self.fleet.pool.members[worker.info.worker_id]
+
+    async def until_state(self, worker: ScriptedWorker, state: str) -> None:
+        """Wait until the pool says that a worker is in `state`."""
+        async with asyncio.timeout(WAIT_S):
+            while self.member(worker).state != state:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def join(self, *workers: ScriptedWorker) -> None:
+        for worker in workers:
+            self.fleet.register(worker.info, worker.kv_key)
+        for worker in workers:
+            await self.until_state(worker, "ready")
+
+    def assert_no_leaks(self) -> None:
+        """Nothing is open, outstanding, reserved, running or queued."""
+        assert self.coordinator.open_requests == 0
+        assert (self.coordinator.running_requests, self.coordinator.queued_requests) == (0, 0)
+        assert self.fleet.open_streams == 0
+        for member in self.fleet.pool.members.values():
+            assert member.outstanding_requests == 0, member
+            assert member.outstanding_tokens == 0, member
+            assert member.reserved_blocks == 0, member
+
+
+@asynccontextmanager
+async def running_stack(*workers: ScriptedWorker, **options: Any) -> AsyncIterator[Stack]:
+    """`options` go to the coordinator. Ends by asserting that nothing leaked."""
+    settings = LinkSettings(backoff_min_s=0.005, backoff_max_s=0.02)
+    async with AsyncExitStack() as exits:
+        for worker in workers:
+            await exits.enter_async_context(worker.serving())
+        # A lease that no test outlives, unless it asks for its end.
+        fleet = Fleet(router_id="router-1", lease_s=3600.0, link_settings=settings)
+        await exits.enter_async_context(fleet)
+        stack = Stack(fleet, Coordinator(fleet, **options))
+        await stack.join(*workers)
+        yield stack
+        stack.assert_no_leaks()

@@ -1,0 +1,121 @@
+"""The commands that talk to a running service, as a person types them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from up_process import run_cli, up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The ready file of a service with fake engines."""
+    with up(tmp_path_factory.mktemp("up")) as running:
+        yield running.wait_until_serving()
+
+
+@pytest.fixture(params=["--grpc", "--url"])
+def where(service: dict[str, Any], request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Each of the two ways to reach it."""
+    face = {"--grpc": "grpc", "--url": "http"}[request.param]
+    return request.param, service[face]
+
+
+def test_generate_streams_an_answer(where: tuple[str, str]) -> None:
+    ended = run_cli("generate", *where, "--max-tokens", "8", "--receipt", "What is a block?")
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.split()) > 1
+    assert "prefill-0" in ended.stderr
+    assert "decode-0" in ended.stderr
+
+
+def test_generate_prints_one_object_with_the_receipt(where: tuple[str, str]) -> None:
+    ended = run_cli("generate", *where, "--max-tokens", "8", "--json", "-", stdin="What is KV?")
+    answer = json.loads(ended.stdout)
+    assert answer["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["receipt"]["prefill_worker"] == "prefill-0"
+    assert answer["receipt"]["decode_worker"] == "decode-0"
+    assert answer["receipt"]["transfer_blocks"] >= 1
+    streamed = run_cli("generate", *where, "--max-tokens", "8", "What is KV?")
+    assert streamed.stdout == answer["text"] + "\n"
+
+
+def test_both_ways_give_the_same_raw_text(service: dict[str, Any]) -> None:
+    options = ("--raw", "--max-tokens", "12", "--temperature", "0", "The decode worker")
+    over_grpc = run_cli("generate", "--grpc", service["grpc"], *options)
+    over_http = run_cli("generate", "--url", service["http"], *options)
+    assert over_grpc.returncode == over_http.returncode == 0
+    assert over_grpc.stdout == over_http.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (("--top-p", "7"), "top_p"),
+        (("--max-tokens", "1000000"), "max_tokens"),
+        (("--model", "nobody"), "nobody"),
+    ],
+)
+def test_a_refused_request_fails_with_its_field(
+    where: tuple[str, str], args: tuple[str, str], reason: str
+) -> None:
+    ended = run_cli("generate", *where, *args, "x")
+    assert ended.returncode == 1
+    assert "refused" in ended.stderr
+    assert reason in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("where", [("--grpc", "127.0.0.1:1"), ("--url", "http://127.0.0.1:1")])
+def test_a_service_that_is_not_there_is_said_to_be_missing(where: tuple[str, str]) -> None:
+    ended = run_cli("generate", *where, "x")
+    assert ended.returncode == 1
+    assert "pdserve up" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_chat_answers_each_line_and_ends_with_its_input(where: tuple[str, str]) -> None:
+    ended = run_cli("chat", *where, "--max-tokens", "5", stdin="one\n\n/reset\ntwo\n")
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.splitlines()) == 2
+
+
+def test_a_refused_turn_does_not_end_the_chat(where: tuple[str, str]) -> None:
+    ended = run_cli("chat", *where, "--max-tokens", "1000000", stdin="one\ntwo\n")
+    assert ended.returncode == 0
+    assert ended.stdout.count("refused") == 2
+
+
+def test_status_shows_every_worker_and_an_empty_ledger(service: dict[str, Any]) -> None:
+    table = run_cli("status", "--grpc", service["grpc"])
+    assert table.returncode == 0, table.stderr
+    assert "prefill-0" in table.stdout
+    assert "decode-0" in table.stdout
+    listed = json.loads(run_cli("status", "--json", "--grpc", service["grpc"]).stdout)["workers"]
+    assert [worker["role"] for worker in listed] == ["decode", "prefill"]
+    for worker in listed:
+        assert worker["state"] == "ready"
+        assert worker["answers"]
+        assert worker["ledger"] == dict.fromkeys(worker["ledger"], 0)
+        assert worker["load"]["free_blocks"] == worker["total_blocks"]
+
+
+def test_the_shipped_trace_is_replayed(service: dict[str, Any]) -> None:
+    cut = (
+        "--limit",
+        "5",
+        "--max-output-tokens",
+        "4",
+        "--speedup",
+        "100",
+        "--scale-lengths",
+        "1/64",
+    )
+    ended = run_cli("bench", "replay", "--url", service["http"], *cut)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

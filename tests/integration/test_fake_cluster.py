@@ -1,0 +1,226 @@
+"""Router and workers together, with engines that nothing can confuse: the answer is the one that a
+single engine gives, whatever happens on the way, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from pdserve.errors import PdserveError
+from pdserve.types import FinishReason, Role, SamplingParams
+from tests.cluster import WAIT_S, Answer, Cluster
+from workers.fake_settings import FakeFaults
+
+PROMPT = list(range(20, 90))
+PLAIN = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+LONG = replace(PLAIN, max_tokens=400)
+
+
+def assert_same(answer: Answer, expected: Answer) -> None:
+    assert answer.token_ids == expected.token_ids
+    assert answer.text == expected.text
+    assert answer.finish_reason is expected.finish_reason
+
+
+class Trigger:
+    """Fires once an answer has so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.fired = asyncio.Event()
+        self._tokens = tokens
+
+    def __call__(self, answer: Answer) -> None:
+        if len(answer.token_ids) >= self._tokens:
+            self.fired.set()
+
+
+class TestAnswers:
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            PLAIN,
+            replace(PLAIN, max_tokens=1),
+            replace(PLAIN, max_tokens=2),
+            replace(PLAIN, temperature=1.0, seed=7),
+            replace(PLAIN, logprobs=2),
+            replace(PLAIN, ignore_eos=False, max_tokens=300),
+            replace(PLAIN, stop=(" ka", "to "), max_tokens=300),
+        ],
+        ids=["greedy", "one-token", "two-tokens", "seeded", "logprobs", "to-the-end", "stopped"],
+    )
+    async def test_prefill_and_decode_give_the_answer_of_one_engine(
+        self, sampling: SamplingParams
+    ) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            answer = await cluster.ask(PROMPT, sampling)
+            assert_same(answer, cluster.expected(PROMPT, sampling))
+            assert answer.receipt is not None
+            assert answer.receipt.prefill_worker == "prefill-0"
+            assert answer.receipt.first_token_source == "prefill"
+            assert not answer.fallbacks
+            if len(answer.token_ids) > 1:
+                assert answer.receipt.decode_worker == "decode-0"
+                assert answer.receipt.transfer_blocks > 0
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == len(answer.token_ids)
+
+    async def test_an_aggregated_worker_serves_alone(self) -> None:
+        async with Cluster(aggregated=1) as cluster:
+            assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))
+
+    async def test_many_requests_at_once_do_not_mix(self) -> None:
+        async with Cluster(prefill=2, decode=2) as cluster:
+            prompts = [[20 + i, *PROMPT[: 3 * i]] for i in range(40)]
+            answers = await asyncio.gather(*(cluster.ask(x, PLAIN) for x in prompts))
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert_same(answer, cluster.expected(prompt, PLAIN))
+                assert not answer.fallbacks
+
+    async def test_the_same_answer_streams_over_http(self) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            body = {"model": "pdserve-demo", "prompt": PROMPT, "stream": True}
+            body |= {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+            text = ""
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"http://{cluster.http}/v1/completions", json=body) as response,
+            ):
+                assert response.status == 200
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        chunk = json.loads(line[6:])
+                        text += "".join(x["text"] for x in chunk["choices"])
+            assert text == cluster.expected(PROMPT, PLAIN).text
+
+
+class TestCancellation:
+    @pytest.mark.parametrize("tokens", [1, 5])
+    async def test_a_client_that_leaves_frees_both_workers(self, tokens: int) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            trigger = Trigger(tokens)
+            asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
+            await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
+            asking.cancel()
+            await asyncio.wait({asking})
+            await cluster.assert_no_leaks()
+            assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))
+
+    async def test_a_client_that_leaves_in_mid_transfer_frees_both_workers(self) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            cluster.faults("prefill-0", FakeFaults(delay_transfer_s=1000.0))
+            trigger = Trigger(1)
+            asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
+            await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
+            asking.cancel()
+            await asyncio.wait({asking})
+            await cluster.assert_no_leaks()
+
+    async def test_a_client_that_leaves_in_mid_prefill_frees_both_workers(self) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            cluster.faults("prefill-0", FakeFaults(stalled=True))
+            asking = asyncio.create_task(cluster.ask(PROMPT, LONG))
+            decode = cluster.workers["decode-0"].worker
+            await cluster.until(lambda: decode.ledger().in_flight_blocks)
+            asking.cancel()
+            await asyncio.wait({asking})
+            await cluster.assert_no_leaks()
+
+    async def test_a_deadline_ends_the_request_everywhere(self) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            cluster.faults("decode-0", FakeFaults(stalled=True))
+            with pytest.raises(PdserveError) as caught:
+                await cluster.ask(PROMPT, LONG, timeout_s=0.3)
+            assert caught.value.code == "deadline_exceeded"
+            await cluster.assert_no_leaks()
+
+
+class TestFaults:
+    async def test_a_decode_worker_that_dies_costs_no_token(self) -> None:
+        async with Cluster(prefill=1, decode=2) as cluster:
+            expected = cluster.expected(PROMPT, LONG)
+            trigger = Trigger(20)
+            asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
+            await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
+            (busy,) = cluster.busy("decode-0", "decode-1")
+            await cluster.kill(busy)
+            answer = await asking
+            assert_same(answer, expected)
+            assert answer.fallbacks
+
+    async def test_a_prefill_worker_that_dies_costs_no_token(self) -> None:
+        async with Cluster(prefill=2, decode=1) as cluster:
+            names = ("prefill-0", "prefill-1")
+            for name in names:
+                cluster.faults(name, FakeFaults(stalled=True))
+            asking = asyncio.create_task(cluster.ask(PROMPT, PLAIN))
+            await cluster.until(lambda: cluster.busy(*names))
+            (busy,) = cluster.busy(*names)
+            other = next(x for x in names if x != busy)
+            cluster.faults(other, FakeFaults())
+            expected = cluster.expected(PROMPT, PLAIN)
+            await cluster.kill(busy)
+            answer = await asking
+            assert_same(answer, expected)
+            assert answer.fallbacks
+
+    @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+    async def test_an_engine_that_crashes_costs_no_token(self, name: str) -> None:
+        async with Cluster(prefill=2, decode=2) as cluster:
+            expected = cluster.expected(PROMPT, PLAIN)
+            cluster.faults(name, FakeFaults(crash_at_step=1))
+            answers = await asyncio.gather(*(cluster.ask(PROMPT, PLAIN) for _ in range(8)))
+            for answer in answers:
+                assert_same(answer, expected)
+            del cluster.workers[name]
+
+    async def test_a_failed_prefill_is_tried_again(self) -> None:
+        async with Cluster(prefill=2, decode=1) as cluster:
+            cluster.faults("prefill-0", FakeFaults(fail_prefill="*"))
+            answers = await asyncio.gather(*(cluster.ask(PROMPT, PLAIN) for _ in range(4)))
+            for answer in answers:
+                assert_same(answer, cluster.expected(PROMPT, PLAIN))
+            assert any(x.fallbacks for x in answers)
+
+    async def test_a_transfer_that_fails_costs_no_token(self) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))
+            answer = await cluster.ask(PROMPT, PLAIN)
+            assert_same(answer, cluster.expected(PROMPT, PLAIN))
+            assert answer.fallbacks
+
+    async def test_without_a_worker_that_can_take_it_the_error_is_clean(self) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            await cluster.kill("decode-0")
+            await cluster.kill("prefill-0")
+            with pytest.raises(PdserveError) as caught:
+                await cluster.ask(PROMPT, PLAIN, timeout_s=WAIT_S)
+            assert caught.value.code in {"unavailable", "model_not_found"}
+
+    async def test_a_worker_that_comes_back_is_used_again(self) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            await cluster.kill("decode-0")
+            await cluster.add("decode-0", Role.DECODE)
+            await cluster.until_ready()
+            answer = await cluster.ask(PROMPT, PLAIN)
+            assert answer.finish_reason is FinishReason.LENGTH
+            assert answer.receipt is not None
+            assert answer.receipt.decode_worker == "decode-0"
+
+    async def test_a_worker_that_drains_ends_what_it_has_and_gets_nothing_new(self) -> None:
+        async with Cluster(prefill=1, decode=2) as cluster:
+            trigger = Trigger(5)
+            asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
+            await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
+            (busy,) = cluster.busy("decode-0", "decode-1")
+            idle = "decode-1" if busy == "decode-0" else "decode-0"
+            draining = asyncio.create_task(cluster.workers[busy].drain(WAIT_S))
+            await cluster.until_state(busy, "draining")
+            other = await cluster.ask(PROMPT, PLAIN)
+            assert other.receipt is not None
+            assert other.receipt.decode_worker == idle
+            assert_same(await asking, cluster.expected(PROMPT, LONG))
+            assert await draining

@@ -1,0 +1,209 @@
+"""`pdserve up` as real processes: what it starts, how it stops, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from up_process import DEADLINE_S, run_cli, up
+
+if TYPE_CHECKING:
+    import http.client
+    from pathlib import Path
+
+
+def ask(url: str, *, max_tokens: int = 8) -> http.client.HTTPResponse:
+    """A streamed chat request, its answer not read yet."""
+    question = {"role": "user", "content": "What is a block?"}
+    body = {
+        "model": "pdserve-demo",
+        "messages": [question],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=DEADLINE_S)
+    return response
+
+
+def workers_of(grpc: str) -> list[dict[str, Any]]:
+    """What `pdserve status` says."""
+    listed: dict[str, list[dict[str, Any]]]
+    listed = json.loads(run_cli("status", "--json", "--grpc", grpc).stdout)
+    return listed["workers"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_and_stops_without_a_trace_when_told(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with up(tmp_path, "--prefill", "1", "--decode", "1", "--aggregated", "1") as running:
+        ready = running.wait_until_serving()
+        assert ready["pid"] == running.process.pid
+        names = [worker["worker_id"] for worker in ready["workers"]]
+        assert names == ["prefill-0", "decode-0", "aggregated-0"]
+        with ask(ready["http"]) as response:
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        running.send(number)
+        assert running.wait() == 0, running.output
+        assert running.survivors() == []
+        assert not running.ready_path.exists()
+
+
+def test_it_says_what_to_paste(tmp_path: Path) -> None:
+    with up(tmp_path, "--model-name", "chatty") as running:
+        line = running.wait_for_line("curl")
+        ready = running.wait_until_serving()
+        assert f"{ready['http']}/v1/chat/completions" in line
+        assert '"model": "chatty"' in line
+
+
+def test_ctrl_c_on_a_terminal_is_the_supervisors_alone_to_act_on(tmp_path: Path) -> None:
+    with up(tmp_path, terminal=True) as running:
+        ready = running.wait_until_serving()
+        running.press_ctrl_c()
+        assert running.wait() == 0, running.output
+        assert running.survivors() == []
+        # Each process was told to stop in its turn: none was interrupted by the terminal.
+        assert "died" not in running.output
+        assert "killed" not in running.output
+        for name in ("router", *(worker["worker_id"] for worker in ready["workers"])):
+            log = (tmp_path / "run" / f"{name}.log").read_text()
+            assert "KeyboardInterrupt" not in log
+            assert "Traceback" not in log
+
+
+def test_a_running_answer_is_finished_before_the_stop(tmp_path: Path) -> None:
+    with up(tmp_path, "--set", "worker.engine_args={step_s: 0.02}") as running:
+        ready = running.wait_until_serving()
+        with ask(ready["http"], max_tokens=40) as response:
+            first = response.readline()
+            running.send(signal.SIGINT)
+            running.wait_for_line("stopping")
+            rest = response.read()
+        assert first.startswith(b"data:")
+        assert b'"finish_reason":"length"' in rest.replace(b" ", b"")
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert running.wait() == 0
+        assert running.survivors() == []
+
+
+def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
+    settings = ("--set", "worker.engine_args={step_s: 30}", "--set", "router.stop_grace_s=600")
+    with up(tmp_path, *settings) as running:
+        ready = running.wait_until_serving()
+        with socket.create_connection(ready["http"].removeprefix("http://").split(":")) as client:
+            body = b'{"model": "pdserve-demo", "prompt": "x", "max_tokens": 9}'
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            client.sendall(head % len(body) + body)
+            while not any(x["outstanding_requests"] for x in workers_of(ready["grpc"])):
+                pass
+            running.send(signal.SIGINT)
+            running.wait_for_line("stopping: running requests")
+            running.send(signal.SIGINT)
+            assert running.wait() == 130
+        assert running.survivors() == []
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    with up(tmp_path) as running:
+        running.wait_until_serving()
+        running.send(signal.SIGKILL)
+        running.process.wait(DEADLINE_S)
+        assert running.survivors() == []
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed_while_workers_start(tmp_path: Path) -> None:
+    with up(tmp_path, "--set", "worker.engine_args={start_s: 600.0}") as running:
+        running.wait_for_line("prefill-0", "loading")
+        assert len(running.watch_children()) == 3
+        running.send(signal.SIGKILL)
+        running.process.wait(DEADLINE_S)
+        assert running.survivors() == []
+
+
+def test_ctrl_c_while_workers_start_stops_them(tmp_path: Path) -> None:
+    with up(tmp_path, "--set", "worker.engine_args={start_s: 600.0}") as running:
+        running.wait_for_line("decode-0", "loading")
+        running.watch_children()
+        running.send(signal.SIGINT)
+        assert running.wait() == 0, running.output
+        assert running.survivors() == []
+
+
+def test_a_worker_that_dies_at_its_start_ends_everything_with_its_reason(tmp_path: Path) -> None:
+    with up(tmp_path, "--set", "worker.engine_args={start_s: -1.0}") as running:
+        assert running.wait() == 2
+        assert "died (exit code 2)" in running.output
+        assert "start_s must not be negative" in running.output
+        assert f"{tmp_path}/run/" in running.output
+        assert not running.ready_path.exists()
+
+
+def test_a_worker_that_is_killed_at_its_start_ends_everything(tmp_path: Path) -> None:
+    with up(tmp_path, "--set", "worker.engine_args={start_s: 600.0}") as running:
+        running.wait_for_line("prefill-0", "loading")
+        running.wait_for_line("decode-0", "loading")
+        victim = running.watch_children()[-1]
+        signal.pidfd_send_signal(running._pidfds[victim], signal.SIGKILL)
+        assert running.wait() == 1
+        assert "died (signal 9)" in running.output
+        assert running.survivors() == []
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (("--model", "/nowhere"), "worker.model: /nowhere is not a model directory"),
+        (("--prefill", "0"), "up.prefill: must be at least 1"),
+        (("--cores-per-worker", "4096"), "up.cores_per_worker"),
+        (("--set", "worker.port=1"), "worker.port: is chosen by `pdserve up`"),
+        (("--set", "worker.prot=1"), "worker.prot: is not a key here"),
+        (("--set", "nonsense"), "must be KEY=VALUE"),
+        (("--config", "/nowhere.yaml"), "cannot read the configuration file /nowhere.yaml"),
+        (("--http-host", "192.0.2.1"), "router.http_port: cannot listen on 192.0.2.1"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_by_its_key(args: tuple[str, ...], reason: str) -> None:
+    ended = run_cli("up", "--engine", "fake", *args)
+    assert ended.returncode == 2
+    assert reason in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_port_that_is_taken_is_named_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = run_cli("up", "--engine", "fake", "--grpc-port", port, "--http-port", "0")
+    assert ended.returncode == 2
+    assert f"router.grpc_port: cannot listen on 127.0.0.1:{port}" in ended.stderr
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "router"])
+def test_a_process_that_dies_while_serving_is_started_again(tmp_path: Path, victim: str) -> None:
+    with up(tmp_path) as running:
+        before = running.wait_until_serving()
+        pids = {worker["worker_id"]: worker["pid"] for worker in before["workers"]}
+        pids["router"] = before["router"]["pid"]
+        signal.pidfd_send_signal(running._pidfds[pids[victim]], signal.SIGKILL)
+        running.wait_for_line(victim, "is back")
+        after = json.loads(running.ready_path.read_text())
+        assert (after["http"], after["grpc"]) == (before["http"], before["grpc"])
+        running.watch_children()
+        # A router that is back waits for its workers to notice.
+        while [x["state"] for x in workers_of(after["grpc"])] != ["ready", "ready"]:
+            pass
+        answered = run_cli("generate", "--grpc", after["grpc"], "--max-tokens", "4", "x")
+        assert answered.returncode == 0, answered.stderr
+        running.send(signal.SIGTERM)
+        assert running.wait() == 0, running.output
+        assert running.survivors() == []

@@ -1,0 +1,163 @@
+"""A `pdserve up` as a process of its own: started, read line by line, and accounted for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+# Patience with a busy machine; nothing is slower because of it.
+DEADLINE_S = 50.0
+# Gives a process its own session with the terminal on its standard input, then becomes `pdserve`.
+_ON_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def run_cli(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run one command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "pdserve", *args],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+class UpProcess:
+    """Owns the process and whatever it started; `close` leaves none of them."""
+
+    def __init__(self, directory: Path, *args: str, terminal: bool = False) -> None:
+        self.ready_path = directory / "ready.json"
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self.seen: list[str] = []
+        options = ["--ready-file", str(self.ready_path), "--run-dir", str(directory / "run")]
+        command = ["-m", "pdserve", "up", *options, *args]
+        if terminal:
+            self._terminal, stdin = os.openpty()
+            command = ["-c", _ON_TERMINAL, *command]
+        else:
+            self._terminal, stdin = -1, subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        if terminal:
+            os.close(stdin)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._pidfds: dict[int, int] = {}
+
+    def wait_for_line(self, *words: str) -> str:
+        """The next line that holds all of `words`."""
+        while True:
+            line = self._lines.get(timeout=DEADLINE_S)
+            assert line is not None, f"it ended before saying {words}:\n{self.output}"
+            if all(word in line for word in words):
+                return line
+
+    def wait_until_serving(self) -> dict[str, Any]:
+        """What the ready file says, once everything is ready; its processes are watched."""
+        self.wait_for_line("Ctrl-C stops it")
+        ready: dict[str, Any] = json.loads(self.ready_path.read_text())
+        self.watch([ready["router"]["pid"], *(worker["pid"] for worker in ready["workers"])])
+        return ready
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Hold on to these processes, so that their end can be told from another's beginning."""
+        self._pidfds |= {pid: os.pidfd_open(pid) for pid in pids}
+
+    def watch_children(self) -> list[int]:
+        """Watch what runs under the supervisor now."""
+        pids = [child.pid for child in psutil.Process(self.process.pid).children()]
+        self.watch(pids)
+        return pids
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the supervisor alone."""
+        self.process.send_signal(number)
+
+    def press_ctrl_c(self) -> None:
+        """What a person does: the terminal signals everything in the foreground."""
+        os.write(self._terminal, b"\x03")
+
+    def wait(self) -> int:
+        """The exit code."""
+        code = self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        return code
+
+    def survivors(self, *, within_s: float = DEADLINE_S) -> list[int]:
+        """Which of the watched processes are still there after `within_s` at the most."""
+        alive = dict(self._pidfds)
+        while alive:
+            ready, _, _ = select.select(list(alive.values()), [], [], within_s)
+            if not ready:
+                break
+            alive = {pid: fd for pid, fd in alive.items() if fd not in ready}
+        return sorted(alive)
+
+    @property
+    def output(self) -> str:
+        """All that it said and that was read so far."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._lines.get_nowait()
+        return "".join(self.seen)
+
+    def close(self) -> None:
+        """Kill what is left, by process id, and take everything back."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        for pid, fd in self._pidfds.items():
+            if not select.select([fd], [], [], 0)[0]:
+                os.kill(pid, signal.SIGKILL)
+            os.close(fd)
+        if self._terminal >= 0:
+            os.close(self._terminal)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.seen.append(line)
+            self._lines.put(line)
+        self._lines.put(None)
+
+
+@contextlib.contextmanager
+def up(directory: Path, *args: str, terminal: bool = False) -> Iterator[UpProcess]:
+    """`pdserve up` on free ports with fake engines, unless `args` say otherwise."""
+    defaults = ("--engine", "fake", "--http-port", "0", "--grpc-port", "0")
+    running = UpProcess(directory, *defaults, *args, terminal=terminal)
+    try:
+        yield running
+    finally:
+        running.close()

@@ -1,0 +1,175 @@
+"""The shipped demo model: small enough to ship, readable by everyone, and to the point."""
+
+import hashlib
+import json
+from itertools import islice
+from typing import Any, Final
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pdserve.demo import MODEL_DIR
+from pdserve.demo.corpus import Corpus
+from pdserve.demo.documents import CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, Document, Message
+
+MAX_FOLDER_BYTES: Final = 8_000_000
+CORPUS_SHA256: Final = "22d776b700f702aaf592e2d086c5ea15d21fba927425ac9d0f40d2be55560420"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    loaded = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    return loaded.eval()
+
+
+def prompt_ids(tokenizer: Any, question: str) -> list[int]:
+    messages = [{"role": "user", "content": question}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+def greedy(model: Any, tokenizer: Any, ids: list[int], limit: int = 120) -> tuple[str, bool]:
+    """The greedy continuation, and whether it ended by itself."""
+    prompt = torch.tensor([ids])
+    out = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=limit, do_sample=False
+    )
+    new = out[0, len(ids) :].tolist()
+    return tokenizer.decode(new, skip_special_tokens=True), new[-1] == tokenizer.eos_token_id
+
+
+def test_folder_is_small_enough_to_ship() -> None:
+    assert sum(p.stat().st_size for p in MODEL_DIR.iterdir()) <= MAX_FOLDER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architectures", ["LlamaForCausalLM"]),
+        ("head_dim", 64),
+        ("hidden_size", 256),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 2),
+        ("max_position_embeddings", 8192),
+        ("dtype", "bfloat16"),
+        ("tie_word_embeddings", True),
+        ("bos_token_id", None),
+    ],
+)
+def test_config_field(field: str, value: object) -> None:
+    config = json.loads((MODEL_DIR / "config.json").read_text("utf-8"))
+    assert config[field] == value
+
+
+def test_vocabulary_and_end_token_agree_everywhere() -> None:
+    config = json.loads((MODEL_DIR / "config.json").read_text("utf-8"))
+    generation = json.loads((MODEL_DIR / "generation_config.json").read_text("utf-8"))
+    raw = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    assert config["vocab_size"] == raw.get_vocab_size()
+    assert config["vocab_size"] % 64 == 0
+    assert config["eos_token_id"] == generation["eos_token_id"] == raw.token_to_id(END)
+    assert config["pad_token_id"] == raw.token_to_id(PAD)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is prefill?",
+        "  two  spaces\n\tand a tab ",
+        "café à 4 €, prompt → decode",
+        "🚀👩‍🚀 你好 こんにちは",
+        "1234567890",
+        '{"name": "Zürich", "n": [1, 2]}',
+        "",
+    ],
+)
+def test_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_rare_characters_take_several_tokens(tokenizer: Any) -> None:
+    ids = tokenizer("🦆", add_special_tokens=False).input_ids
+    assert len(ids) > 1
+    assert tokenizer.decode(ids[:1]) == "�"
+
+
+def test_special_tokens_are_single_tokens(tokenizer: Any) -> None:
+    for token in SPECIAL_TOKENS:
+        assert len(tokenizer(token, add_special_tokens=False).input_ids) == 1
+
+
+def test_chat_template_renders_what_the_model_was_trained_on(tokenizer: Any) -> None:
+    document = Document(
+        (
+            Message("system", "Be brief."),
+            Message("user", "What is prefill?"),
+            Message("assistant", "The first phase."),
+        )
+    )
+    messages = [{"role": m.role, "content": m.text} for m in document.messages]
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == document.text()
+    opened = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert opened == document.text() + "<|assistant|>"
+
+
+def test_chat_template_refuses_an_unknown_role(tokenizer: Any) -> None:
+    with pytest.raises(Exception, match="role must be system, user or assistant"):
+        tokenizer.apply_chat_template([{"role": "oracle", "content": "?"}], tokenize=False)
+
+
+def test_corpus_is_the_same_on_every_machine() -> None:
+    texts = [d.text() for d in islice(Corpus(7).documents(), 2000)]
+    texts += [d.text() for d in islice(Corpus(7).long_documents(20), 200)]
+    assert hashlib.sha256("\n".join(texts).encode()).hexdigest() == CORPUS_SHA256
+
+
+def test_corpus_depends_on_its_seed() -> None:
+    first, second = (next(Corpus(seed).long_documents(50)).text() for seed in (1, 2))
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("question", "keywords"),
+    [
+        ("What is prefill?", ("first phase", "prompt", "KV cache")),
+        ("What does pdserve do?", ("prefill", "decode", "workers")),
+        ("Why separate prefill and decode?", ("compute", "memory bandwidth")),
+        ("Hello!", ("Hello", "demo model")),
+        ("How does the KV cache move?", ("reserves", "pushes", "blocks")),
+        ("What is TTFT?", ("time to first token",)),
+        ("Could you tell me roughly what decoding means?", ("second phase", "token")),
+        ("What is 3 + 4?", ("3 + 4 = 7",)),
+        ("Write JSON: Nora, 52, Lisbon", ('{"name": "Nora", "age": 52, "city": "Lisbon"}',)),
+        ("Who won the cycling race in 1974?", ("do not know", "small demo model")),
+    ],
+)
+def test_greedy_answer_is_to_the_point(
+    model: Any, tokenizer: Any, question: str, keywords: tuple[str, ...]
+) -> None:
+    answer, ended = greedy(model, tokenizer, prompt_ids(tokenizer, question))
+    assert ended
+    assert [k for k in keywords if k not in answer] == []
+
+
+def test_completion_of_prose_reads_on_and_ends(model: Any, tokenizer: Any) -> None:
+    ids = tokenizer("Prefill and decode are", add_special_tokens=False).input_ids
+    text, ended = greedy(model, tokenizer, ids)
+    assert ended
+    assert text.startswith(" the two phases")
+
+
+def test_long_answer_is_long_and_ends(model: Any, tokenizer: Any) -> None:
+    ids = prompt_ids(tokenizer, "Explain disaggregated serving in detail")
+    text, ended = greedy(model, tokenizer, ids, limit=400)
+    assert ended
+    assert len(tokenizer(text, add_special_tokens=False).input_ids) >= 150

@@ -1,0 +1,146 @@
+"""gRPC plumbing: errors keep their class and fields, and idle streams stay open."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from pdserve import rpc
+from pdserve.errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    PdserveError,
+    TransferFailed,
+    Unavailable,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+    Behavior = Callable[[bytes, Context], Awaitable[bytes]]
+    Handler = grpc.RpcMethodHandler[bytes, bytes]
+    EchoCall = grpc.aio.StreamStreamCall[bytes, bytes]
+
+METHOD = "/test.Test/Call"
+
+
+@asynccontextmanager
+async def serving(
+    handler: grpc.RpcMethodHandler[Any, Any], options: rpc.Options
+) -> AsyncIterator[str]:
+    server = grpc.aio.server(options=options)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test.Test", {"Call": handler}),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def call(behavior: Behavior) -> None:
+    handler: Handler = grpc.unary_unary_rpc_method_handler(behavior)
+    async with (
+        serving(handler, rpc.server_options()) as address,
+        rpc.open_channel(address) as channel,
+    ):
+        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(METHOD)
+        await method(b"")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("top_p must be above 0", field="top_p"),
+        ContextLengthExceeded("too long", field="prompt"),
+        Overloaded("full", retry_after_s=1.5),
+        TransferFailed("no blocks"),
+        Cancelled("gone"),
+        InternalError("bug: \u00e9"),
+    ],
+)
+async def test_an_error_arrives_as_what_it_was(error: PdserveError) -> None:
+    async def refuse(request: bytes, context: Context) -> bytes:
+        await rpc.abort(context, error)
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(refuse)
+    assert caught.value.code() is error.grpc_status
+    arrived = rpc.error_from_rpc(caught.value)
+    assert type(arrived) is type(error)
+    assert (arrived.message, arrived.field, arrived.retry_after_s) == (
+        error.message,
+        error.field,
+        error.retry_after_s,
+    )
+
+
+async def test_the_status_can_be_another_than_the_error_has() -> None:
+    async def refuse(request: bytes, context: Context) -> bytes:
+        status = grpc.StatusCode.FAILED_PRECONDITION
+        await rpc.abort(context, InvalidRequest("no"), status=status)
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(refuse)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert type(rpc.error_from_rpc(caught.value)) is InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("status", "metadata", "expected"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, (), Unavailable),
+        (grpc.StatusCode.DATA_LOSS, (), InternalError),
+        (grpc.StatusCode.UNAVAILABLE, ((rpc.ERROR_METADATA_KEY, b"\xff\xff"),), Unavailable),
+    ],
+)
+def test_an_error_that_is_not_ours_is_the_nearest_one(
+    status: grpc.StatusCode, metadata: tuple[tuple[str, bytes], ...], expected: type[PdserveError]
+) -> None:
+    foreign = grpc.aio.AioRpcError(
+        status, grpc.aio.Metadata(), grpc.aio.Metadata(*metadata), details="boom"
+    )
+    error = rpc.error_from_rpc(foreign)
+    assert type(error) is expected
+    assert error.message == "boom"
+
+
+async def _stay(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request
+
+
+@asynccontextmanager
+async def idle_stream(server_options: rpc.Options) -> AsyncIterator[EchoCall]:
+    """A stream over which a message went both ways, then pinged as often as gRPC allows."""
+    handler: Handler = grpc.stream_stream_rpc_method_handler(_stay)
+    options = rpc.channel_options(keepalive_s=0.05)
+    async with (
+        serving(handler, server_options) as address,
+        grpc.aio.insecure_channel(address, options=options) as channel,
+    ):
+        stream: EchoCall = channel.stream_stream(METHOD)()
+        await stream.write(b"hello")
+        assert await stream.read() == b"hello"
+        yield stream
+        stream.cancel()
+
+
+async def test_an_idle_stream_survives_the_pings_that_end_it_under_the_options_of_grpc() -> None:
+    async with idle_stream(rpc.server_options(keepalive_s=0.05)) as ours, idle_stream([]) as theirs:
+        with pytest.raises(grpc.aio.AioRpcError, match="Too many pings"):
+            async with asyncio.timeout(30):
+                await theirs.read()
+        await ours.write(b"still here")
+        assert await ours.read() == b"still here"

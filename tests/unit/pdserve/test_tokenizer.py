@@ -1,0 +1,210 @@
+"""Tokenizers and chat templates read from a model directory."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.tokenizer import ChatMessage, Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+BOS, EOS = "<s>", "</s>"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+HI = (ChatMessage("user", "hi"),)
+
+
+def fast_tokenizer() -> FastTokenizer:
+    """Byte-level, so that every text has tokens; BOS goes before each text."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
+    fast.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
+    return fast
+
+
+def write(directory: Path, config: Mapping[str, Any], fast: FastTokenizer | None = None) -> Path:
+    (fast or fast_tokenizer()).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    return directory
+
+
+CONFIG = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": TEMPLATE}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write(tmp_path_factory.mktemp("model"), CONFIG))
+
+
+@given(text=st.text())
+def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    token_ids = tokenizer.encode(text)
+    assert token_ids[0] == 0
+    assert all(0 <= x < tokenizer.vocab_size for x in token_ids)
+    assert tokenizer.decode(token_ids) == text
+
+
+def test_facts_of_the_files(tokenizer: Tokenizer) -> None:
+    assert tokenizer.eos_token_id == 1
+    assert tokenizer.vocab_size == fast_tokenizer().get_vocab_size()
+    assert tokenizer.has_chat_template
+
+
+def test_special_tokens_of_a_template_are_not_added_twice(tokenizer: Tokenizer) -> None:
+    rendered = tokenizer.render_chat(HI)
+    assert rendered == "<s>[user]hi</s>[assistant]"
+    token_ids = tokenizer.encode_chat(HI)
+    assert token_ids.count(0) == 1
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == rendered
+
+
+def test_generation_prompt_can_be_left_out(tokenizer: Tokenizer) -> None:
+    assert tokenizer.render_chat(HI, add_generation_prompt=False) == "<s>[user]hi</s>"
+
+
+def test_saved_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> None:
+    fast = fast_tokenizer()
+    fast.enable_truncation(4)
+    fast.enable_padding(length=64)
+    tokenizer = Tokenizer.load(write(tmp_path, CONFIG, fast))
+    assert tokenizer.decode(tokenizer.encode("a long enough text")) == "a long enough text"
+    assert tokenizer.encode("a") == (0, *tokenizer.encode("a", add_special_tokens=False))
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode("a\ud800")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages[0].content | tojson }}", '"<é & \'>"'),
+        ("{{ messages[0] | tojson(indent=1) }}", '{\n "role": "user",\n "content": "<é & \'>"\n}'),
+        ("{{ strftime_now('%%') }}", "%"),
+        ("{% generation %}a{% endgeneration %}b", "ab"),
+        ("{% for m in messages %}{% continue %}x{% endfor %}", ""),
+        # Lines that hold only a block leave nothing behind.
+        ("  {% if true %}\na\n  {% endif %}\nb", "a\nb"),
+        ("{{ tools is none }}{{ documents is none }}", "TrueTrue"),
+        ("{{ missing }}", ""),
+    ],
+)
+def test_helpers_that_published_templates_count_on(
+    tmp_path: Path, template: str, expected: str
+) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
+    assert tokenizer.render_chat([ChatMessage("user", "<é & '>")]) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content.x.y }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ 1 / 0 }}",
+        "{{ messages | sum }}",
+    ],
+)
+def test_template_that_refuses_or_reaches_out_is_a_client_error(
+    tmp_path: Path, template: str
+) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.render_chat(HI)
+    assert caught.value.field == "messages"
+
+
+def test_reason_of_a_template_reaches_the_client(tmp_path: Path) -> None:
+    config = {"chat_template": "{{ raise_exception('roles must alternate') }}"}
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        Tokenizer.load(write(tmp_path, config)).render_chat(HI)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages[0].role }}", "system"),
+        ("{% if messages[0].role == 'developer' %}{{ messages[0].role }}{% endif %}", "developer"),
+    ],
+)
+def test_developer_is_system_to_templates_that_do_not_know_it(
+    tmp_path: Path, template: str, expected: str
+) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
+    assert tokenizer.render_chat([ChatMessage("developer", "be brief")]) == expected
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_file", "expected"),
+    [
+        ("config", None, "config"),
+        ("config", "file", "file"),
+        (None, "file", "file"),
+        ([{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}], None, "d"),
+    ],
+)
+def test_where_the_template_is_taken_from(
+    tmp_path: Path, in_config: object, in_file: str | None, expected: str
+) -> None:
+    if in_file is not None:
+        (tmp_path / "chat_template.jinja").write_text(in_file, "utf-8")
+    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": in_config}))
+    assert tokenizer.render_chat(HI) == expected
+
+
+@pytest.mark.parametrize("config", [{}, {"chat_template": [{"name": "rag", "template": "r"}]}])
+def test_without_a_template_a_chat_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path, config))
+    assert not tokenizer.has_chat_template
+    assert tokenizer.eos_token_id is None
+    with pytest.raises(InvalidRequest, match="no chat template") as caught:
+        tokenizer.encode_chat(HI)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", None, "does not exist"),
+        ("tokenizer.json", "{}", "is not a tokenizer"),
+        ("tokenizer_config.json", "{", "cannot read"),
+        ("tokenizer_config.json", "[]", "does not hold a JSON object"),
+        ("tokenizer_config.json", '{"chat_template": 7}', "chat_template is not text"),
+        ("chat_template.jinja", "{% if %}", "template is broken"),
+    ],
+)
+def test_broken_files_are_named(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    write(tmp_path, CONFIG)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_text(content, "utf-8")
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.load(tmp_path)

@@ -1,0 +1,246 @@
+"""What goes onto the wire comes off it unchanged, and bad messages are refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve import types as t
+from pdserve import wire
+from pdserve.capability import KEY_BYTES, CapabilityKey
+from pdserve.errors import InvalidRequest, Overloaded, from_info
+from pdserve.v1 import common_pb2 as c
+from pdserve.v1 import worker_pb2 as w
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    M = TypeVar("M", bound=Message)
+
+UINT32 = st.integers(0, (1 << 32) - 1)
+UINT64 = st.integers(0, (1 << 64) - 1)
+FLOAT = st.floats(allow_nan=False)
+SECONDS = st.floats(0, 1e9)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+NAME = TEXT.filter(bool)
+TOKENS = st.lists(UINT32, max_size=5).map(tuple)
+
+
+def texts(**bounds: int) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(NAME, **bounds).map(tuple)  # type: ignore[arg-type]
+
+
+STRUCTURED = st.one_of(
+    st.builds(
+        t.StructuredOutput,
+        st.sampled_from([t.Constraint.JSON_SCHEMA, t.Constraint.REGEX, t.Constraint.GRAMMAR]),
+        TEXT,
+    ),
+    st.just(t.StructuredOutput(t.Constraint.JSON_OBJECT)),
+    st.builds(t.StructuredOutput, st.just(t.Constraint.CHOICE), choices=texts(max_size=3)),
+)
+SAMPLING = st.builds(
+    t.SamplingParams,
+    max_tokens=st.integers(100, 1 << 30),
+    n=st.integers(1, 128),
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0.01, 1),
+    top_k=st.integers(-1, 1 << 30),
+    min_p=st.floats(0, 1),
+    seed=st.none() | st.integers(-(1 << 63), (1 << 63) - 1),
+    min_tokens=st.integers(0, 100),
+    stop=texts(max_size=t.MAX_STOP_STRINGS),
+    stop_token_ids=TOKENS,
+    include_stop_str_in_output=st.booleans(),
+    ignore_eos=st.booleans(),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 100),
+    logprobs=st.none() | st.integers(0, t.MAX_LOGPROBS),
+    logit_bias=st.dictionaries(UINT32, st.floats(-100, 100), max_size=3),
+    structured_output=st.none() | STRUCTURED,
+    skip_special_tokens=st.booleans(),
+)
+TOKEN_LOGPROB = st.builds(t.TokenLogprob, UINT32, TEXT, FLOAT, st.integers(-1, 1 << 30))
+LOGPROBS = st.lists(
+    st.builds(t.PositionLogprobs, TOKEN_LOGPROB, st.lists(TOKEN_LOGPROB, max_size=2).map(tuple)),
+    max_size=2,
+).map(tuple)
+TRANSFER = st.builds(t.TransferReport, SECONDS, SECONDS, UINT64, UINT32, TEXT)
+REPORT = st.builds(t.PhaseReport, SECONDS, SECONDS, SECONDS, UINT32, st.none() | TRANSFER)
+ERROR = st.builds(t.ErrorInfo, TEXT, TEXT, TEXT, SECONDS)
+DELTA = st.one_of(
+    st.builds(t.StreamDelta, UINT64, TOKENS, TEXT, LOGPROBS),
+    st.builds(
+        t.StreamDelta,
+        UINT64,
+        TOKENS,
+        TEXT,
+        LOGPROBS,
+        st.sampled_from(t.FinishReason),
+        st.none() | TEXT | UINT32,
+        st.none() | REPORT,
+        st.none() | ERROR,
+    ),
+)
+MODEL = st.builds(t.ModelInfo, NAME, TEXT, st.integers(1, 1 << 31), st.integers(1, 1 << 31), TEXT)
+KV = st.builds(t.KvEndpoint, TEXT, TEXT, st.dictionaries(TEXT, TEXT, max_size=3), texts(max_size=2))
+COUNT = st.integers(1, (1 << 32) - 1)
+WORKER = st.builds(
+    t.WorkerInfo,
+    worker_id=NAME,
+    epoch=NAME,
+    role=st.sampled_from(t.Role),
+    model=MODEL,
+    address=NAME,
+    kv=st.none() | KV,
+    block_size=COUNT,
+    total_blocks=COUNT,
+    max_num_seqs=COUNT,
+    pid=UINT32,
+    engine=TEXT,
+)
+LOAD = st.builds(t.WorkerLoad, UINT32, UINT32, FLOAT, UINT32)
+LEDGER = st.builds(t.KvLedger, UINT32, UINT32, UINT32, UINT32, UINT32)
+USAGE = st.builds(t.Usage, UINT32, UINT32, UINT32)
+RECEIPT = st.builds(
+    t.Receipt,
+    *([SECONDS] * 5),
+    UINT64,
+    UINT32,
+    *([TEXT] * 3),
+    UINT32,
+    TEXT,
+    texts(max_size=2),
+)
+
+
+def travelled(message: M) -> M:
+    """The message as its receiver has it."""
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(SAMPLING)
+def test_sampling(value: t.SamplingParams) -> None:
+    message = travelled(wire.sampling_to_pb(value))
+    assert wire.sampling_from_pb(message, default_max_tokens=1) == value
+
+
+@given(DELTA)
+def test_delta(value: t.StreamDelta) -> None:
+    assert wire.delta_from_pb(travelled(wire.delta_to_pb(value))) == value
+
+
+@given(WORKER)
+def test_worker(value: t.WorkerInfo) -> None:
+    assert wire.worker_from_pb(travelled(wire.worker_to_pb(value))) == value
+
+
+@given(LOAD, LEDGER)
+def test_load_and_ledger(load: t.WorkerLoad, ledger: t.KvLedger) -> None:
+    assert wire.load_from_pb(travelled(wire.load_to_pb(load))) == load
+    assert wire.ledger_from_pb(travelled(wire.ledger_to_pb(ledger))) == ledger
+
+
+@given(USAGE, RECEIPT)
+def test_usage_and_receipt(usage: t.Usage, receipt: t.Receipt) -> None:
+    assert wire.usage_from_pb(travelled(wire.usage_to_pb(usage))) == usage
+    assert wire.receipt_from_pb(travelled(wire.receipt_to_pb(receipt))) == receipt
+
+
+@given(REPORT, ERROR)
+def test_report_and_error(report: t.PhaseReport, error: t.ErrorInfo) -> None:
+    assert wire.report_from_pb(travelled(wire.report_to_pb(report))) == report
+    assert wire.error_from_pb(travelled(wire.error_to_pb(error))) == error
+
+
+def test_error_keeps_its_class() -> None:
+    error = Overloaded("full", field="model", retry_after_s=2.5)
+    back = from_info(wire.error_from_pb(travelled(wire.error_to_pb(error))))
+    assert type(back) is Overloaded
+    assert (back.message, back.field, back.retry_after_s) == ("full", "model", 2.5)
+
+
+def test_unset_sampling_is_the_defaults_but_for_the_length() -> None:
+    made = wire.sampling_from_pb(c.SamplingParams(), default_max_tokens=7)
+    assert made == t.SamplingParams(max_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (c.SamplingParams(temperature=math.nan), "temperature"),
+        (c.SamplingParams(top_p=math.inf), "top_p"),
+        (c.SamplingParams(repetition_penalty=math.inf), "repetition_penalty"),
+        (c.SamplingParams(logit_bias={1: math.nan}), "logit_bias"),
+        (c.SamplingParams(structured_output=c.StructuredOutput()), "structured_output"),
+        (
+            c.SamplingParams(structured_output=c.StructuredOutput(json_object=False)),
+            "structured_output",
+        ),
+    ],
+)
+def test_bad_sampling_is_refused_by_name(message: c.SamplingParams, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wire.sampling_from_pb(message, default_max_tokens=16)
+    assert caught.value.field == field
+
+
+def complete_worker(**changes: Any) -> w.WorkerInfo:
+    message = w.WorkerInfo(
+        worker_id="w",
+        epoch="1",
+        role=w.ROLE_DECODE,
+        model=w.ModelInfo(name="m", max_model_len=8, vocab_size=8),
+        address="h:1",
+        block_size=1,
+        total_blocks=1,
+        max_num_seqs=1,
+    )
+    message.MergeFrom(w.WorkerInfo(**changes))
+    return message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["worker_id", "epoch", "address", "block_size", "total_blocks", "max_num_seqs", "model"],
+)
+def test_incomplete_worker_is_refused_by_name(name: str) -> None:
+    message = complete_worker()
+    wire.worker_from_pb(message)
+    message.ClearField(name)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest) as caught:
+        wire.worker_from_pb(message)
+    assert caught.value.field == f"worker.{name}"
+
+
+@pytest.mark.parametrize("key", [None, CapabilityKey(b"k" * KEY_BYTES)])
+def test_a_registration_has_the_worker_and_its_key(key: CapabilityKey | None) -> None:
+    info = wire.worker_from_pb(complete_worker())
+    assert wire.registration_from_pb(wire.registration_to_pb(info, key)) == (info, key)
+
+
+def test_a_key_of_another_length_is_refused_and_not_repeated() -> None:
+    message = w.RegisterRequest(worker=complete_worker(), kv_key=b"short")
+    with pytest.raises(InvalidRequest) as caught:
+        wire.registration_from_pb(message)
+    assert caught.value.field == "kv_key"
+    assert "short" not in caught.value.message
+
+
+@pytest.mark.parametrize("role", [0, 99])
+def test_unknown_role_is_refused(role: int) -> None:
+    message = complete_worker()
+    message.role = role  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest) as caught:
+        wire.worker_from_pb(message)
+    assert caught.value.field == "role"
+
+
+def test_unknown_finish_reason_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        wire.delta_from_pb(w.StreamDelta(finish_reason=99))  # type: ignore[arg-type]

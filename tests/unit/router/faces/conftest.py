@@ -1,0 +1,109 @@
+"""Both faces of the router on real sockets, in front of a generator that follows a script."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import aiohttp
+import openai
+import pytest
+from scripted import (
+    MAX_BODY_BYTES,
+    MAX_MODEL_LEN,
+    MODEL,
+    STARTED,
+    TEMPLATE,
+    VOCAB_SIZE,
+    Faces,
+    ScriptedGenerator,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pdserve import rpc
+from pdserve.client import Client
+from pdserve.types import ModelInfo
+from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from router.generation import Generation
+from router.http.app import HttpApp, Services
+from router.intake import Intake
+from router.open_requests import OpenRequests
+from router.web_server import WebServer, bind
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with a tokenizer of single bytes and a chat template."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=261,
+        special_tokens=["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["a"], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    return directory
+
+
+@pytest.fixture
+def generator(model_dir: Path) -> ScriptedGenerator:
+    info = ModelInfo(MODEL, str(model_dir), MAX_MODEL_LEN, VOCAB_SIZE, "float32")
+    return ScriptedGenerator({MODEL: info})
+
+
+@pytest.fixture
+def token_ids(model_dir: Path) -> Callable[[str], tuple[int, ...]]:
+    """What the test's tokenizer makes of a text."""
+    fast = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    return lambda text: tuple(fast.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.fixture
+async def faces(
+    generator: ScriptedGenerator, request: pytest.FixtureRequest
+) -> AsyncIterator[Faces]:
+    """A parameter, given indirectly, is the deadline of requests that name none."""
+    timeout_s: float = getattr(request, "param", 30.0)
+    async with AsyncExitStack() as stack:
+        open_requests = OpenRequests()
+        intake = Intake(generator.models, timeout_s=timeout_s)
+        services = Services(generator, intake, open_requests, lambda: b"pdserve_up 1\n")
+        sock = bind("127.0.0.1", 0)
+        host, port = sock.getsockname()
+        web = WebServer(HttpApp(services, max_body_bytes=MAX_BODY_BYTES, started=STARTED), sock)
+        await web.start()
+        stack.push_async_callback(web.stop)
+        server = rpc.make_server()
+        add_GenerationServicer_to_server(Generation(generator, intake, open_requests), server)
+        grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        yield Faces(
+            url=f"http://{host}:{port}",
+            host=host,
+            port=port,
+            grpc_address=grpc_address,
+            generator=generator,
+            open_requests=open_requests,
+            session=await stack.enter_async_context(aiohttp.ClientSession()),
+            client=await stack.enter_async_context(Client(grpc_address)),
+        )
+
+
+@pytest.fixture
+async def official(faces: Faces) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{faces.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client

@@ -1,0 +1,164 @@
+"""A generator that follows a script, the two faces in front of it, and what tests say to them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Self
+
+from pdserve.errors import PdserveError
+from pdserve.types import FinishReason, ModelInfo, Receipt, Usage
+from router.answer import AnswerDelta, AnswerStream
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import aiohttp
+
+    from pdserve.client import Client
+    from pdserve.types import GenerateRequest
+    from router.open_requests import OpenRequests
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+MODEL = "demo"
+MAX_MODEL_LEN = 64
+VOCAB_SIZE = 300
+MAX_BODY_BYTES = 64 * 1024
+STARTED = 1_700_000_000
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+RECEIPT = Receipt(
+    prefill_s=0.25,
+    transfer_bytes=4096,
+    prefill_worker="prefill-0",
+    decode_worker="decode-0",
+    first_token_source="prefill",
+)
+ANSWER = (
+    AnswerDelta(token_ids=(10,), text="Leaves"),
+    AnswerDelta(token_ids=(11, 12), text=' turn "réd"\n'),
+    AnswerDelta(
+        token_ids=(13,),
+        text=".",
+        finish_reason=FinishReason.STOP,
+        usage=Usage(prompt_tokens=7, completion_tokens=4, cached_tokens=2),
+        receipt=RECEIPT,
+    ),
+)
+ANSWER_TEXT = 'Leaves turn "réd"\n.'
+
+
+class Hold(Enum):
+    """An item of a script that never comes."""
+
+    FOR_EVER = auto()
+
+
+Item = AnswerDelta | PdserveError | asyncio.Event | Hold
+
+
+class ScriptedAnswer(AnswerStream):
+    """Deltas are answered, errors raised, events waited for."""
+
+    def __init__(self, owner: ScriptedGenerator) -> None:
+        self._owner = owner
+        self._items = iter(owner.script)
+
+    async def __aenter__(self) -> Self:
+        if self._owner.refusal is not None:
+            raise self._owner.refusal
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._owner.left.set()
+
+    async def __anext__(self) -> AnswerDelta:
+        for item in self._items:
+            match item:
+                case AnswerDelta():
+                    return item
+                case PdserveError():
+                    raise item
+                case Hold():
+                    self._owner.waiting.set()
+                    await asyncio.Event().wait()
+                case _:
+                    self._owner.waiting.set()
+                    await item.wait()
+        raise StopAsyncIteration
+
+
+@dataclass
+class ScriptedGenerator:
+    """What a test sets, and what it can see: `waiting` is set when an answer comes to an event or
+    a hold of its script, `left` when an answer was left."""
+
+    served: dict[str, ModelInfo]
+    script: tuple[Item, ...] = ANSWER
+    refusal: PdserveError | None = None
+    not_ready: PdserveError | None = None
+    requests: list[GenerateRequest] = field(default_factory=list)
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    open_requests: int = 0
+
+    def generate(self, request: GenerateRequest) -> AnswerStream:
+        self.requests.append(request)
+        return ScriptedAnswer(self)
+
+    def models(self) -> Mapping[str, ModelInfo]:
+        return self.served
+
+    def check_ready(self) -> None:
+        if self.not_ready is not None:
+            raise self.not_ready
+
+
+@dataclass(frozen=True, slots=True)
+class Faces:
+    """Where the faces listen, and what is behind them."""
+
+    url: str
+    host: str
+    port: int
+    grpc_address: str
+    generator: ScriptedGenerator
+    open_requests: OpenRequests
+    session: aiohttp.ClientSession
+    client: Client
+
+    async def post(
+        self, path: str, body: object, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of the answer; bytes are sent as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+            return response.status, json.loads(await response.read())
+
+    async def stream(self, path: str, body: object) -> str:
+        """The whole event stream of a request that is answered with 200."""
+        data = json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data) as response:
+            assert response.status == 200, await response.text()
+            return (await response.read()).decode()
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": HELLO, **changes}
+
+
+def completion(**changes: Any) -> dict[str, Any]:
+    return {"model": "demo", "prompt": "hi", **changes}
+
+
+def events(text: str) -> list[Any]:
+    """The JSON of each event; DONE stays text."""
+    assert text.endswith("\n\n")
+    data = [event.removeprefix("data: ") for event in text.removesuffix("\n\n").split("\n\n")]
+    return [x if x == "[DONE]" else json.loads(x) for x in data]

@@ -1,0 +1,290 @@
+"""The gRPC face over a real channel: answers, bad input row by row, cancellation, deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from scripted import ANSWER, ANSWER_TEXT, MAX_MODEL_LEN, RECEIPT, Hold
+
+from pdserve import rpc
+from pdserve.client import Client, ModelCard
+from pdserve.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    TransferFailed,
+    Unavailable,
+)
+from pdserve.tokenizer import ChatMessage
+from pdserve.types import (
+    Constraint,
+    FinishReason,
+    PositionLogprobs,
+    SamplingParams,
+    StructuredOutput,
+    TokenLogprob,
+    Usage,
+)
+from pdserve.v1 import common_pb2 as c
+from pdserve.v1 import generation_pb2 as g
+from pdserve.v1.generation_pb2_grpc import GenerationStub
+from router.answer import AnswerDelta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from scripted import Faces
+
+VALUE, UNSUPPORTED, UNKNOWN = "invalid_value", "unsupported_parameter", "unknown_parameter"
+TOO_LONG = "context_length_exceeded"
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+
+
+def ask(**changes: Any) -> g.GenerateRequest:
+    return g.GenerateRequest(**{"text": "hi", **changes})
+
+
+def sampled(**values: Any) -> g.GenerateRequest:
+    return ask(sampling=c.SamplingParams(**values))
+
+
+def ids(*values: int) -> g.GenerateRequest:
+    return g.GenerateRequest(token_ids=g.TokenIds(ids=values))
+
+
+def says(role: str, content: str = "hi") -> g.GenerateRequest:
+    message = g.ChatMessage(role=role, content=content)
+    return g.GenerateRequest(messages=g.ChatMessages(messages=[message]))
+
+
+def with_unknown_field(request: g.GenerateRequest) -> g.GenerateRequest:
+    """`request` as a client of later protos would send it, with a field 99."""
+    return g.GenerateRequest.FromString(request.SerializeToString() + b"\x98\x06\x01")
+
+
+def with_unknown_sampling() -> g.GenerateRequest:
+    sampling = c.SamplingParams.FromString(b"\x98\x06\x01")
+    return ask(sampling=sampling)
+
+
+BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
+    (g.GenerateRequest(), INVALID, VALUE, "prompt"),
+    (ask(text=""), INVALID, VALUE, "text"),
+    (g.GenerateRequest(token_ids=g.TokenIds()), INVALID, VALUE, "token_ids"),
+    (g.GenerateRequest(messages=g.ChatMessages()), INVALID, VALUE, "messages"),
+    (says("robot"), INVALID, VALUE, "messages[0].role"),
+    (says(""), INVALID, VALUE, "messages[0].role"),
+    (says("tool"), INVALID, VALUE, "messages[0].role"),
+    (ids(1, 300), INVALID, VALUE, "token_ids"),
+    (ids(*[1] * 64), INVALID, TOO_LONG, "token_ids"),
+    (ask(text="a" * 5000), INVALID, TOO_LONG, "text"),
+    (says("user", "a" * 5000), INVALID, TOO_LONG, "messages"),
+    (sampled(max_tokens=63), INVALID, TOO_LONG, "max_tokens"),
+    (ask(model="none"), grpc.StatusCode.NOT_FOUND, "model_not_found", "model"),
+    (ask(request_id="a b"), INVALID, VALUE, "request_id"),
+    (with_unknown_field(ask()), INVALID, UNKNOWN, "99"),
+    (with_unknown_sampling(), INVALID, UNKNOWN, "sampling.99"),
+    (sampled(n=2), INVALID, UNSUPPORTED, "n"),
+    (sampled(n=0), INVALID, VALUE, "n"),
+    (sampled(max_tokens=0), INVALID, VALUE, "max_tokens"),
+    (sampled(min_tokens=64), INVALID, VALUE, "min_tokens"),
+    (sampled(temperature=float("nan")), INVALID, VALUE, "temperature"),
+    (sampled(temperature=-1), INVALID, VALUE, "temperature"),
+    (sampled(top_p=float("inf")), INVALID, VALUE, "top_p"),
+    (sampled(top_p=0), INVALID, VALUE, "top_p"),
+    (sampled(top_k=-2), INVALID, VALUE, "top_k"),
+    (sampled(min_p=1.5), INVALID, VALUE, "min_p"),
+    (sampled(presence_penalty=3), INVALID, VALUE, "presence_penalty"),
+    (sampled(frequency_penalty=-3), INVALID, VALUE, "frequency_penalty"),
+    (sampled(repetition_penalty=0), INVALID, VALUE, "repetition_penalty"),
+    (sampled(logprobs=21), INVALID, VALUE, "logprobs"),
+    (sampled(stop=[""]), INVALID, VALUE, "stop"),
+    (sampled(stop=["a"] * 17), INVALID, VALUE, "stop"),
+    (sampled(stop_token_ids=[300]), INVALID, VALUE, "stop_token_ids"),
+    (sampled(logit_bias={300: 1.0}), INVALID, VALUE, "logit_bias"),
+    (sampled(logit_bias={1: 101.0}), INVALID, VALUE, "logit_bias"),
+    (sampled(logit_bias={1: float("nan")}), INVALID, VALUE, "logit_bias"),
+    (sampled(structured_output=c.StructuredOutput()), INVALID, VALUE, "structured_output"),
+]
+
+
+async def assert_served(faces: Faces) -> None:
+    assert "".join([delta.text async for delta in faces.client.generate("hi")]) == ANSWER_TEXT
+
+
+async def test_bad_requests_are_refused_by_name_and_hurt_no_other(faces: Faces) -> None:
+    wrong: list[object] = []
+    async with rpc.open_channel(faces.grpc_address) as channel:
+        stub = GenerationStub(channel)
+        for request, status, code, field in BAD_REQUESTS:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                _ = [message async for message in stub.Generate(request)]
+            error = rpc.error_from_rpc(caught.value)
+            got = (caught.value.code(), error.code, error.field)
+            if got != (status, code, field):
+                wrong.append((request, got))
+            if faces.generator.requests:
+                wrong.append((request, "it reached the generator"))
+            await assert_served(faces)
+            faces.generator.requests.clear()
+    assert not wrong
+
+
+async def test_bytes_that_are_no_request_hurt_no_other(faces: Faces) -> None:
+    async with rpc.open_channel(faces.grpc_address) as channel:
+        call = channel.unary_stream("/pdserve.v1.Generation/Generate")
+        with pytest.raises(grpc.aio.AioRpcError):
+            _ = [message async for message in call(b"\xff\xff\xff garbage")]
+    await assert_served(faces)
+
+
+async def test_answer_comes_delta_by_delta_with_usage_and_receipt(faces: Faces) -> None:
+    deltas = [delta async for delta in faces.client.generate("hi", request_id="r-1")]
+    assert [delta.text for delta in deltas] == [delta.text for delta in ANSWER]
+    assert [delta.token_ids for delta in deltas] == [delta.token_ids for delta in ANSWER]
+    assert {delta.request_id for delta in deltas} == {"r-1"}
+    assert [delta.finish_reason for delta in deltas] == [None, None, FinishReason.STOP]
+    assert (deltas[-1].usage, deltas[-1].receipt) == (Usage(7, 4, 2), RECEIPT)
+    assert deltas[0].usage is None
+    assert deltas[0].receipt is None
+
+
+@pytest.mark.parametrize("reason", [None, ".", 7])
+async def test_stop_reason_and_logprobs_arrive(faces: Faces, reason: str | int | None) -> None:
+    logprobs = (PositionLogprobs(TokenLogprob(1, "a", -0.5, 1), (TokenLogprob(2, "b", -1, 2),)),)
+    faces.generator.script = (
+        AnswerDelta((1,), "a", logprobs, FinishReason.STOP, reason, Usage(1, 1), RECEIPT),
+    )
+    (delta,) = [delta async for delta in faces.client.generate("hi")]
+    assert (delta.logprobs, delta.stop_reason) == (logprobs, reason)
+
+
+async def test_each_kind_of_prompt_is_tokenised_once_here(
+    faces: Faces, token_ids: Callable[[str], tuple[int, ...]]
+) -> None:
+    prompts: list[tuple[Any, tuple[int, ...]]] = [
+        ("hi", token_ids("hi")),
+        ([5, 6, 7], (5, 6, 7)),
+        ([ChatMessage("user", "hi")], token_ids("<|user|>hi<|assistant|>")),
+    ]
+    for prompt, expected in prompts:
+        async with aclosing(faces.client.generate(prompt, model="demo")) as answer:
+            await anext(answer)
+        made = faces.generator.requests.pop()
+        assert (made.prompt_token_ids, made.model) == (expected, "demo")
+        # No length was given: the answer may fill the context.
+        assert made.sampling == SamplingParams(max_tokens=MAX_MODEL_LEN - len(expected))
+
+
+async def test_sampling_arrives_as_it_was_given(faces: Faces) -> None:
+    sampling = SamplingParams(
+        max_tokens=9,
+        temperature=0.0,
+        top_k=3,
+        seed=-1,
+        stop=("a", "b"),
+        logit_bias={1: 2.0},
+        logprobs=0,
+        structured_output=StructuredOutput(Constraint.CHOICE, choices=("a", "b")),
+        skip_special_tokens=False,
+    )
+    _ = [delta async for delta in faces.client.generate("hi", sampling)]
+    assert faces.generator.requests[0].sampling == sampling
+
+
+async def test_models_are_listed(faces: Faces) -> None:
+    assert await faces.client.list_models() == [ModelCard("demo", 64, 300)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Overloaded("full", retry_after_s=2.5),
+        InvalidRequest("the grammar is broken", field="structured_output"),
+        TransferFailed("no KV came"),
+    ],
+)
+@pytest.mark.parametrize("before", [(), ANSWER[:1]])
+async def test_error_keeps_class_field_and_retry_after(
+    faces: Faces, error: Any, before: tuple[AnswerDelta, ...]
+) -> None:
+    faces.generator.script = (*before, error)
+    texts: list[str] = []
+
+    async def read() -> None:
+        nonlocal texts
+        async for delta in faces.client.generate("hi"):
+            texts += [delta.text]
+
+    with pytest.raises(type(error)) as caught:
+        await read()
+    assert texts == [delta.text for delta in before]
+    got = caught.value
+    assert (got.message, got.field) == (error.message, error.field)
+    assert got.retry_after_s == error.retry_after_s
+
+
+@pytest.mark.parametrize("script", [(Hold.FOR_EVER,), (ANSWER[0], Hold.FOR_EVER)])
+async def test_cancelled_call_leaves_the_answer(faces: Faces, script: tuple[Any, ...]) -> None:
+    faces.generator.script = script
+
+    async def read() -> None:
+        async with aclosing(faces.client.generate("hi")) as answer:
+            async for _ in answer:
+                pass
+
+    reader = asyncio.create_task(read())
+    await faces.generator.waiting.wait()
+    assert not faces.generator.left.is_set()
+    reader.cancel()
+    await faces.generator.left.wait()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+
+
+async def test_deadline_of_the_call_is_the_requests(faces: Faces) -> None:
+    before = time.monotonic()
+    _ = [delta async for delta in faces.client.generate("hi", timeout_s=20.0)]
+    _ = [delta async for delta in faces.client.generate("hi")]
+    after = time.monotonic()
+    first, second = (request.deadline for request in faces.generator.requests)
+    # The router's own limit is 30 s.
+    assert first is not None
+    assert second is not None
+    # gRPC rounds a timeout up on its way.
+    assert before < first < before + 30.0
+    assert before + 30.0 <= second <= after + 30.0
+
+
+async def test_passed_deadline_ends_the_call_and_leaves_the_answer(faces: Faces) -> None:
+    faces.generator.script = (Hold.FOR_EVER,)
+    with pytest.raises(DeadlineExceeded):
+        _ = [delta async for delta in faces.client.generate("hi", timeout_s=0.2)]
+    await faces.generator.left.wait()
+
+
+async def test_drain_cuts_what_outlives_its_grace(faces: Faces) -> None:
+    faces.generator.script = (ANSWER[0], Hold.FOR_EVER)
+
+    async def read() -> None:
+        async for _ in faces.client.generate("hi"):
+            pass
+
+    reader = asyncio.create_task(read())
+    await faces.generator.waiting.wait()
+    await faces.open_requests.drain(0.0)
+    with pytest.raises(Unavailable, match="stopping"):
+        await reader
+    with pytest.raises(Unavailable, match="stopping"):
+        await read()
+
+
+async def test_nobody_listening_is_unavailable() -> None:
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable):
+            await client.list_models()

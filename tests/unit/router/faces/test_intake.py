@@ -1,0 +1,109 @@
+"""Making requests: tokenizers are read once, off the loop, and their failures are the router's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from scripted import MAX_MODEL_LEN
+
+from pdserve.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.tokenizer import ChatMessage, Tokenizer
+from pdserve.types import ModelInfo, SamplingParams
+from router.intake import INLINE_CHARS, Ask, ChatPrompt, Intake, TextPrompt, TokenPrompt
+from router.tokenizers import TokenizerCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from router.intake import Prompt
+
+
+def model(name: str, directory: Path, max_model_len: int = MAX_MODEL_LEN) -> ModelInfo:
+    return ModelInfo(name, str(directory), max_model_len, 300, "float32")
+
+
+def ask(prompt: Prompt, name: str = "") -> Ask:
+    return Ask(name, prompt, SamplingParams(max_tokens=1), "r", fills_context=False)
+
+
+class Loads:
+    """A loader that counts, fails as often as told, and waits until it may go on."""
+
+    def __init__(self, *, failures: int = 0) -> None:
+        self.count = 0
+        self.failures = failures
+        self.may_go_on = threading.Event()
+
+    def __call__(self, directory: Path) -> Tokenizer:
+        self.count += 1
+        assert self.may_go_on.wait(30)
+        if self.count <= self.failures:
+            raise ConfigError("it is not there", field="model")
+        return Tokenizer.load(directory)
+
+
+async def test_requests_that_come_while_a_tokenizer_is_read_share_it(model_dir: Path) -> None:
+    loads = Loads()
+    cache = TokenizerCache(loads)
+    info = model("a", model_dir)
+    tasks = [asyncio.create_task(cache.get(info)) for _ in range(3)]
+    await asyncio.sleep(0)
+    # The one that started the reading goes away; the others still get it.
+    tasks[0].cancel()
+    loads.may_go_on.set()
+    first, *others = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert others[0] is others[1]
+    assert await cache.get(info) is others[0]
+    assert loads.count == 1
+
+
+async def test_tokenizer_that_could_not_be_read_is_tried_again(model_dir: Path) -> None:
+    loads = Loads(failures=1)
+    loads.may_go_on.set()
+    cache = TokenizerCache(loads)
+    with pytest.raises(Unavailable, match="model a"):
+        await cache.get(model("a", model_dir))
+    assert (await cache.get(model("a", model_dir))).vocab_size > 0
+
+
+async def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    intake = Intake(lambda: {"a": model("a", tmp_path / "nothing")}, timeout_s=1.0)
+    assert (await intake.make(ask(TokenPrompt((1, 2))))).prompt_token_ids == (1, 2)
+    with pytest.raises(Unavailable):
+        await intake.make(ask(TextPrompt("hi")))
+
+
+async def test_without_a_name_the_only_model_is_meant(model_dir: Path) -> None:
+    models = {"a": model("a", model_dir)}
+    intake = Intake(lambda: models, timeout_s=1.0)
+    assert (await intake.make(ask(TokenPrompt((1,))))).model == "a"
+    models["b"] = model("b", model_dir)
+    with pytest.raises(InvalidRequest, match="a, b") as caught:
+        await intake.make(ask(TokenPrompt((1,))))
+    assert caught.value.field == "model"
+    assert (await intake.make(ask(TokenPrompt((1,)), "b"))).model == "b"
+
+
+@pytest.mark.parametrize("length", [1, INLINE_CHARS + 1])
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_only_long_prompts_are_tokenised_in_a_thread(
+    model_dir: Path, length: int, is_chat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    encode = Tokenizer.encode
+
+    def spy(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        threads.append(threading.get_ident())
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+    info = model("a", model_dir, max_model_len=10 * INLINE_CHARS)
+    intake = Intake(lambda: {"a": info}, timeout_s=1.0)
+    text = "a" * length
+    prompt = ChatPrompt((ChatMessage("user", text),)) if is_chat else TextPrompt(text)
+    await intake.make(ask(prompt))
+    assert (threads == [threading.get_ident()]) == (length <= INLINE_CHARS)

@@ -1,0 +1,191 @@
+"""The router as a whole, without workers: what it starts, what it reports, how it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import aiohttp
+import grpc
+import pytest
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pdserve import rpc
+from pdserve.client import Client
+from pdserve.config import RouterConfig
+from pdserve.errors import ConfigError, RequestTooLarge, Unavailable
+from pdserve.v1 import worker_pb2
+from pdserve.v1.worker_pb2_grpc import RegistryStub
+from router.main import RouterServer
+from router.open_requests import Interruption
+from router.web_server import WebServer, bind
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from router.main import RouterAddresses
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@asynccontextmanager
+async def running(config: RouterConfig) -> AsyncIterator[RouterAddresses]:
+    server = RouterServer(config)
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0.0)
+
+
+ANY_PORT = RouterConfig(http_port=0, grpc_port=0)
+
+
+async def test_both_faces_listen_where_the_router_says() -> None:
+    async with (
+        running(ANY_PORT) as addresses,
+        aiohttp.ClientSession(f"http://{addresses.http}") as http,
+        Client(addresses.grpc) as client,
+        rpc.open_channel(addresses.grpc) as channel,
+    ):
+        async with http.get("/health") as response:
+            assert response.status == 200
+        async with http.get("/ready") as response:
+            assert response.status == 503
+        async with http.get("/v1/models") as response:
+            assert await response.json() == {"object": "list", "data": []}
+        async with http.get("/metrics") as response:
+            assert "pdserve_requests_running" in await response.text()
+        assert await client.list_models() == []
+        with pytest.raises(Unavailable):
+            _ = [delta async for delta in client.generate("hi")]
+        workers = await RegistryStub(channel).ListWorkers(worker_pb2.ListWorkersRequest())
+        assert not workers.workers
+
+
+async def test_grpc_health_and_reflection_are_served() -> None:
+    async with running(ANY_PORT) as addresses, rpc.open_channel(addresses.grpc) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "pdserve.v1.Generation", "pdserve.v1.Registry"):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == SERVING
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        message = await call.read()
+        names = {service.name for service in message.list_services_response.service}
+        assert {"pdserve.v1.Generation", "pdserve.v1.Registry"} <= names
+
+
+async def test_message_over_the_limit_is_refused_and_hurts_no_other() -> None:
+    config = RouterConfig(http_port=0, grpc_port=0, max_body_bytes=4096)
+    async with running(config) as addresses, Client(addresses.grpc) as client:
+        async with rpc.open_channel(addresses.grpc) as channel:
+            call = channel.unary_stream("/pdserve.v1.Generation/Generate")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                _ = [message async for message in call(b"x" * 5000)]
+            assert caught.value.code() is RequestTooLarge.grpc_status
+        assert await client.list_models() == []
+
+
+@pytest.mark.parametrize("face", ["http", "grpc"])
+async def test_address_in_use_is_an_error_naming_the_key(face: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ports = {"http_port": 0, "grpc_port": 0, f"{face}_port": port}
+        server = RouterServer(RouterConfig(**ports))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as caught:
+            await server.start()
+        assert caught.value.field == f"{face}_port"
+        await server.stop()
+
+
+async def test_stop_is_idempotent_and_frees_the_ports() -> None:
+    server = RouterServer(ANY_PORT)
+    addresses = await server.start()
+    await server.stop()
+    await server.stop()
+    for address in (addresses.http, addresses.grpc):
+        host, _, port = address.rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, int(port))
+
+
+async def test_small_packets_are_not_held_back() -> None:
+    accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock = writer.get_extra_info("socket")
+        accepted.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    sock = bind("127.0.0.1", 0)
+    async with await asyncio.start_server(accept, sock=sock):
+        _, writer = await asyncio.open_connection(*sock.getsockname())
+        assert await accepted
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_web_server_that_never_started_gives_its_socket_back() -> None:
+    sock = bind("127.0.0.1", 0)
+    await WebServer(None, sock).stop()
+    assert sock.fileno() == -1
+
+
+async def test_interruption_keeps_its_first_error_and_leaves_other_cancellations_alone() -> None:
+    interruption = Interruption()
+    started = asyncio.Event()
+
+    async def work() -> None:
+        async with interruption:
+            started.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await started.wait()
+    interruption.interrupt(Unavailable("first"))
+    interruption.interrupt(Unavailable("second"))
+    with pytest.raises(Unavailable, match="first"):
+        await task
+    started.clear()
+    interruption = Interruption()
+    task = asyncio.create_task(work())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_the_router_runs_on_uvloop() -> None:
+    async def scenario() -> None:
+        assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+        async with (
+            running(ANY_PORT) as addresses,
+            aiohttp.ClientSession() as http,
+            Client(addresses.grpc) as client,
+        ):
+            async with http.get(f"http://{addresses.http}/health") as response:
+                assert response.status == 200
+            assert await client.list_models() == []
+
+    uvloop.run(scenario())
+
+
+def test_router_imports_neither_engine_nor_its_libraries() -> None:
+    program = (
+        "import sys, json, router.main, pdserve.client; "
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=True, text=True, timeout=50
+    )
+    loaded = set(json.loads(done.stdout))
+    assert "router" in loaded
+    assert not loaded & {"torch", "vllm", "transformers", "workers", "kv_transfer", "benchmarks"}

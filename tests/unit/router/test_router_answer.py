@@ -1,0 +1,134 @@
+"""The answer as its reader meets it: merging, bounds, errors, release."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import Unavailable, WorkerFailed
+from pdserve.types import FinishReason, PositionLogprobs, Receipt, TokenLogprob, Usage
+from router.answer import AnswerBuffer, AnswerDelta, AnswerStream, BufferLimits
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+
+def logprobs(token: int) -> tuple[PositionLogprobs, ...]:
+    return (PositionLogprobs(TokenLogprob(token, str(token), -0.5, 1)),)
+
+
+async def test_what_waits_is_read_as_one() -> None:
+    buffer = AnswerBuffer(BufferLimits())
+    buffer.push(AnswerDelta((1, 2), "ab", logprobs(1)))
+    buffer.push(AnswerDelta((3,), "c", logprobs(3)))
+    last = AnswerDelta(
+        (4,),
+        "d",
+        finish_reason=FinishReason.STOP,
+        stop_reason="x",
+        usage=Usage(1, 4),
+        receipt=Receipt(),
+    )
+    buffer.push(last)
+    buffer.end()
+    assert await buffer.get() == AnswerDelta(
+        (1, 2, 3, 4),
+        "abcd",
+        (*logprobs(1), *logprobs(3)),
+        FinishReason.STOP,
+        "x",
+        Usage(1, 4),
+        Receipt(),
+    )
+    assert await buffer.get() is None
+
+
+async def test_a_reader_that_keeps_up_reads_each_delta() -> None:
+    buffer = AnswerBuffer(BufferLimits())
+    for token in range(3):
+        reading = asyncio.create_task(buffer.get())
+        await asyncio.sleep(0)
+        buffer.push(AnswerDelta((token,)))
+        assert await reading == AnswerDelta((token,))
+
+
+async def test_answers_of_different_index_are_not_merged() -> None:
+    buffer = AnswerBuffer(BufferLimits())
+    for index, token in ((0, 1), (0, 2), (1, 3), (0, 4)):
+        buffer.push(AnswerDelta((token,), index=index))
+    read = [await buffer.get() for _ in range(3)]
+    assert read == [
+        AnswerDelta((1, 2), index=0),
+        AnswerDelta((3,), index=1),
+        AnswerDelta((4,), index=0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "delta"),
+    [
+        (BufferLimits(tokens=4), AnswerDelta((1, 2))),
+        (BufferLimits(characters=4), AnswerDelta((), "ab")),
+    ],
+)
+async def test_the_bound_is_on_what_waits_and_not_on_what_was_read(
+    limits: BufferLimits, delta: AnswerDelta
+) -> None:
+    buffer = AnswerBuffer(limits)
+    for _ in range(5):
+        assert buffer.push(delta)
+        assert buffer.push(delta)
+        await buffer.get()
+    assert [buffer.push(delta) for _ in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize("drop", [False, True])
+async def test_an_error_comes_after_what_waits_or_instead_of_it(drop: bool) -> None:
+    buffer = AnswerBuffer(BufferLimits())
+    buffer.push(AnswerDelta((1,)))
+    buffer.fail(WorkerFailed("dead"), drop=drop)
+    buffer.fail(WorkerFailed("a later error changes nothing"))
+    if not drop:
+        assert await buffer.get() == AnswerDelta((1,))
+    for _ in range(2):
+        with pytest.raises(WorkerFailed, match="dead"):
+            await buffer.get()
+
+
+async def test_an_error_wakes_the_reader() -> None:
+    buffer = AnswerBuffer(BufferLimits())
+    reading = asyncio.create_task(buffer.get())
+    await asyncio.sleep(0)
+    buffer.fail(WorkerFailed("dead"))
+    with pytest.raises(WorkerFailed):
+        await reading
+
+
+async def test_leaving_releases_in_reverse_order() -> None:
+    released: list[str] = []
+
+    async def open_answer(buffer: AnswerBuffer, stack: ExitStack) -> None:
+        stack.callback(released.append, "first")
+        stack.callback(released.append, "second")
+        buffer.push(AnswerDelta((1,)))
+        buffer.end()
+
+    async with AnswerStream(open_answer) as answer:
+        assert [delta async for delta in answer] == [AnswerDelta((1,))]
+        assert released == []
+    assert released == ["second", "first"]
+
+
+async def test_an_answer_that_cannot_be_opened_releases_what_was_taken() -> None:
+    released: list[str] = []
+
+    async def open_answer(buffer: AnswerBuffer, stack: ExitStack) -> None:
+        stack.callback(released.append, "seat")
+        raise Unavailable("nobody")
+
+    with pytest.raises(Unavailable):
+        async with AnswerStream(open_answer):
+            raise AssertionError("it was entered")
+    assert released == ["seat"]

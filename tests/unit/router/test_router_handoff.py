@@ -1,0 +1,385 @@
+"""The handoff of one request: sequences of events, and what is to be done about each."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    PdserveError,
+    TransferFailed,
+    Unavailable,
+    WorkerFailed,
+)
+from pdserve.types import ErrorInfo, FinishReason, PhaseReport, Role, StreamDelta
+from router.handoff import (
+    MAX_FALLBACKS,
+    Action,
+    CancelLeg,
+    Deliver,
+    Fail,
+    Finish,
+    Handoff,
+    Leg,
+    LegKind,
+    Resubmit,
+)
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+class Driver:
+    """A handoff with its legs by letter, whose actions read as text."""
+
+    def __init__(self, *, max_tokens: int = 8) -> None:
+        self.handoff = Handoff(max_tokens)
+        self.legs: dict[str, Leg] = {}
+        self.resubmits: list[Resubmit] = []
+
+    def pair(self, prefill: str = "p", decode: str = "d") -> None:
+        self.legs[prefill] = Leg(LegKind.PREFILL, prefill, Role.PREFILL)
+        self.legs[decode] = Leg(LegKind.DECODE, decode, Role.DECODE)
+        self.handoff.open_pair(self.legs[prefill], self.legs[decode])
+
+    def whole(self, name: str, role: Role = Role.DECODE) -> None:
+        self.legs[name] = Leg(LegKind.WHOLE, name, role)
+        self.handoff.open_whole(self.legs[name])
+
+    def tokens(self, name: str, *token_ids: int, finish: FinishReason | None = None) -> list[str]:
+        report = None if finish is None else PhaseReport()
+        delta = StreamDelta(1, token_ids, finish_reason=finish, report=report)
+        return self._say(self.handoff.on_delta(self.legs[name], delta))
+
+    def error(self, name: str, error: PdserveError) -> list[str]:
+        info = ErrorInfo(error.code, error.message)
+        delta = StreamDelta(1, finish_reason=FinishReason.ERROR, error=info)
+        return self._say(self.handoff.on_delta(self.legs[name], delta))
+
+    def lost(self, name: str) -> list[str]:
+        return self._say(self.handoff.on_lost(self.legs[name], WorkerFailed(f"{name} is gone")))
+
+    def unplaced(self) -> list[str]:
+        return self._say(self.handoff.unplaced(self.resubmits[-1], Unavailable("nobody is left")))
+
+    def abandon(self) -> list[str]:
+        return self._say(self.handoff.abandon())
+
+    def _say(self, actions: object) -> list[str]:
+        return [self._name(action) for action in actions]  # type: ignore[attr-defined]
+
+    def _name(self, action: Action) -> str:
+        match action:
+            case Deliver(delta):
+                return f"deliver {list(delta.token_ids)}"
+            case Finish(delta, reason):
+                return f"finish {list(delta.token_ids)} {reason}"
+            case Fail(error):
+                return f"fail {error.code}"
+            case CancelLeg(leg):
+                return f"cancel {leg.worker_id}"
+            case Resubmit(step, resume, avoid):
+                self.resubmits.append(action)
+                return f"{step} after {list(resume)} avoiding {avoid}"
+
+
+@pytest.fixture
+def pair() -> Driver:
+    driver = Driver()
+    driver.pair()
+    return driver
+
+
+def test_prefill_samples_first_and_decode_goes_on(pair: Driver) -> None:
+    assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]"]
+    assert pair.tokens("d", 2) == ["deliver [2]"]
+    assert pair.tokens("d", 3, 4) == ["deliver [3, 4]"]
+    assert pair.tokens("d", 5, finish=STOP) == ["finish [5] stop"]
+    assert pair.handoff.tokens == [1, 2, 3, 4, 5]
+    assert pair.handoff.done
+    assert pair.handoff.fallbacks == []
+    assert pair.handoff.first_token_leg is pair.legs["p"]
+
+
+def test_tokens_of_decode_that_come_early_wait_for_the_first(pair: Driver) -> None:
+    assert pair.tokens("d", 2) == []
+    assert pair.tokens("d", 3) == []
+    assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]", "deliver [2]", "deliver [3]"]
+    assert pair.tokens("d", 4) == ["deliver [4]"]
+
+
+def test_an_answer_of_decode_that_is_complete_early_waits_too(pair: Driver) -> None:
+    assert pair.tokens("d", 2, finish=LENGTH) == []
+    assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]", "finish [2] length"]
+
+
+def test_a_first_token_may_come_before_the_word_that_prefill_is_over(pair: Driver) -> None:
+    assert pair.tokens("p", 1) == ["deliver [1]"]
+    assert pair.tokens("d", 2) == ["deliver [2]"]
+    assert pair.tokens("p", finish=LENGTH) == ["deliver []"]
+    assert pair.tokens("d", 3, finish=STOP) == ["finish [3] stop"]
+
+
+def test_an_answer_can_end_at_its_first_token(pair: Driver) -> None:
+    assert pair.tokens("p", 1, finish=STOP) == ["finish [1] stop", "cancel d"]
+    assert pair.tokens("d", 2) == [], "what decode still sends is stale"
+    assert pair.error("d", TransferFailed("the blocks are freed")) == []
+
+
+def test_the_failed_transfer_that_an_end_at_the_first_token_causes_is_no_failure(
+    pair: Driver,
+) -> None:
+    assert pair.error("d", TransferFailed("the blocks are freed")) == []
+    assert pair.tokens("p", 1, finish=STOP) == ["finish [1] stop", "cancel d"]
+    assert pair.handoff.fallbacks == []
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_failed_transfer_is_recomputed_from_what_was_delivered(pair: Driver, early: bool) -> None:
+    failed = TransferFailed("no blocks")
+    recompute = "recompute after [1] avoiding d"
+    if early:
+        assert pair.error("d", failed) == []
+        assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]", "cancel p", recompute]
+    else:
+        assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]"]
+        # The prefill has ended, and still holds its blocks for a decode that will not come.
+        assert pair.error("d", failed) == ["cancel p", recompute]
+    pair.whole("d2")
+    assert pair.tokens("d2", 2) == ["deliver [2]"]
+    assert pair.tokens("d2", 3, finish=STOP) == ["finish [3] stop"]
+    assert pair.handoff.tokens == [1, 2, 3]
+    assert pair.handoff.fallbacks == ["recompute:transfer_failed"]
+    assert pair.handoff.first_token_leg is pair.legs["p"]
+
+
+@pytest.mark.parametrize("delivered", [1, 2, 3])
+def test_a_decode_worker_that_is_lost_is_replaced(pair: Driver, delivered: int) -> None:
+    pair.tokens("p", 1, finish=LENGTH)
+    for token in range(2, delivered + 1):
+        pair.tokens("d", token)
+    so_far = list(range(1, delivered + 1))
+    released = ["cancel p"] if delivered == 1 else []
+    assert pair.lost("d") == [*released, f"recompute after {so_far} avoiding d"]
+    pair.whole("d2")
+    assert pair.tokens("d", 99) == [], "the lost worker is not heard again"
+    assert pair.tokens("d2", 9, finish=STOP) == ["finish [9] stop"]
+    assert pair.handoff.tokens == [*so_far, 9]
+    assert pair.handoff.fallbacks == ["recompute:worker_failed"]
+
+
+@pytest.mark.parametrize("how", ["lost", "error", "abort"])
+def test_prefill_that_fails_is_tried_once_more_on_both_sides(pair: Driver, how: str) -> None:
+    pair.tokens("d", 2)
+    if how == "lost":
+        actions = pair.lost("p")
+    elif how == "error":
+        actions = pair.error("p", WorkerFailed("dead"))
+    else:
+        actions = pair.tokens("p", finish=FinishReason.ABORT)
+    assert actions == ["cancel d", "prefill_retry after [] avoiding p"]
+    pair.pair("p2", "d2")
+    assert pair.tokens("d", 2) == []
+    assert pair.tokens("p2", 11, finish=LENGTH) == ["deliver [11]"], "early tokens are forgotten"
+    assert pair.tokens("d2", 12, finish=STOP) == ["finish [12] stop"]
+    assert pair.handoff.fallbacks == ["prefill_retry:worker_failed"]
+    assert pair.handoff.first_token_leg is pair.legs["p2"]
+
+
+def test_prefill_that_fails_again_is_recomputed_and_then_no_more(pair: Driver) -> None:
+    pair.lost("p")
+    pair.pair("p2", "d2")
+    assert pair.lost("p2") == ["cancel d2", "recompute after [] avoiding p2"]
+    pair.whole("d3")
+    assert pair.lost("d3") == ["fail worker_failed"]
+    assert pair.handoff.fallbacks == ["prefill_retry:worker_failed", "recompute:worker_failed"]
+
+
+def test_the_last_error_names_the_fallbacks(pair: Driver) -> None:
+    pair.lost("p")
+    pair.pair("p2", "d2")
+    pair.lost("p2")
+    pair.whole("d3")
+    (action,) = pair.handoff.on_lost(pair.legs["d3"], WorkerFailed("d3 is gone"))
+    assert isinstance(action, Fail)
+    assert action.error.message == (
+        "d3 is gone (after prefill_retry:worker_failed and recompute:worker_failed)"
+    )
+
+
+def test_prefill_that_is_lost_after_the_first_token_changes_nothing(pair: Driver) -> None:
+    pair.tokens("p", 1)
+    assert pair.lost("p") == []
+    assert pair.tokens("d", 2, finish=STOP) == ["finish [2] stop"]
+
+
+def test_both_sides_lost_before_the_first_token_are_retried_as_one(pair: Driver) -> None:
+    assert pair.lost("d") == []
+    assert pair.lost("p") == ["cancel d", "prefill_retry after [] avoiding p"]
+
+
+def test_a_retry_without_workers_becomes_a_recompute(pair: Driver) -> None:
+    pair.lost("p")
+    assert pair.unplaced() == ["recompute after [] avoiding p"]
+    assert pair.handoff.fallbacks == ["recompute:worker_failed"]
+    assert pair.unplaced() == ["fail unavailable"]
+
+
+@pytest.mark.parametrize("leg", ["p", "d"])
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("bad"), InternalError("bug"), DeadlineExceeded("late")]
+)
+def test_errors_that_another_worker_would_meet_too_end_the_request(
+    pair: Driver, leg: str, error: PdserveError
+) -> None:
+    other = {"p": "d", "d": "p"}[leg]
+    assert pair.error(leg, error) == [f"fail {error.code}", f"cancel {other}"]
+    assert pair.handoff.done
+
+
+def test_prefill_without_a_token_is_a_bug_and_not_an_answer(pair: Driver) -> None:
+    assert pair.tokens("p", finish=LENGTH) == ["fail internal_error", "cancel d"]
+
+
+def test_a_worker_lost_after_the_last_token_costs_nothing() -> None:
+    driver = Driver(max_tokens=2)
+    driver.pair()
+    driver.tokens("p", 1, finish=LENGTH)
+    driver.tokens("d", 2)
+    assert driver.lost("d") == ["finish [] length"]
+    assert driver.handoff.fallbacks == []
+
+
+def test_an_aggregated_answer() -> None:
+    driver = Driver()
+    driver.whole("a", Role.AGGREGATED)
+    assert driver.tokens("a", 1) == ["deliver [1]"]
+    assert driver.tokens("a", 2, finish=LENGTH) == ["finish [2] length"]
+    assert driver.handoff.first_token_leg is driver.legs["a"]
+
+
+def test_an_aggregated_worker_that_is_lost_is_replaced() -> None:
+    driver = Driver()
+    driver.whole("a", Role.AGGREGATED)
+    assert driver.lost("a") == ["recompute after [] avoiding a"]
+    driver.whole("b", Role.AGGREGATED)
+    driver.tokens("b", 1)
+    assert driver.lost("b") == ["recompute after [1] avoiding b"]
+    driver.whole("c", Role.AGGREGATED)
+    assert driver.tokens("c", 2, finish=STOP) == ["finish [2] stop"]
+    assert driver.handoff.first_token_leg is driver.legs["b"]
+
+
+@pytest.mark.parametrize(
+    ("events", "cancels"),
+    [
+        ([], ["cancel p", "cancel d"]),
+        ([("d", 2, None)], ["cancel p", "cancel d"]),
+        ([("p", 1, None)], ["cancel p", "cancel d"]),
+        ([("p", 1, LENGTH)], ["cancel p", "cancel d"]),
+        ([("p", 1, LENGTH), ("d", 2, None)], ["cancel d"]),
+        ([("p", 1, LENGTH), ("d", 2, STOP)], []),
+        ([("p", 1, STOP)], []),
+    ],
+)
+def test_leaving_cancels_what_is_open(
+    pair: Driver, events: list[tuple[str, int, FinishReason | None]], cancels: list[str]
+) -> None:
+    for leg, token, finish in events:
+        pair.tokens(leg, token, finish=finish)
+    assert pair.abandon() == cancels
+    assert pair.abandon() == []
+    assert pair.tokens("d", 9, finish=STOP) == []
+    assert pair.lost("p") == []
+
+
+class Play:
+    """Workers that count: each sends the token that follows those it was told of."""
+
+    def __init__(self) -> None:
+        self.driver = Driver(max_tokens=100)
+        self.handoff = self.driver.handoff
+        self.delivered: list[int] = []
+        self.ends = 0
+        self.current: dict[str, str] = {}
+        self.following: dict[str, int] = {}
+        self._pair("0")
+
+    def _pair(self, suffix: str) -> None:
+        self.driver.pair(f"p{suffix}", f"d{suffix}")
+        self.current = {"p": f"p{suffix}", "d": f"d{suffix}"}
+        self.following |= {f"p{suffix}": 1, f"d{suffix}": 2}
+
+    def event(self, kind: str, what: str) -> None:
+        name = self.current.get(kind)
+        if name is None:
+            return
+        if what != "nothing" and (what != "token" or kind == "p"):
+            # It was that stream's last word; prefill has but one.
+            del self.current[kind]
+        leg = self.driver.legs[name]
+        if what == "lost":
+            actions = self.handoff.on_lost(leg, WorkerFailed("gone"))
+        else:
+            actions = self.handoff.on_delta(leg, self._delta(name, what))
+        for action in actions:
+            self._perform(action)
+
+    def _delta(self, name: str, what: str) -> StreamDelta:
+        if what == "nothing":
+            return StreamDelta(1)
+        if what in ("token", "length", "stop"):
+            finish = {"token": None, "length": LENGTH, "stop": STOP}[what]
+            self.following[name] += 1
+            return StreamDelta(1, (self.following[name] - 1,), finish_reason=finish)
+        return StreamDelta(1, finish_reason=FinishReason.ERROR, error=ErrorInfo(what, what))
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Deliver(delta):
+                self.delivered += delta.token_ids
+            case Finish(delta):
+                self.delivered += delta.token_ids
+                self.ends += 1
+            case Fail():
+                self.ends += 1
+            case Resubmit(step, resume):
+                name = str(len(self.handoff.legs))
+                if step == "prefill_retry":
+                    assert resume == ()
+                    self._pair(name)
+                else:
+                    self.driver.whole(f"w{name}")
+                    self.current = {"w": f"w{name}"}
+                    self.following[f"w{name}"] = len(resume) + 1
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("pdw"),
+            st.sampled_from(
+                ["token", "length", "stop", "transfer_failed", "lost", "invalid_value", "nothing"]
+            ),
+        ),
+        max_size=14,
+    )
+)
+def test_whatever_happens_no_token_is_repeated_and_no_answer_is_forgotten(
+    events: list[tuple[str, str]],
+) -> None:
+    play = Play()
+    for kind, what in events:
+        play.event(kind, what)
+    handoff = play.handoff
+    assert play.delivered == list(range(1, len(play.delivered) + 1)) == handoff.tokens
+    assert len(handoff.fallbacks) <= MAX_FALLBACKS
+    assert play.ends == (1 if handoff.done else 0)
+    if not handoff.done:
+        assert any(leg.open for leg in handoff.legs), "nobody is left who could end the answer"
+    handoff.abandon()
+    assert not any(leg.open for leg in handoff.legs)

@@ -1,0 +1,264 @@
+"""Placement: who gets a request, given what is known of each worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdserve.errors import ModelNotFound, Unavailable
+from pdserve.types import Role, WorkerLoad
+from router.placement import (
+    Demand,
+    Placement,
+    check_known,
+    check_servable,
+    decode_scores,
+    least_loaded,
+    place_recompute,
+    prefill_scores,
+)
+from router.pool import Charge, Member
+from tests.fakes import worker_info
+
+DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
+IDLE = WorkerLoad(0, 0, 0.0, 100)
+HALF = WorkerLoad(0, 4, 0.5, 50)
+FULL = WorkerLoad(8, 8, 1.0, 0)
+
+
+def member(
+    worker_id: str,
+    role: Role,
+    load: WorkerLoad | None = None,
+    *,
+    compatibility: str = "layout-a",
+    blocks: int = 100,
+) -> Member:
+    info = worker_info(worker_id, role, compatibility=compatibility, total_blocks=blocks)
+    return Member(info, lease_end=1.0, attached=True, load=load)
+
+
+def names(placement: Placement | None) -> tuple[str, str | None] | None:
+    if placement is None:
+        return None
+    prefill = placement.prefill
+    return placement.decode.worker_id, None if prefill is None else prefill.worker_id
+
+
+P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        pytest.param([member("p", P), member("d", D)], ("d", "p"), id="a pair"),
+        pytest.param([member("a", A)], ("a", None), id="aggregated alone"),
+        pytest.param(
+            [member("p", P), member("d1", D, HALF), member("d2", D, IDLE)],
+            ("d2", "p"),
+            id="free blocks",
+        ),
+        pytest.param(
+            [
+                member("p", P),
+                member("d1", D, WorkerLoad(0, 7, 0.5, 50)),
+                member("d2", D, WorkerLoad(0, 1, 0.5, 50)),
+            ],
+            ("d2", "p"),
+            id="running requests",
+        ),
+        pytest.param(
+            [
+                member("p", P),
+                member("d1", D, WorkerLoad(7, 0, 0.5, 50)),
+                member("d2", D, WorkerLoad(0, 1, 0.5, 50)),
+            ],
+            ("d2", "p"),
+            id="waiting requests count as running",
+        ),
+        pytest.param(
+            [member("p", P), member("blind", D), member("idle", D, IDLE), member("full", D, FULL)],
+            ("idle", "p"),
+            id="an unknown load is not an idle one",
+        ),
+        pytest.param(
+            [member("p", P), member("blind", D), member("full", D, FULL), member("half", D, HALF)],
+            ("half", "p"),
+            id="an unknown load is the mean of the known",
+        ),
+        pytest.param(
+            [
+                member("blind", P),
+                member("p", P, WorkerLoad(0, 0, 0.0, 90)),
+                member("q", P, WorkerLoad(9, 0, 0.0, 90)),
+                member("d", D),
+            ],
+            ("d", "p"),
+            id="an unknown prefill queue is not an empty one",
+        ),
+        pytest.param(
+            [member("p1", P, compatibility="x"), member("p2", P), member("d", D)],
+            ("d", "p2"),
+            id="only a partner that can hand over",
+        ),
+        pytest.param(
+            [member("p", P), member("d1", D, IDLE, compatibility="x"), member("d2", D, FULL)],
+            ("d2", "p"),
+            id="an idle worker without partners is passed over",
+        ),
+        pytest.param(
+            [member("p", P, IDLE), member("d", D, FULL), member("a", A, IDLE)],
+            ("a", None),
+            id="an idle aggregated worker beats a busy pair",
+        ),
+        pytest.param(
+            [member("p", P, IDLE), member("d", D, IDLE), member("a", A, HALF)],
+            ("d", "p"),
+            id="an idle pair beats a busy aggregated worker",
+        ),
+        pytest.param(
+            [member("p", P), member("small", D, IDLE, blocks=4), member("d", D, FULL)],
+            ("d", "p"),
+            id="a worker that could never hold the prompt is passed over",
+        ),
+    ],
+)
+def test_a_request_goes_to(members: list[Member], expected: tuple[str, str | None]) -> None:
+    assert names(least_loaded(members, DEMAND, 0)) == expected
+
+
+def test_prefill_goes_where_fewest_prompt_tokens_are_outstanding() -> None:
+    busy, free, decode = member("p1", P, IDLE), member("p2", P, IDLE), member("d", D)
+    charge = Charge(busy, prompt_tokens=500)
+    assert names(least_loaded([busy, free, decode], DEMAND, 0)) == ("d", "p2")
+    charge.release()
+    assert names(least_loaded([busy, free, decode], DEMAND, 0)) == ("d", "p1")
+
+
+def test_blocks_promised_count_although_the_worker_does_not_report_them_yet() -> None:
+    promised, other = member("d1", D, IDLE), member("d2", D, WorkerLoad(0, 1, 0.1, 90))
+    Charge(promised, kv_tokens=800)
+    assert names(least_loaded([member("p", P), promised, other], DEMAND, 0)) == ("d2", "p")
+
+
+def test_a_blind_worker_among_busy_ones_does_not_attract_all_traffic() -> None:
+    members = [member("p", P), *(member(f"d{i}", D, HALF) for i in range(3)), member("blind", D)]
+    placed: list[str] = []
+    for turn in range(12):
+        placement = least_loaded(members, Demand("demo", 100, 100), turn)
+        assert placement is not None
+        Charge(placement.decode, kv_tokens=100)
+        placed.append(placement.decode.worker_id)
+    assert {name: placed.count(name) for name in set(placed)} == {
+        "d0": 3,
+        "d1": 3,
+        "d2": 3,
+        "blind": 3,
+    }
+
+
+def test_equals_take_turns() -> None:
+    members = [member("p", P), member("d1", D), member("d2", D), member("d3", D)]
+    chosen = [names(least_loaded(members, DEMAND, turn)) for turn in range(6)]
+    assert chosen == [(f"d{i}", "p") for i in (1, 2, 3, 1, 2, 3)]
+
+
+def test_a_request_waits_while_no_decode_worker_has_room() -> None:
+    decode = member("d", D)
+    charge = Charge(decode, kv_tokens=1600 - 160)
+    members = [member("p", P), decode]
+    assert names(least_loaded(members, Demand("demo", 100, 160), 0)) == ("d", "p")
+    assert least_loaded(members, Demand("demo", 100, 161), 0) is None
+    charge.release()
+    assert names(least_loaded(members, Demand("demo", 100, 161), 0)) == ("d", "p")
+
+
+def test_one_token_needs_no_decode_worker() -> None:
+    demand = Demand("demo", 100, 101, prefill_only=True)
+    assert names(least_loaded([member("p", P)], demand, 0)) == ("p", None)
+    full = member("d", D)
+    Charge(full, kv_tokens=1600)
+    assert names(least_loaded([member("p", P), full], demand, 0)) == ("p", None)
+    with pytest.raises(Unavailable, match="no prefill worker is ready for model demo"):
+        least_loaded([member("d", D)], demand, 0)
+
+
+def test_the_worker_to_avoid_is_taken_only_for_want_of_another() -> None:
+    demand = replace(DEMAND, avoid=frozenset({"p1"}))
+    both = [member("p1", P), member("p2", P), member("d", D)]
+    assert [names(least_loaded(both, demand, turn)) for turn in (0, 1)] == [("d", "p2")] * 2
+    assert names(least_loaded([member("p1", P), member("d", D)], demand, 0)) == ("d", "p1")
+
+
+def not_ready(worker_id: str, role: Role, **state: bool) -> Member:
+    found = member(worker_id, role)
+    for name, value in state.items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([member("p", P)], "no decode worker is ready for model demo"),
+        ([member("d", D)], "no prefill worker is ready for model demo"),
+        ([], "no prefill worker and no decode worker is ready for model demo"),
+        (
+            [member("p", P), not_ready("d", D, draining=True)],
+            "no decode worker is ready for model demo",
+        ),
+        (
+            [member("p", P), not_ready("d", D, attached=False)],
+            "no decode worker is ready for model demo",
+        ),
+        (
+            [not_ready("p", P, lost=True), member("d", D)],
+            "no prefill worker is ready for model demo",
+        ),
+        (
+            [member("p", P, compatibility="x"), member("d", D, compatibility="y")],
+            r"can receive KV from a prefill worker: prefill p \(x\); decode d \(y\)",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
+    with pytest.raises(Unavailable, match=message):
+        least_loaded(members, DEMAND, 0)
+    with pytest.raises(Unavailable, match=message):
+        check_servable(members, "demo")
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ([member("p", P, IDLE), member("d", D, FULL)], "d"),
+        ([member("p", P), member("a", A)], "a"),
+        ([member("p", P)], "p"),
+        ([member("d1", D), member("d2", D)], "d2"),
+        ([member("d1", D)], "d1"),
+    ],
+)
+def test_a_recompute_prefers_workers_that_decode(members: list[Member], expected: str) -> None:
+    demand = replace(DEMAND, avoid=frozenset({"d1"}))
+    assert place_recompute(members, demand, 0).worker_id == expected
+
+
+def test_a_recompute_without_workers_is_refused() -> None:
+    with pytest.raises(Unavailable, match="no worker is ready for model demo"):
+        place_recompute([not_ready("d", D, attached=False)], DEMAND, 0)
+
+
+def test_an_unknown_model_is_not_a_missing_worker() -> None:
+    with pytest.raises(ModelNotFound, match="served are: demo"):
+        check_known([], "other", others=["demo"])
+    with pytest.raises(Unavailable, match="no worker is registered"):
+        check_known([], "other", others=[])
+
+
+@pytest.mark.parametrize("load", [None, IDLE, HALF, FULL, WorkerLoad(500, 500, 1.0, 0)])
+def test_scores_stay_between_zero_and_one(load: WorkerLoad | None) -> None:
+    members = [member("x", D, load), member("y", D)]
+    Charge(members[1], prompt_tokens=9000, kv_tokens=9000)
+    for score in (*decode_scores(members), *prefill_scores(members, 100)):
+        assert 0.0 <= score <= 1.0

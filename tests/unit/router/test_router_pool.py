@@ -1,0 +1,200 @@
+"""Membership: transitions under a clock that the test holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdserve.capability import KEY_BYTES, CapabilityKey
+from pdserve.errors import InvalidRequest
+from pdserve.types import Role, WorkerLoad
+from router.pool import FORGET_AFTER_S, Charge, CloseLink, MemberState, OpenLink, WorkerPool
+from tests.fakes import MODEL, worker_info
+
+LOAD = WorkerLoad(1, 2, 0.5, 50)
+
+
+@pytest.fixture
+def pool() -> WorkerPool:
+    return WorkerPool(lease_s=5.0)
+
+
+def states(pool: WorkerPool) -> dict[str, str]:
+    return {member.worker_id: member.state.value for member in pool.members.values()}
+
+
+def test_a_worker_becomes_ready_when_its_link_is_up(pool: WorkerPool) -> None:
+    (action,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
+    assert isinstance(action, OpenLink)
+    assert states(pool) == {"d": "connecting"}
+    pool.attached(action.member)
+    assert states(pool) == {"d": "ready"}
+    pool.detached(action.member)
+    assert states(pool) == {"d": "connecting"}
+
+
+def test_registering_again_renews(pool: WorkerPool) -> None:
+    info = worker_info("d", Role.DECODE)
+    pool.register(info, now=0.0)
+    assert pool.register(info, now=4.0) == []
+    assert pool.expire(now=8.9) == []
+    assert states(pool) == {"d": "connecting"}
+
+
+def test_a_new_epoch_replaces_the_old_one(pool: WorkerPool) -> None:
+    (first,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
+    close, open_ = pool.register(worker_info("d", Role.DECODE, epoch="e2"), now=1.0)
+    assert close == CloseLink(first.member, "worker d is gone: it started again")
+    assert isinstance(open_, OpenLink)
+    assert open_.member is pool.members["d"] is not first.member
+    assert first.member.state is MemberState.LOST
+    pool.attached(first.member)
+    assert first.member.state is MemberState.LOST, "a late event must not revive it"
+
+
+def test_another_key_under_the_same_epoch_is_another_start(pool: WorkerPool) -> None:
+    info, key = worker_info("p", Role.PREFILL), CapabilityKey(b"k" * KEY_BYTES)
+    pool.register(info, now=0.0, kv_key=key)
+    assert pool.register(info, now=1.0, kv_key=CapabilityKey(b"k" * KEY_BYTES)) == []
+    other = CapabilityKey(b"o" * KEY_BYTES)
+    close, open_ = pool.register(info, now=2.0, kv_key=other)
+    assert isinstance(close, CloseLink)
+    assert isinstance(open_, OpenLink)
+    assert pool.members["p"].kv_key == other
+
+
+def test_a_lease_that_runs_out_loses_the_worker_and_then_its_memory(pool: WorkerPool) -> None:
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
+    assert pool.expire(now=4.9) == []
+    (action,) = pool.expire(now=5.0)
+    assert isinstance(action, CloseLink)
+    assert action.reason == "worker d is gone: its lease ran out"
+    assert states(pool) == {"d": "lost"}
+    assert pool.expire(now=5.0 + FORGET_AFTER_S - 0.1) == []
+    pool.expire(now=5.0 + FORGET_AFTER_S)
+    assert states(pool) == {}
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "epoch", "known"),
+    [("d", "e1", True), ("d", "e0", False), ("other", "e1", False)],
+)
+def test_only_this_start_of_a_known_worker_renews(
+    pool: WorkerPool, worker_id: str, epoch: str, known: bool
+) -> None:
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
+    assert pool.renew(worker_id, epoch, 4.0, load=LOAD, draining=False) is known
+    assert bool(pool.expire(now=6.0)) is not known
+    assert pool.members["d"].load == (LOAD if known else None)
+
+
+def test_a_lost_worker_cannot_renew_but_can_register(pool: WorkerPool) -> None:
+    info = worker_info("d", Role.DECODE)
+    pool.register(info, now=0.0)
+    pool.expire(now=5.0)
+    assert not pool.renew("d", "e1", 5.1, load=None, draining=False)
+    (action,) = pool.register(info, now=5.2)
+    assert isinstance(action, OpenLink)
+    assert states(pool) == {"d": "connecting"}
+
+
+def test_a_renewal_without_load_keeps_the_last_one(pool: WorkerPool) -> None:
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
+    assert pool.members["d"].load is None, "an unknown load is not zeros"
+    pool.renew("d", "e1", 1.0, load=LOAD, draining=False)
+    pool.renew("d", "e1", 2.0, load=None, draining=False)
+    assert pool.members["d"].load == LOAD
+
+
+def test_a_draining_worker_is_not_ready_and_can_come_back(pool: WorkerPool) -> None:
+    (action,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
+    pool.attached(action.member)
+    pool.renew("d", "e1", 1.0, load=None, draining=True)
+    assert states(pool) == {"d": "draining"}
+    pool.renew("d", "e1", 2.0, load=None, draining=False)
+    assert states(pool) == {"d": "ready"}
+
+
+def test_leaving_closes_the_link_and_a_stranger_cannot_make_it_leave(pool: WorkerPool) -> None:
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
+    assert pool.deregister("d", "e0", now=1.0) == []
+    (action,) = pool.deregister("d", "e1", now=1.0)
+    assert action.reason == "worker d is gone: it left"  # type: ignore[union-attr]
+    assert pool.deregister("d", "e1", now=1.0) == []
+
+
+def test_closing_loses_everyone(pool: WorkerPool) -> None:
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
+    pool.register(worker_info("p", Role.PREFILL), now=0.0)
+    assert len(pool.close(now=1.0)) == 2
+    assert states(pool) == {"d": "lost", "p": "lost"}
+
+
+def test_a_router_that_stood_still_does_not_blame_its_workers(pool: WorkerPool) -> None:
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
+    pool.forgive(100.0)
+    assert pool.expire(now=104.0) == []
+
+
+@pytest.mark.parametrize(
+    ("info", "field", "reason"),
+    [
+        (
+            worker_info("x", Role.DECODE, kv=None),
+            "worker.kv",
+            "worker x: a decode worker needs a kv endpoint",
+        ),
+        (worker_info("x", Role.PREFILL, kv=None), "worker.kv", "needs a kv endpoint"),
+        (
+            worker_info("x", Role.DECODE, model=replace(MODEL, vocab_size=7)),
+            "worker.model.vocab_size",
+            "model demo has vocab_size 7, but 512 on worker p",
+        ),
+        (
+            worker_info("x", Role.AGGREGATED, model=replace(MODEL, max_model_len=9)),
+            "worker.model.max_model_len",
+            "model demo has max_model_len 9, but 4096 on worker p",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_serve_beside_the_others_is_refused(
+    pool: WorkerPool, info: object, field: str, reason: str
+) -> None:
+    pool.register(worker_info("p", Role.PREFILL), now=0.0)
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        pool.register(info, now=1.0)  # type: ignore[arg-type]
+    assert caught.value.field == field
+    assert states(pool) == {"p": "connecting"}
+
+
+def test_models_may_differ_once_the_others_are_gone(pool: WorkerPool) -> None:
+    pool.register(worker_info("p", Role.PREFILL), now=0.0)
+    pool.expire(now=5.0)
+    pool.register(worker_info("x", Role.PREFILL, model=replace(MODEL, vocab_size=7)), now=6.0)
+    assert pool.models()["demo"].vocab_size == 7
+
+
+def test_another_model_and_another_layout_are_welcome(pool: WorkerPool) -> None:
+    pool.register(worker_info("p", Role.PREFILL), now=0.0)
+    pool.register(worker_info("q", Role.PREFILL, compatibility="layout-b"), now=0.0)
+    pool.register(
+        worker_info("r", Role.PREFILL, model=replace(MODEL, name="other", vocab_size=7)), now=0.0
+    )
+    assert sorted(pool.models()) == ["demo", "other"]
+    assert [m.worker_id for m in pool.of_model("demo")] == ["p", "q"]
+
+
+def test_a_charge_is_taken_in_blocks_and_given_back_once(pool: WorkerPool) -> None:
+    pool.register(worker_info("a", Role.AGGREGATED), now=0.0)
+    member = pool.members["a"]
+    charge = Charge(member, prompt_tokens=20, kv_tokens=33)
+    assert (member.outstanding_requests, member.outstanding_tokens) == (1, 20)
+    assert (member.reserved_blocks, member.reserved_tokens) == (3, 48)
+    charge.prefilled()
+    charge.prefilled()
+    assert (member.outstanding_requests, member.outstanding_tokens) == (1, 0)
+    charge.release()
+    charge.release()
+    assert (member.outstanding_requests, member.outstanding_tokens) == (0, 0)
+    assert member.reserved_blocks == 0

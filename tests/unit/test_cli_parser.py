@@ -1,0 +1,114 @@
+"""The command line itself: help, version, exit codes, and every command that documents show."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve import __version__
+from pdserve.cli import build_parser, main
+from pdserve.commands.options import all_keys, config_from
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+COMMANDS = ("up", "router", "worker", "generate", "chat", "status", "config", "bench")
+SHELL_BLOCK = re.compile(r"```(?:sh|bash|console)\n(.*?)```", re.DOTALL)
+MAKE_TARGET = re.compile(r"^([a-z-]+):.*##", re.MULTILINE)
+HEAVY = ("vllm", "torch", "aiohttp", "rich", "router", "workers", "kv_transfer", "numpy")
+
+
+def shown_commands() -> list[str]:
+    """Every `pdserve ...` line in a shell block of the documents."""
+    texts = [path.read_text(encoding="utf-8") for path in DOCUMENTS]
+    blocks = [block for text in texts for block in SHELL_BLOCK.findall(text)]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found = [re.sub(r"^\$ ", "", line.strip()) for line in lines]
+    return [line for line in found if re.match(r"(\.venv/bin/)?pdserve ", line)]
+
+
+def test_the_documents_show_commands() -> None:
+    assert len(shown_commands()) >= 5
+
+
+@pytest.mark.parametrize("line", shown_commands())
+def test_every_command_in_the_documents_parses(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    if "--help" in words or "--version" in words:
+        return
+    args = build_parser().parse_args(words[1:])
+    assert callable(args.handler)
+
+
+def test_every_make_target_in_the_readme_exists() -> None:
+    targets = set(
+        re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    )
+    named = set(re.findall(r"\bmake ([a-z-]+)\b", (ROOT / "README.md").read_text("utf-8")))
+    assert named
+    assert named <= targets
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"pdserve {command}" in capsys.readouterr().out
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"pdserve {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["fly"], ["up", "--wings"], ["up", "--prefill", "two"], ["worker", "--role", "x"]]
+)
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err
+
+
+def test_a_wrong_configuration_exits_with_2_and_names_the_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["config", "--set", "router.http_port=many"]) == 2
+    assert "router.http_port: must be an integer" in capsys.readouterr().err
+
+
+def test_help_needs_none_of_the_heavy_packages() -> None:
+    code = (
+        "import sys; from pdserve.cli import build_parser; build_parser(); "
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.strip() == "[]"
+
+
+def test_options_lie_over_set_and_both_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "pdserve.yaml"
+    path.write_text("router: {http_port: 1, grpc_port: 2, lease_s: 3}\n")
+    words = ["up", "--config", str(path), "--http-port", "4", "--set", "router.grpc_port=5"]
+    config = config_from(build_parser().parse_args([*words, "--kv-transport", "tcp,shm"]))
+    assert (config.router.http_port, config.router.grpc_port, config.router.lease_s) == (4, 5, 3)
+    assert config.worker.kv.transports == ("tcp", "shm")
+
+
+def test_the_printed_configuration_shows_what_was_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--set", "worker.engine_args={seed: 7}"]) == 0
+    printed = capsys.readouterr().out
+    assert "engine_args: {seed: 7}" in printed
+    for dotted, info in all_keys():
+        assert f"{dotted.rpartition('.')[2]}: " in printed
+        assert info.doc.split()[0] in printed

@@ -1,0 +1,94 @@
+"""From one configuration to processes: cores, addresses, and what the file may not choose."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.config import Config, RouterConfig, UpConfig, WorkerConfig
+from pdserve.config_schema import parse
+from pdserve.errors import ConfigError
+from pdserve.types import Role
+from pdserve.up.cores import share_cores
+from pdserve.up.specs import reachable, router_spec, worker_configs, worker_spec
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "per_worker", "shares"),
+    [
+        (2, [0, 1], 0, [(0,), (1,)]),
+        (1, [0, 1], 0, [(0, 1)]),
+        (2, [3, 1], 0, [(1,), (3,)]),
+        (3, [0, 1], 0, [(0,), (1,), (0,)]),
+        (2, [0, 1, 2, 3], 0, [(0, 1), (2, 3)]),
+        (2, [0, 1, 2, 3, 4], 0, [(0, 1), (2, 3)]),
+        (2, range(9), 0, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (2, range(8), 2, [(0, 1), (2, 3)]),
+    ],
+)
+def test_cores_are_shared_out(
+    workers: int, cores: list[int], per_worker: int, shares: list[tuple[int, ...]]
+) -> None:
+    assert share_cores(workers, cores, per_worker) == shares
+
+
+def test_more_cores_than_there_are_cannot_be_had() -> None:
+    with pytest.raises(ConfigError, match=r"up\.cores_per_worker"):
+        share_cores(2, range(3), 2)
+
+
+def test_workers_are_named_by_role_and_pinned_apart() -> None:
+    config = Config(up=UpConfig(prefill=1, decode=2, aggregated=1))
+    workers = worker_configs(config, range(4))
+    assert {name: (x.role, x.cores) for name, x in workers.items()} == {
+        "prefill-0": (Role.PREFILL, (0,)),
+        "decode-0": (Role.DECODE, (1,)),
+        "decode-1": (Role.DECODE, (2,)),
+        "aggregated-0": (Role.AGGREGATED, (3,)),
+    }
+    assert all(name == worker.worker_id for name, worker in workers.items())
+
+
+@pytest.mark.parametrize(
+    ("key", "worker"),
+    [
+        ("worker.worker_id", WorkerConfig(worker_id="mine")),
+        ("worker.role", WorkerConfig(role=Role.DECODE)),
+        ("worker.port", WorkerConfig(port=9000)),
+        ("worker.cores", WorkerConfig(cores=(0,))),
+        ("worker.routers", WorkerConfig(routers=("10.0.0.1:8001",))),
+    ],
+)
+def test_what_is_chosen_by_up_is_refused_in_its_file(key: str, worker: WorkerConfig) -> None:
+    with pytest.raises(ConfigError) as caught:
+        worker_configs(Config(worker=worker), range(2))
+    assert caught.value.field == key
+
+
+def test_a_worker_is_told_everything_its_process_needs() -> None:
+    config = worker_configs(Config(worker=WorkerConfig(engine="fake")), range(2))["decode-0"]
+    spec = worker_spec(config, "127.0.0.1:8001")
+    assert (spec.name, spec.command) == ("decode-0", "worker")
+    told = parse(Config, spec.config).worker
+    assert told.routers == ("127.0.0.1:8001",)
+    assert (told.role, told.cores, told.engine) == (Role.DECODE, (1,), "fake")
+
+
+def test_a_router_that_starts_again_takes_the_ports_it_had() -> None:
+    config = Config(router=RouterConfig(http_port=0, grpc_port=0, http_host="0.0.0.0"))
+    facts = {"http": "http://127.0.0.1:4001", "grpc": "127.0.0.1:4002"}
+    told = parse(Config, router_spec(config, facts).config).router
+    assert (told.http_host, told.http_port, told.grpc_port) == ("0.0.0.0", 4001, 4002)
+    assert parse(Config, router_spec(config, None).config).router == config.router
+
+
+@pytest.mark.parametrize(
+    ("address", "seen"),
+    [
+        ("0.0.0.0:80", "127.0.0.1:80"),
+        ("[::]:80", "[::1]:80"),
+        ("10.1.2.3:80", "10.1.2.3:80"),
+        ("host:80", "host:80"),
+    ],
+)
+def test_a_server_on_every_address_is_reached_on_the_loopback(address: str, seen: str) -> None:
+    assert reachable(address) == seen

@@ -1,0 +1,250 @@
+"""The router's side of a worker, scripted: a registry that answers as told, and one stream."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from pdserve import rpc, wire
+from pdserve.config import KvConfig, WorkerConfig
+from pdserve.types import ModelInfo, Role, SamplingParams, StreamDelta
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import (
+    RegistryServicer,
+    WorkerStub,
+    add_RegistryServicer_to_server,
+)
+from workers.fake_engine import FakeEngine
+from workers.fake_settings import FakeKv, FakeSettings, FakeTiming
+from workers.server import WorkerServer
+from workers.worker import MAX_FRAMES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+WAIT_S = 20.0
+MODEL = ModelInfo(name="fake", path="", max_model_len=4096, vocab_size=512, dtype="none")
+PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True)
+class FakeRegistry(RegistryServicer):
+    """Counts what it is told; `refusal` and `forget` say how it answers."""
+
+    lease_s: float = 30.0
+    refusal: str = ""
+    forget: bool = False
+    registered: list[w.WorkerInfo] = field(default_factory=list)
+    kv_keys: list[bytes] = field(default_factory=list)
+    renewals: list[w.RenewRequest] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def Register(  # noqa: N802
+        self, request: w.RegisterRequest, context: Context
+    ) -> w.RegisterResponse:
+        if self.refusal:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
+        self.registered.append(request.worker)
+        self.kv_keys.append(request.kv_key)
+        self.forget = False
+        self.changed.set()
+        return w.RegisterResponse(lease_s=self.lease_s)
+
+    async def Renew(  # noqa: N802
+        self, request: w.RenewRequest, context: Context
+    ) -> w.RenewResponse:
+        if self.forget:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "who are you")
+        self.renewals.append(request)
+        self.changed.set()
+        return w.RenewResponse(lease_s=self.lease_s)
+
+    async def Deregister(  # noqa: N802
+        self, request: w.DeregisterRequest, context: Context
+    ) -> w.DeregisterResponse:
+        self.left.append(request.worker_id)
+        self.changed.set()
+        return w.DeregisterResponse()
+
+    async def ListWorkers(  # noqa: N802
+        self, request: w.ListWorkersRequest, context: Context
+    ) -> w.ListWorkersResponse:
+        return w.ListWorkersResponse()
+
+    async def until(self, what: Any) -> None:
+        """Waits until `what()` holds; it is asked after each call."""
+        async with asyncio.timeout(WAIT_S):
+            while not what():
+                self.changed.clear()
+                await self.changed.wait()
+
+    @asynccontextmanager
+    async def serving(self, port: int = 0) -> AsyncIterator[str]:
+        server = rpc.make_server()
+        add_RegistryServicer_to_server(self, server)
+        address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await server.start()
+        try:
+            yield address
+        finally:
+            await server.stop(None)
+
+
+def worker_config(role: Role = Role.AGGREGATED, *, router: str, **values: Any) -> WorkerConfig:
+    return WorkerConfig(
+        worker_id=f"{role}-0", role=role, engine="fake", routers=(router,), kv=KvConfig(), **values
+    )
+
+
+def fake_engine(epoch: str, *, timing: FakeTiming | None = None) -> FakeEngine:
+    settings = FakeSettings(timing=timing or FakeTiming(), kv=FakeKv(epoch=epoch))
+    return FakeEngine(MODEL, settings)
+
+
+@asynccontextmanager
+async def a_worker(
+    role: Role = Role.AGGREGATED,
+    *,
+    registry: FakeRegistry | None = None,
+    timing: FakeTiming | None = None,
+    max_frames: int = MAX_FRAMES,
+) -> AsyncIterator[WorkerServer]:
+    """A started worker, registered; leaving it asserts that all its streams and blocks are gone."""
+    registry = registry or FakeRegistry()
+    async with registry.serving() as router:
+        engine = fake_engine(f"{role}-epoch", timing=timing)
+        config = worker_config(role, router=router)
+        server = WorkerServer(config, engine=engine, epoch=f"{role}-epoch", max_frames=max_frames)
+        await server.start()
+        try:
+            await server.registered()
+            yield server
+            assert await server.worker.drain(WAIT_S), server.worker.ledger()
+        finally:
+            await server.stop()
+
+
+class RouterSide:
+    """One attached stream. State: what each stream has said, and why the stream ended."""
+
+    def __init__(self, server: WorkerServer | w.WorkerInfo, router_id: str = "router-1") -> None:
+        info = server.info if isinstance(server, WorkerServer) else server
+        self.address, self.epoch = info.address, info.epoch
+        self.router_id = router_id
+        self.frames: list[w.StepFrame] = []
+        self.deltas: dict[int, list[StreamDelta]] = {}
+        self.ended: asyncio.Future[grpc.StatusCode]
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> RouterSide:
+        await self.open()
+        await self.hello(self.epoch)
+        async with asyncio.timeout(WAIT_S):
+            await self.call.initial_metadata()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def open(self, *, listen: bool = True) -> None:
+        self.ended = asyncio.get_running_loop().create_future()
+        self._channel = rpc.open_channel(self.address)
+        self.call = WorkerStub(self._channel).Attach()
+        if listen:
+            self.listen()
+
+    def listen(self) -> None:
+        """Begins to read frames."""
+        self._reader = asyncio.create_task(self._read(), name="router-side")
+
+    async def close(self) -> None:
+        self.call.cancel()
+        await asyncio.wait({self._reader})
+        await self._channel.close()
+
+    async def hello(self, epoch: str) -> None:
+        await self.send(w.Command(hello=w.Hello(router_id=self.router_id, worker_epoch=epoch)))
+
+    async def send(self, command: w.Command) -> None:
+        await self.call.write(command)
+
+    async def submit(
+        self,
+        stream_id: int,
+        sampling: SamplingParams = PLAIN,
+        *,
+        tokens: Sequence[int] = (20, 21, 22),
+        **values: Any,
+    ) -> None:
+        if not values.keys() & {"prefill", "decode", "aggregated"}:
+            values["aggregated"] = w.AggregatedPhase()
+        submit = w.Submit(
+            stream_id=stream_id,
+            request_id=f"request-{stream_id}",
+            prompt_token_ids=tokens,
+            sampling=wire.sampling_to_pb(sampling),
+            **values,
+        )
+        await self.send(w.Command(submit=submit))
+
+    async def cancel(self, stream_id: int) -> None:
+        await self.send(w.Command(cancel=w.Cancel(stream_id=stream_id)))
+
+    async def until(self, what: Any) -> None:
+        """Waits until `what()` holds; it is asked after each frame."""
+        async with asyncio.timeout(WAIT_S):
+            while not what():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def finish(self, stream_id: int) -> list[StreamDelta]:
+        """All deltas of a stream, once it has ended."""
+        deltas = self.deltas.setdefault(stream_id, [])
+        await self.until(lambda: deltas and deltas[-1].finish_reason is not None)
+        return deltas
+
+    async def status(self) -> w.WorkerStatus:
+        return await WorkerStub(self._channel).GetStatus(w.GetStatusRequest(), timeout=WAIT_S)
+
+    async def drain(self, timeout_s: float) -> w.DrainResponse:
+        request = w.DrainRequest(timeout_s=timeout_s)
+        return await WorkerStub(self._channel).Drain(request, timeout=WAIT_S)
+
+    async def until_empty(self) -> None:
+        """Waits until the worker says that nothing is open and no block is pinned."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                status = await self.status()
+                if not status.open_streams and wire.ledger_from_pb(status.ledger).is_empty:
+                    return
+
+    async def _read(self) -> None:
+        try:
+            async for frame in self.call:
+                self.frames.append(frame)
+                for message in frame.deltas:
+                    delta = wire.delta_from_pb(message)
+                    self.deltas.setdefault(delta.stream_id, []).append(delta)
+                self._changed.set()
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            pass
+        self.ended.set_result(await self.call.code())
+        self._changed.set()
+
+
+def error_of(deltas: list[StreamDelta]) -> tuple[str, str]:
+    """Code and field of the error that a stream ended with."""
+    assert deltas[-1].error is not None, deltas
+    return deltas[-1].error.code, deltas[-1].error.field
+
+
+def token_ids(deltas: list[StreamDelta]) -> list[int]:
+    return [x for d in deltas for x in d.token_ids]

@@ -1,0 +1,274 @@
+"""What the fake engine can be scripted to do: room, latencies, faults."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.types import FinishReason, ModelInfo, SamplingParams
+from tests.unit.workers.engine_driver import PLAIN, EngineDriver, Pair, prompt
+from workers.engine import AggregatedPhase, Phase, PrefillPhase, Work
+from workers.fake_core import FakeCore
+from workers.fake_engine import FakeEngine
+from workers.fake_settings import (
+    FakeFaults,
+    FakeKv,
+    FakeSettings,
+    FakeShape,
+    FakeTiming,
+    settings_from_args,
+)
+from workers.fake_text import FakeText
+from workers.fake_tokens import LEAD, TAILS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from workers.fake_sequence import Handoff
+
+MODEL = ModelInfo(name="fake", path="", max_model_len=4096, vocab_size=512, dtype="none")
+SHAPE = FakeShape(block_size=16, total_blocks=8, max_num_seqs=2)
+
+
+def work(stream_id: int, tokens: int, max_tokens: int, phase: Phase | None = None) -> Work:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    phase = phase or AggregatedPhase()
+    return Work(stream_id, f"request-{stream_id}", prompt(tokens), sampling, phase)
+
+
+@asynccontextmanager
+async def a_pair(**times: Any) -> AsyncIterator[Pair]:
+    kv = [FakeKv(epoch=x, **times) for x in ("p1", "d1")]
+    prefill, decode = (EngineDriver(FakeEngine(MODEL, FakeSettings(kv=x))) for x in kv)
+    await prefill.start()
+    await decode.start()
+    try:
+        yield Pair(prefill, decode, "p1")
+    finally:
+        await prefill.close()
+        await decode.close()
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    async with a_pair() as pair:
+        yield pair
+
+
+def fake(driver: EngineDriver) -> FakeEngine:
+    assert isinstance(driver.engine, FakeEngine)
+    return driver.engine
+
+
+class TestRoom:
+    def test_a_request_waits_while_blocks_are_lacking_and_runs_when_they_are_back(self) -> None:
+        core = FakeCore(MODEL, SHAPE, has_kv=False)
+        core.submit(work(1, tokens=64, max_tokens=16), 0.0)
+        core.submit(work(2, tokens=64, max_tokens=16), 0.0)
+        core.plan(0.0)
+        assert (core.load.num_running_reqs, core.load.num_waiting_reqs) == (1, 1)
+        assert core.load.free_blocks == 3
+        assert core.load.kv_cache_usage == pytest.approx(5 / 8)
+        core.cancel(1)
+        core.plan(0.0)
+        assert (core.load.num_running_reqs, core.load.num_waiting_reqs) == (1, 0)
+
+    def test_no_more_requests_run_than_there_are_places(self) -> None:
+        core = FakeCore(MODEL, SHAPE, has_kv=False)
+        for stream_id in (1, 2, 3):
+            core.submit(work(stream_id, tokens=4, max_tokens=4), 0.0)
+        core.plan(0.0)
+        assert (core.load.num_running_reqs, core.load.num_waiting_reqs) == (2, 1)
+        assert [d.stream_id for d in core.step(0.0)] == [1, 2]
+
+    def test_a_request_that_can_never_have_its_blocks_is_refused(self) -> None:
+        core = FakeCore(MODEL, SHAPE, has_kv=False)
+        core.submit(work(1, tokens=120, max_tokens=16), 0.0)
+        assert core.plan(0.0).has_step
+        (delta,) = core.step(0.0)
+        assert delta.error is not None
+        assert delta.error.field == "max_tokens"
+
+    def test_the_first_step_of_a_prompt_counts_all_its_tokens(self) -> None:
+        core = FakeCore(MODEL, SHAPE, has_kv=False)
+        core.submit(work(1, tokens=30, max_tokens=4), 0.0)
+        assert core.plan(0.0).prefill_tokens == 30
+        core.step(0.0)
+        assert core.plan(0.0).prefill_tokens == 0
+
+    def test_phases_that_move_kv_are_refused_where_it_cannot_move(self) -> None:
+        core = FakeCore(MODEL, SHAPE, has_kv=False)
+        core.submit(work(1, 4, 4, PrefillPhase("t")), 0.0)
+        core.plan(0.0)
+        (delta,) = core.step(0.0)
+        assert delta.error is not None
+        assert delta.error.field == "phase"
+
+
+class TestTiming:
+    async def test_steps_take_what_the_script_says(self) -> None:
+        slept: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            await asyncio.sleep(0)
+
+        timing = FakeTiming(start_s=9.0, prefill_s=0.5, step_s=2.0)
+        engine = FakeEngine(MODEL, FakeSettings(timing=timing), clock=lambda: 0.0, sleep=sleep)
+        driver = await EngineDriver(engine).start()
+        await driver.run(prompt(10), replace(PLAIN, max_tokens=3))
+        await driver.close()
+        assert slept == [9.0, 7.0, 2.0, 2.0]
+
+
+class TestTransfers:
+    async def test_blocks_that_nobody_fetches_are_free_when_the_lease_ends(self) -> None:
+        async with a_pair(lease_s=0.05) as pair:
+            prefill_phase, decode_phase = pair.phases()
+            await pair.prefill.run(prompt(40), PLAIN, prefill_phase)
+            await pair.prefill.until_empty()
+            rest = await pair.decode.run(prompt(40), PLAIN, decode_phase)
+            assert rest.error.code == "transfer_failed"
+            assert "lease" in rest.error.message
+            await pair.until_empty()
+
+    async def test_a_transfer_that_nobody_prefills_fails_and_holds_nothing_afterwards(self) -> None:
+        async with a_pair(pairing_s=0.05) as pair:
+            prefill_phase, decode_phase = pair.phases()
+            rest = await pair.decode.run(prompt(40), PLAIN, decode_phase)
+            assert rest.error.code == "transfer_failed"
+            await pair.until_empty()
+            first = await pair.prefill.run(prompt(40), PLAIN, prefill_phase)
+            assert len(first.token_ids) == 1
+            assert pair.prefill.engine.ledger().is_empty
+
+    async def test_a_finished_prefill_holds_its_blocks_under_a_lease(self, pair: Pair) -> None:
+        prefill_phase, _ = pair.phases()
+        await pair.prefill.run(prompt(40), PLAIN, prefill_phase)
+        ledger = pair.prefill.engine.ledger()
+        assert (ledger.leased_blocks, ledger.in_flight_blocks, ledger.transfers) == (3, 0, 1)
+
+    async def test_wrong_kv_is_seen_in_the_first_token_after_it(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        good = await pair.run(prompt(40))
+        fetch = FakeEngine.fetch
+
+        async def corrupt(self: FakeEngine, transfer_id: str) -> Handoff:
+            return replace(await fetch(self, transfer_id), kv=b"otherone")
+
+        monkeypatch.setattr(FakeEngine, "fetch", corrupt)
+        bad = await pair.run(prompt(40))
+        assert bad.token_ids[0] == good.token_ids[0]
+        assert bad.token_ids[1:3] != good.token_ids[1:3]
+
+    async def test_a_running_transfer_is_in_flight_on_both_sides(self, pair: Pair) -> None:
+        fake(pair.prefill).faults = FakeFaults(delay_transfer_s=30.0)
+        prefill_phase, decode_phase = pair.phases()
+        decoding = pair.decode.submit(prompt(40), PLAIN, decode_phase)
+        await pair.prefill.run(prompt(40), PLAIN, prefill_phase)
+        await pair.prefill.until(lambda: pair.prefill.engine.ledger().in_flight_blocks)
+        assert pair.prefill.engine.ledger().in_flight_blocks == 3
+        assert pair.decode.engine.ledger().in_flight_blocks == 4
+        pair.decode.engine.cancel(decoding)
+        await pair.until_empty()
+
+
+class TestFaults:
+    async def test_a_failed_prefill_ends_with_an_error_and_fails_the_transfer(
+        self, pair: Pair
+    ) -> None:
+        fake(pair.prefill).faults = FakeFaults(fail_prefill="bad-*")
+        prefill_phase, decode_phase = pair.phases()
+        decoding = pair.decode.submit(prompt(20), PLAIN, decode_phase)
+        failing = pair.prefill.submit(prompt(20), PLAIN, prefill_phase, request_id="bad-1")
+        assert (await pair.prefill.finish(failing)).error.code == "worker_failed"
+        assert (await pair.decode.finish(decoding)).error.code == "transfer_failed"
+        await pair.until_empty()
+        assert (await pair.prefill.run(prompt(20))).last.error is None
+
+    async def test_a_dropped_transfer_fails_the_decode_and_frees_the_prefill(
+        self, pair: Pair
+    ) -> None:
+        fake(pair.prefill).faults = FakeFaults(drop_transfer="*")
+        prefill_phase, decode_phase = pair.phases()
+        decoding = pair.decode.submit(prompt(20), PLAIN, decode_phase)
+        await pair.prefill.run(prompt(20), PLAIN, prefill_phase)
+        assert (await pair.decode.finish(decoding)).error.code == "transfer_failed"
+        await pair.until_empty()
+
+    async def test_a_stalled_engine_takes_work_and_goes_on_when_it_is_let_go(
+        self, pair: Pair
+    ) -> None:
+        driver = pair.decode
+        fake(driver).faults = FakeFaults(stalled=True)
+        stream_id = driver.submit(prompt(20))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not driver.streams[stream_id].deltas
+        fake(driver).faults = FakeFaults()
+        assert (await driver.finish(stream_id)).last.finish_reason is FinishReason.LENGTH
+
+    async def test_a_crash_ends_every_stream_and_is_told_once(self, pair: Pair) -> None:
+        driver = pair.decode
+        fake(driver).faults = FakeFaults(crash_at_step=2)
+        stream = await driver.run(prompt(20))
+        assert stream.error.code == "worker_failed"
+        fake(driver).crash()
+        assert len(driver.failures) == 1
+        late = await driver.run(prompt(20))
+        assert late.error.code == "worker_failed"
+        assert driver.engine.ledger().is_empty
+
+    async def test_a_crashed_prefill_engine_fails_the_transfers_from_it(self, pair: Pair) -> None:
+        prefill_phase, decode_phase = pair.phases()
+        fake(pair.prefill).faults = FakeFaults(delay_transfer_s=30.0)
+        decoding = pair.decode.submit(prompt(20), PLAIN, decode_phase)
+        await pair.prefill.run(prompt(20), PLAIN, prefill_phase)
+        await pair.prefill.until(lambda: pair.prefill.engine.ledger().in_flight_blocks)
+        fake(pair.prefill).crash()
+        assert (await pair.decode.finish(decoding)).error.code == "transfer_failed"
+
+
+class TestText:
+    def test_half_a_character_waits_for_its_other_half(self) -> None:
+        text = FakeText(PLAIN)
+        text.push(LEAD)
+        assert not text.take(finished=False)
+        text.push(TAILS[0])
+        assert text.take(finished=False) == "à"
+
+    def test_a_character_across_a_handoff_is_said_once(self) -> None:
+        text = FakeText(PLAIN)
+        text.prime([LEAD])
+        text.push(TAILS[0])
+        assert text.take(finished=True) == "à"
+
+
+class TestSettings:
+    def test_flat_arguments_find_their_place(self) -> None:
+        settings = settings_from_args(
+            {"total_blocks": 9, "step_s": 1, "fail_prefill": "x"}, kv=None
+        )
+        assert settings.shape.total_blocks == 9
+        assert settings.timing.step_s == 1
+        assert settings.faults.fail_prefill == "x"
+
+    @pytest.mark.parametrize(
+        "args", [{"nonsense": 1}, {"total_blocks": "9"}, {"stalled": 1}, {"step_s": True}]
+    )
+    def test_an_argument_that_is_none_is_refused_by_name(self, args: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            settings_from_args(args, kv=None)
+        assert caught.value.field == f"engine_args.{next(iter(args))}"
+
+    @pytest.mark.parametrize("args", [{"total_blocks": 0}, {"step_s": -1.0}])
+    def test_an_argument_out_of_range_is_refused_by_name(self, args: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError) as caught:
+            settings_from_args(args, kv=None)
+        assert caught.value.field == next(iter(args))

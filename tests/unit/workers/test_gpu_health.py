@@ -1,0 +1,119 @@
+"""GPU health from NVML, with and without what NVML can tell."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers.gpu_health import gpu_health, visible_devices
+
+
+class FakeNvml:
+    """The part of pynvml that is used: two cards, of which the second knows nothing of ECC."""
+
+    NVML_TEMPERATURE_GPU = 0
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_VOLATILE_ECC = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, init_fails: bool = False, count_fails: bool = False) -> None:
+        self.init_fails, self.count_fails, self.open = init_fails, count_fails, 0
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if self.init_fails:
+            raise self.NVMLError("no driver")
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        if self.count_fails:
+            raise self.NVMLError("lost")
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{'ab'[handle]}123"
+
+    def nvmlDeviceGetName(self, handle: int) -> Any:  # noqa: N802
+        return ["Card A", b"Card B"][handle]
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:  # noqa: N802
+        return 40 + handle
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(used=1 << 30, total=1 << 36)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:  # noqa: N802
+        if handle == 1:
+            raise self.NVMLError("not supported")
+        return 7
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(gpu=90)
+
+
+@pytest.fixture(autouse=True)
+def all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+
+def test_each_card_is_told_with_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    use(monkeypatch, nvml)
+    first, second = gpu_health()
+    assert (first.index, first.name, first.temperature_c) == (0, "Card A", 40)
+    assert (first.memory_used_bytes, first.memory_total_bytes) == (1 << 30, 1 << 36)
+    assert (first.ecc_errors, first.utilization_percent) == (7, 90)
+    assert (second.name, second.ecc_errors, second.utilization_percent) == ("Card B", 0, 90)
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"), [("1", ["Card B"]), ("GPU-a", ["Card A"]), ("", []), ("-1", [])]
+)
+def test_only_visible_cards_count(
+    monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+) -> None:
+    use(monkeypatch, FakeNvml())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [x.name for x in gpu_health()] == names
+
+
+@pytest.mark.parametrize(
+    "nvml", [None, FakeNvml(init_fails=True), FakeNvml(count_fails=True)], ids=str
+)
+def test_a_worker_without_a_gpu_has_no_health_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None
+) -> None:
+    use(monkeypatch, nvml)
+    assert gpu_health() == []
+    assert nvml is None or nvml.open == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "entries"),
+    [
+        (None, None),
+        ("", ()),
+        ("0, 2", ("0", "2")),
+        ("0,-1,2", ("0",)),
+        ("GPU-1,MIG-2", ("GPU-1", "MIG-2")),
+    ],
+)
+def test_visible_devices_end_at_the_first_that_is_none(
+    value: str | None, entries: tuple[str, ...] | None
+) -> None:
+    assert visible_devices(value) == entries

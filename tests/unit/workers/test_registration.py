@@ -1,0 +1,151 @@
+"""A worker stays known to its routers, through what routers do."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve import wire
+from pdserve.capability import CapabilityKey
+from pdserve.types import ModelInfo, Role, WorkerInfo, WorkerLoad
+from tests.unit.workers.router_side import WAIT_S, FakeRegistry
+from workers.registration import Backoff, RegistrationRefused, Registrations
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+MODEL = ModelInfo(name="m", path="", max_model_len=64, vocab_size=64, dtype="none")
+INFO = WorkerInfo("d0", "e1", Role.DECODE, MODEL, "127.0.0.1:1", None, 16, 8, 4)
+
+
+class Source:
+    """A worker's load as the test says."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self.known: WorkerLoad | None = None
+
+    def load(self) -> WorkerLoad | None:
+        return self.known
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+async def begin(
+    stack: AsyncExitStack, source: Source, *addresses: str, kv_key: CapabilityKey | None = None
+) -> Registrations:
+    registrations = Registrations(addresses, INFO, source, kv_key=kv_key)
+    stack.push_async_callback(registrations.stop)
+    registrations.start()
+    return registrations
+
+
+async def test_it_registers_with_every_router_and_leaves_every_router(
+    stack: AsyncExitStack,
+) -> None:
+    routers = [FakeRegistry(), FakeRegistry()]
+    addresses = [await stack.enter_async_context(x.serving()) for x in routers]
+    registrations = await begin(stack, Source(), *addresses)
+    await registrations.registered()
+    assert [wire.worker_from_pb(x.registered[0]) for x in routers] == [INFO, INFO]
+    await registrations.stop()
+    assert [x.left for x in routers] == [["d0"], ["d0"]]
+
+
+async def test_every_router_gets_the_key_each_time_and_no_log_does(
+    stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    routers, key = [FakeRegistry(lease_s=0.03), FakeRegistry()], CapabilityKey.generate()
+    addresses = [await stack.enter_async_context(x.serving()) for x in routers]
+    registrations = await begin(stack, Source(), *addresses, kv_key=key)
+    await registrations.registered()
+    await routers[0].until(lambda: routers[0].renewals)
+    routers[0].forget = True
+    await routers[0].until(lambda: len(routers[0].kv_keys) == 2)
+    assert routers[0].kv_keys == [key.reveal()] * 2
+    assert routers[1].kv_keys == [key.reveal()]
+    assert key.reveal().hex() not in caplog.text
+    assert repr(key.reveal()) not in caplog.text
+
+
+async def test_it_renews_with_its_load_and_without_one_it_does_not_know(
+    stack: AsyncExitStack,
+) -> None:
+    router, source = FakeRegistry(lease_s=0.03), Source()
+    await begin(stack, source, await stack.enter_async_context(router.serving()))
+    await router.until(lambda: router.renewals)
+    assert not router.renewals[0].HasField("load")
+    source.known = WorkerLoad(1, 2, 0.5, 3)
+    await router.until(lambda: router.renewals[-1].HasField("load"))
+    assert wire.load_from_pb(router.renewals[-1].load) == source.known
+    assert (router.renewals[-1].worker_id, router.renewals[-1].epoch) == ("d0", "e1")
+
+
+async def test_a_nudge_renews_at_once(stack: AsyncExitStack) -> None:
+    router, source = FakeRegistry(lease_s=3000.0), Source()
+    address = await stack.enter_async_context(router.serving())
+    registrations = await begin(stack, source, address)
+    await registrations.registered()
+    source.is_draining = True
+    registrations.nudge()
+    await router.until(lambda: router.renewals)
+    assert router.renewals[0].draining
+
+
+async def test_it_registers_again_with_a_router_that_forgot_it(stack: AsyncExitStack) -> None:
+    router = FakeRegistry(lease_s=0.03)
+    await begin(stack, Source(), await stack.enter_async_context(router.serving()))
+    await router.until(lambda: router.renewals)
+    router.forget = True
+    await router.until(lambda: len(router.registered) == 2)
+
+
+async def test_it_registers_with_a_router_that_was_started_anew(stack: AsyncExitStack) -> None:
+    older, newer = FakeRegistry(lease_s=0.03), FakeRegistry(lease_s=0.03, forget=True)
+    async with older.serving() as address:
+        await begin(stack, Source(), address)
+        await older.until(lambda: older.renewals)
+    await stack.enter_async_context(newer.serving(int(address.rpartition(":")[2])))
+    await newer.until(lambda: newer.registered)
+
+
+async def test_it_waits_for_a_router_that_is_not_there_yet(stack: AsyncExitStack) -> None:
+    placeholder = FakeRegistry()
+    async with placeholder.serving() as address:
+        port = int(address.rpartition(":")[2])
+    registrations = await begin(stack, Source(), address)
+    router = FakeRegistry()
+    await stack.enter_async_context(router.serving(port))
+    async with asyncio.timeout(WAIT_S):
+        await registrations.registered()
+    assert not registrations.refused.done()
+
+
+async def test_a_refusal_is_fatal_and_has_the_reason(stack: AsyncExitStack) -> None:
+    router = FakeRegistry(refusal="another model is served here")
+    address = await stack.enter_async_context(router.serving())
+    registrations = await begin(stack, Source(), address)
+    async with asyncio.timeout(WAIT_S):
+        error = await asyncio.shield(registrations.refused)
+    assert isinstance(error, RegistrationRefused)
+    assert "another model is served here" in error.message
+    assert address in error.message
+    await registrations.stop()
+    assert not router.left
+
+
+def test_pauses_grow_to_a_bound_and_start_anew() -> None:
+    backoff = Backoff(min_s=1.0, max_s=4.0)
+    pauses = [backoff.pause_s() for _ in range(5)]
+    for pause, full in zip(pauses, [1.0, 2.0, 4.0, 4.0, 4.0], strict=True):
+        assert full / 2 <= pause <= full
+    backoff.reset()
+    assert backoff.pause_s() <= 1.0

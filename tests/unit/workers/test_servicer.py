@@ -1,0 +1,326 @@
+"""A worker over gRPC: its stream, its rules, its drain."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve import wire
+from pdserve.types import FinishReason, Role
+from pdserve.v1 import common_pb2 as c
+from pdserve.v1 import worker_pb2 as w
+from tests.unit.workers.router_side import (
+    LONG,
+    PLAIN,
+    WAIT_S,
+    RouterSide,
+    a_worker,
+    error_of,
+    fake_engine,
+    token_ids,
+)
+from workers.fake_engine import FakeEngine
+from workers.fake_settings import FakeFaults, FakeShape, FakeTiming
+from workers.worker import Worker
+
+PREFILL = {"prefill": w.PrefillPhase(transfer_id="t")}
+DECODE = {"decode": w.DecodePhase(transfer_id="t", source_address="127.0.0.1:1", source_epoch="e")}
+
+
+class TestStreams:
+    async def test_an_answer_comes_with_a_report_and_the_load(self) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            await router.submit(1)
+            deltas = await router.finish(1)
+            assert len(token_ids(deltas)) == PLAIN.max_tokens
+            assert deltas[-1].finish_reason is FinishReason.LENGTH
+            assert deltas[-1].report is not None
+            assert all(frame.HasField("load") for frame in router.frames)
+
+    async def test_the_load_is_known_before_there_is_any_work(self) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            await router.until(lambda: router.frames)
+            assert router.frames[0].load.free_blocks == FakeShape().total_blocks
+
+    async def test_one_frame_a_step_carries_all_streams_of_a_router(self) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            for stream_id in (1, 2, 3):
+                await router.submit(stream_id, replace(PLAIN, max_tokens=100))
+            for stream_id in (1, 2, 3):
+                await router.finish(stream_id)
+            assert any(len(frame.deltas) == 3 for frame in router.frames)
+
+    async def test_stream_ids_of_two_routers_do_not_meet(self) -> None:
+        async with (
+            a_worker() as server,
+            RouterSide(server, "one") as one,
+            RouterSide(server, "two") as two,
+        ):
+            await one.submit(1, tokens=(30, 31))
+            await two.submit(1, tokens=(40, 41))
+            answers = [token_ids(await x.finish(1)) for x in (one, two)]
+            assert answers[0] != answers[1]
+            assert [len(x) for x in answers] == [PLAIN.max_tokens] * 2
+
+    async def test_prefill_and_decode_over_two_workers_give_one_answer(self) -> None:
+        async with (
+            a_worker(Role.PREFILL) as prefill,
+            a_worker(Role.DECODE) as decode,
+            RouterSide(prefill) as to_prefill,
+            RouterSide(decode) as to_decode,
+        ):
+            assert prefill.info.kv is not None
+            phase = w.DecodePhase(
+                transfer_id="t", source_address=prefill.info.kv.address, source_epoch=prefill.epoch
+            )
+            await to_decode.submit(1, decode=phase)
+            await to_prefill.submit(7, prefill=w.PrefillPhase(transfer_id="t"))
+            apart = token_ids(await to_prefill.finish(7)) + token_ids(await to_decode.finish(1))
+            await to_decode.submit(2)
+            assert apart == token_ids(await to_decode.finish(2))
+
+    async def test_resume_and_logprobs_reach_the_engine_and_come_back(self) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            sampling = replace(PLAIN, logprobs=2)
+            await router.submit(1, sampling)
+            whole = await router.finish(1)
+            await router.submit(2, sampling, resume_token_ids=token_ids(whole)[:3])
+            resumed = await router.finish(2)
+            assert token_ids(resumed) == token_ids(whole)[3:]
+            assert [len(d.logprobs[0].top) for d in resumed] == [2] * 5
+
+
+class TestHello:
+    async def test_another_epoch_is_a_failed_precondition(self) -> None:
+        async with a_worker() as server:
+            router = RouterSide(server)
+            await router.open()
+            await router.hello("of-another-life")
+            assert await router.ended is grpc.StatusCode.FAILED_PRECONDITION
+            await router.close()
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            w.Command(cancel=w.Cancel(stream_id=1)),
+            w.Command(),
+            w.Command(hello=w.Hello(worker_epoch="aggregated-epoch")),
+        ],
+        ids=["cancel", "nothing", "no-router-id"],
+    )
+    async def test_what_is_not_a_hello_is_refused(self, command: w.Command) -> None:
+        async with a_worker() as server:
+            router = RouterSide(server)
+            await router.open()
+            await router.send(command)
+            assert await router.ended is grpc.StatusCode.INVALID_ARGUMENT
+            await router.close()
+
+    async def test_a_router_that_attaches_anew_takes_the_place_of_its_older_stream(self) -> None:
+        async with a_worker() as server, RouterSide(server, "same") as older:
+            await older.submit(1, LONG)
+            await older.until(lambda: older.deltas.get(1))
+            async with RouterSide(server, "same") as newer:
+                assert await older.ended is grpc.StatusCode.UNAVAILABLE
+                await newer.submit(1)
+                assert len(token_ids(await newer.finish(1))) == PLAIN.max_tokens
+                assert server.worker.open_streams == 0
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("role", "phase", "field"),
+        [
+            (Role.PREFILL, DECODE, "phase"),
+            (Role.DECODE, PREFILL, "phase"),
+            (Role.AGGREGATED, PREFILL, "phase"),
+            (Role.AGGREGATED, DECODE, "phase"),
+            (Role.PREFILL, {"prefill": w.PrefillPhase()}, "prefill.transfer_id"),
+            (Role.DECODE, {"decode": w.DecodePhase(transfer_id="t")}, "decode.source_address"),
+        ],
+    )
+    async def test_a_phase_that_the_role_does_not_take_is_refused(
+        self, role: Role, phase: dict[str, Any], field: str
+    ) -> None:
+        async with a_worker(role) as server, RouterSide(server) as router:
+            await router.submit(1, **phase)
+            assert error_of(await router.finish(1)) == ("invalid_value", field)
+            await router.submit(2)
+            assert (await router.finish(2))[-1].finish_reason is FinishReason.LENGTH
+
+    @pytest.mark.parametrize(
+        ("change", "field"),
+        [
+            ({"aggregated": None}, "phase"),
+            ({"request_id": ""}, "request_id"),
+            ({"prompt_token_ids": []}, "prompt_token_ids"),
+            ({"prompt_token_ids": [1 << 31]}, "prompt_token_ids"),
+            ({"sampling": c.SamplingParams()}, "max_tokens"),
+            ({"sampling": c.SamplingParams(max_tokens=4, top_p=7.0)}, "top_p"),
+            ({"sampling": c.SamplingParams(max_tokens=4, temperature=float("nan"))}, "temperature"),
+            ({"sampling": c.SamplingParams(max_tokens=4, stop=[""])}, "stop"),
+            ({"deadline_s": -1.0}, "deadline_s"),
+            ({"deadline_s": float("nan")}, "deadline_s"),
+        ],
+    )
+    async def test_a_malformed_request_ends_alone_and_by_name(
+        self, change: dict[str, Any], field: str
+    ) -> None:
+        values: dict[str, Any] = {
+            "stream_id": 1,
+            "request_id": "request",
+            "prompt_token_ids": [20, 21],
+            "sampling": wire.sampling_to_pb(PLAIN),
+            "aggregated": w.AggregatedPhase(),
+            **change,
+        }
+        async with a_worker() as server, RouterSide(server) as router:
+            await router.submit(9, replace(PLAIN, max_tokens=50))
+            await router.send(w.Command(submit=w.Submit(**values)))
+            assert error_of(await router.finish(1)) == ("invalid_value", field)
+            assert len(token_ids(await router.finish(9))) == 50
+
+    async def test_a_stream_id_that_is_in_use_ends_with_an_error(self) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            await router.submit(1, LONG)
+            await router.submit(1, LONG)
+            assert error_of(await router.finish(1)) == ("invalid_value", "stream_id")
+            await router.until_empty()
+
+    @pytest.mark.parametrize("command", [w.Command(), w.Command(hello=w.Hello(router_id="r"))])
+    async def test_a_command_of_no_request_ends_the_stream(self, command: w.Command) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            await router.submit(1, LONG)
+            await router.send(command)
+            assert await router.ended is grpc.StatusCode.INVALID_ARGUMENT
+
+    async def test_an_engine_that_raises_costs_one_request(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            with monkeypatch.context() as patch:
+                patch.setattr(FakeEngine, "submit", lambda *_: 1 / 0)
+                await router.submit(1)
+                assert error_of(await router.finish(1)) == ("internal_error", "")
+            await router.submit(2)
+            assert (await router.finish(2))[-1].error is None
+
+
+class TestDeadline:
+    async def test_a_request_over_its_deadline_ends_with_that_error(self) -> None:
+        async with a_worker(timing=FakeTiming(step_s=0.01)) as server, RouterSide(server) as router:
+            await router.submit(1, LONG, deadline_s=0.05)
+            await router.submit(2, deadline_s=1000.0)
+            assert error_of(await router.finish(1)) == ("deadline_exceeded", "")
+            assert (await router.finish(2))[-1].finish_reason is FinishReason.LENGTH
+            await router.until_empty()
+
+
+class TestStatusAndDrain:
+    async def test_status_tells_what_is_open(self) -> None:
+        async with a_worker(timing=FakeTiming(step_s=0.01)) as server, RouterSide(server) as router:
+            await router.submit(1, LONG)
+            await router.until(lambda: router.deltas.get(1))
+            status = await router.status()
+            assert wire.worker_from_pb(status.info) == server.info
+            assert status.open_streams == 1
+            assert status.ledger.engine_requests == 1
+            assert status.load.num_running_reqs == 1
+            assert not status.draining
+            await router.cancel(1)
+
+    async def test_drain_lets_open_streams_end_and_refuses_new_ones(self) -> None:
+        async with (
+            a_worker(timing=FakeTiming(step_s=0.002)) as server,
+            RouterSide(server) as router,
+        ):
+            await router.submit(1, replace(PLAIN, max_tokens=40))
+            await router.until(lambda: router.deltas.get(1))
+            drain = asyncio.create_task(router.drain(WAIT_S))
+            async with asyncio.timeout(WAIT_S):
+                while not (await router.status()).draining:
+                    pass
+            await router.submit(2)
+            assert error_of(await router.finish(2)) == ("unavailable", "")
+            assert len(token_ids(await router.finish(1))) == 40
+            assert (await drain).drained
+
+    async def test_drain_waits_for_held_blocks_and_says_so_when_it_gives_up(self) -> None:
+        async with a_worker(Role.PREFILL) as server, RouterSide(server) as router:
+            await router.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
+            await router.finish(1)
+            reply = await router.drain(0.05)
+            assert not reply.drained
+            assert reply.ledger.leased_blocks == 1
+            # Nobody will fetch them: what a decode worker that gives up would cause.
+            engine = server.worker._engine
+            assert isinstance(engine, FakeEngine)
+            engine.release("t", "the test is over")
+            assert (await router.drain(WAIT_S)).drained
+
+    async def test_a_drain_time_that_makes_no_sense_is_refused(self) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await router.drain(float("nan"))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+class TestFailures:
+    async def test_a_dead_engine_ends_every_stream_and_is_told(self) -> None:
+        async with a_worker(timing=FakeTiming(step_s=0.01)) as server, RouterSide(server) as router:
+            await router.submit(1, LONG)
+            await router.until(lambda: router.deltas.get(1))
+            engine = server.worker._engine
+            assert isinstance(engine, FakeEngine)
+            engine.crash()
+            assert error_of(await router.finish(1))[0] == "worker_failed"
+            assert server.failed.done()
+            await router.submit(2)
+            assert error_of(await router.finish(2))[0] == "unavailable"
+
+    async def test_a_stalled_engine_is_cancelled_like_any_other(self) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            engine = server.worker._engine
+            assert isinstance(engine, FakeEngine)
+            engine.faults = FakeFaults(stalled=True)
+            await router.submit(1, deadline_s=0.05)
+            assert error_of(await router.finish(1))[0] == "deadline_exceeded"
+
+    async def test_a_router_that_does_not_read_is_cut_and_its_work_cancelled(self) -> None:
+        worker = Worker(fake_engine("e"), Role.AGGREGATED, max_frames=4)
+        await worker.start()
+        session, other = worker.attach("deaf"), worker.attach("listening")
+        submit = w.Submit(
+            stream_id=1,
+            request_id="request",
+            prompt_token_ids=[20],
+            sampling=wire.sampling_to_pb(LONG),
+            aggregated=w.AggregatedPhase(),
+        )
+        worker.submit(session, submit)
+        async with asyncio.timeout(WAIT_S):
+            error = await asyncio.shield(session.cut_by)
+        assert error.code == "overloaded"
+        assert not other.cut_by.done()
+        worker.detach(session)
+        assert worker.open_streams == 0
+        assert worker.ledger().is_empty
+        await worker.close()
+
+    async def test_a_stream_that_is_not_read_is_cut_over_grpc(self) -> None:
+        async with a_worker(max_frames=8) as server:
+            deaf = RouterSide(server, "deaf")
+            await deaf.open(listen=False)
+            await deaf.hello(server.epoch)
+            await deaf.submit(1, replace(LONG, logprobs=20))
+            async with RouterSide(server, "listening") as router:
+                await router.until_empty()
+                await router.submit(1)
+                assert len(token_ids(await router.finish(1))) == PLAIN.max_tokens
+            deaf.listen()
+            assert await deaf.ended is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await deaf.close()

@@ -1,0 +1,181 @@
+"""A worker as a process: what it reports, how it stops, how it exits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pdserve import rpc
+from pdserve.errors import ConfigError
+from pdserve.types import Role
+from tests.unit.workers.router_side import (
+    LONG,
+    WAIT_S,
+    FakeRegistry,
+    RouterSide,
+    a_worker,
+    worker_config,
+)
+from workers.main import run_worker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+_MAIN = """
+import json, os, sys
+from pdserve.child import Reports
+from pdserve.config import WorkerConfig
+from pdserve.types import Role
+from workers.main import run_worker
+values = json.loads(sys.argv[1])
+config = WorkerConfig(
+    worker_id="w0", role=Role(values.pop("role")), engine="fake",
+    routers=tuple(values.pop("routers")), **values,
+)
+sys.exit(run_worker(config, reports=Reports(int(sys.argv[2]))))
+"""
+
+
+@dataclass(slots=True)
+class Child:
+    """A worker process and its reports."""
+
+    process: asyncio.subprocess.Process
+    reports: asyncio.StreamReader
+
+    async def report(self, kind: str) -> Any:
+        """The next report of that kind."""
+        async with asyncio.timeout(WAIT_S):
+            while line := await self.reports.readline():
+                message = json.loads(line)
+                if kind in message:
+                    return message[kind]
+        raise AssertionError(f"the worker ended without saying {kind}")
+
+    async def exit_code(self) -> int:
+        async with asyncio.timeout(WAIT_S):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def a_process(
+    router: str, role: Role = Role.AGGREGATED, **values: Any
+) -> AsyncIterator[Child]:
+    read_fd, write_fd = os.pipe()
+    arguments = json.dumps({"role": role, "routers": [router], **values})
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _MAIN, arguments, str(write_fd), pass_fds=(write_fd,)
+    )
+    os.close(write_fd)
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    pipe = os.fdopen(read_fd, "rb")
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+    try:
+        yield Child(process, reader)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        transport.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_it_leaves_the_router_and_exits_with_0(
+    number: signal.Signals,
+) -> None:
+    registry = FakeRegistry()
+    async with registry.serving() as router, a_process(router, Role.PREFILL) as child:
+        facts = await child.report("ready")
+        assert facts["worker_id"] == "w0"
+        assert facts["address"] == registry.registered[0].address
+        child.process.send_signal(number)
+        assert await child.exit_code() == 0
+        assert registry.left == ["w0"]
+
+
+async def test_a_second_signal_ends_the_drain() -> None:
+    registry = FakeRegistry()
+    slow: dict[str, Any] = {"engine_args": {"step_s": 0.05}, "drain_timeout_s": 10_000.0}
+    async with registry.serving() as router, a_process(router, **slow) as child:
+        await child.report("ready")
+        async with RouterSide(registry.registered[0]) as client:
+            await client.submit(1, LONG)
+            await client.until(lambda: client.deltas.get(1))
+            child.process.send_signal(signal.SIGTERM)
+            await registry.until(lambda: any(x.draining for x in registry.renewals))
+            assert child.process.returncode is None
+            child.process.send_signal(signal.SIGTERM)
+            assert await child.exit_code() == 0
+    assert registry.left == ["w0"]
+
+
+async def test_a_refused_registration_exits_with_1_and_the_reason() -> None:
+    registry = FakeRegistry(refusal="another model is served here")
+    async with registry.serving() as router, a_process(router) as child:
+        assert "another model is served here" in await child.report("failed")
+        assert await child.exit_code() == 1
+
+
+async def test_an_engine_that_dies_exits_with_1_and_says_so() -> None:
+    registry = FakeRegistry()
+    async with (
+        registry.serving() as router,
+        a_process(router, engine_args={"crash_at_step": 1}) as child,
+    ):
+        await child.report("ready")
+        async with RouterSide(registry.registered[0]) as client:
+            await client.submit(1)
+            assert (await client.finish(1))[-1].error is not None
+            assert "the engine died" in await child.report("failed")
+            assert await child.exit_code() == 1
+
+
+async def test_a_stop_while_it_waits_for_its_router_exits_with_0() -> None:
+    async with FakeRegistry().serving() as router:
+        pass
+    async with a_process(router) as child:
+        assert await child.report("doing")
+        while await child.report("doing") != "registering":
+            pass
+        child.process.send_signal(signal.SIGTERM)
+        assert await child.exit_code() == 0
+
+
+def test_a_configuration_that_cannot_be_served_is_refused_by_name() -> None:
+    config = worker_config(router="127.0.0.1:1", engine_args={"nonsense": 1})
+    with pytest.raises(ConfigError) as caught:
+        run_worker(config)
+    assert caught.value.field == "engine_args.nonsense"
+
+
+async def test_health_says_serving_until_it_drains() -> None:
+    async with a_worker() as server, rpc.open_channel(server.info.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "pdserve.v1.Worker"):
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        assert await server.drain(WAIT_S)
+        reply = await stub.Check(health_pb2.HealthCheckRequest())
+        assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_reflection_names_the_worker_service() -> None:
+    async with a_worker() as server, rpc.open_channel(server.info.address) as channel:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast("Any", channel))
+        call = stub.ServerReflectionInfo(iter([request]))
+        reply = await anext(aiter(call))
+        names = [x.name for x in reply.list_services_response.service]
+        assert "pdserve.v1.Worker" in names
+        call.cancel()

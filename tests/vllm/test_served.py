@@ -1,0 +1,314 @@
+"""What `make run` starts, driven as its users drive it: real processes, real engines, the demo
+model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+import openai
+import pytest
+
+from pdserve.client import Client
+from pdserve.tokenizer import ChatMessage
+from pdserve.types import FinishReason, Receipt, SamplingParams
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import WorkerStub
+from tests.integration.up_process import UpProcess, run_cli
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+MODEL = "pdserve-demo"
+QUESTION = [{"role": "user", "content": "What is prefill?"}]
+LONG = "Prefill and decode are two phases of one request. " * 400
+
+
+class Stack:
+    """A running `pdserve up` and what its ready file says."""
+
+    def __init__(self, up: UpProcess) -> None:
+        self.up = up
+        self.ready: dict[str, Any] = up.wait_until_serving()
+        self.http: str = self.ready["http"]
+        self.grpc: str = self.ready["grpc"]
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0)
+
+    async def statuses(self) -> list[w.WorkerStatus]:
+        """What each worker says of itself."""
+        found = []
+        for worker in self.ready["workers"]:
+            async with grpc.aio.insecure_channel(worker["address"]) as channel:
+                found.append(await WorkerStub(channel).GetStatus(w.GetStatusRequest(), timeout=10))
+        return found
+
+    async def until_empty(self) -> None:
+        """No block is pinned, no request held, on either worker."""
+        async with asyncio.timeout(20):
+            while any(
+                s.ledger.pinned_blocks or s.ledger.transfers or s.ledger.engine_requests
+                for s in await self.statuses()
+            ):
+                pass
+
+    async def until_any(self, what: str) -> None:
+        """Some worker's ledger counts `what`."""
+        async with asyncio.timeout(20):
+            while not any(getattr(s.ledger, what) for s in await self.statuses()):
+                pass
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    up = UpProcess(tmp_path_factory.mktemp("up"), "--http-port", "0", "--grpc-port", "0")
+    try:
+        yield Stack(up)
+        up.send(signal.SIGINT)
+        assert up.wait() == 0, up.output
+        assert up.survivors() == []
+    finally:
+        up.close()
+
+
+@pytest.fixture
+async def stack(running: Stack) -> AsyncIterator[Stack]:
+    """Every test leaves the workers empty."""
+    yield running
+    await running.until_empty()
+
+
+def assert_disaggregated(receipt: dict[str, Any]) -> None:
+    """The proof that the request went the whole way."""
+    assert receipt["prefill_worker"] == "prefill-0"
+    assert receipt["decode_worker"] == "decode-0"
+    assert receipt["first_token_source"] == "prefill"
+    assert receipt["transfer_blocks"] > 0
+    assert receipt["transfer_bytes"] > 0
+    assert receipt["transport"] == "shm"
+    assert receipt["fallbacks"] == []
+    assert receipt["prefill_s"] > 0
+    assert receipt["decode_s"] > 0
+
+
+async def chat(stack: Stack, content: str = "What is prefill?", **more: Any) -> str:
+    async with stack.client() as client:
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": content}], temperature=0, **more
+        )
+    text = answer.choices[0].message.content
+    assert text is not None
+    return text
+
+
+def assert_english(text: str) -> None:
+    """Words, a sentence, and about the question."""
+    assert "prefill" in text.lower()
+    assert text.rstrip().endswith((".", "!", "?"))
+    assert len(text.split()) >= 8
+    assert text.isascii()
+
+
+async def test_a_chat_over_http_streams_english_through_both_workers(stack: Stack) -> None:
+    pieces, receipt, usage = [], None, None
+    async with stack.client() as client:
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,  # type: ignore[arg-type]
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for chunk in stream:
+            if chunk.choices and chunk.choices[0].delta.content:
+                pieces.append(chunk.choices[0].delta.content)
+            if chunk.usage is not None:
+                usage = chunk.usage
+                receipt = (chunk.model_extra or {})["pdserve"]["receipt"]
+    assert len(pieces) > 3
+    assert_english("".join(pieces))
+    assert "".join(pieces) == await chat(stack)
+    assert usage is not None
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert receipt is not None
+    assert_disaggregated(receipt)
+
+
+async def test_a_completion_over_http_streams_english_through_both_workers(stack: Stack) -> None:
+    pieces, receipt = [], None
+    async with stack.client() as client:
+        stream = await client.completions.create(
+            model=MODEL,
+            prompt="Prefill and decode are",
+            temperature=0,
+            max_tokens=60,
+            stream=True,
+        )
+        async for chunk in stream:
+            pieces.append(chunk.choices[0].text)
+            receipt = (chunk.model_extra or {}).get("pdserve", receipt)
+    text = "".join(pieces)
+    assert len(text.split()) >= 8
+    assert text.isascii()
+    assert receipt is not None
+    assert_disaggregated(receipt["receipt"])
+
+
+async def test_generate_over_grpc_streams_english_through_both_workers(stack: Stack) -> None:
+    async with Client(stack.grpc) as client:
+        deltas = [
+            delta
+            async for delta in client.generate(
+                [ChatMessage("user", "What is prefill?")],
+                SamplingParams(temperature=0, max_tokens=100),
+            )
+        ]
+    assert len(deltas) > 3
+    assert "".join(d.text for d in deltas) == await chat(stack)
+    last = deltas[-1]
+    assert last.finish_reason is FinishReason.STOP
+    assert isinstance(last.receipt, Receipt)
+    fields = {name: getattr(last.receipt, name) for name in Receipt.__slots__}
+    assert_disaggregated({**fields, "fallbacks": list(last.receipt.fallbacks)})
+
+
+async def test_a_replay_of_the_azure_trace_has_no_failures(stack: Stack, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    options = ("--trace", "chat", "--limit", "24", "--speedup", "4", "--scale-lengths", "0.125")
+    done = await asyncio.to_thread(
+        run_cli, "bench", "replay", "--url", stack.http, *options, "--out", str(out), "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    text = json.dumps(summary)
+    for metric in ("ttft", "tpot", "tt2t", "e2e"):
+        assert metric in text.lower()
+    assert out.exists()
+
+
+async def test_many_at_once_answer_as_alone(stack: Stack) -> None:
+    questions = ["What is prefill?", "What is decode?", "What is a KV block?", "Hello!"] * 4
+    alone = {q: await chat(stack, q, max_tokens=80) for q in set(questions)}
+    together = await asyncio.gather(*(chat(stack, q, max_tokens=80) for q in questions))
+    assert together == [alone[q] for q in questions]
+
+
+async def test_structured_output_holds_across_the_handoff(stack: Stack) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"phase": {"enum": ["prefill", "decode"]}, "n": {"type": "integer"}},
+        "required": ["phase", "n"],
+        "additionalProperties": False,
+    }
+    text = await chat(
+        stack,
+        "Answer in JSON.",
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )
+    assert json.loads(text)["phase"] in {"prefill", "decode"}
+
+
+async def test_a_seeded_long_prompt_does_not_hurt_the_engine(stack: Stack) -> None:
+    """A seeded request whose prompt is computed in chunks ends an unpatched CPU engine."""
+    async with stack.client() as client:
+        answers = [
+            (
+                await client.completions.create(
+                    model=MODEL, prompt=LONG, seed=7, temperature=0.9, max_tokens=12
+                )
+            )
+            .choices[0]
+            .text
+            for _ in range(2)
+        ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("when", ["queued or in prefill", "in transfer", "in decode"])
+async def test_a_client_that_goes_away_leaves_nothing(stack: Stack, when: str) -> None:
+    async with stack.client() as client:
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": f"{when}. {LONG}",
+            "max_tokens": 400,
+            "extra_body": {"ignore_eos": True},
+        }
+        if when == "in decode":
+            stream = await client.completions.create(**body, stream=True)
+            for _ in range(3):
+                await anext(stream)
+            await stream.close()
+            return
+        task = asyncio.create_task(client.completions.create(**body))
+        await stack.until_any("engine_requests" if when != "in transfer" else "in_flight_blocks")
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+BAD: list[tuple[dict[str, Any], int, str | None]] = [
+    ({"prompt": LONG * 8}, 400, "prompt"),
+    ({"prompt": "x", "temperature": "hot"}, 400, "temperature"),
+    ({"prompt": "x", "surprise": 1}, 400, "surprise"),
+    ({"prompt": "x", "n": 2}, 400, "n"),
+    ({"prompt": [1 << 20]}, 400, "prompt"),
+    ({"prompt": "x", "structured_outputs": {"regex": "(["}}, 400, "structured_outputs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "field"), BAD)
+async def test_bad_input_is_refused_and_hurts_nobody(
+    stack: Stack, fields: dict[str, Any], status: int, field: str | None
+) -> None:
+    async with stack.client() as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.completions.create(model=MODEL, max_tokens=5, extra_body=fields, prompt="")
+    assert caught.value.status_code == status
+    assert caught.value.param is not None
+    assert field is None or caught.value.param.startswith(field)
+    assert_english(await chat(stack))
+
+
+async def test_a_killed_decode_worker_does_not_cost_its_streams(stack: Stack) -> None:
+    """Last in this file: the worker is started again, under a new process id."""
+    whole = await chat(stack, "Explain disaggregated serving in detail.", max_tokens=300)
+    decode = next(x for x in stack.ready["workers"] if x["role"] == "decode")
+    pieces: list[str] = []
+    fallbacks: list[str] = []
+    async with stack.client() as client:
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Explain disaggregated serving in detail."}],
+            temperature=0,
+            max_tokens=300,
+            stream=True,
+        )
+        async for chunk in stream:
+            pieces.append(chunk.choices[0].delta.content or "")
+            if len(pieces) == 5:
+                os.kill(decode["pid"], signal.SIGKILL)
+            found = (chunk.model_extra or {}).get("pdserve")
+            if found:
+                fallbacks = found["receipt"]["fallbacks"]
+    assert "".join(pieces) == whole
+    assert fallbacks
+    # The supervisor starts it again; its address is new, and the ready file says so.
+    async with asyncio.timeout(120):
+        while True:
+            stack.ready = json.loads(stack.up.ready_path.read_text())
+            again = next(x for x in stack.ready["workers"] if x["role"] == "decode")
+            if again["pid"] != decode["pid"]:
+                with contextlib.suppress(grpc.aio.AioRpcError, openai.APIStatusError):
+                    await stack.statuses()
+                    break
+            await asyncio.sleep(0.2)
+    stack.up.watch([again["pid"]])

@@ -1,0 +1,120 @@
+"""What a worker asks of an inference engine, and what it promises in return.
+
+Promises of every implementation (tests/unit/workers/test_engine_contract.py holds them to it):
+
+1.  After `submit` returned, exactly one delta of that stream carries a finish reason, and it is
+    the last one, unless `cancel` came first: then there may be none. Nothing is lost in silence.
+2.  Deltas of one stream arrive in order. All deltas of one engine step arrive in one call of
+    `on_step`, on the event loop that called `start`.
+3.  `submit` never blocks. A request that the engine refuses ends with FinishReason.ERROR and an
+    error that names the field.
+4.  Prefill work samples exactly one token, reports it, and holds its blocks until the decode worker
+    has them, gave up, or the lease ran out. If that token ends the answer, with a finish reason of
+    `stop`, the blocks are freed at once. If it does not, the finish reason is `length`.
+5.  Decode work reserves its blocks, then waits for KV and first token from the source. Its first
+    delta is the token after those handed over. If the transfer fails, the stream ends with a
+    `transfer_failed` error and without tokens: it is never recomputed in silence.
+6.  `resume_token_ids` count as generated: they are not reported again, and penalties, seeds, stop
+    strings, grammars, minimum and maximum lengths go on as if this engine had sampled them.
+7.  `cancel` is idempotent, frees the stream's blocks on both sides of a transfer, and may be called
+    for a stream that is not known.
+8.  `close` ends everything, at once, and returns with no thread or process of the engine alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from pdserve.types import (
+        KvEndpoint,
+        KvLedger,
+        ModelInfo,
+        SamplingParams,
+        StreamDelta,
+        WorkerLoad,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPhase:
+    """Compute the prompt's KV and one token for the decode worker that presents `transfer_id`."""
+
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePhase:
+    """Receive KV and first token from the worker at `source_address`, then go on. `capability` is
+    the router's word to that worker that this one may have them; "" where it asks for none."""
+
+    transfer_id: str
+    source_address: str
+    source_epoch: str
+    capability: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AggregatedPhase:
+    """Prefill and decode here."""
+
+
+Phase = PrefillPhase | DecodePhase | AggregatedPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request as an engine gets it. `stream_id` is unique in this engine's process."""
+
+    stream_id: int
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    phase: Phase
+    resume_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine is. `kv` is None where KV cannot leave the engine."""
+
+    name: str
+    model: ModelInfo
+    block_size: int
+    total_blocks: int
+    max_num_seqs: int
+    kv: KvEndpoint | None
+
+
+StepCallback = Callable[[Sequence["StreamDelta"]], None]
+FailureCallback = Callable[[BaseException], None]
+
+
+class Engine(Protocol):
+    """See the promises at the top of this file."""
+
+    async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
+        """Load the model. `on_failure` is called once, on the loop, if the engine dies later."""
+        ...
+
+    def submit(self, work: Work) -> None:
+        """Queue `work`; its outcome comes through `on_step`."""
+        ...
+
+    def cancel(self, stream_id: int) -> None:
+        """Stop a stream; deltas that are on their way may still arrive."""
+        ...
+
+    def load(self) -> WorkerLoad | None:
+        """The load of the last step, or None before the engine has said anything."""
+        ...
+
+    def ledger(self) -> KvLedger:
+        """Blocks pinned for transfers now."""
+        ...
+
+    async def close(self) -> None:
+        """End everything; idempotent."""
+        ...

@@ -1,0 +1,79 @@
+"""Makes the engine that a configuration names. vllm is imported for its own engine only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pdserve.errors import ConfigError
+from pdserve.types import ModelInfo, Role
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pdserve.capability import CapabilityKey
+    from pdserve.config import WorkerConfig
+    from workers.engine import Engine
+
+
+def make_engine(
+    config: WorkerConfig, epoch: str, *, worker_id: str = "", kv_key: CapabilityKey | None = None
+) -> Engine:
+    """An engine that is not started yet. With `kv_key` it gives its KV for capabilities made with
+    it alone; the fake engine asks for none. Raises ConfigError naming the key at fault."""
+    if config.engine == "fake":
+        return _make_fake(config, epoch)
+    return _make_vllm(config, epoch, {"worker_id": worker_id, "kv_key": kv_key})
+
+
+def _make_vllm(config: WorkerConfig, epoch: str, rights: dict[str, Any]) -> Engine:
+    from workers.vllm_engine import VllmEngine
+    from workers.vllm_settings import KvSettings, VllmSettings
+
+    kv = None
+    if config.role is not Role.AGGREGATED:
+        kv = KvSettings(epoch, extra={**asdict(config.kv), **rights})
+    return VllmEngine(
+        VllmSettings(
+            model_path=str(config.model_path),
+            model_name=config.served_model_name,
+            threads=len(config.cores) or None,
+            kv=kv,
+            engine_args=config.engine_args,
+        )
+    )
+
+
+def _make_fake(config: WorkerConfig, epoch: str) -> Engine:
+    from workers.fake_engine import FakeEngine
+    from workers.fake_settings import FakeKv, settings_from_args
+
+    kv = None
+    if config.role is not Role.AGGREGATED:
+        kv = FakeKv(
+            epoch,
+            host=config.kv.host,
+            lease_s=config.kv.lease_s,
+            receive_timeout_s=config.kv.receive_timeout_s,
+        )
+    model = _model_info(config.model_path, config.served_model_name)
+    return FakeEngine(model, settings_from_args(config.engine_args, kv=kv))
+
+
+def _model_info(path: Path, name: str) -> ModelInfo:
+    """What the model's config.json says: the fake engine serves its vocabulary."""
+    try:
+        values: dict[str, Any] = json.loads((path / "config.json").read_text())
+        return ModelInfo(
+            name=name,
+            path=str(path),
+            max_model_len=int(values["max_position_embeddings"]),
+            vocab_size=int(values["vocab_size"]),
+            dtype=str(values.get("dtype", values.get("torch_dtype", "auto"))),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"model: {path / 'config.json'} has no vocab_size or max_position_embeddings",
+            field="model",
+        ) from error

@@ -1,0 +1,214 @@
+"""Keeps a worker registered with the routers that it was told of.
+
+register ──► renew every third of the lease ──► register again when the router does not know us
+   └─ refused: fatal                 └─ router away: try on, with growing pauses
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+
+from pdserve import rpc, wire
+from pdserve.errors import ConfigError
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import RegistryStub
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pdserve.capability import CapabilityKey
+    from pdserve.types import WorkerInfo, WorkerLoad
+    from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
+
+logger = logging.getLogger(__name__)
+
+_RPC_S = 5.0
+_DEREGISTER_S = 2.0
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+class RegistrationRefused(ConfigError):
+    """A router will not have this worker; the message has its reason."""
+
+
+class LoadSource(Protocol):
+    """What a renewal reports."""
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    def load(self) -> WorkerLoad | None: ...
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Growing pauses with jitter, so that workers do not come back to a router all at once."""
+
+    min_s: float = 0.1
+    max_s: float = 5.0
+    _next_s: float = 0.0
+
+    def pause_s(self) -> float:
+        """The next pause."""
+        self._next_s = min(self.max_s, max(self.min_s, self._next_s * 2))
+        return self._next_s * random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        self._next_s = 0.0
+
+
+class Registration:
+    """One worker at one router. State: one task, and whether the router knows us. `kv_key` is
+    shared with the router, so that it can make capabilities for this worker's KV."""
+
+    def __init__(
+        self,
+        address: str,
+        info: WorkerInfo,
+        source: LoadSource,
+        *,
+        kv_key: CapabilityKey | None = None,
+    ) -> None:
+        self.address = address
+        self.registered = asyncio.Event()
+        self._info = info
+        self._source = source
+        self._kv_key = kv_key
+        self._nudged = asyncio.Event()
+        self._backoff = Backoff()
+
+    async def run(self) -> NoReturn:
+        """Registers and renews until cancelled. Raises RegistrationRefused."""
+        async with rpc.open_channel(self.address) as channel:
+            stub = RegistryStub(channel)
+            while True:
+                lease_s = await self._register(stub)
+                self.registered.set()
+                logger.info("registered with router %s", self.address)
+                try:
+                    await self._renew(stub, lease_s)
+                finally:
+                    self.registered.clear()
+
+    def nudge(self) -> None:
+        """Renews now: something that the router should know has changed."""
+        self._nudged.set()
+
+    async def deregister(self) -> None:
+        """Tells the router that the worker leaves; its lease ends anyway where that fails. Call it
+        once `run` has ended."""
+        request = w.DeregisterRequest(worker_id=self._info.worker_id, epoch=self._info.epoch)
+        async with rpc.open_channel(self.address) as channel:
+            try:
+                await RegistryStub(channel).Deregister(request, timeout=_DEREGISTER_S)
+            except grpc.aio.AioRpcError as error:
+                logger.warning("leaving router %s failed: %s", self.address, error.code().name)
+
+    async def _register(self, stub: RegistryAsyncStub) -> float:
+        """Tries until the router takes us; returns the lease in seconds."""
+        request = wire.registration_to_pb(self._info, self._kv_key)
+        while True:
+            try:
+                reply = await stub.Register(request, timeout=_RPC_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _REFUSALS:
+                    reason = rpc.error_from_rpc(error)
+                    raise RegistrationRefused(
+                        f"router {self.address} refused this worker: {reason.message}",
+                        field=reason.field,
+                    ) from error
+                await self._wait_for_router(error)
+            else:
+                self._backoff.reset()
+                return reply.lease_s
+
+    async def _renew(self, stub: RegistryAsyncStub, lease_s: float) -> None:
+        """Keeps the lease alive; returns when the router does not know us any more."""
+        while True:
+            await self._pause(lease_s / 3)
+            load = self._source.load()
+            request = w.RenewRequest(
+                worker_id=self._info.worker_id,
+                epoch=self._info.epoch,
+                load=None if load is None else wire.load_to_pb(load),
+                draining=self._source.is_draining,
+            )
+            try:
+                lease_s = (await stub.Renew(request, timeout=_RPC_S)).lease_s
+                self._backoff.reset()
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    logger.info("router %s does not know us: registering again", self.address)
+                    return
+                await self._wait_for_router(error)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._nudged.wait()
+        except TimeoutError:
+            return
+        self._nudged.clear()
+
+    async def _wait_for_router(self, error: grpc.aio.AioRpcError) -> None:
+        pause_s = self._backoff.pause_s()
+        logger.warning(
+            "router %s: %s; next try in %.1f s", self.address, error.code().name, pause_s
+        )
+        await asyncio.sleep(pause_s)
+
+
+class Registrations:
+    """One worker at all its routers. `refused` gets the error of the first router that refuses."""
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        info: WorkerInfo,
+        source: LoadSource,
+        *,
+        kv_key: CapabilityKey | None = None,
+    ) -> None:
+        self.refused: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._all = [Registration(address, info, source, kv_key=kv_key) for address in addresses]
+        self._tasks: list[asyncio.Task[NoReturn]] = []
+
+    def start(self) -> None:
+        for registration in self._all:
+            task = asyncio.create_task(
+                registration.run(), name=f"registration-{registration.address}"
+            )
+            task.add_done_callback(self._ended)
+            self._tasks.append(task)
+
+    async def registered(self) -> None:
+        """Waits until every router knows the worker."""
+        for registration in self._all:
+            await registration.registered.wait()
+
+    def nudge(self) -> None:
+        for registration in self._all:
+            registration.nudge()
+
+    async def stop(self) -> None:
+        """Stops renewing and leaves every router that knew us. Idempotent."""
+        known = [x for x in self._all if x.registered.is_set()]
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        await asyncio.gather(*(x.deregister() for x in known))
+
+    def _ended(self, task: asyncio.Task[NoReturn]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not self.refused.done():
+            self.refused.set_result(error)

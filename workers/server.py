@@ -1,0 +1,164 @@
+"""One worker: its engine, its gRPC server and its registrations, started and stopped in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdserve import rpc
+from pdserve.capability import CapabilityKey
+from pdserve.errors import ConfigError
+from pdserve.types import Role, WorkerInfo
+from pdserve.v1 import worker_pb2
+from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from workers.engines import make_engine
+from workers.registration import Registrations
+from workers.servicer import WorkerService
+from workers.worker import MAX_FRAMES, Worker
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from pdserve.config import WorkerConfig
+    from workers.engine import Engine, EngineInfo
+
+logger = logging.getLogger(__name__)
+
+GRPC_STOP_S = 2.0
+_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+
+
+class WorkerServer:
+    """Owns everything of a worker. `start` once, then `stop`; all in one event loop.
+
+    The epoch, minted here, tells one life of a worker from the next. `kv_key`, minted here too, is
+    what its routers make capabilities with; it is None where KV cannot leave. `engine` and `epoch`
+    are for tests; without them the configuration says which.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        engine: Engine | None = None,
+        epoch: str | None = None,
+        max_frames: int = MAX_FRAMES,
+    ) -> None:
+        self.epoch = epoch or uuid.uuid4().hex
+        self.kv_key = None if config.role is Role.AGGREGATED else CapabilityKey.generate()
+        self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.epoch[:6]}"
+        engine = engine or make_engine(
+            config, self.epoch, worker_id=self.worker_id, kv_key=self.kv_key
+        )
+        self.worker = Worker(engine, config.role, max_frames=max_frames)
+        self.info: WorkerInfo
+        self._config = config
+        self._stack = AsyncExitStack()
+        self._health = health.aio.HealthServicer()
+        self._registrations: Registrations | None = None
+
+    async def start(self) -> WorkerInfo:
+        """Loads the model, serves, and begins to register; nothing is left behind when it raises.
+
+        Raises ConfigError for an address that cannot be had, and what the engine's start raises.
+        """
+        try:
+            return await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> WorkerInfo:
+        self._stack.push_async_callback(self.worker.close)
+        engine = await self.worker.start()
+        server = rpc.make_server()
+        host, port = self._config.host, self._config.port
+        try:
+            port = server.add_insecure_port(_join(host, port))
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {host} port {port}", field="port") from error
+        self.info = self._describe(engine, _join(host, port))
+        add_WorkerServicer_to_server(WorkerService(self.worker, self.info), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        await server.start()
+        self._stack.push_async_callback(server.stop, GRPC_STOP_S)
+        for name in ("", _SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._registrations = Registrations(
+            self._config.routers, self.info, self.worker, kv_key=self.kv_key
+        )
+        self._stack.push_async_callback(self._registrations.stop)
+        self._registrations.start()
+        return self.info
+
+    async def registered(self) -> None:
+        """Waits until every router knows this worker."""
+        assert self._registrations is not None
+        await self._registrations.registered()
+
+    @property
+    def failed(self) -> asyncio.Future[BaseException]:
+        """Gets the error of an engine that died."""
+        return self.worker.failed
+
+    @property
+    def refused(self) -> asyncio.Future[BaseException]:
+        """Gets the error of a router that will not have this worker."""
+        assert self._registrations is not None
+        return self._registrations.refused
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new work, tells the routers so, and waits for what is open; False when time ran
+        out first."""
+        self.worker.begin_drain()
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._registrations is not None:
+            self._registrations.nudge()
+        drained = await self.worker.drain(timeout_s)
+        if not drained:
+            logger.warning(
+                "not drained after %g s: %d streams, ledger %s",
+                timeout_s,
+                self.worker.open_streams,
+                self.worker.ledger(),
+            )
+        return drained
+
+    async def stop(self) -> None:
+        """Leaves the routers, lets what is queued for them go out, and ends all else. Idempotent.
+
+        Drain first, for a stop that nobody notices.
+        """
+        if self._registrations is not None:
+            await self._registrations.stop()
+        self.worker.close_sessions()
+        await self._stack.aclose()
+
+    def _describe(self, engine: EngineInfo, address: str) -> WorkerInfo:
+        role = self.worker.role
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            role=role,
+            model=engine.model,
+            address=address,
+            kv=engine.kv,
+            block_size=engine.block_size,
+            total_blocks=engine.total_blocks,
+            max_num_seqs=engine.max_num_seqs,
+            pid=os.getpid(),
+            engine=engine.name,
+        )
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

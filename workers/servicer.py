@@ -1,0 +1,152 @@
+"""The gRPC face of a worker; what it does is in workers/worker.py."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from pdserve import rpc, wire
+from pdserve.errors import InternalError, InvalidRequest, PdserveError
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import WorkerServicer
+from workers.gpu_health import gpu_health
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pdserve.types import WorkerInfo
+    from workers.session import Session
+    from workers.worker import Worker
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
+
+_HELLO_S = 10.0
+_MAX_DRAIN_S = 86400.0
+
+
+class WorkerService(WorkerServicer):
+    """No state of its own."""
+
+    def __init__(self, worker: Worker, info: WorkerInfo) -> None:
+        self._worker = worker
+        self._info = info
+
+    async def Attach(  # type: ignore[override]  # noqa: N802 - written to, not iterated
+        self, request_iterator: AsyncIterator[w.Command], context: Context
+    ) -> None:
+        """One router's stream. Its end, however it comes, cancels all that came over it."""
+        commands = aiter(request_iterator)
+        session = await self._greet(commands, context)
+        try:
+            # Answers the Hello before there is any frame.
+            await context.send_initial_metadata(())
+            error = await self._exchange(session, commands, context)
+        finally:
+            self._worker.detach(session)
+        if error is not None:
+            await rpc.abort(context, error)
+
+    async def GetStatus(  # noqa: N802
+        self, request: w.GetStatusRequest, context: Context
+    ) -> w.WorkerStatus:
+        load = self._worker.load()
+        return w.WorkerStatus(
+            info=wire.worker_to_pb(self._info),
+            load=None if load is None else wire.load_to_pb(load),
+            ledger=wire.ledger_to_pb(self._worker.ledger()),
+            draining=self._worker.is_draining,
+            # NVML can take its time on a machine with many GPUs.
+            gpus=await asyncio.to_thread(gpu_health),
+            open_streams=self._worker.open_streams,
+        )
+
+    async def Drain(  # noqa: N802
+        self, request: w.DrainRequest, context: Context
+    ) -> w.DrainResponse:
+        if not 0 <= request.timeout_s <= _MAX_DRAIN_S:
+            error = InvalidRequest(
+                f"timeout_s must be between 0 and {_MAX_DRAIN_S:g}", field="timeout_s"
+            )
+            await rpc.abort(context, error)
+        drained = await self._worker.drain(request.timeout_s)
+        return w.DrainResponse(drained=drained, ledger=wire.ledger_to_pb(self._worker.ledger()))
+
+    async def _greet(self, commands: AsyncIterator[w.Command], context: Context) -> Session:
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                command = await anext(commands)
+            if command.WhichOneof("command") != "hello" or not command.hello.router_id:
+                raise InvalidRequest("the first command must be hello with a router_id")
+        except (StopAsyncIteration, TimeoutError):
+            await rpc.abort(context, InvalidRequest("no hello came", field="hello"))
+        except InvalidRequest as error:
+            await rpc.abort(context, error)
+        if command.hello.worker_epoch != self._info.epoch:
+            stale = InvalidRequest(
+                f"this worker's epoch is {self._info.epoch}", field="hello.worker_epoch"
+            )
+            await rpc.abort(context, stale, status=grpc.StatusCode.FAILED_PRECONDITION)
+        try:
+            return self._worker.attach(command.hello.router_id)
+        except PdserveError as error:
+            await rpc.abort(context, error)
+
+    async def _exchange(
+        self, session: Session, commands: AsyncIterator[w.Command], context: Context
+    ) -> PdserveError | None:
+        """Both directions until one of them ends; what the router is to be told, if anything."""
+        reader = asyncio.create_task(self._read(session, commands), name="attach-read")
+        writer = asyncio.create_task(_write(session, context), name="attach-write")
+        ends: set[asyncio.Future[Any]] = {reader, writer, session.cut_by}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return _error_of(session, reader, writer)
+        finally:
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def _read(self, session: Session, commands: AsyncIterator[w.Command]) -> None:
+        """Takes commands in order until the router ends the stream. Raises InvalidRequest for one
+        that belongs to no request: then the two do not speak the same language."""
+        async for command in commands:
+            match command.WhichOneof("command"):
+                case "submit":
+                    self._submit(session, command.submit)
+                case "cancel":
+                    self._worker.cancel(session, command.cancel.stream_id)
+                case other:
+                    name = other or "nothing"
+                    raise InvalidRequest(f"{name} is no command after hello", field="command")
+
+    def _submit(self, session: Session, submit: w.Submit) -> None:
+        try:
+            self._worker.submit(session, submit)
+        except Exception:
+            logger.exception("submit of request %s failed", submit.request_id)
+            error = InternalError("the worker could not take the request")
+            self._worker.refuse(session, submit.stream_id, error)
+
+
+async def _write(session: Session, context: Context) -> None:
+    while (frame := await session.next_frame()) is not None:
+        await context.write(frame)
+
+
+def _error_of(session: Session, *tasks: asyncio.Task[None]) -> PdserveError | None:
+    """Why the stream ended, where the router is to be told."""
+    if session.cut_by.done():
+        return session.cut_by.result()
+    for task in tasks:
+        error = task.exception() if task.done() and not task.cancelled() else None
+        if isinstance(error, PdserveError):
+            return error
+        if error is not None:
+            logger.error("the stream of router %s broke", session.router_id, exc_info=error)
+            return InternalError("the worker could not serve the stream")
+    return None

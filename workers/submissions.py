@@ -1,0 +1,75 @@
+"""What a worker of a given role takes from a `Submit`. Raises InvalidRequest naming the field."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pdserve import wire
+from pdserve.errors import InvalidRequest
+from pdserve.types import Role
+from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work
+
+if TYPE_CHECKING:
+    from pdserve.v1 import worker_pb2 as w
+
+# A prefill and a decode worker also take whole requests: what the router falls back to.
+_PHASES: dict[Role, tuple[type[Phase], ...]] = {
+    Role.PREFILL: (PrefillPhase, AggregatedPhase),
+    Role.DECODE: (DecodePhase, AggregatedPhase),
+    Role.AGGREGATED: (AggregatedPhase,),
+}
+
+
+def work_from_pb(submit: w.Submit, *, stream_id: int, role: Role, has_kv: bool) -> Work:
+    """The work of `submit` under the engine's own `stream_id`."""
+    if not submit.sampling.HasField("max_tokens"):
+        raise InvalidRequest("max_tokens is missing", field="max_tokens")
+    return Work(
+        stream_id=stream_id,
+        request_id=_present("request_id", submit.request_id),
+        prompt_token_ids=tuple(submit.prompt_token_ids),
+        sampling=wire.sampling_from_pb(
+            submit.sampling, default_max_tokens=submit.sampling.max_tokens
+        ),
+        phase=_phase(submit, role, has_kv=has_kv),
+        resume_token_ids=tuple(submit.resume_token_ids),
+    )
+
+
+def deadline_s(submit: w.Submit) -> float | None:
+    """Seconds that the request has left; None for no bound."""
+    seconds = submit.deadline_s
+    if not math.isfinite(seconds) or seconds < 0:
+        raise InvalidRequest(f"deadline_s must not be {seconds:g}", field="deadline_s")
+    return seconds or None
+
+
+def _phase(submit: w.Submit, role: Role, *, has_kv: bool) -> Phase:
+    phase: Phase
+    match submit.WhichOneof("phase"):
+        case "prefill":
+            phase = PrefillPhase(_present("prefill.transfer_id", submit.prefill.transfer_id))
+        case "decode":
+            phase = DecodePhase(
+                _present("decode.transfer_id", submit.decode.transfer_id),
+                _present("decode.source_address", submit.decode.source_address),
+                _present("decode.source_epoch", submit.decode.source_epoch),
+                submit.decode.capability,
+            )
+        case "aggregated":
+            phase = AggregatedPhase()
+        case _:
+            raise InvalidRequest("phase is missing", field="phase")
+    if not isinstance(phase, _PHASES[role]):
+        name = submit.WhichOneof("phase")
+        raise InvalidRequest(f"a {role} worker takes no {name} work", field="phase")
+    if not has_kv and not isinstance(phase, AggregatedPhase):
+        raise InvalidRequest("this worker's engine cannot exchange KV", field="phase")
+    return phase
+
+
+def _present(name: str, value: str) -> str:
+    if not value:
+        raise InvalidRequest(f"{name} is missing", field=name)
+    return value

@@ -1,0 +1,66 @@
+"""Our settings as vLLM's engine arguments."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from workers.vllm_settings import KvSettings, VllmSettings
+
+_DEFAULTS: dict[str, Any] = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "seed": 0,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "use_tqdm_on_load": False,
+}
+_CPU_DEFAULTS: dict[str, Any] = {
+    "block_size": 32,  # the smallest that vLLM's CPU attention packs well
+    "kv_cache_memory_bytes": 256 << 20,
+    "enforce_eager": True,
+}
+
+
+def kv_transfer_config(kv: KvSettings) -> KVTransferConfig:
+    """Our connector, for both directions. A failed load must fail its request: recomputed in
+    silence, the first token would be sampled twice and nobody could tell."""
+    return KVTransferConfig(
+        kv_connector="PdConnector",
+        kv_connector_module_path="kv_transfer.connector",
+        kv_role="kv_both",
+        engine_id=kv.epoch,
+        kv_load_failure_policy="fail",
+        kv_connector_extra_config=dict(kv.extra),
+    )
+
+
+def engine_args(settings: VllmSettings) -> EngineArgs:
+    """Raises ConfigError naming the key for an engine argument that vLLM does not have."""
+    known = {f.name for f in fields(EngineArgs)}
+    for name in settings.engine_args:
+        if name not in known:
+            raise ConfigError(
+                f"engine_args.{name} is not an engine argument of this vLLM",
+                field=f"engine_args.{name}",
+            )
+    args = {
+        **_DEFAULTS,
+        **(_CPU_DEFAULTS if current_platform.is_cpu() else {}),
+        **settings.engine_args,
+    }
+    return EngineArgs(
+        model=settings.model_path,
+        served_model_name=settings.model_name,
+        disable_log_stats=False,
+        distributed_executor_backend="mp" if args.get("tensor_parallel_size", 1) > 1 else "uni",
+        kv_transfer_config=None if settings.kv is None else kv_transfer_config(settings.kv),
+        **args,
+    )

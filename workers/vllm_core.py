@@ -1,0 +1,347 @@
+"""vLLM's engine as its one thread sees it. Nothing here is safe to call from another thread.
+
+The engine core runs in this process (`LLMEngine` without its multiprocess client), so that one
+worker is one process, and so that tokens that arrive with KV can be put into the text state of
+their request between two steps. Where tensor parallelism is more than 1, vLLM's multiprocess
+executor runs the model; its processes watch a pipe to this one and end with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from kv_transfer.vllm_patches import patch_runner_v1
+from pdserve.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    PdserveError,
+    TransferFailed,
+    WorkerFailed,
+)
+from pdserve.types import (
+    ErrorInfo,
+    FinishReason,
+    KvEndpoint,
+    KvLedger,
+    ModelInfo,
+    PhaseReport,
+    StreamDelta,
+)
+from workers import sampling, text_state
+from workers.engine import AggregatedPhase, DecodePhase, EngineInfo, PrefillPhase
+from workers.load import LoadBoard, usable_blocks
+from workers.vllm_args import engine_args
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.types import TransferReport
+    from workers.engine import Work
+    from workers.vllm_settings import VllmSettings
+
+# vLLM's names for request fields that are ours under another name.
+_FIELDS = {"prompt": "prompt_token_ids", "structured_outputs": "structured_output"}
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One open request: `state` is vLLM's output side of it, `submitted` a monotonic time."""
+
+    work: Work
+    vllm_id: str
+    state: Any
+    submitted: float
+    transfer: TransferReport | None = None
+
+
+class VllmCore:
+    """State: the open streams, changed by `add`, `cancel` and `step`."""
+
+    def __init__(self, settings: VllmSettings, board: LoadBoard) -> None:
+        """Loads the model; takes seconds to minutes. Raises ConfigError, or what vLLM raises."""
+        if settings.kv is None:
+            patch_runner_v1()  # else the connector does, in each process that runs the model
+        args = engine_args(settings)
+        self._engine = LLMEngine.from_engine_args(
+            args, stat_loggers=[board.logger_factory()], enable_multiprocessing=False
+        )
+        core = self._engine.engine_core.engine_core
+        self._scheduler = core.scheduler
+        self._executor = core.model_executor
+        self._connector = self._scheduler.get_kv_connector()
+        self._streams: dict[str, _Stream] = {}
+        self._keys: dict[int, str] = {}
+        self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
+        self.is_idle = False
+        try:
+            self.info = self._describe(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _describe(self, settings: VllmSettings) -> EngineInfo:
+        config = self._engine.vllm_config
+        model = config.model_config
+        return EngineInfo(
+            name=f"vllm {vllm.__version__}",
+            model=ModelInfo(
+                name=settings.model_name,
+                path=str(model.tokenizer),
+                max_model_len=model.max_model_len,
+                vocab_size=model.get_vocab_size(),
+                dtype=str(model.dtype).removeprefix("torch."),
+            ),
+            block_size=config.cache_config.block_size,
+            total_blocks=usable_blocks(config),
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            kv=self._endpoint(),
+        )
+
+    def _endpoint(self) -> KvEndpoint | None:
+        if self._connector is None:
+            return None
+        ranks: dict[Any, Any] = {}
+        for of_worker in self._executor.get_kv_connector_handshake_metadata():
+            ranks.update(of_worker or {})
+        handshake = ranks[min(ranks)]
+        return KvEndpoint(
+            address=handshake.address,
+            compatibility=handshake.compatibility,
+            layout=dict(handshake.layout),
+            transports=tuple(handshake.transports),
+        )
+
+    def on_executor_death(self, callback: Callable[[], None]) -> None:
+        """`callback` is called, on a thread of vLLM's, if a process of the executor dies."""
+        self._executor.register_failure_callback(callback)
+
+    def wake_on_transfers(self, wake: Callable[[], None]) -> bool:
+        """`wake` is called, on a thread of the connector's, when the next step will find that a
+        transfer has moved on. False where the connector's worker half is in another process."""
+        if not has_kv_transfer_group():
+            return False
+        get_kv_transfer_group().wake_with(wake)
+        return True
+
+    def waits_for_transfers_alone(self) -> bool:
+        """True when whatever the next step could do hangs on a transfer."""
+        if self._connector is None:
+            return False
+        return bool(self._connector.ledger().transfers == len(self._scheduler.requests))
+
+    @property
+    def open_streams(self) -> list[int]:
+        return list(self._keys)
+
+    def has_work(self) -> bool:
+        """True while a step can change something: also while blocks of ended requests are held."""
+        return bool(self._scheduler.has_requests())
+
+    def ledger(self) -> KvLedger:
+        requests = len(self._scheduler.requests)
+        if self._connector is None:
+            return KvLedger(engine_requests=requests)
+        ledger = self._connector.ledger()
+        return KvLedger(
+            pinned_blocks=ledger.pinned_blocks,
+            in_flight_blocks=ledger.in_flight_blocks,
+            leased_blocks=ledger.leased_blocks,
+            transfers=ledger.transfers,
+            engine_requests=requests,
+        )
+
+    def add(self, work: Work, submitted: float) -> StreamDelta | None:
+        """Takes `work` in. Returns its last delta if it ends here: refused, or already finished."""
+        key = f"{work.request_id}/{work.stream_id}"
+        try:
+            self._check(work)
+            vllm_id = self._engine.add_request(
+                key, tokens_input(list(work.prompt_token_ids)), sampling.to_vllm(work)
+            )
+        except (PdserveError, VLLMClientError, ValueError) as error:
+            self._engine.abort_request([key])  # what it may have registered before it refused
+            return _refusal(work, error)
+        stream = _Stream(
+            work, vllm_id, self._engine.output_processor.request_states[vllm_id], submitted
+        )
+        self._streams[key] = stream
+        self._keys[work.stream_id] = key
+        if stopped := text_state.feed(stream.state, work.resume_token_ids):
+            return self._end_at_seam(stream, stopped)
+        return None
+
+    def _check(self, work: Work) -> None:
+        prompt, answer = len(work.prompt_token_ids), work.sampling.max_tokens
+        limit, vocabulary = self.info.model.max_model_len, self.info.model.vocab_size
+        if not prompt:
+            raise InvalidRequest("prompt_token_ids is empty", field="prompt_token_ids")
+        for name, ids in (
+            ("prompt_token_ids", work.prompt_token_ids),
+            ("resume_token_ids", work.resume_token_ids),
+        ):
+            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+                raise InvalidRequest(
+                    f"{name} has a token outside the vocabulary of {vocabulary}", field=name
+                )
+        if prompt + answer > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt} tokens and max_tokens is {answer}, "
+                f"which together is more than the model's context of {limit}",
+                field="prompt_token_ids" if prompt >= limit else "max_tokens",
+            )
+        if self._connector is None and not isinstance(work.phase, AggregatedPhase):
+            raise InvalidRequest("this engine has no KV connector to move KV with", field="phase")
+        if self._connector is None and work.resume_token_ids:
+            raise InvalidRequest(
+                "this engine has no KV connector to continue a request with",
+                field="resume_token_ids",
+            )
+
+    def cancel(self, stream_id: int) -> None:
+        key = self._keys.pop(stream_id, None)
+        if key is not None:
+            self._engine.abort_request([self._streams.pop(key).vllm_id], internal=True)
+        elif (held := self._held.pop(stream_id, None)) is not None:
+            self._connector.release(held)
+
+    def step(self) -> list[StreamDelta]:
+        """One step of the engine; the deltas of all requests that it moved."""
+        outputs = self._engine.step()
+        deltas = [self._delta(output) for output in outputs]
+        deltas += self._take_arrivals()
+        # With nothing running, a step only looks after transfers.
+        self.is_idle = not outputs and not self._scheduler.running
+        return deltas
+
+    def _take_arrivals(self) -> list[StreamDelta]:
+        """Tokens that came with KV go into the text state before the step that continues them."""
+        if self._connector is None:
+            return []
+        by_vllm_id = None
+        ended = []
+        for arrival in self._connector.take_arrivals():
+            if by_vllm_id is None:
+                by_vllm_id = {stream.vllm_id: stream for stream in self._streams.values()}
+            stream = by_vllm_id.get(arrival.request_id)
+            if stream is None:
+                continue
+            stream.transfer = arrival.report
+            if stopped := text_state.feed(stream.state, arrival.token_ids):
+                ended.append(self._end_at_seam(stream, stopped))
+        return ended
+
+    def _end_at_seam(self, stream: _Stream, stopped: str) -> StreamDelta:
+        self.cancel(stream.work.stream_id)
+        return StreamDelta(
+            stream.work.stream_id,
+            finish_reason=FinishReason.STOP,
+            stop_reason=stopped,
+            report=PhaseReport(transfer=stream.transfer),
+        )
+
+    def _delta(self, output: Any) -> StreamDelta:
+        stream = self._streams[output.request_id]
+        work, made = stream.work, output.outputs[0]
+        text, finish, error, report = made.text, None, None, None
+        if output.finished:
+            del self._streams[output.request_id], self._keys[work.stream_id]
+            finish = _finish_reason(made.finish_reason)
+            report = _report(stream, output)
+            if finish is FinishReason.ERROR:
+                error = self._failure(stream)
+            elif isinstance(work.phase, PrefillPhase):
+                if finish is FinishReason.LENGTH:
+                    text = text_state.held_back(stream.state, text)
+                    self._remember_held(stream)
+                else:
+                    # A stop string is found after vLLM's scheduler called it a cut at max_tokens.
+                    self._connector.release(stream.vllm_id)
+        return StreamDelta(
+            stream_id=work.stream_id,
+            token_ids=tuple(made.token_ids),
+            text=text,
+            logprobs=sampling.from_vllm_logprobs(
+                made.token_ids, made.logprobs, work.sampling.logprobs or 0
+            ),
+            finish_reason=finish,
+            stop_reason=made.stop_reason,
+            report=report,
+            error=error,
+        )
+
+    def _remember_held(self, stream: _Stream) -> None:
+        """A late cancel still frees the blocks; those that were taken are forgotten here."""
+        holds = self._connector.holds
+        self._held = {s: vllm_id for s, vllm_id in self._held.items() if holds(vllm_id)}
+        self._held[stream.work.stream_id] = stream.vllm_id
+
+    def _failure(self, stream: _Stream) -> ErrorInfo:
+        """vLLM says "error" and nothing else; which error it can be follows from the work."""
+        if isinstance(stream.work.phase, DecodePhase):
+            reason = self._connector.take_failure(stream.vllm_id)
+            return ErrorInfo(TransferFailed.code, reason or "the KV blocks did not arrive")
+        if stream.work.sampling.structured_output is not None:
+            return ErrorInfo(
+                InvalidRequest.code,
+                "structured_output could not be compiled to a grammar",
+                field="structured_output",
+            )
+        return ErrorInfo(WorkerFailed.code, "the engine failed on this request")
+
+    def close(self) -> None:
+        """Ends the engine and its processes; idempotent."""
+        self._streams.clear()
+        self._keys.clear()
+        self._engine.engine_core.shutdown()
+
+
+def _finish_reason(reason: str) -> FinishReason:
+    # vLLM also ends what repeats itself, where asked to; a client sees that as a stop.
+    return FinishReason.STOP if reason == "repetition" else FinishReason(reason)
+
+
+def _report(stream: _Stream, output: Any) -> PhaseReport:
+    """Times from vLLM's own marks, all on the monotonic clock; a mark never reached is 0."""
+    marks = output.metrics
+    if not marks.scheduled_ts:
+        return PhaseReport(transfer=stream.transfer)
+    queue_s = max(0.0, marks.scheduled_ts - stream.submitted)
+    if isinstance(stream.work.phase, DecodePhase):
+        return PhaseReport(
+            queue_s=queue_s,
+            decode_s=max(0.0, marks.last_token_ts - marks.scheduled_ts),
+            transfer=stream.transfer,
+        )
+    return PhaseReport(
+        queue_s=queue_s,
+        prefill_s=max(0.0, marks.first_token_ts - marks.scheduled_ts),
+        decode_s=max(0.0, marks.last_token_ts - marks.first_token_ts),
+        cached_tokens=output.num_cached_tokens or 0,
+    )
+
+
+def _refusal(work: Work, error: Exception) -> StreamDelta:
+    """The delta that refuses `work`. vLLM does not name the field of every error; what is left
+    unnamed once prompt and numbers are checked is the grammar."""
+    if isinstance(error, PdserveError):
+        code, message, field = error.code, error.message, error.field
+    else:
+        # vLLM's own text of an error ends in the parameter and the whole of its value.
+        code, message = InvalidRequest.code, str(next(iter(error.args), error))
+        parameter = getattr(error, "parameter", None) or ""
+        field = _FIELDS.get(parameter, parameter)
+        if not field and work.sampling.structured_output is not None:
+            field = "structured_output"
+    return StreamDelta(
+        work.stream_id,
+        finish_reason=FinishReason.ERROR,
+        error=ErrorInfo(code, message, field),
+        report=PhaseReport(),
+    )

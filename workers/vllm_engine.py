@@ -1,0 +1,218 @@
+"""The `Engine` on vLLM: an event loop on one side, one thread that steps vLLM on the other.
+
+The two meet in an inbox (work and cancels, to the thread) and in one call of `on_step` a step
+(deltas, to the loop). The thread blocks while the engine has nothing to do. While only transfers
+are pending it looks at them every millisecond, and new work wakes it from that too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.errors import Unavailable, WorkerFailed
+from pdserve.types import ErrorInfo, FinishReason, KvLedger, StreamDelta
+from workers.vllm_env import apply_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.types import WorkerLoad
+    from workers.engine import EngineInfo, FailureCallback, StepCallback, Work
+    from workers.load import LoadBoard
+    from workers.vllm_core import VllmCore
+    from workers.vllm_settings import VllmSettings
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.001
+# How often leases and fences are looked at while nothing but transfers is waited for.
+_TRANSFER_TICK_S = 0.05
+_CLOSE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    work: Work
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancelled:
+    stream_id: int
+
+
+class VllmEngine:
+    """State shared with the step thread: the inbox and `_end`, both under `_lock`. `_end` says why
+    no more work is taken, once that is so; the thread sets it when it stops."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._inbox: deque[_Submitted | _Cancelled] = deque()
+        self._end: ErrorInfo | None = None
+        self._wake = threading.Event()
+        self._closing = False
+        self._executor_died = False
+        self._thread: threading.Thread | None = None
+        self._board: LoadBoard | None = None
+        self._ledger = KvLedger()
+        self._loop: asyncio.AbstractEventLoop
+        self._on_step: StepCallback
+        self._on_failure: FailureCallback
+
+    async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
+        """Raises what loading raises: ConfigError for our settings, vLLM's errors for its own."""
+        if self._thread is not None:
+            raise RuntimeError("this engine was started already")
+        self._loop = asyncio.get_running_loop()
+        self._on_step, self._on_failure = on_step, on_failure
+        started: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="vllm-step", daemon=True
+        )
+        self._thread.start()
+        return await started
+
+    def submit(self, work: Work) -> None:
+        if not self._put(_Submitted(work, time.monotonic())):
+            assert self._end is not None
+            self._loop.call_soon(self._on_step, [_ended(work.stream_id, self._end)])
+
+    def cancel(self, stream_id: int) -> None:
+        self._put(_Cancelled(stream_id))
+
+    def _put(self, item: _Submitted | _Cancelled) -> bool:
+        with self._lock:
+            if self._end is not None:
+                return False
+            self._inbox.append(item)
+        self._wake.set()
+        return True
+
+    def load(self) -> WorkerLoad | None:
+        return None if self._board is None else self._board.latest
+
+    def ledger(self) -> KvLedger:
+        return self._ledger
+
+    async def close(self) -> None:
+        self._closing = True
+        self._wake.set()
+        if self._thread is None:
+            return
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.error("the engine did not end within %.0f s", _CLOSE_TIMEOUT_S)
+
+    # Everything below runs on the step thread.
+
+    def _run(self, started: asyncio.Future[EngineInfo]) -> None:
+        try:
+            core = self._load()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the start
+            self._stop(ErrorInfo(WorkerFailed.code, "the engine did not start"), [])
+            self._call(_fail, started, error)
+            return
+        self._call(_resolve, started, core.info)
+        end, failure = ErrorInfo(Unavailable.code, "the worker is closing"), None
+        try:
+            self._serve(core)
+        except Exception as error:  # noqa: BLE001 - top of the thread: it ends the engine
+            _log.exception("the engine failed")
+            end, failure = ErrorInfo(WorkerFailed.code, "the engine failed"), error
+        self._stop(end, core.open_streams)
+        if failure is not None:
+            self._call(self._on_failure, failure)
+        try:
+            core.close()
+        except Exception:  # noqa: BLE001 - cleanup
+            _log.exception("the engine did not close cleanly")
+        self._ledger = KvLedger()
+
+    def _load(self) -> VllmCore:
+        apply_environment(self._settings)
+        # Importing vllm takes seconds, so it happens here, with the loop running on.
+        from workers.load import LoadBoard
+        from workers.vllm_core import VllmCore
+
+        board = LoadBoard()
+        core = VllmCore(self._settings, board)
+        core.on_executor_death(self._note_executor_death)
+        self._board = board
+        return core
+
+    def _note_executor_death(self) -> None:
+        self._executor_died = True
+        self._wake.set()
+
+    def _serve(self, core: VllmCore) -> None:
+        is_woken = core.wake_on_transfers(self._wake.set)
+        while not self._closing:
+            if self._executor_died:
+                raise RuntimeError("a process of the executor died")
+            self._emit(self._take_inbox(core))
+            if not core.has_work():
+                self._ledger = core.ledger()
+                self._pause(None)
+                continue
+            deltas = core.step()
+            self._ledger = core.ledger()  # before the deltas: who has seen them sees it too
+            self._emit(deltas)
+            if core.is_idle:
+                woken = is_woken and core.waits_for_transfers_alone()
+                self._pause(_TRANSFER_TICK_S if woken else _POLL_S)
+
+    def _pause(self, timeout_s: float | None) -> None:
+        self._wake.wait(timeout_s)
+        self._wake.clear()  # before the inbox is read: what is put later sets it again
+
+    def _take_inbox(self, core: VllmCore) -> list[StreamDelta]:
+        with self._lock:
+            items = list(self._inbox)
+            self._inbox.clear()
+        ended = []
+        for item in items:
+            match item:
+                case _Submitted(work, at):
+                    if delta := core.add(work, at):
+                        ended.append(delta)
+                case _Cancelled(stream_id):
+                    core.cancel(stream_id)
+        return ended
+
+    def _stop(self, end: ErrorInfo, open_streams: Sequence[int]) -> None:
+        """Ends all streams with `end`, and every one that is submitted from here on."""
+        with self._lock:
+            self._end = end
+            waiting = [item.work.stream_id for item in self._inbox if isinstance(item, _Submitted)]
+            self._inbox.clear()
+        self._emit([_ended(stream_id, end) for stream_id in [*open_streams, *waiting]])
+
+    def _emit(self, deltas: Sequence[StreamDelta]) -> None:
+        if deltas:
+            self._call(self._on_step, deltas)
+
+    def _call(self, function: object, *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            _log.debug("the event loop ended before the engine")
+
+
+def _ended(stream_id: int, error: ErrorInfo) -> StreamDelta:
+    return StreamDelta(stream_id, finish_reason=FinishReason.ERROR, error=error)
+
+
+def _resolve(future: asyncio.Future[EngineInfo], info: EngineInfo) -> None:
+    if not future.done():
+        future.set_result(info)
+
+
+def _fail(future: asyncio.Future[EngineInfo], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

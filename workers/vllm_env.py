@@ -1,0 +1,53 @@
+"""The environment of a vLLM process. Many of vLLM's settings are read from it once, at import."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from workers.vllm_settings import VllmSettings
+
+_ALWAYS = {
+    # The engine core lives in this process (LLMEngine); this also keeps the CPU platform from
+    # swapping the single-process executor for the multiprocess one.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Threads are shared out by whoever starts the worker. vLLM's own binder would take a core per
+    # rank for itself, and one more because a KV connector is configured.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+_UNLESS_SET = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def apply_environment(settings: VllmSettings) -> None:
+    """Sets this process up for `settings`; imports torch, which takes a second. Raises RuntimeError
+    once vllm has been imported."""
+    if "vllm" in sys.modules:
+        raise RuntimeError("the environment must be set before vllm is imported")
+    os.environ.update(_ALWAYS)
+    for name, value in _UNLESS_SET.items():
+        os.environ.setdefault(name, value)
+    # A whole number of GiB that silently overrides kv_cache_memory_bytes.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if settings.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    if Path(settings.model_path).is_dir():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    if _is_cpu_build() and settings.engine_args.get("enforce_eager", True):
+        # Eager on CPU: all that is left to compile are a few helpers of the sampler, for which the
+        # first request with logprobs would wait 2 s, or 14 s with a cold cache.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def _is_cpu_build() -> bool:
+    # torch is imported after the thread count is set: it reads that once.
+    import torch
+
+    return torch.version.cuda is None and torch.version.hip is None

@@ -1,0 +1,62 @@
+"""What a vLLM engine is started with. No vllm here: settings are made before it may be imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Engine arguments that follow from other settings, or that the engine's design rests on.
+_RESERVED = frozenset(
+    {
+        "model",
+        "served_model_name",
+        "kv_transfer_config",
+        "distributed_executor_backend",
+        "disable_log_stats",
+        "data_parallel_size",
+        "pipeline_parallel_size",
+        "stream_interval",
+        "skip_tokenizer_init",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """How this engine takes part in KV transfers. `epoch` names one life of the process; `extra` is
+    handed to the connector as it is."""
+
+    epoch: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """Settings of one engine.
+
+    `engine_args` are vLLM's `EngineArgs` by name; what they leave open has our defaults, see
+    `workers/vllm_args.py`. `threads` is the size of the OpenMP pool; None leaves it alone. Without
+    `kv` the engine serves aggregated work alone. Raises ConfigError naming the key for an engine
+    argument that cannot be given.
+    """
+
+    model_path: str
+    model_name: str
+    threads: int | None = None
+    kv: KvSettings | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError("threads must be at least 1", field="threads")
+        for name in self.engine_args:
+            if name in _RESERVED:
+                raise ConfigError(
+                    f"engine_args.{name} cannot be set: the worker sets it itself",
+                    field=f"engine_args.{name}",
+                )

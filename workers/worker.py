@@ -1,0 +1,242 @@
+"""One engine and the routers it works for, without gRPC.
+
+Stream ids of routers are their own; the engine gets ids that are unique here. What the engine says
+in a step goes to each router as one frame. Transitions are synchronous; only draining waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve import deadline, wire
+from pdserve.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    PdserveError,
+    Unavailable,
+    WorkerFailed,
+)
+from pdserve.v1 import common_pb2 as c
+from pdserve.v1 import worker_pb2 as w
+from workers.engine import PrefillPhase
+from workers.session import Session
+from workers.submissions import deadline_s, work_from_pb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.types import KvLedger, Role, StreamDelta, WorkerLoad
+    from workers.engine import Engine, EngineInfo
+
+logger = logging.getLogger(__name__)
+
+# The engine tells nobody when a lease ends, so that an empty ledger has to be looked for.
+_LEDGER_LOOK_S = 0.02
+MAX_FRAMES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    session: Session
+    router_stream_id: int
+    is_prefill: bool
+    timer: asyncio.TimerHandle | None
+
+
+class Worker:
+    """State: attached sessions, open streams by engine id, whether new work is taken.
+
+    `failed` gets the error of an engine that died.
+    """
+
+    def __init__(self, engine: Engine, role: Role, *, max_frames: int = MAX_FRAMES) -> None:
+        self.role = role
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._engine = engine
+        self._max_frames = max_frames
+        self._has_kv = False
+        self._sessions: dict[str, Session] = {}
+        self._streams: dict[int, _Stream] = {}
+        self._ids = itertools.count(1)
+        self._draining = False
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> EngineInfo:
+        """Starts the engine; raises what that raises."""
+        info = await self._engine.start(self._on_step, self._on_failure)
+        self._has_kv = info.kv is not None
+        return info
+
+    @property
+    def is_draining(self) -> bool:
+        return self._draining
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    def load(self) -> WorkerLoad | None:
+        return self._engine.load()
+
+    def ledger(self) -> KvLedger:
+        return self._engine.ledger()
+
+    def attach(self, router_id: str) -> Session:
+        """A new session. An older one of the same router is cut: its router has given it up.
+
+        Raises Unavailable while the worker closes.
+        """
+        if self._closing:
+            raise Unavailable("this worker is closing")
+        older = self._sessions.get(router_id)
+        if older is not None:
+            older.cut(Unavailable(f"router {router_id} attached anew"))
+            self.detach(older)
+        session = self._sessions[router_id] = Session(router_id, max_frames=self._max_frames)
+        load = self.load()
+        if load is not None:
+            session.put(w.StepFrame(load=wire.load_to_pb(load)))
+        return session
+
+    def detach(self, session: Session) -> None:
+        """The session is over: cancels all its work. Idempotent."""
+        if self._sessions.get(session.router_id) is session:
+            del self._sessions[session.router_id]
+        for stream_id in list(session.engine_ids):
+            self.cancel(session, stream_id)
+
+    def submit(self, session: Session, submit: w.Submit) -> None:
+        """Gives work to the engine, or ends the request with the error that refuses it."""
+        stream_id = next(self._ids)
+        try:
+            if submit.stream_id in session.engine_ids:
+                raise InvalidRequest("stream_id is in use on this stream", field="stream_id")
+            if self._draining:
+                raise Unavailable("this worker is draining")
+            work = work_from_pb(submit, stream_id=stream_id, role=self.role, has_kv=self._has_kv)
+            seconds = deadline_s(submit)
+        except PdserveError as error:
+            self.refuse(session, submit.stream_id, error)
+            return
+        timer = None
+        if seconds is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(seconds, self._expire, stream_id, seconds)
+        session.engine_ids[submit.stream_id] = stream_id
+        self._streams[stream_id] = _Stream(
+            session, submit.stream_id, isinstance(work.phase, PrefillPhase), timer
+        )
+        self._idle.clear()
+        self._engine.submit(work)
+
+    def refuse(self, session: Session, router_stream_id: int, error: PdserveError) -> None:
+        """Ends a stream with `error`, whether or not it was opened."""
+        self.cancel(session, router_stream_id)
+        session.put(_end_frame(router_stream_id, error))
+
+    def cancel(self, session: Session, router_stream_id: int) -> None:
+        """Ends a stream without another word, or frees what a prefill that ended holds; unknown
+        ones are ignored."""
+        stream_id = session.engine_ids.get(router_stream_id)
+        if stream_id is not None:
+            self._forget(stream_id)
+        else:
+            stream_id = session.take_held(router_stream_id)
+        if stream_id is not None:
+            self._engine.cancel(stream_id)
+
+    def begin_drain(self) -> None:
+        """New work is refused from now on."""
+        self._draining = True
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Waits until no stream is open and no block is pinned; False when time ran out first."""
+        self.begin_drain()
+        try:
+            async with deadline.timeout(deadline.after(timeout_s)):
+                while not (self._idle.is_set() and self.ledger().is_empty):
+                    await self._idle.wait()
+                    await asyncio.sleep(_LEDGER_LOOK_S)
+        except TimeoutError:
+            return not self._streams and self.ledger().is_empty
+        return True
+
+    def close_sessions(self) -> None:
+        """Lets every session end behind the frames that are queued, and takes no new one."""
+        self._draining = self._closing = True
+        for session in self._sessions.values():
+            session.finish()
+
+    async def close(self) -> None:
+        """Cancels what is left and ends the engine. Idempotent."""
+        self._draining = self._closing = True
+        for session in list(self._sessions.values()):
+            session.cut(Unavailable("this worker has closed"))
+            self.detach(session)
+        await self._engine.close()
+
+    def _on_step(self, deltas: Sequence[StreamDelta]) -> None:
+        load = self._engine.load()
+        load_pb = None if load is None else wire.load_to_pb(load)
+        frames: dict[Session, w.StepFrame] = {}
+        for delta in deltas:
+            stream = self._streams.get(delta.stream_id)
+            if stream is None:
+                continue
+            frame = frames.get(stream.session)
+            if frame is None:
+                frame = frames[stream.session] = w.StepFrame(load=load_pb)
+            if delta.finish_reason is None and not delta.logprobs:
+                # The common case, once per token: built in place, not built and then copied.
+                frame.deltas.add(
+                    stream_id=stream.router_stream_id, token_ids=delta.token_ids, text=delta.text
+                )
+                continue
+            message = wire.delta_to_pb(delta)
+            message.stream_id = stream.router_stream_id
+            frame.deltas.append(message)
+            if delta.finish_reason is not None:
+                if stream.is_prefill:
+                    stream.session.hold(stream.router_stream_id)
+                self._forget(delta.stream_id)
+        for session, frame in frames.items():
+            session.put(frame)
+
+    def _on_failure(self, error: BaseException) -> None:
+        self._draining = True
+        for stream_id, stream in list(self._streams.items()):
+            self._forget(stream_id)
+            failure = WorkerFailed("the worker's engine died")
+            stream.session.put(_end_frame(stream.router_stream_id, failure))
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    def _expire(self, stream_id: int, seconds: float) -> None:
+        stream = self._streams[stream_id]
+        self._forget(stream_id)
+        self._engine.cancel(stream_id)
+        error = DeadlineExceeded(f"the request did not end within its {seconds:.3g} s")
+        stream.session.put(_end_frame(stream.router_stream_id, error))
+
+    def _forget(self, stream_id: int) -> None:
+        stream = self._streams.pop(stream_id)
+        del stream.session.engine_ids[stream.router_stream_id]
+        if stream.timer is not None:
+            stream.timer.cancel()
+        if not self._streams:
+            self._idle.set()
+
+
+def _end_frame(router_stream_id: int, error: PdserveError) -> w.StepFrame:
+    delta = w.StreamDelta(
+        stream_id=router_stream_id,
+        finish_reason=c.FINISH_REASON_ERROR,
+        error=wire.error_to_pb(error),
+    )
+    return w.StepFrame(deltas=[delta])
