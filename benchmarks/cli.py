@@ -1,0 +1,351 @@
+"""``pdserve bench``: replay, convert and describe traces.
+
+Only the parser is made here; what a command needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from benchmarks.result import ReplayResult
+    from benchmarks.run import ReplaySettings, RunObserver
+    from benchmarks.targets import Target
+
+EXIT_OK, EXIT_FAILED_REQUESTS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+SLO_METRICS = ("ttft", "ttft_sched", "tpot", "tt2t", "e2e", "e2e_sched")
+TICK_JITTERS = ("none", "uniform", "even")
+FORMATS = ("azure", "mooncake", "canonical")
+_TRACE_HELP = "chat, code or longchat (shipped), or the path of a trace file"
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``bench`` with its commands; each sets ``handler``, a function of the parsed arguments
+    that returns the exit status."""
+    bench = subparsers.add_parser("bench", help="replay traces of real traffic and measure")
+    commands = bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
+    _add_replay(commands)
+    _add_convert(commands)
+    _add_describe(commands)
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="send a trace's requests when they are due and measure the answers",
+        description="Replay a trace open loop. Exit status: 0 if every request ended well, 1 if "
+        "one failed, 2 if the options or the trace are wrong.",
+    )
+    replay.set_defaults(handler=_replay)
+    replay.add_argument("--trace", default="chat", metavar="TRACE", help=_TRACE_HELP)
+    where = replay.add_mutually_exclusive_group()
+    where.add_argument("--url", help=f"OpenAI-compatible endpoint (default: {DEFAULT_URL})")
+    where.add_argument("--grpc", metavar="HOST:PORT", help="pdserve's gRPC endpoint instead")
+    replay.add_argument("--model", help="served model (default: the only one)")
+    replay.add_argument(
+        "--vocab-size", type=_positive_int, help="needed where the endpoint does not tell it"
+    )
+    _add_cut(replay)
+    _add_timing(replay)
+    out = replay.add_argument_group("what comes out")
+    out.add_argument(
+        "--slo",
+        type=_slo,
+        default={},
+        metavar="METRIC=TIME,...",
+        help=f"limits, such as ttft=500ms,tpot=50ms; metrics: {', '.join(SLO_METRICS)}",
+    )
+    out.add_argument("--out", type=Path, metavar="FILE", help="write every request's timeline here")
+    out.add_argument("--json", action="store_true", help="print the summary as JSON, not a table")
+
+
+def _add_cut(replay: argparse.ArgumentParser) -> None:
+    cut = replay.add_argument_group("what is sent")
+    cut.add_argument("--limit", type=_positive_int, metavar="N", help="only the first N requests")
+    cut.add_argument(
+        "--scale-lengths",
+        type=_fraction,
+        default=Fraction(1),
+        metavar="F",
+        help="multiply all lengths by F, such as 1/8 or 0.5",
+    )
+    cut.add_argument(
+        "--max-output-tokens", type=_positive_int, metavar="N", help="cut longer outputs to N"
+    )
+    cut.add_argument(
+        "--max-total-tokens",
+        type=_positive_int,
+        metavar="N",
+        help="drop requests whose input and output exceed N (default: what the model takes)",
+    )
+    cut.add_argument("--seed", type=_whole_number, default=0, help="of prompts and tick jitter")
+    cut.add_argument(
+        "--warmup",
+        type=_whole_number,
+        default=1,
+        metavar="N",
+        help="requests sent beforehand, one by one, and not measured (default: 1)",
+    )
+
+
+def _add_timing(replay: argparse.ArgumentParser) -> None:
+    when = replay.add_argument_group("when it is sent")
+    when.add_argument(
+        "--speedup", type=_positive_float, default=1.0, metavar="X", help="divide all gaps by X"
+    )
+    when.add_argument(
+        "--tick-jitter",
+        choices=TICK_JITTERS,
+        default="uniform",
+        help="how requests that a log rounded to one tick are spread over it (default: uniform)",
+    )
+    when.add_argument(
+        "--drain-timeout",
+        type=_positive_float,
+        default=300.0,
+        metavar="SECONDS",
+        help="how long to wait for answers after the last request is due (default: 300)",
+    )
+
+
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert", help="write a trace as canonical JSON lines, with what is known of it beside it"
+    )
+    convert.set_defaults(handler=_convert)
+    _add_input(convert)
+    convert.add_argument("output", type=Path, metavar="OUTPUT", help="a new .jsonl file")
+    convert.add_argument("--name", help="what results call the trace (default: OUTPUT's stem)")
+    convert.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
+
+
+def _add_describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    describe = commands.add_parser("describe", help="print a trace's statistics")
+    describe.set_defaults(handler=_describe)
+    _add_input(describe)
+    describe.add_argument("--json", action="store_true", help="print JSON, not a table")
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", help=_TRACE_HELP)
+    parser.add_argument(
+        "--from", dest="file_format", choices=FORMATS, help="its format (default: by the suffix)"
+    )
+    parser.add_argument(
+        "--block-size", type=_positive_int, help="tokens per hash id, if no .meta.json says it"
+    )
+
+
+def _replay(args: argparse.Namespace) -> int:
+    return _refusing(lambda: _run_replay(args))
+
+
+def _run_replay(args: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from benchmarks.progress import ReplayProgress
+    from benchmarks.report import render_result
+    from benchmarks.result import write_result
+    from benchmarks.run import ReplaySettings
+    from benchmarks.workload import Shape
+
+    _check_writable(args.out)
+    settings = ReplaySettings(
+        trace=args.trace,
+        shape=Shape(
+            scale_lengths=args.scale_lengths,
+            max_output_tokens=args.max_output_tokens,
+            max_total_tokens=args.max_total_tokens,
+            limit=args.limit,
+        ),
+        speedup=args.speedup,
+        tick_jitter=args.tick_jitter,
+        seed=args.seed,
+        warmup=args.warmup,
+        drain_timeout_s=args.drain_timeout,
+        slo_s=args.slo,
+        model=args.model,
+        vocab_size=args.vocab_size,
+    )
+    with ReplayProgress(Console(stderr=True)) as progress:
+        result = _drive(settings, args, progress)
+    if args.out is not None:
+        write_result(result, args.out)
+    if args.json:
+        sys.stdout.write(json.dumps(result.to_json(with_records=False), indent=2) + "\n")
+    else:
+        render_result(result, _stdout())
+    return EXIT_OK if result.summary().ok == len(result.records) else EXIT_FAILED_REQUESTS
+
+
+def _drive(
+    settings: ReplaySettings, args: argparse.Namespace, observer: RunObserver
+) -> ReplayResult:
+    """Replay on an event loop of its own."""
+    import asyncio
+
+    import uvloop
+
+    from benchmarks.run import run_replay
+
+    async def main() -> ReplayResult:
+        target = _open_target(args)
+        try:
+            return await run_replay(settings, target, observer)
+        finally:
+            await target.aclose()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def _open_target(args: argparse.Namespace) -> Target[Any]:
+    if args.grpc is not None:
+        from benchmarks.grpc_target import GrpcTarget
+
+        return GrpcTarget(args.grpc)
+    from benchmarks.targets import HttpTarget
+
+    return HttpTarget(args.url or DEFAULT_URL)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Refuse a result file that cannot be made before the time is spent that fills it."""
+    from benchmarks.errors import BenchError
+
+    if path is not None and not path.parent.is_dir():
+        raise BenchError(f"--out {path}: there is no directory {path.parent}")
+
+
+def _convert(args: argparse.Namespace) -> int:
+    return _refusing(lambda: _run_convert(args))
+
+
+def _run_convert(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from benchmarks.errors import BenchError
+    from benchmarks.trace import load_trace, write_trace
+
+    if args.output.exists() and not args.force:
+        raise BenchError(f"{args.output} exists; --force replaces it")
+    trace = load_trace(args.trace, file_format=args.file_format, block_size=args.block_size)
+    meta = replace(trace.meta, name=args.name or args.output.stem)
+    write_trace(replace(trace, meta=meta), args.output)
+    sys.stdout.write(f"{args.output}: {len(trace.requests)} requests\n")
+    return EXIT_OK
+
+
+def _describe(args: argparse.Namespace) -> int:
+    return _refusing(lambda: _run_describe(args))
+
+
+def _run_describe(args: argparse.Namespace) -> int:
+    import json
+
+    from benchmarks.describe import describe
+    from benchmarks.report import render_description
+    from benchmarks.result import jsonable
+    from benchmarks.trace import load_trace
+
+    trace = load_trace(args.trace, file_format=args.file_format, block_size=args.block_size)
+    found = describe(trace)
+    if args.json:
+        sys.stdout.write(json.dumps(jsonable(found), indent=2) + "\n")
+    else:
+        render_description(found, _stdout())
+    return EXIT_OK
+
+
+def _refusing(run: Callable[[], int]) -> int:
+    """Run a command; what it refuses is said on stderr, and becomes its exit status."""
+    from benchmarks.errors import BenchError, WarmupFailed
+
+    try:
+        return run()
+    except BenchError as error:
+        sys.stderr.write(f"pdserve bench: {error}\n")
+        return EXIT_FAILED_REQUESTS if isinstance(error, WarmupFailed) else EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        sys.stderr.write("pdserve bench: interrupted; nothing was kept\n")
+        return EXIT_INTERRUPTED
+
+
+def _stdout() -> Console:
+    from rich.console import Console
+
+    # Without a terminal rich assumes 80 columns and folds the table.
+    return Console() if sys.stdout.isatty() else Console(width=120)
+
+
+def _positive_int(text: str) -> int:
+    value = _whole_number(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
+    return value
+
+
+def _whole_number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
+    return int(text)
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _fraction(text: str) -> Fraction:
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(0)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a factor above 0, such as 1/8 or 0.5")
+    return value
+
+
+def _slo(text: str) -> dict[str, float]:
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, limit = part.strip().partition("=")
+        if name not in SLO_METRICS:
+            known = ", ".join(SLO_METRICS)
+            raise argparse.ArgumentTypeError(f"unknown metric {name!r}; known are {known}")
+        if name in limits:
+            raise argparse.ArgumentTypeError(f"{name} is given twice")
+        limits[name] = _duration_s(name, limit)
+    return limits
+
+
+def _duration_s(name: str, text: str) -> float:
+    for unit, factor in (("ms", 0.001), ("s", 1.0)):
+        if text.endswith(unit):
+            try:
+                value = float(text.removesuffix(unit))
+            except ValueError:
+                break
+            if math.isfinite(value) and value > 0:
+                return value * factor
+    raise argparse.ArgumentTypeError(
+        f"{name}={text}: give a time above 0 with its unit, such as 500ms or 0.5s"
+    )

@@ -1,0 +1,1 @@
+"""How fast KV blocks move between two processes, beside what the machine can do at most."""

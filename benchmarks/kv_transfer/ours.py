@@ -1,0 +1,116 @@
+"""The transports of `kv_transfer`, driven as vLLM's worker process drives them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.errors import KvTransferError
+from kv_transfer.link import Identity
+from kv_transfer.messages import Done, Fail
+from kv_transfer.settings import KvSettings
+from kv_transfer.step import SourceEnded, SourceExpected, SourceProgress, StepMetadata, TargetStart
+from kv_transfer.transport import by_name
+from kv_transfer.transport.base import LocalKv
+from kv_transfer.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from benchmarks.kv_transfer.cases import Trip
+    from benchmarks.kv_transfer.ends import Cache
+    from kv_transfer.layout import KvGeometry
+    from kv_transfer.link import Link
+    from kv_transfer.messages import Message
+
+TRANSPORTS = ("shm", "tcp")
+ARRIVAL_S = 60.0
+SOURCE, TARGET = "bench-source", "bench-target"
+
+
+class _Watched(WorkerHalf):
+    """Tells when a transfer is over; vLLM asks after each step instead."""
+
+    def __init__(self, transport: str, epoch: str) -> None:
+        super().__init__(KvSettings(transports=(transport,)), epoch, [by_name()[transport]])
+        self.over = threading.Event()
+
+    def on_message(self, link: Link, message: Message) -> None:
+        super().on_message(link, message)
+        if isinstance(message, Done | Fail):
+            self.over.set()
+
+    def on_down(self, link: Link, reason: str) -> None:
+        super().on_down(link, reason)
+        self.over.set()
+
+
+def _half(transport: str, epoch: str, cache: Cache, geometry: KvGeometry) -> _Watched:
+    half = _Watched(transport, epoch)
+    # One token a block: what a token is does not matter here.
+    half.register(LocalKv(cache.region(geometry), cache.shared), Identity(epoch, "bench"), 1)
+    return half
+
+
+class OurSource:
+    """Has the blocks of a prefill that ended, and waits for the grant."""
+
+    def __init__(self, transport: str, cache: Cache, geometry: KvGeometry) -> None:
+        self._half = _half(transport, SOURCE, cache, geometry)
+
+    def facts(self) -> Any:
+        return self._half.address
+
+    def connect(self, facts: Any) -> None:
+        pass
+
+    def arm(self, trip: Trip) -> None:
+        half, name = self._half, f"t{trip.number}"
+        half.take_results()  # what the trip before has left
+        half.before_step(StepMetadata(expected=[SourceExpected(name, name)]))
+        progress = SourceProgress(name, trip.source_ids, len(trip.source_ids))
+        half.after_step(StepMetadata(progress=[progress]))
+        half.before_step(StepMetadata(ended=[SourceEnded(name, (1,), held=True)]))
+
+    def go(self, trip: Trip) -> float | None:
+        return None
+
+    def close(self) -> None:
+        self._half.close()
+
+
+class OurTarget:
+    """Grants its blocks; measures until the source's word that all are in place."""
+
+    def __init__(self, transport: str, cache: Cache, geometry: KvGeometry) -> None:
+        self._half = _half(transport, TARGET, cache, geometry)
+        self._transport = transport
+        self._source = ""
+
+    def facts(self) -> Any:
+        return None
+
+    def connect(self, facts: Any) -> None:
+        self._source = facts
+
+    def arm(self, trip: Trip) -> None:
+        pass
+
+    def go(self, trip: Trip) -> float | None:
+        half, name, ids = self._half, f"t{trip.number}", trip.target_ids
+        half.over.clear()
+        start = TargetStart(name, name, self._source, SOURCE, 0, len(ids), ids)
+        begun = time.perf_counter()
+        half.before_step(StepMetadata(starts=[start]))
+        arrived = half.over.wait(ARRIVAL_S)
+        seconds = time.perf_counter() - begun
+        half.take_results()
+        output = half.take_output()
+        if not arrived or output is None or name not in output.arrivals:
+            raise KvTransferError(f"{name} did not arrive: {output and output.failures}")
+        used = output.arrivals[name].report.transport
+        if used != self._transport:
+            raise KvTransferError(f"{used} was used instead of {self._transport}")
+        return seconds
+
+    def close(self) -> None:
+        self._half.close()

@@ -1,0 +1,206 @@
+"""One request at a time through 1P1D and through one aggregated engine, in turn, in one run.
+
+`python -m benchmarks.unloaded [--model demo|PATH] [--rounds 7] [--json]`
+
+Both stacks are `pdserve up` with one core a worker and the same model and settings; the aggregated
+engine has as many cores as the prefill worker. Each round sends the same fresh prompt of token ids
+to both, in alternating order. Reported are medians and their ratio; absolute times are this
+machine's at this moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pdserve.client import Client
+from pdserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+READY_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 60.0
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=33, ignore_eos=True)
+ARMS: dict[str, tuple[str, ...]] = {
+    "1P1D": ("--prefill", "1", "--decode", "1"),
+    "1A": ("--prefill", "0", "--decode", "0", "--aggregated", "1"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request, in seconds from sending; `transfer_*` are the receipt's."""
+
+    arm: str
+    prompt_tokens: int
+    ttft_s: float
+    tt2t_s: float
+    tpot_s: float
+    e2e_s: float
+    transfer_s: float
+    exposed_s: float
+    transfer_bytes: int
+
+
+class Arm:
+    """A running `pdserve up`; `stop` ends it by its own process id."""
+
+    def __init__(self, name: str, options: Sequence[str], model: str, directory: Path) -> None:
+        self.name = name
+        self._ready = directory / f"{name}.json"
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "pdserve", "up", "--model", model, "--cores-per-worker"),
+                *("1", "--http-port", "0", "--grpc-port", "0", *options),
+                *("--ready-file", str(self._ready), "--run-dir", str(directory / name)),
+            ],
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def wait(self) -> tuple[str, float]:
+        """(gRPC address, seconds it took to be ready)."""
+        begun = time.monotonic()
+        while not self._ready.exists():
+            if self._process.poll() is not None:
+                raise SystemExit(f"{self.name} did not start; its reason is above")
+            if time.monotonic() - begun > READY_TIMEOUT_S:
+                raise SystemExit(f"{self.name} was not ready in {READY_TIMEOUT_S:g} s")
+            time.sleep(0.05)
+        address: str = json.loads(self._ready.read_text(encoding="utf-8"))["grpc"]
+        return address, time.monotonic() - begun
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(STOP_TIMEOUT_S)
+
+
+async def ask(name: str, client: Client, prompt: list[int]) -> Sample:
+    """Sends one prompt and times its tokens."""
+    begun = time.perf_counter()
+    times: list[float] = []
+    receipt = None
+    async for delta in client.generate(prompt, SAMPLING):
+        times += [time.perf_counter() - begun] * len(delta.token_ids)
+        receipt = delta.receipt or receipt
+    assert receipt is not None
+    return Sample(
+        arm=name,
+        prompt_tokens=len(prompt),
+        ttft_s=times[0],
+        tt2t_s=times[1] - times[0],
+        tpot_s=(times[-1] - times[0]) / (len(times) - 1),
+        e2e_s=times[-1],
+        transfer_s=receipt.transfer_s,
+        exposed_s=receipt.exposed_transfer_s,
+        transfer_bytes=receipt.transfer_bytes,
+    )
+
+
+async def measure(addresses: dict[str, str], lengths: Sequence[int], rounds: int) -> list[Sample]:
+    """`rounds` prompts of each length through every arm, the first of each left out as warm-up."""
+    rng = random.Random(0)
+    clients = {name: Client(address) for name, address in addresses.items()}
+    vocabulary = (await next(iter(clients.values())).list_models())[0].vocab_size
+    samples: list[Sample] = []
+    for length in lengths:
+        for turn in range(rounds + 1):
+            prompt = [rng.randrange(16, vocabulary) for _ in range(length)]
+            order = list(clients) if turn % 2 else list(reversed(clients))
+            found = [await ask(name, clients[name], prompt) for name in order]
+            samples += found if turn else []
+    for client in clients.values():
+        await client.close()
+    return samples
+
+
+def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Medians by prompt length and their ratio, 1P1D to 1A."""
+    rows = []
+    for length in sorted({s.prompt_tokens for s in samples}):
+        row: dict[str, Any] = {"prompt_tokens": length}
+        for metric in ("ttft_s", "tt2t_s", "tpot_s", "e2e_s"):
+            medians = {
+                arm: statistics.median(
+                    getattr(s, metric) for s in samples if (s.arm, s.prompt_tokens) == (arm, length)
+                )
+                for arm in ARMS
+            }
+            row[metric] = {**medians, "ratio": medians["1P1D"] / medians["1A"]}
+        moved = [s for s in samples if (s.arm, s.prompt_tokens) == ("1P1D", length)]
+        row["transfer_bytes"] = moved[0].transfer_bytes
+        row["transfer_s"] = statistics.median(s.transfer_s for s in moved)
+        row["exposed_s"] = statistics.median(s.exposed_s for s in moved)
+        rows.append(row)
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]], ready: dict[str, float]) -> None:
+    """The table, milliseconds."""
+    table = Table(title="unloaded, 1P1D against one aggregated engine (medians, ms)")
+    columns = ("prompt", "TTFT 1P1D / 1A", "ratio", "TT2T 1P1D / 1A", "TPOT 1P1D / 1A", "ratio")
+    for column in (*columns, "KV MiB", "moving", "exposed"):
+        table.add_column(column, justify="right")
+
+    def pair(row: dict[str, Any], metric: str) -> str:
+        return f"{row[metric]['1P1D'] * 1e3:.1f} / {row[metric]['1A'] * 1e3:.1f}"
+
+    for row in rows:
+        table.add_row(
+            str(row["prompt_tokens"]),
+            pair(row, "ttft_s"),
+            f"{row['ttft_s']['ratio']:.3f}",
+            pair(row, "tt2t_s"),
+            pair(row, "tpot_s"),
+            f"{row['tpot_s']['ratio']:.3f}",
+            f"{row['transfer_bytes'] / 2**20:.1f}",
+            f"{row['transfer_s'] * 1e3:.2f}",
+            f"{row['exposed_s'] * 1e3:.2f}",
+        )
+    console = Console()
+    console.print(table)
+    console.print("ready after " + ", ".join(f"{s:.1f} s ({name})" for name, s in ready.items()))
+
+
+def main() -> int:
+    """Exit code 0 once everything was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", default="demo", help="demo or a model directory")
+    parser.add_argument("--lengths", default="128,512,2048,4096", help="prompt lengths in tokens")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    options = parser.parse_args()
+    lengths = [int(x) for x in options.lengths.split(",")]
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        addresses, ready = {}, {}
+        for name, arguments in ARMS.items():
+            arm = Arm(name, arguments, options.model, directory)
+            stack.callback(arm.stop)
+            addresses[name], ready[name] = arm.wait()
+        rows = summary(asyncio.run(measure(addresses, lengths, options.rounds)))
+    if options.json:
+        sys.stdout.write(json.dumps({"ready_s": ready, "rows": rows}, indent=1) + "\n")
+    else:
+        show(rows, ready)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
