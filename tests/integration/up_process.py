@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 # Patience with a busy machine; nothing is slower because of it.
-DEADLINE_S = 50.0
+DEADLINE_S = 120.0
 # Gives a process its own session with the terminal on its standard input, then becomes `pdserve`.
 _ON_TERMINAL = """
 import fcntl, os, sys, termios
@@ -48,8 +48,10 @@ class UpProcess:
 
     def __init__(self, directory: Path, *args: str, terminal: bool = False) -> None:
         self.ready_path = directory / "ready.json"
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self.seen: list[str] = []
+        self._heard = threading.Condition()
+        self._lines: list[str] = []
+        self._taken: set[int] = set()
+        self._has_ended = False
         options = ["--ready-file", str(self.ready_path), "--run-dir", str(directory / "run")]
         command = ["-m", "pdserve", "up", *options, *args]
         if terminal:
@@ -73,12 +75,20 @@ class UpProcess:
         self._pidfds: dict[int, int] = {}
 
     def wait_for_line(self, *words: str) -> str:
-        """The next line that holds all of `words`."""
-        while True:
-            line = self._lines.get(timeout=DEADLINE_S)
-            assert line is not None, f"it ended before saying {words}:\n{self.output}"
-            if all(word in line for word in words):
-                return line
+        """The first line that holds all of `words` and that was not returned before, said already
+        or still to come: processes that start together speak in any order."""
+        ends_at = time.monotonic() + DEADLINE_S
+        with self._heard:
+            while True:
+                for number, line in enumerate(self._lines):
+                    if number not in self._taken and all(word in line for word in words):
+                        self._taken.add(number)
+                        return line
+                said = "".join(self._lines)
+                assert not self._has_ended, f"it ended before saying {words}:\n{said}"
+                left_s = ends_at - time.monotonic()
+                assert left_s > 0, f"it did not say {words} in {DEADLINE_S} s:\n{said}"
+                self._heard.wait(left_s)
 
     def wait_until_serving(self) -> dict[str, Any]:
         """What the ready file says, once everything is ready; its processes are watched."""
@@ -124,10 +134,8 @@ class UpProcess:
     @property
     def output(self) -> str:
         """All that it said and that was read so far."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._lines.get_nowait()
-        return "".join(self.seen)
+        with self._heard:
+            return "".join(self._lines)
 
     def close(self) -> None:
         """Kill what is left, by process id, and take everything back."""
@@ -147,9 +155,12 @@ class UpProcess:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.seen.append(line)
-            self._lines.put(line)
-        self._lines.put(None)
+            with self._heard:
+                self._lines.append(line)
+                self._heard.notify_all()
+        with self._heard:
+            self._has_ended = True
+            self._heard.notify_all()
 
 
 @contextlib.contextmanager

@@ -218,6 +218,12 @@ class RouterSide:
         request = w.DrainRequest(timeout_s=timeout_s)
         return await WorkerStub(self._channel).Drain(request, timeout=WAIT_S)
 
+    async def until_open(self, streams: int) -> None:
+        """Waits until the worker says that so many streams are open."""
+        async with asyncio.timeout(WAIT_S):
+            while (await self.status()).open_streams != streams:
+                pass
+
     async def until_empty(self) -> None:
         """Waits until the worker says that nothing is open and no block is pinned."""
         async with asyncio.timeout(WAIT_S):

@@ -48,11 +48,19 @@ class TestStreams:
 
     async def test_one_frame_a_step_carries_all_streams_of_a_router(self) -> None:
         async with a_worker() as server, RouterSide(server) as router:
+            engine = server.worker._engine
+            assert isinstance(engine, FakeEngine)
+            # No step is made before all three are there.
+            engine.faults = FakeFaults(stalled=True)
             for stream_id in (1, 2, 3):
-                await router.submit(stream_id, replace(PLAIN, max_tokens=100))
+                await router.submit(stream_id)
+            await router.until_open(3)
+            engine.faults = FakeFaults()
             for stream_id in (1, 2, 3):
                 await router.finish(stream_id)
-            assert any(len(frame.deltas) == 3 for frame in router.frames)
+            steps = [frame for frame in router.frames if frame.deltas]
+            assert len(steps) == PLAIN.max_tokens
+            assert all([x.stream_id for x in step.deltas] == [1, 2, 3] for step in steps)
 
     async def test_stream_ids_of_two_routers_do_not_meet(self) -> None:
         async with (
