@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from kv_transfer.errors import KvTransferError
 from kv_transfer.link import Identity
-from kv_transfer.messages import Done, Fail
 from kv_transfer.settings import KvSettings
 from kv_transfer.step import SourceEnded, SourceExpected, SourceProgress, StepMetadata, TargetStart
 from kv_transfer.transport import by_name
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from benchmarks.kv_transfer.cases import Trip
     from benchmarks.kv_transfer.ends import Cache
     from kv_transfer.layout import KvGeometry
-    from kv_transfer.link import Link
-    from kv_transfer.messages import Message
 
 TRANSPORTS = ("shm", "tcp")
 ARRIVAL_S = 60.0
@@ -28,20 +25,12 @@ SOURCE, TARGET = "bench-source", "bench-target"
 
 
 class _Watched(WorkerHalf):
-    """Tells when a transfer is over; vLLM asks after each step instead."""
+    """Tells when a transfer may be over; vLLM asks after each step instead."""
 
     def __init__(self, transport: str, epoch: str) -> None:
         super().__init__(KvSettings(transports=(transport,)), epoch, [by_name()[transport]])
         self.over = threading.Event()
-
-    def on_message(self, link: Link, message: Message) -> None:
-        super().on_message(link, message)
-        if isinstance(message, Done | Fail):
-            self.over.set()
-
-    def on_down(self, link: Link, reason: str) -> None:
-        super().on_down(link, reason)
-        self.over.set()
+        self.wake_with(self.over.set)
 
 
 def _half(transport: str, epoch: str, cache: Cache, geometry: KvGeometry) -> _Watched:

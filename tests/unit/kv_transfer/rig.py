@@ -105,8 +105,7 @@ class Worker:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is known of any transfer."""
-        half = self.half
-        return not (len(half._known_sources()) or len(half._targets) or half._fencing)
+        return self.half.links.is_empty
 
     # -- the source's part
 

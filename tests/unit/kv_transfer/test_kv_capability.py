@@ -217,8 +217,8 @@ def test_a_target_cancels_what_it_was_given_even_when_its_right_has_expired(
 ) -> None:
     source, target = ends
     target.ask(source, right(in_s=FAR // 2))
-    until(lambda: len(source.half._known_sources()), source)
-    source.half._guard._clock = lambda: time.time() + FAR
+    until(lambda: len(source.half.links.sources), source)
+    source.half.links._guard._clock = lambda: time.time() + FAR
     target.step(cancels=["t"])
     until(lambda: target.failures, source, target)
     assert target.failures == {"d-t": "cancelled"}

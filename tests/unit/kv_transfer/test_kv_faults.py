@@ -50,7 +50,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 
 def received(target: Worker) -> int:
-    transfers = list(target.half._targets._transfers.values())
+    transfers = list(target.half.links.targets._transfers.values())
     return sum(t.received_blocks for t in transfers)
 
 
@@ -79,8 +79,8 @@ def test_blocks_stay_with_a_source_that_stands_inside_its_copy(rig_of: RigOf, en
         assert line_of(process) == "inside"
         process.send_signal(signal.SIGSTOP)
         target.cancel("t")
-        until(lambda: target.half._fencing, target)
-        (link,) = target.half._fencing
+        until(lambda: target.half.links._fencing, target)
+        (link,) = target.half.links._fencing
         assert link.target is not None
         assert link.is_down
         for _ in range(5):
@@ -138,10 +138,10 @@ class FakeSource:
 
 def push_to_mute(worker: Worker) -> Mute:
     mute = Mute(worker, 16)
-    until(lambda: len(worker.half._known_sources()), worker)
+    until(lambda: len(worker.half.links.sources), worker)
     worker.expect("t")
     worker.compute("t", list(range(16)), 64)
-    until(lambda: worker.half._known_sources().copying_over("t"), worker)
+    until(lambda: worker.half.links.sources.copying_over("t"), worker)
     return mute
 
 
@@ -158,7 +158,7 @@ def test_a_lease_ends_under_a_push_that_is_stuck_and_the_blocks_wait_for_it(tcp_
     worker = tcp_rig.worker(shape=WIDE, lease_s=0.05, send_timeout_s=0.5)
     mute = push_to_mute(worker)
     worker.finish("t")
-    until(lambda: worker.half._known_sources().expired_leases, worker)
+    until(lambda: worker.half.links.sources.expired_leases, worker)
     until(lambda: worker.is_empty, worker)
     assert worker.sent == ["p-t"]
     mute.sock.close()
@@ -171,7 +171,7 @@ def test_a_step_that_wants_blocks_back_closes_a_stuck_link(tcp_rig: Rig) -> None
     )
     mute = push_to_mute(worker)
     worker.step(preempted=["t"])
-    assert worker.half._known_sources().copying_over("t") is None
+    assert worker.half.links.sources.copying_over("t") is None
     worker.compute("t", list(range(16)), 64)
     worker.finish("t")
     assert worker.sent == ["p-t"]
@@ -182,7 +182,7 @@ def test_a_worker_closes_though_a_push_is_stuck(tcp_rig: Rig) -> None:
     worker = tcp_rig.worker(shape=WIDE, send_timeout_s=600.0)
     mute = push_to_mute(worker)
     worker.close()
-    assert worker.half._known_sources().copying_over("t") is None
+    assert worker.half.links.sources.copying_over("t") is None
     mute.sock.close()
 
 
@@ -193,7 +193,7 @@ def test_a_target_gives_up_a_source_that_stops_inside_a_chunk(tcp_rig: Rig) -> N
         target.start(fake.address, "t", TO, N, epoch="fake")
         fake.accept(target)
         fake.sock.sendall(encode(Chunk("t", 0, 4, 4 * geometry().block_bytes)) + bytes(100))
-        until(lambda: any(t.writing for t in target.half._targets._transfers.values()), target)
+        until(lambda: any(t.writing for t in target.half.links.targets._transfers.values()), target)
         until(lambda: target.is_empty, target)
     assert target.failures == {"d-t": "no KV came in time"}
 
@@ -216,7 +216,7 @@ def test_a_worker_closes_while_strangers_knock(tcp_rig: Rig) -> None:
     stop.set()
     for stranger in strangers:
         stranger.join(20)
-    assert all(link.is_over for link in worker.half._links)
+    assert all(link.is_over for link in worker.half.links._all)
 
 
 def test_an_accept_that_fails_does_not_end_the_listener(

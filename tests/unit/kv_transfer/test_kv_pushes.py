@@ -66,7 +66,7 @@ def test_blocks_are_not_released_under_a_copy(
     target.start(source, "t", TO, N)
     source.prefill("t", FROM, N)
     assert inside.wait(20)
-    until(lambda: source.half._known_sources().expired_leases, source)
+    until(lambda: source.half.links.sources.expired_leases, source)
     assert source.sent == []
     go_on.set()
     settle(source, target)
@@ -95,7 +95,7 @@ def test_an_answer_to_a_cancel_overtakes_what_waits(
     assert inside.wait(20)
     source.prefill("b", FROM, N)
     target.cancel("b")
-    until(lambda: "b" in source.half._known_sources()._tombstones, source)
+    until(lambda: "b" in source.half.links.sources._tombstones, source)
     go_on.set()
     settle(source, target)
     assert target.failures == {"d-b": "cancelled"}
@@ -155,11 +155,11 @@ def test_a_worker_closes_after_the_copies_of_links_that_are_already_down(
     target.start(source, "t", TO, N)
     source.prefill("t", FROM, N)
     assert inside.wait(20)
-    (link,) = source.half._links
+    (link,) = source.half.links._all
     link.close("broken by the test")
     until(lambda: target.failed, target)
     target.start(source, "u", TO, N)
-    until(lambda: len(source.half._links) == 2, target)
+    until(lambda: len(source.half.links._all) == 2, target)
 
     def close() -> None:
         source.half.close()
@@ -196,7 +196,7 @@ def test_a_target_stays_mapped_until_the_copy_into_it_has_returned(
     target.start(source, "t", TO, N)
     source.prefill("t", FROM, N)
     assert inside.wait(20)
-    (link,) = source.half._links
+    (link,) = source.half.links._all
     link.close("broken by the test")
     link.join(0.05)
     assert not link.is_over
@@ -231,9 +231,9 @@ def test_what_was_read_before_a_link_went_down_binds_nothing_to_it(loopback_rig:
     """Another thread may close the link while its reader holds a message."""
     source, target = loopback_rig.pair()
     target.start(source, "t", TO, N)
-    until(lambda: len(source.half._known_sources()), source)
-    (link,) = source.half._links
+    until(lambda: len(source.half.links.sources), source)
+    (link,) = source.half.links._all
     link.close("broken by the test")
-    source.half.on_message(link, Grant("u", 0, N, TO))
+    source.half.links.on_message(link, Grant("u", 0, N, TO))
     settle(source, target)
     assert target.failed == ["d-t"]

@@ -91,7 +91,7 @@ def source(tcp_rig: Rig) -> Iterator[Worker]:
     """A source that a target which fits can still use when the test is over."""
     worker = tcp_rig.worker(handshake_timeout_s=0.5)
     yield worker
-    until(lambda: all(link.is_over for link in worker.half._links), worker)
+    until(lambda: all(link.is_over for link in worker.half.links._all), worker)
     target = tcp_rig.worker()
     target.start(worker, "after", TO, N)
     worker.prefill("after", FROM, N)
@@ -202,7 +202,7 @@ def test_no_bytes_hurt_a_source(source: Worker, data: bytes) -> None:
 def test_a_stranger_that_sends_byte_after_byte_is_dropped(source: Worker) -> None:
     """Each byte comes in time; the handshake as a whole does not."""
     peer, pause = Peer.to(source), threading.Event()
-    until(lambda: source.half._links, source)
+    until(lambda: source.half.links._all, source)
     data = iter(HEADER.pack(MAX_HANDSHAKE_BYTES) + bytes(MAX_HANDSHAKE_BYTES))
 
     def dropped() -> bool:
@@ -211,7 +211,7 @@ def test_a_stranger_that_sends_byte_after_byte_is_dropped(source: Worker) -> Non
             peer.sock.sendall(bytes([next(data)]))
         except OSError:
             return True
-        return all(link.is_over for link in source.half._links)
+        return all(link.is_over for link in source.half.links._all)
 
     until(dropped)
     peer.close()

@@ -16,7 +16,7 @@ def test_a_transfer_brings_every_block_and_the_tokens(rig: Rig, order: str) -> N
     before = target.cache.blocks()
     if order == "grant first":
         target.start(source, "t", TO, N)
-        until(lambda: len(source.half._known_sources()), source)
+        until(lambda: len(source.half.links.sources), source)
         source.prefill("t", FROM, N)
     elif order == "prefill first":
         source.prefill("t", FROM, N)
@@ -77,7 +77,7 @@ def test_many_transfers_share_a_link_and_stay_apart(rig: Rig) -> None:
     assert sorted(target.arrivals) == [f"d-t{i}" for i in range(8)]
     assert sorted(source.sent) == [f"p-t{i}" for i in range(8)]
     assert target.cache.blocks() == list(reversed(source.cache.blocks()))
-    assert len(source.half._links) == len(target.half._links) == 1
+    assert len(source.half.links._all) == len(target.half.links._all) == 1
 
 
 def test_workers_serve_each_other_at_once(rig: Rig) -> None:
@@ -141,7 +141,7 @@ def test_a_source_that_nobody_asks_holds_its_blocks_until_the_lease_ends(rig: Ri
     source.prefill("t", FROM, N)
     until(lambda: source.sent, source)
     assert source.sent == ["p-t"]
-    assert source.half._known_sources().expired_leases == 1
+    assert source.half.links.sources.expired_leases == 1
     late = rig.worker()
     late.start(source, "t", TO, N)
     until(lambda: late.ended, late, source)
@@ -154,7 +154,7 @@ def test_blocks_that_nobody_needs_are_freed_as_prefill_ends(rig: Rig, early: boo
     if not early:
         source.expect("t")
     target.refuse(source, "t")
-    until(lambda: source.half._known_sources()._tombstones, source, target)
+    until(lambda: source.half.links.sources._tombstones, source, target)
     if early:
         source.expect("t")
     source.compute("t", FROM, N)
@@ -266,7 +266,7 @@ def test_a_target_that_closes_frees_its_sources(rig: Rig) -> None:
     source.compute("t", FROM, N)
     until(lambda: source.half.counters.pushed_blocks == 4, source, target)
     target.close()
-    until(lambda: source.half._links and all(k.is_down for k in source.half._links), source)
+    until(lambda: source.half.links._all and all(k.is_down for k in source.half.links._all), source)
     source.finish("t")
     until(lambda: source.is_empty, source)
     assert source.sent == ["p-t"]
@@ -275,8 +275,8 @@ def test_a_target_that_closes_frees_its_sources(rig: Rig) -> None:
 def test_a_link_that_broke_is_made_again_for_the_next_transfer(rig: Rig) -> None:
     source, target = rig.pair()
     target.start(source, "t", TO, N)
-    until(lambda: source.half._links, source, target)
-    for link in list(source.half._links):
+    until(lambda: source.half.links._all, source, target)
+    for link in list(source.half.links._all):
         link.close("broken by the test")
     until(lambda: target.failed, source, target)
     target.start(source, "u", TO, N)

@@ -1,0 +1,342 @@
+"""A worker's links to its peers, and the two tables of transfers that move over them.
+
+The tables (source.py, target.py) decide; `Links` owns the listener and the links, carries out what
+they decided, and tells them what peers said. Threads: one accepting, two a link, and vLLM's own,
+which comes in through worker.py. One lock is held around the tables and the state here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kv_transfer import source_actions as src
+from kv_transfer import target as tgt
+from kv_transfer.counters import TransferCounters
+from kv_transfer.errors import KvTransferError, ProtocolError
+from kv_transfer.guard import Guard
+from kv_transfer.link import Identity, Link, LinkTimeouts
+from kv_transfer.listener import Listener
+from kv_transfer.messages import (
+    Ack,
+    Alive,
+    Cancel,
+    Chunk,
+    Done,
+    Fail,
+    Grant,
+    Message,
+)
+from kv_transfer.source import SourceTable
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterable, Sequence
+
+    from kv_transfer.settings import KvSettings
+    from kv_transfer.transport.base import LocalKv, Transport
+
+logger = logging.getLogger(__name__)
+
+# How long a copy may take to end when its link has been closed: it is bound by memory then.
+COPY_END_S = 30.0
+JOIN_S = 2.0
+_FROM_TARGET = (Grant, Cancel, Ack)
+_FROM_SOURCE = (Chunk, Done, Fail, Alive)
+
+
+def _nobody_waits() -> None:
+    """Whoever drives the step looks often enough by itself."""
+
+
+class Links:
+    """See the top of the file. `close` releases everything."""
+
+    def __init__(self, settings: KvSettings, epoch: str, transports: Sequence[Transport]) -> None:
+        self._settings = settings
+        self._transports = transports
+        self._local: LocalKv | None = None
+        self._identity: Identity | None = None
+        self.lock = threading.RLock()
+        self._copies = threading.Condition(self.lock)
+        self._outgoing: dict[tuple[str, str], Link] = {}
+        self._all: set[Link] = set()
+        self._fencing: set[Link] = set()
+        self._slots = itertools.count(1)
+        self._sources: SourceTable[Link] | None = None
+        self.targets: tgt.TargetTable[Link] = tgt.TargetTable(
+            settings.receive_timeout_s, settings.cancel_timeout_s
+        )
+        self._released: set[str] = set()
+        self.wake: Callable[[], None] = _nobody_waits
+        self.counters = TransferCounters()
+        self._guard = Guard(settings, epoch, self.counters)
+        self._listener = Listener(settings.host)
+        self._closing = False
+
+    @property
+    def address(self) -> str:
+        """host:port that a target dials."""
+        return self._listener.address
+
+    @property
+    def sources(self) -> SourceTable[Link]:
+        """Raises KvTransferError before `register`."""
+        if self._sources is None:
+            raise KvTransferError("the KV cache is not registered yet")
+        return self._sources
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is known of any transfer."""
+        return not (len(self.sources) or len(self.targets) or self._fencing)
+
+    def register(self, local: LocalKv, identity: Identity, block_size: int) -> None:
+        """The KV cache exists: take connections from now on."""
+        self._local, self._identity = local, identity
+        chunk_blocks = self._settings.chunk_bytes // local.region.geometry.block_bytes
+        self._sources = SourceTable(
+            block_size=block_size,
+            chunk_blocks=chunk_blocks,
+            lease_s=self._settings.lease_s,
+            grant_wait_s=self._settings.lease_s,
+            alive_s=self._settings.receive_timeout_s / 4,
+        )
+        self._listener.start(self._serve, self._tick_idle)
+
+    def close(self) -> None:
+        """Ends every link and the listener. The KV cache itself is vLLM's."""
+        self._listener.close()
+        with self.lock:
+            self._closing = True
+            links = list(self._all)
+        for link in links:
+            link.close("the worker stops")
+        for link in links:
+            link.join(JOIN_S)
+
+    # -- for the step, which holds `lock` around these
+
+    def start(self, address: str, epoch: str, request_id: str, grant: Grant, now: float) -> None:
+        """Grants blocks to the source at `address`."""
+        link = self.link_to(address, epoch)
+        self.do_target(self.targets.start(link, request_id, grant, now))
+        if link.is_down:
+            self._fence(link, link.reason)
+
+    def link_to(self, address: str, epoch: str) -> Link:
+        """The link to the source at `address`; dials where there is none."""
+        link = self._outgoing.get((address, epoch))
+        if link is None or link.is_down:
+            _, identity = self._registered()
+            link = self._new_link()
+            self._outgoing[address, epoch] = link
+            link.dial(address, identity, epoch, next(self._slots))
+        return link
+
+    def wait_for_copies(self, transfer_ids: Sequence[str]) -> None:
+        """Returns when no copy reads these transfers' blocks; raises KvTransferError where one does
+        not end even with its link."""
+
+        def running() -> list[Link]:
+            links = (self.sources.copying_over(transfer_id) for transfer_id in transfer_ids)
+            return [link for link in links if link is not None]
+
+        if self._copies.wait_for(lambda: not running(), self._settings.preempt_timeout_s):
+            return
+        for link in running():
+            link.close("the engine wants the blocks back")
+        if not self._copies.wait_for(lambda: not running(), COPY_END_S):
+            raise KvTransferError(f"a copy of preempted blocks did not end in {COPY_END_S} s")
+
+    def tick(self, now: float) -> None:
+        """What the passing of time decides."""
+        self.do_source(self.sources.tick(now))
+        self.do_target(self.targets.tick(now))
+        for link in list(self._fencing):
+            if link.target is None or link.target.idle():
+                self.targets.fenced(link)
+            if not self.targets.uses(link):
+                self._fencing.discard(link)
+
+    def take_released(self) -> set[str]:
+        """Requests whose blocks the engine may free, each once."""
+        released, self._released = self._released, set()
+        return released
+
+    # -- from the links and the listener
+
+    def on_up(self, link: Link) -> None:
+        """On the link's reader thread."""
+        with self.lock:
+            self.counters.downgrades += len(link.downgrades)
+
+    def on_message(self, link: Link, message: Message) -> None:
+        """On a link's reader thread."""
+        now = time.monotonic()
+        if not isinstance(message, _FROM_TARGET if link.target is None else _FROM_SOURCE):
+            raise ProtocolError(f"a {message.kind} message has no place here")
+        if isinstance(message, Chunk):
+            self._take_chunk(link, message)
+            return
+        with self.lock:
+            if link.is_down:  # on_down has spoken, or will: nothing may be bound to the link now
+                return
+            match message:
+                case Grant() | Cancel() if fail := self._refusal(link, message):
+                    link.send_next(fail)
+                case Grant():
+                    actions = self.sources.grant(link, message, now)
+                    self.counters.refused_grants += any(type(a) is src.SendFail for a in actions)
+                    self.do_source(actions)
+                case Cancel(transfer_id):
+                    self.do_source(self.sources.cancel(link, transfer_id))
+                case Ack(transfer_id):
+                    self.do_source(self.sources.ack(link, transfer_id))
+                case Done():
+                    self.do_target(self.targets.done(link, message, link.transport))
+                case Fail(transfer_id, reason):
+                    self.targets.fail(link, transfer_id, reason)
+                case Alive(transfer_ids):
+                    self.targets.alive(link, transfer_ids, now)
+        self.wake()
+
+    def _refusal(self, link: Link, message: Grant | Cancel) -> Fail | None:
+        # What the link was given it may always give back: its target waits for that.
+        is_own = self.sources.granted_over(link, message.transfer_id)
+        may_cancel = isinstance(message, Cancel) and is_own
+        return None if may_cancel else self._guard.refusal(link, message)
+
+    def on_down(self, link: Link, reason: str) -> None:
+        """On whichever thread found out."""
+        with self.lock:
+            for key in [k for k, v in self._outgoing.items() if v is link]:
+                del self._outgoing[key]
+            if self._sources is not None:
+                self.do_source(self._sources.link_down(link))
+            if self.targets.uses(link):
+                self._fence(link, reason)
+        self.wake()
+        if not self._closing:
+            logger.info("KV link down: %s", reason)
+
+    def _fence(self, link: Link, reason: str) -> None:
+        self.targets.link_down(link, reason)
+        self._fencing.add(link)
+
+    def _take_chunk(self, link: Link, chunk: Chunk) -> None:
+        channel, (local, _) = link.target, self._registered()
+        if channel is None:
+            raise ProtocolError("a chunk came to a source")
+        if chunk.bytes != chunk.count * local.region.geometry.block_bytes:
+            raise ProtocolError(f"{chunk.count} blocks are not {chunk.bytes} bytes long")
+        with self.lock:
+            block_ids = self.targets.begin_chunk(link, chunk)
+        try:
+            channel.receive(chunk, block_ids)
+        except BaseException:
+            with self.lock:
+                self.targets.abort_chunk(chunk)
+            raise
+        if block_ids is not None:
+            with self.lock:
+                self.targets.end_chunk(chunk, time.monotonic())
+
+    def _tick_idle(self) -> None:
+        """On the accepting thread: an idle engine runs no step, and grants still run out."""
+        with self.lock:
+            self.do_source(self.sources.tick(time.monotonic()))
+
+    def _serve(self, sock: socket.socket) -> None:
+        """On the accepting thread."""
+        _, identity = self._registered()
+        with self.lock:
+            if self._closing:
+                sock.close()
+            else:
+                self._new_link().serve(sock, identity)
+
+    def _new_link(self) -> Link:
+        # A link that is down stays here until its threads are over: `close` waits for them.
+        self._all = {link for link in self._all if not link.is_over}
+        local, _ = self._registered()
+        timeouts = LinkTimeouts(self._settings.handshake_timeout_s, self._settings.send_timeout_s)
+        link = Link(self, local, self._transports, timeouts)
+        self._all.add(link)
+        return link
+
+    # -- doing what the tables decided
+
+    def do_source(self, actions: Iterable[src.SourceAction[Link]]) -> None:
+        """What the table of sources decided."""
+        for action in actions:
+            match action:
+                case src.PushChunk():
+                    action.link.run(partial(self._push, chunk=action))
+                case src.SendDone():
+                    action.link.run(partial(self._send_done, done=action))
+                case src.SendFail(link, transfer_id, reason):
+                    link.send_next(Fail(transfer_id, reason))
+                case src.SendAlive(link, transfer_id):
+                    link.send_next(Alive([transfer_id]))
+                case src.Release(request_id):
+                    self._released.add(request_id)
+
+    def do_target(self, actions: Iterable[tgt.TargetAction[Link]]) -> None:
+        """What the table of targets decided."""
+        for action in actions:
+            match action:
+                case tgt.SendGrant(link, grant):
+                    link.send(grant)
+                case tgt.SendCancel(link, transfer_id, capability):
+                    link.send(Cancel(transfer_id, capability))
+                case tgt.SendAck(link, transfer_id):
+                    link.send(Ack(transfer_id))
+                case tgt.DropLink(link):
+                    link.close("the source did not answer in time")
+
+    def _push(self, link: Link, chunk: src.PushChunk[Link]) -> None:
+        """On the writer thread of the link."""
+        channel, (local, _) = link.source, self._registered()
+        if channel is None:
+            raise KvTransferError("a target was asked to push")
+        with self.lock:
+            if not self.sources.begin_copy(chunk):
+                return
+        count = len(chunk.source_ids)
+        size = count * local.region.geometry.block_bytes
+        begun, copied = time.monotonic(), False
+        try:
+            channel.push(
+                Chunk(chunk.transfer_id, chunk.first, count, size),
+                chunk.source_ids,
+                chunk.target_ids,
+            )
+            copied = True
+        finally:
+            now = time.monotonic()
+            seconds = now - begun
+            with self.lock:
+                self.do_source(self.sources.end_copy(chunk, now, seconds, copied=copied))
+                self._copies.notify_all()
+                if copied:
+                    self.counters.pushed_bytes += size
+                    self.counters.pushed_blocks += count
+                    self.counters.push_s += seconds
+
+    def _send_done(self, link: Link, done: src.SendDone[Link]) -> None:
+        """On the writer thread, behind the last chunk."""
+        with self.lock:
+            figures = self.sources.done_figures(done, time.monotonic())
+        if figures is not None:
+            tokens, push_s, exposed_s = figures
+            link.send_now(Done(done.transfer_id, tokens, push_s, exposed_s))
+
+    def _registered(self) -> tuple[LocalKv, Identity]:
+        if self._local is None or self._identity is None:
+            raise KvTransferError("the KV cache is not registered yet")
+        return self._local, self._identity
