@@ -247,7 +247,8 @@ class KvEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker as it registers. `epoch` changes at every start of its process."""
+    """A worker as it registers. `epoch` changes at every start of its process; `settings` are what
+    else of its engine bears on speed."""
 
     worker_id: str
     epoch: str
@@ -260,6 +261,7 @@ class WorkerInfo:
     max_num_seqs: int
     pid: int = 0
     engine: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,6 +303,7 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
         max_num_seqs=info.max_num_seqs,
         pid=info.pid,
         engine=info.engine,
+        settings=dict(info.settings),
     )
 
 
@@ -330,6 +331,7 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
         max_num_seqs=message.max_num_seqs,
         pid=message.pid,
         engine=message.engine,
+        settings=dict(message.settings),
     )
 
 

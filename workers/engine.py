@@ -23,7 +23,7 @@ Promises of every implementation (tests/unit/workers/test_engine_contract.py hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -78,7 +78,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a started engine is. `kv` is None where KV cannot leave the engine."""
+    """What a started engine is. `kv` is None where KV cannot leave the engine; `settings` are what
+    else bears on its speed, as it is in effect."""
 
     name: str
     model: ModelInfo
@@ -86,6 +87,7 @@ class EngineInfo:
     total_blocks: int
     max_num_seqs: int
     kv: KvEndpoint | None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 StepCallback = Callable[[Sequence["StreamDelta"]], None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError, TransferFailed, WorkerFailed
@@ -83,6 +84,7 @@ class FakeEngine:
             total_blocks=shape.total_blocks,
             max_num_seqs=shape.max_num_seqs,
             kv=endpoint,
+            settings={name: f"{x:g}" for name, x in asdict(self._settings.timing).items()},
         )
 
     def submit(self, work: Work) -> None:

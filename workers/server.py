@@ -157,6 +157,7 @@ class WorkerServer:
             max_num_seqs=engine.max_num_seqs,
             pid=os.getpid(),
             engine=engine.name,
+            settings={"cores": str(len(os.sched_getaffinity(0))), **engine.settings},
         )
 
 

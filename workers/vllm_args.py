@@ -12,6 +12,8 @@ from vllm.platforms import current_platform
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from workers.vllm_settings import KvSettings, VllmSettings
 
 _DEFAULTS: dict[str, Any] = {
@@ -64,3 +66,24 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         kv_transfer_config=None if settings.kv is None else kv_transfer_config(settings.kv),
         **args,
     )
+
+
+def settings_in_effect(config: VllmConfig) -> dict[str, str]:
+    """What of a started engine bears on its speed, by vLLM's names and after vLLM's own choices."""
+    scheduler, compilation = config.scheduler_config, config.compilation_config
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    found = {
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+        "async_scheduling": scheduler.async_scheduling,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "cache_dtype": cache.cache_dtype,
+        "quantization": model.quantization,
+        "enforce_eager": model.enforce_eager,
+        "compilation_mode": getattr(compilation.mode, "name", compilation.mode),
+        "cudagraph_mode": getattr(compilation.cudagraph_mode, "name", compilation.cudagraph_mode),
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "speculative_config": getattr(config.speculative_config, "method", None),
+        "device": config.device_config.device_type,
+    }
+    return {name: str(value) for name, value in found.items()}

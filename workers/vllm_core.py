@@ -37,7 +37,7 @@ from pdserve.types import (
 from workers import sampling, text_state
 from workers.engine import AggregatedPhase, DecodePhase, EngineInfo, PrefillPhase
 from workers.load import LoadBoard, usable_blocks
-from workers.vllm_args import engine_args
+from workers.vllm_args import engine_args, settings_in_effect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,6 +102,7 @@ class VllmCore:
             total_blocks=usable_blocks(config),
             max_num_seqs=config.scheduler_config.max_num_seqs,
             kv=self._endpoint(),
+            settings=settings_in_effect(config),
         )
 
     def _endpoint(self) -> KvEndpoint | None:

@@ -103,6 +103,7 @@ WORKER = st.builds(
     max_num_seqs=COUNT,
     pid=UINT32,
     engine=TEXT,
+    settings=st.dictionaries(TEXT, TEXT, max_size=3),
 )
 LOAD = st.builds(t.WorkerLoad, UINT32, UINT32, FLOAT, UINT32)
 LEDGER = st.builds(t.KvLedger, UINT32, UINT32, UINT32, UINT32, UINT32)
