@@ -76,6 +76,7 @@ bench: $(STAMP) ## replay the shipped chat trace against a running `make run`
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f kv_transfer/_copy.*.so
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -93,7 +94,7 @@ $(TORCH_STAMP): | $(BIN)/python
 		|| $(PIP) install -q $$index "torch==$(TORCH)" 2>>$(PIP_LOG) || $(SHOW_PIP_LOG)
 	@touch $@
 
-$(STAMP): $(LOCK) pyproject.toml $(TORCH_STAMP)
+$(STAMP): $(LOCK) pyproject.toml kv_transfer/_copy.c $(TORCH_STAMP)
 	@echo "installing the packages of $(LOCK)"
 	@$(PIP) install --no-deps -r $(LOCK) 2>$(PIP_LOG) \
 		| awk -v total=$$(grep -c '^[A-Za-z]' $(LOCK)) ' \

@@ -14,15 +14,16 @@ import os
 import re
 import stat
 import struct
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kv_transfer.copying import Pages, copy_pages
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
-from kv_transfer.layout import KvGeometry, runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kv_transfer.layout import KvGeometry
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -65,7 +66,7 @@ class KvRegion:
         return [view[start : start + g.page_bytes] for start in starts]
 
     def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> int:
-        """Copies blocks page by page, neighbours as one; memmove releases the interpreter lock.
+        """Copies blocks page by page.
 
         Returns the bytes copied. The two regions share layers and page size, not strides. Raises
         KvTransferError, having copied nothing, where they do not or an id is no block.
@@ -77,22 +78,19 @@ class KvRegion:
             raise KvTransferError(f"{len(source_ids)} blocks for {len(own_ids)} places")
         if not (src.has_blocks(source_ids) and dst.has_blocks(own_ids)):
             raise KvTransferError("a block id is outside its KV cache")
-        firsts, places, sizes = source_ids, own_ids, [dst.page_bytes] * len(own_ids)
-        if dst.block_stride_bytes == src.block_stride_bytes == dst.page_bytes:
-            pieces = runs(source_ids, own_ids)
-            firsts, places = [s for s, _, _ in pieces], [d for _, d, _ in pieces]
-            sizes = [n * dst.page_bytes for _, _, n in pieces]
-        for layer in range(dst.num_layers):
-            start = source.address + src.page_offset(layer, 0)
-            to = self.address + dst.page_offset(layer, 0)
-            moves = map(
-                ctypes.memmove,
-                [to + block * dst.block_stride_bytes for block in places],
-                [start + block * src.block_stride_bytes for block in firsts],
-                sizes,
-            )
-            deque(moves, maxlen=0)  # runs through them without a step of Python between
+        copy_pages(
+            self._pages_of(own_ids),
+            source._pages_of(source_ids),
+            dst.num_layers,
+            [(0, 0, dst.page_bytes)],
+        )
         return len(own_ids) * dst.block_bytes
+
+    def _pages_of(self, block_ids: list[int]) -> Pages:
+        g = self.geometry
+        return Pages(
+            self.address + g.offset_bytes, g.layer_stride_bytes, g.block_stride_bytes, block_ids
+        )
 
 
 class SharedMemory:

@@ -1,0 +1,62 @@
+"""Copies scattered pages from one KV cache to another: in C where the extension was built
+(_copy.c), else in Python, with the same result."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kv_transfer.layout import runs
+
+try:
+    from kv_transfer import _copy as compiled
+except ImportError:  # installed where there was no C compiler
+    compiled = None  # type: ignore[assignment]
+
+
+class Pages(NamedTuple):
+    """The pages of some blocks, in every layer: they begin at address + layer * layer_stride +
+    block * block_stride, in bytes."""
+
+    address: int
+    layer_stride: int
+    block_stride: int
+    block_ids: list[int]
+
+
+# (where in the target's page, where in the source's, bytes)
+Part = tuple[int, int, int]
+
+
+def copy_in_c(to: Pages, source: Pages, num_layers: int, parts: list[Part]) -> None:
+    """See `copy_pages`. Holds the interpreter lock only for short copies."""
+    compiled.copy_pages(*to, *source, num_layers, parts)
+
+
+def copy_in_python(to: Pages, source: Pages, num_layers: int, parts: list[Part]) -> None:
+    """See `copy_pages`. A call of memmove, which lets go of the interpreter lock, for each run of
+    neighbours."""
+    firsts, places, lengths = source.block_ids, to.block_ids, [1] * len(to.block_ids)
+    if parts == [(0, 0, to.block_stride)] and to.block_stride == source.block_stride:
+        pieces = runs(firsts, places)
+        firsts, places, lengths = ([piece[i] for piece in pieces] for i in range(3))
+    for layer in range(num_layers):
+        for at, start, size in parts:
+            target_at = to.address + layer * to.layer_stride + at
+            source_at = source.address + layer * source.layer_stride + start
+            moves = map(
+                ctypes.memmove,
+                [target_at + block * to.block_stride for block in places],
+                [source_at + block * source.block_stride for block in firsts],
+                [count * size for count in lengths],
+            )
+            deque(moves, maxlen=0)  # runs through them without a step of Python between
+
+
+Copy = Callable[[Pages, Pages, int, list[Part]], None]
+
+# Copies the parts of each page, layer by layer. The caller has checked that every part of every
+# page is memory: nothing is checked here. Pages that overlap give no particular result.
+copy_pages: Copy = copy_in_python if compiled is None else copy_in_c

@@ -1,0 +1,107 @@
+"""The two ways to copy pages do the same, byte for byte, and touch nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer import copying
+from kv_transfer.copying import Pages, copy_in_c, copy_in_python, copy_pages
+
+if TYPE_CHECKING:
+    from kv_transfer.copying import Copy, Part
+
+COMPILED = pytest.mark.skipif(
+    copying.compiled is None, reason="the extension was not built: no C compiler at install"
+)
+WAYS = [pytest.param(copy_in_python, id="python"), pytest.param(copy_in_c, id="c", marks=COMPILED)]
+LAYERS, BLOCKS = 3, 6
+
+
+class Memory:
+    """Random bytes at an address that is no multiple of anything."""
+
+    def __init__(self, size: int, seed: int, shift: int) -> None:
+        self._size, self._shift = size, shift
+        self._buffer = ctypes.create_string_buffer(size + shift)
+        self._buffer[shift : shift + size] = random.Random(seed).randbytes(size)
+        self.address = ctypes.addressof(self._buffer) + shift
+
+    def content(self) -> bytearray:
+        """A copy of all of it."""
+        return bytearray(self._buffer[self._shift : self._shift + self._size])
+
+
+def pages(draw: Any, page: int, blocks: st.SearchStrategy[list[int]]) -> tuple[Memory, Pages, int]:
+    """Memory with pages of `page` bytes, and where the first one begins in it."""
+    unit, start = page + draw(st.sampled_from([0, 0, 8])), draw(st.sampled_from([0, 24]))
+    inside = draw(st.booleans())
+    strides = (unit, LAYERS * unit) if inside else (BLOCKS * unit, unit)
+    size = start + LAYERS * BLOCKS * unit
+    memory = Memory(size, draw(st.integers(0, 3)), draw(st.integers(0, 64)))
+    return memory, Pages(memory.address + start, *strides, draw(blocks)), start
+
+
+@pytest.mark.parametrize("copy", WAYS)
+@given(data=st.data(), page=st.sampled_from([8, 64, 1000, 1024, 4096, 12352]))
+def test_the_parts_of_each_page_are_copied_and_nothing_else(
+    copy: Copy, data: Any, page: int
+) -> None:
+    count = data.draw(st.integers(0, BLOCKS))
+    block = st.integers(0, BLOCKS - 1)
+    ours, to, to_start = pages(
+        data.draw, page, st.lists(block, min_size=count, max_size=count, unique=True)
+    )
+    theirs, source, source_start = pages(
+        data.draw, page, st.lists(block, min_size=count, max_size=count)
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, page), max_size=4, unique=True)))
+    spans = list(itertools.pairwise(cuts)) or [(0, page)]
+    parts: list[Part] = [
+        (first, data.draw(st.integers(0, page - (end - first))), end - first)
+        for first, end in spans
+    ]
+    want, given_bytes = ours.content(), theirs.content()
+    for layer in range(LAYERS):
+        for d, s in zip(to.block_ids, source.block_ids, strict=True):
+            for at, start, size in parts:
+                first = to_start + layer * to.layer_stride + d * to.block_stride + at
+                begin = source_start + layer * source.layer_stride + s * source.block_stride + start
+                want[first : first + size] = given_bytes[begin : begin + size]
+    copy(to, source, LAYERS, parts)
+    assert ours.content() == want
+    assert theirs.content() == given_bytes
+
+
+@COMPILED
+def test_the_compiled_copy_is_the_one_in_use() -> None:
+    assert copy_pages is copy_in_c
+
+
+@COMPILED
+@pytest.mark.parametrize(
+    ("to_ids", "source_ids", "parts", "error"),
+    [
+        ([0, 1], [0], [(0, 0, 8)], ValueError),
+        ([0], ["0"], [(0, 0, 8)], TypeError),
+        ([2**80], [0], [(0, 0, 8)], OverflowError),
+        ([0], [0], [(0, 8)], TypeError),
+        ([0], [0], [8], TypeError),
+        ([0], [0], [(0, 0, -8)], ValueError),
+        ((0,), [0], [(0, 0, 8)], TypeError),
+    ],
+)
+def test_what_is_no_list_of_blocks_or_parts_is_refused(
+    to_ids: Any, source_ids: Any, parts: Any, error: type[Exception]
+) -> None:
+    memory = Memory(64, 1, 0)
+    before = memory.content()
+    with pytest.raises(error):
+        copy_in_c(Pages(memory.address, 8, 8, to_ids), Pages(0, 8, 8, source_ids), 1, parts)
+    assert memory.content() == before
