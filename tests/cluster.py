@@ -21,6 +21,7 @@ from pdserve.types import Role, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 from router.main import RouterServer
+from tests.patience import WAIT_S
 from workers.engine import AggregatedPhase, Work
 from workers.engines import make_engine
 from workers.fake_engine import FakeEngine
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from pdserve.types import FinishReason, Receipt, Usage
     from workers.fake_settings import FakeFaults
 
-WAIT_S = 20.0
-LEASE_S = 1.0
+# No test waits for the end of a lease; one that a pause of the machine cannot outlast.
+LEASE_S = 60.0
 _LOOK_S = 0.01
 
 
@@ -160,7 +161,7 @@ class Cluster:
             role=role,
             engine="fake",
             routers=(self.grpc,),
-            kv=KvConfig(lease_s=5.0),
+            kv=KvConfig(lease_s=LEASE_S),
             engine_args=self._engine_args,
         )
         epoch = f"{name}-epoch-{len(self._engines)}"

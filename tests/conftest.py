@@ -6,11 +6,20 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-ENDING_S = 2.0
+# How long an example takes says more of the machine than of the code. Every run tries the same
+# examples; `--hypothesis-profile=explore` looks for new ones.
+settings.register_profile(
+    "explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("suite", settings.get_profile("explore"), derandomize=True, database=None)
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
@@ -21,5 +30,5 @@ async def no_leaked_tasks() -> AsyncIterator[None]:
     leaked = asyncio.all_tasks() - before - {asyncio.current_task()}
     if leaked:
         # gRPC ends its own tasks a moment after `stop` has returned.
-        _, leaked = await asyncio.wait(leaked, timeout=ENDING_S)
+        _, leaked = await asyncio.wait(leaked, timeout=WAIT_S)
     assert not leaked, f"still running: {', '.join(sorted(map(repr, leaked)))}"

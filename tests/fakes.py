@@ -27,6 +27,7 @@ from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_ser
 from router.coordinator import Coordinator
 from router.fleet import Fleet
 from router.worker_link import LinkSettings
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from router.pool import Member
 
 MODEL = ModelInfo("demo", "/models/demo", max_model_len=4096, vocab_size=512, dtype="float32")
-WAIT_S = 10.0
 
 
 def worker_info(

@@ -185,7 +185,7 @@ class FakeEngine:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while not self._core.faults.stalled and await self._step():
+                while not self._core.faults.stalls(self._steps + 1) and await self._step():
                     pass
         except Exception as error:
             logger.exception("the fake engine failed")

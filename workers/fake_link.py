@@ -22,7 +22,7 @@ from workers.fake_sequence import Handoff
 if TYPE_CHECKING:
     from workers.fake_settings import FakeKv
 
-_CONNECT_S = 5.0
+_CONNECT_S = 30.0
 
 
 class TransferSource(Protocol):

@@ -77,6 +77,7 @@ class FakeFaults:
     drop_transfer   the link breaks where such a request's blocks should travel
     delay_transfer_s  is added to every transfer
     stalled         work is taken, and no step is ever made
+    stall_at_step   that step is not made, nor one after it, counted from 1; 0 for never
     crash_at_step   the engine dies in place of that step, counted from 1; 0 for never
     """
 
@@ -84,10 +85,14 @@ class FakeFaults:
     drop_transfer: str = ""
     delay_transfer_s: float = 0.0
     stalled: bool = False
+    stall_at_step: int = 0
     crash_at_step: int = 0
 
     def __post_init__(self) -> None:
         _refuse_negative(self)
+
+    def stalls(self, step: int) -> bool:
+        return self.stalled or 0 < self.stall_at_step <= step
 
     def fails_prefill(self, request_id: str) -> bool:
         return bool(self.fail_prefill) and fnmatchcase(request_id, self.fail_prefill)

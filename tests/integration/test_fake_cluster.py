@@ -38,6 +38,19 @@ class Trigger:
             self.fired.set()
 
 
+async def ask_and_hold(cluster: Cluster) -> tuple[str, str, asyncio.Task[Answer]]:
+    """(the decode worker that has the request, the other one, the long answer that is asked for):
+    the client has some of it, and neither decode worker makes more until its faults are lifted."""
+    names = ("decode-0", "decode-1")
+    for name in names:
+        cluster.faults(name, FakeFaults(stall_at_step=30))
+    trigger = Trigger(20)
+    asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
+    await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
+    (busy,) = cluster.busy(*names)
+    return busy, names[1 - names.index(busy)], asking
+
+
 class TestAnswers:
     @pytest.mark.parametrize(
         "sampling",
@@ -101,12 +114,16 @@ class TestCancellation:
     @pytest.mark.parametrize("tokens", [1, 5])
     async def test_a_client_that_leaves_frees_both_workers(self, tokens: int) -> None:
         async with Cluster(prefill=1, decode=1) as cluster:
+            # Decode stops in the middle, so that the client leaves before the end.
+            cluster.faults("decode-0", FakeFaults(stall_at_step=10))
             trigger = Trigger(tokens)
             asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
             await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
             asking.cancel()
             await asyncio.wait({asking})
+            assert asking.cancelled()
             await cluster.assert_no_leaks()
+            cluster.faults("decode-0", FakeFaults())
             assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))
 
     async def test_a_client_that_leaves_in_mid_transfer_frees_both_workers(self) -> None:
@@ -142,10 +159,8 @@ class TestFaults:
     async def test_a_decode_worker_that_dies_costs_no_token(self) -> None:
         async with Cluster(prefill=1, decode=2) as cluster:
             expected = cluster.expected(PROMPT, LONG)
-            trigger = Trigger(20)
-            asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
-            await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
-            (busy,) = cluster.busy("decode-0", "decode-1")
+            busy, idle, asking = await ask_and_hold(cluster)
+            cluster.faults(idle, FakeFaults())
             await cluster.kill(busy)
             answer = await asking
             assert_same(answer, expected)
@@ -212,15 +227,13 @@ class TestFaults:
 
     async def test_a_worker_that_drains_ends_what_it_has_and_gets_nothing_new(self) -> None:
         async with Cluster(prefill=1, decode=2) as cluster:
-            trigger = Trigger(5)
-            asking = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
-            await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
-            (busy,) = cluster.busy("decode-0", "decode-1")
-            idle = "decode-1" if busy == "decode-0" else "decode-0"
+            busy, idle, asking = await ask_and_hold(cluster)
+            cluster.faults(idle, FakeFaults())
             draining = asyncio.create_task(cluster.workers[busy].drain(WAIT_S))
             await cluster.until_state(busy, "draining")
             other = await cluster.ask(PROMPT, PLAIN)
             assert other.receipt is not None
             assert other.receipt.decode_worker == idle
+            cluster.faults(busy, FakeFaults())
             assert_same(await asking, cluster.expected(PROMPT, LONG))
             assert await draining

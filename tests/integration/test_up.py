@@ -9,7 +9,9 @@ import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from up_process import DEADLINE_S, run_cli, up
+from up_process import run_cli, up
+
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     import http.client
@@ -31,7 +33,7 @@ def ask(url: str, *, max_tokens: int = 8) -> http.client.HTTPResponse:
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=DEADLINE_S)
+    response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=WAIT_S)
     return response
 
 
@@ -118,7 +120,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     with up(tmp_path) as running:
         running.wait_until_serving()
         running.send(signal.SIGKILL)
-        running.process.wait(DEADLINE_S)
+        running.process.wait(WAIT_S)
         assert running.survivors() == []
 
 
@@ -127,7 +129,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed_while_workers_start(tmp_pa
         running.wait_for_line("prefill-0", "loading")
         assert len(running.watch_children()) == 3
         running.send(signal.SIGKILL)
-        running.process.wait(DEADLINE_S)
+        running.process.wait(WAIT_S)
         assert running.survivors() == []
 
 

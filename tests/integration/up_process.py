@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from tests.patience import WAIT_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-# Patience with a busy machine; nothing is slower because of it.
-DEADLINE_S = 120.0
 # Gives a process its own session with the terminal on its standard input, then becomes `pdserve`.
 _ON_TERMINAL = """
 import fcntl, os, sys, termios
@@ -38,7 +38,7 @@ def run_cli(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=WAIT_S,
         check=False,
     )
 
@@ -77,7 +77,7 @@ class UpProcess:
     def wait_for_line(self, *words: str) -> str:
         """The first line that holds all of `words` and that was not returned before, said already
         or still to come: processes that start together speak in any order."""
-        ends_at = time.monotonic() + DEADLINE_S
+        ends_at = time.monotonic() + WAIT_S
         with self._heard:
             while True:
                 for number, line in enumerate(self._lines):
@@ -87,7 +87,7 @@ class UpProcess:
                 said = "".join(self._lines)
                 assert not self._has_ended, f"it ended before saying {words}:\n{said}"
                 left_s = ends_at - time.monotonic()
-                assert left_s > 0, f"it did not say {words} in {DEADLINE_S} s:\n{said}"
+                assert left_s > 0, f"it did not say {words} in {WAIT_S} s:\n{said}"
                 self._heard.wait(left_s)
 
     def wait_until_serving(self) -> dict[str, Any]:
@@ -117,11 +117,11 @@ class UpProcess:
 
     def wait(self) -> int:
         """The exit code."""
-        code = self.process.wait(DEADLINE_S)
-        self._reader.join(DEADLINE_S)
+        code = self.process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
         return code
 
-    def survivors(self, *, within_s: float = DEADLINE_S) -> list[int]:
+    def survivors(self, *, within_s: float = WAIT_S) -> list[int]:
         """Which of the watched processes are still there after `within_s` at the most."""
         alive = dict(self._pidfds)
         while alive:
@@ -141,8 +141,8 @@ class UpProcess:
         """Kill what is left, by process id, and take everything back."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(DEADLINE_S)
-        self._reader.join(DEADLINE_S)
+        self.process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
         for pid, fd in self._pidfds.items():
             if not select.select([fd], [], [], 0)[0]:
                 os.kill(pid, signal.SIGKILL)

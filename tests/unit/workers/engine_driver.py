@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pdserve.types import ErrorInfo, FinishReason, SamplingParams, StreamDelta
+from tests.patience import WAIT_S
 from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
     from workers.engine import Engine, EngineInfo
 
-WAIT_S = 30.0
 PLAIN = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 

@@ -19,6 +19,7 @@ from pdserve.v1.worker_pb2_grpc import (
     WorkerStub,
     add_RegistryServicer_to_server,
 )
+from tests.patience import WAIT_S
 from workers.fake_engine import FakeEngine
 from workers.fake_settings import FakeKv, FakeSettings, FakeTiming
 from workers.server import WorkerServer
@@ -27,7 +28,6 @@ from workers.worker import MAX_FRAMES
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-WAIT_S = 20.0
 MODEL = ModelInfo(name="fake", path="", max_model_len=4096, vocab_size=512, dtype="none")
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)

@@ -214,6 +214,18 @@ class TestFaults:
         fake(driver).faults = FakeFaults()
         assert (await driver.finish(stream_id)).last.finish_reason is FinishReason.LENGTH
 
+    async def test_an_engine_that_stalls_at_a_step_makes_all_before_it(self, pair: Pair) -> None:
+        driver = pair.decode
+        fake(driver).faults = FakeFaults(stall_at_step=4)
+        stream_id = driver.submit(prompt(20))
+        stream = driver.streams[stream_id]
+        await driver.until(lambda: len(stream.token_ids) == 3)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(stream.token_ids) == 3
+        fake(driver).faults = FakeFaults()
+        assert len((await driver.finish(stream_id)).token_ids) == PLAIN.max_tokens
+
     async def test_a_crash_ends_every_stream_and_is_told_once(self, pair: Pair) -> None:
         driver = pair.decode
         fake(driver).faults = FakeFaults(crash_at_step=2)
