@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from pdserve.types import KvLedger
+    from pdserve.types import ErrorInfo, KvLedger
 
 
 class PdConnector(KVConnectorBase_V1, SupportsHMA):
@@ -95,7 +95,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """See SchedulerHalf.take_arrivals."""
         return self._scheduler_half().take_arrivals()
 
-    def take_failure(self, request_id: str) -> str | None:
+    def take_failure(self, request_id: str) -> ErrorInfo | None:
         """See SchedulerHalf.take_failure."""
         return self._scheduler_half().take_failure(request_id)
 

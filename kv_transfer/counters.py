@@ -13,6 +13,10 @@ class TransferCounters:
     pushed_blocks: int = 0
     push_s: float = 0.0
     received_bytes: int = 0
+    # Making digests, as source and as target.
+    digest_s: float = 0.0
+    # Chunks that came here and did not have their digest.
+    damaged_chunks: int = 0
     failures: int = 0
     downgrades: int = 0
     # Asked for without a right to it.

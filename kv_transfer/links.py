@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 from kv_transfer import source_actions as src
 from kv_transfer import target as tgt
 from kv_transfer.counters import TransferCounters
+from kv_transfer.digest import NO_DIGEST, Sampler, digest
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.guard import Guard
 from kv_transfer.link import Identity, Link, LinkTimeouts
 from kv_transfer.listener import Listener
 from kv_transfer.messages import (
     Ack,
+    Again,
     Alive,
     Cancel,
     Chunk,
@@ -45,7 +47,7 @@ logger = logging.getLogger(__name__)
 # How long a copy may take to end when its link has been closed: it is bound by memory then.
 COPY_END_S = 30.0
 JOIN_S = 2.0
-_FROM_TARGET = (Grant, Cancel, Ack)
+_FROM_TARGET = (Grant, Again, Cancel, Ack)
 _FROM_SOURCE = (Chunk, Done, Fail, Alive)
 
 
@@ -74,6 +76,7 @@ class Links:
         self._released: set[str] = set()
         self.wake: Callable[[], None] = _nobody_waits
         self.counters = TransferCounters()
+        self._sampler = Sampler(settings.digest)
         self._guard = Guard(settings, epoch, self.counters)
         self._listener = Listener(settings.host)
         self._closing = False
@@ -195,6 +198,8 @@ class Links:
                     self.do_source(actions)
                 case Cancel(transfer_id):
                     self.do_source(self.sources.cancel(link, transfer_id))
+                case Again(transfer_id, first):
+                    self.do_source(self.sources.again(link, transfer_id, first, now))
                 case Ack(transfer_id):
                     self.do_source(self.sources.ack(link, transfer_id))
                 case Done():
@@ -242,9 +247,25 @@ class Links:
             with self.lock:
                 self.targets.abort_chunk(chunk)
             raise
-        if block_ids is not None:
-            with self.lock:
-                self.targets.end_chunk(chunk, time.monotonic())
+        if block_ids is None:
+            return
+        received = time.monotonic()
+        intact = chunk.digest == NO_DIGEST or chunk.digest == digest(local.region.pages(block_ids))
+        now = time.monotonic()
+        with self.lock:
+            self.counters.digest_s += now - received
+            self.counters.damaged_chunks += not intact
+            self.do_target(self.targets.end_chunk(chunk, now, intact=intact))
+        if not intact:
+            logger.warning(
+                "transfer %s: blocks %d+%d came damaged from worker %r over %s",
+                chunk.transfer_id,
+                chunk.first,
+                chunk.count,
+                link.peer_epoch,
+                link.transport,
+            )
+            self.wake()
 
     def _tick_idle(self) -> None:
         """On the accepting thread: an idle engine runs no step, and grants still run out."""
@@ -292,6 +313,8 @@ class Links:
             match action:
                 case tgt.SendGrant(link, grant):
                     link.send(grant)
+                case tgt.SendAgain(link, transfer_id, first):
+                    link.send(Again(transfer_id, first))
                 case tgt.SendCancel(link, transfer_id, capability):
                     link.send(Cancel(transfer_id, capability))
                 case tgt.SendAck(link, transfer_id):
@@ -309,18 +332,21 @@ class Links:
                 return
         count = len(chunk.source_ids)
         size = count * local.region.geometry.block_bytes
-        begun, copied = time.monotonic(), False
+        marked = begun = time.monotonic()
+        copied = False
         try:
-            channel.push(
-                Chunk(chunk.transfer_id, chunk.first, count, size),
-                chunk.source_ids,
-                chunk.target_ids,
-            )
+            mark = NO_DIGEST
+            if self._sampler.takes(suspect=chunk.suspect):
+                mark = digest(local.region.pages(chunk.source_ids))
+                begun = time.monotonic()
+            message = Chunk(chunk.transfer_id, chunk.first, count, size, mark)
+            channel.push(message, chunk.source_ids, chunk.target_ids)
             copied = True
         finally:
             now = time.monotonic()
             seconds = now - begun
             with self.lock:
+                self.counters.digest_s += begun - marked
                 self.do_source(self.sources.end_copy(chunk, now, seconds, copied=copied))
                 self._copies.notify_all()
                 if copied:

@@ -1,11 +1,11 @@
 """What travels on a link: small msgpack maps behind a four-byte length.
 
 A link joins one target worker (it dialled, it receives KV) and one source worker. On connecting:
-target → Hello, source → Welcome or Refusal. Then target → Grant, Cancel, Ack; source → Chunk (with
-the payload behind it where the transport sends bytes on the link), Done, Fail, Alive.
+target → Hello, source → Welcome or Refusal. Then target → Grant, Again, Cancel, Ack; source → Chunk
+(with the payload behind it where the transport sends bytes on the link), Done, Fail, Alive.
 
 PROTOCOL_VERSION history: 1 first version. 2 Hello names its worker; Grant and Cancel have a
-capability.
+capability. 3 Chunk has a digest; Again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgpack
 
 from kv_transfer.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 4 << 20
 # Of a peer that has not introduced itself, less is taken.
 MAX_HANDSHAKE_BYTES = 64 << 10
@@ -80,6 +80,16 @@ class Grant(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Again(Message):
+    """What came as block `first` of the grant is not what was sent. The source goes back to it:
+    that block and all behind it come again, and Done behind them."""
+
+    kind: ClassVar[str] = "again"
+    transfer_id: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel(Message):
     """The target no longer wants it. The source answers Fail behind its last chunk."""
 
@@ -98,13 +108,15 @@ class Ack(Message):
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Message):
-    """`count` blocks from block `first` (counted within the grant) are in place, or follow."""
+    """`count` blocks from block `first` (counted within the grant) are in place, or follow.
+    `digest` is that of their bytes (kv_transfer/digest.py), 0 where none was made."""
 
     kind: ClassVar[str] = "chunk"
     transfer_id: str
     first: int
     count: int
     bytes: int
+    digest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +149,8 @@ class Alive(Message):
 
 
 _KINDS: dict[str, type[Message]] = {
-    cls.kind: cls for cls in (Hello, Welcome, Refusal, Grant, Cancel, Ack, Chunk, Done, Fail, Alive)
+    cls.kind: cls
+    for cls in (Hello, Welcome, Refusal, Grant, Again, Cancel, Ack, Chunk, Done, Fail, Alive)
 }
 _CHECKS: dict[str, tuple[type, ...]] = {
     "int": (int,),

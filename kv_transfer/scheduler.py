@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from pdserve.types import ErrorInfo
+
 
 _MAX_FAILURES = 1024
 
@@ -81,7 +83,7 @@ class SchedulerHalf:
         self._replay: dict[str, list[int]] = {}  # tokens a grammar has not been told of yet
         self._pending = StepMetadata()
         self._arrivals: list[Arrival] = []
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, ErrorInfo] = {}
 
     # -- what the worker process asks
 
@@ -90,7 +92,7 @@ class SchedulerHalf:
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
-    def take_failure(self, request_id: str) -> str | None:
+    def take_failure(self, request_id: str) -> ErrorInfo | None:
         """Why the transfer of this request failed, once."""
         return self._failures.pop(request_id, None)
 

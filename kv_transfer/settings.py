@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.digest import DigestMode
 from pdserve.capability import CapabilityKey
 from pdserve.errors import ConfigError
 
@@ -49,6 +50,9 @@ class KvSettings:
     preempt_timeout_s: float = 2.0
     # Blocks are pushed in pieces of about this size.
     chunk_bytes: int = 16 << 20
+    # Which chunks this worker sends with a digest; it checks all that come to it with one. In the
+    # extra config it is written as text.
+    digest: DigestMode = DigestMode.ALWAYS
     # This worker's name in capabilities, its peers' rights and its own.
     worker_id: str = ""
     # In the extra config it may be written in hexadecimal.
@@ -68,6 +72,8 @@ class KvSettings:
                 raise _refuse(name, "must be a time above 0")
         if type(self.chunk_bytes) is not int or self.chunk_bytes < 1:
             raise _refuse("chunk_bytes", "must be a whole number above 0")
+        if not isinstance(self.digest, DigestMode):
+            raise _refuse("digest", f"must be one of {', '.join(DigestMode)}")
         if not isinstance(self.host, str) or not self.host:
             raise _refuse("host", "must name an address")
         if not isinstance(self.transports, tuple) or not self.transports:
@@ -102,6 +108,8 @@ def from_extra_config(config: Mapping[str, Any]) -> KvSettings:
     values = dict(config)
     if isinstance(values.get("transports"), list):
         values["transports"] = tuple(values["transports"])
+    if values.get("digest") in tuple(DigestMode):
+        values["digest"] = DigestMode(values["digest"])
     if isinstance(values.get("kv_key"), str):
         try:
             values["kv_key"] = CapabilityKey.from_hex(values["kv_key"])

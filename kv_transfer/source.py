@@ -6,6 +6,7 @@ target has acknowledged, cancelled, vanished, or the lease ran out. Every method
 returns the work to do; the caller holds one lock around them.
 
     EXPECTED ──grant──► GRANTED ──all pushed──► SENT ──ack──► gone
+        │                  ▲ └────── again ──────┘
         └────── cancel, abort, preemption beyond repair, link down, lease end ──────► gone
 
 "Queued" is not "sent": blocks are released only after the last copy returned (`end_copy`). At most
@@ -61,6 +62,7 @@ class SourceTransfer(Generic[LinkT]):
     sent_blocks: int = 0  # of the grant, copied
     copying: PushChunk[LinkT] | None = None
     generation: int = 0  # work of an older generation is dropped by the writer
+    suspect: bool = False  # the target has found a chunk damaged
     done_queued: bool = False
     ended_at: float | None = None
     token_ids: tuple[int, ...] = ()
@@ -69,6 +71,13 @@ class SourceTransfer(Generic[LinkT]):
     last_alive: float = 0.0
     push_s: float = 0.0
     release_due: bool = False
+
+    @property
+    def begun_blocks(self) -> int:
+        """Of the grant, copied or being copied: a target may have a chunk before its copy ended."""
+        running = self.copying
+        counts = running is not None and running.generation == self.generation
+        return self.sent_blocks + (len(running.source_ids) if running and counts else 0)
 
 
 class SourceTable(Generic[LinkT]):
@@ -159,11 +168,9 @@ class SourceTable(Generic[LinkT]):
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
             transfer.ready_tokens = 0
-            transfer.generation += 1
             # A copy that runs will be whole before the blocks are taken.
-            running = transfer.copying
-            count = 0 if running is None else len(running.source_ids)
-            transfer.queued_blocks = transfer.sent_blocks + count
+            transfer.queued_blocks = transfer.sent_blocks = transfer.begun_blocks
+            transfer.generation += 1
 
     def copying_over(self, transfer_id: str) -> LinkT | None:
         """The link over which the transfer's blocks are being copied at this moment."""
@@ -196,6 +203,25 @@ class SourceTable(Generic[LinkT]):
             return [SendFail(link, grant.transfer_id, "too many transfers are unknown")]
         self._early[grant.transfer_id] = (link, grant, now + self._grant_wait_s)
         return []
+
+    def again(
+        self, link: LinkT, transfer_id: str, first: int, now: float
+    ) -> list[SourceAction[LinkT]]:
+        """The target found block `first` damaged: go back to it. Once; a target that finds damage
+        twice gives the transfer up."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.link is not link:
+            reason = self._tombstones.get(transfer_id, "unknown transfer")
+            return [SendFail(link, transfer_id, reason)]
+        if transfer.suspect:
+            return self._close(transfer, "asked again twice", tell=True)
+        if first >= transfer.begun_blocks:
+            return self._close(transfer, f"asked again for block {first}, not sent", tell=True)
+        transfer.suspect = True
+        transfer.state, transfer.done_queued = SourceState.GRANTED, False
+        transfer.generation += 1
+        transfer.queued_blocks = transfer.sent_blocks = first
+        return self._pump(transfer, now)
 
     def cancel(self, link: LinkT, transfer_id: str) -> list[SourceAction[LinkT]]:
         """The target wants it no longer: answer Fail, behind the last chunk. What was granted over
@@ -257,7 +283,8 @@ class SourceTable(Generic[LinkT]):
             return self._drop(transfer)
         if not copied:
             return self._close(transfer, "a copy failed", tell=True)
-        transfer.sent_blocks += len(chunk.source_ids)
+        if transfer.generation == chunk.generation:
+            transfer.sent_blocks += len(chunk.source_ids)
         if transfer.lease_end is not None:  # the target takes what is held for it
             transfer.lease_end = now + self._lease_s
         return []
@@ -329,6 +356,7 @@ class SourceTable(Generic[LinkT]):
                     first,
                     transfer.block_ids[start : start + count],
                     grant.block_ids[first : first + count],
+                    transfer.suspect,
                 )
             )
             transfer.queued_blocks += count

@@ -10,7 +10,8 @@ LinkT = TypeVar("LinkT")
 
 @dataclass(frozen=True, slots=True)
 class PushChunk(Generic[LinkT]):
-    """Copy `source_ids` to the target's `target_ids`; then say Chunk(first, count)."""
+    """Copy `source_ids` to the target's `target_ids`; then say Chunk(first, count). With `suspect`
+    it goes with a digest whatever the setting says."""
 
     link: LinkT
     transfer_id: str
@@ -18,6 +19,7 @@ class PushChunk(Generic[LinkT]):
     first: int
     source_ids: list[int]
     target_ids: list[int]
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

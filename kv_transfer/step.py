@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pdserve.types import TransferReport
+    from pdserve.types import ErrorInfo, TransferReport
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class WorkerOutput:
     """What the worker half reports beside finished and failed request ids."""
 
     arrivals: dict[str, Arrival] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, ErrorInfo] = field(default_factory=dict)
 
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:
         """Joins the reports of tensor-parallel ranks; each rank says the same of the tokens."""

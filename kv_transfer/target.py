@@ -2,7 +2,8 @@
 
     RECEIVING ──done──► reported as received
         │──fail────────► reported as failed
-        └──cancel, no progress──► CANCELLING ──fail or done──► reported
+        │──damaged chunk──► asks for it again, once; what comes before it is thrown away
+        └──cancel, no progress, damaged again──► CANCELLING ──fail or done──► reported
                      link down ──► FENCING ──the transport is idle──► reported as failed
 
 Blocks stay pinned in every state: the engine frees or uses them only when the transfer is reported,
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from pdserve.errors import TransferCorrupted, TransferFailed
 from pdserve.types import TransferReport
 
 if TYPE_CHECKING:
@@ -49,6 +51,15 @@ class SendCancel(Generic[LinkT]):
 
 
 @dataclass(frozen=True, slots=True)
+class SendAgain(Generic[LinkT]):
+    """Block `first` of the grant came damaged: ask for it and all behind it once more."""
+
+    link: LinkT
+    transfer_id: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
 class SendAck(Generic[LinkT]):
     """Everything is here."""
 
@@ -74,13 +85,17 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request's KV will not come, and nothing writes to its blocks any more."""
+    """The request's KV will not come, and nothing writes to its blocks any more. `code` is that of
+    pdserve's error."""
 
     request_id: str
     reason: str
+    code: str = TransferFailed.code
 
 
-TargetAction = SendGrant[LinkT] | SendCancel[LinkT] | SendAck[LinkT] | DropLink[LinkT]
+TargetAction = (
+    SendGrant[LinkT] | SendAgain[LinkT] | SendCancel[LinkT] | SendAck[LinkT] | DropLink[LinkT]
+)
 TargetOutcome = Received | Failed
 
 
@@ -97,7 +112,10 @@ class TargetTransfer(Generic[LinkT]):
     received_blocks: int = 0
     received_bytes: int = 0
     writing: bool = False  # our own reader thread is putting a chunk in place
+    damaged_chunks: int = 0
+    awaits_again: bool = False  # until the block that was asked for again comes
     reason: str = ""
+    code: str = TransferFailed.code
     cancel_until: float = 0.0
 
 
@@ -159,22 +177,29 @@ class TargetTable(Generic[LinkT]):
         if transfer.state is not TargetState.RECEIVING:
             return None
         expected = transfer.received_blocks
+        if transfer.awaits_again and chunk.first > expected:
+            return None
         end = chunk.first + chunk.count
         if chunk.first != expected or end > len(transfer.grant.block_ids) or not chunk.count:
             transfer.reason = f"chunk {chunk.first}+{chunk.count} where {expected} was due"
             transfer.state = TargetState.CANCELLING
             return None
         transfer.writing = True
+        transfer.awaits_again = False
         return transfer.grant.block_ids[chunk.first : end]
 
-    def end_chunk(self, chunk: Chunk, now: float) -> None:
-        """The chunk is in place."""
+    def end_chunk(self, chunk: Chunk, now: float, *, intact: bool) -> list[TargetAction[LinkT]]:
+        """The chunk is in place; `intact` is False where its bytes are not those of its digest."""
         transfer = self._transfers.get(chunk.transfer_id)
-        if transfer is not None and transfer.writing:
-            transfer.writing = False
+        if transfer is None or not transfer.writing:
+            return []
+        transfer.writing = False
+        transfer.progress_at = now
+        if intact:
             transfer.received_blocks += chunk.count
             transfer.received_bytes += chunk.bytes
-            transfer.progress_at = now
+            return []
+        return self._damaged(transfer, chunk, now)
 
     def abort_chunk(self, chunk: Chunk) -> None:
         """The chunk broke off half way; its link is going down."""
@@ -194,13 +219,15 @@ class TargetTable(Generic[LinkT]):
         transfer = self._transfers.get(done.transfer_id)
         if transfer is None or transfer.link is not link:
             return []
+        if transfer.awaits_again and transfer.state is TargetState.RECEIVING:
+            return []  # said before the source had read that we ask again
         del self._transfers[done.transfer_id]
         missing = len(transfer.grant.block_ids) - transfer.received_blocks
         if transfer.state is not TargetState.RECEIVING or missing or not done.token_ids:
             reason = transfer.reason or (
                 f"{missing} blocks did not come" if missing else "no token"
             )
-            self._outcomes.append(Failed(transfer.request_id, reason))
+            self._outcomes.append(Failed(transfer.request_id, reason, transfer.code))
         else:
             report = TransferReport(
                 done.push_s,
@@ -208,6 +235,7 @@ class TargetTable(Generic[LinkT]):
                 transfer.received_bytes,
                 transfer.received_blocks,
                 transport,
+                transfer.damaged_chunks,
             )
             self._outcomes.append(Received(transfer.request_id, tuple(done.token_ids), report))
         return [SendAck(link, done.transfer_id)]
@@ -217,7 +245,9 @@ class TargetTable(Generic[LinkT]):
         transfer = self._transfers.get(transfer_id)
         if transfer is not None and transfer.link is link:
             del self._transfers[transfer_id]
-            self._outcomes.append(Failed(transfer.request_id, transfer.reason or reason))
+            self._outcomes.append(
+                Failed(transfer.request_id, transfer.reason or reason, transfer.code)
+            )
 
     def link_down(self, link: LinkT, reason: str) -> None:
         """Nobody will answer. The blocks wait until the transport is idle."""
@@ -239,7 +269,7 @@ class TargetTable(Generic[LinkT]):
         for transfer in [t for t in self._transfers.values() if t.link is link]:
             if transfer.state is TargetState.FENCING and not transfer.writing:
                 del self._transfers[transfer.transfer_id]
-                self._outcomes.append(Failed(transfer.request_id, transfer.reason))
+                self._outcomes.append(Failed(transfer.request_id, transfer.reason, transfer.code))
 
     # -- from the clock
 
@@ -260,3 +290,18 @@ class TargetTable(Generic[LinkT]):
                 elif now >= transfer.cancel_until:
                     drop.add(transfer.link)
         return actions + [DropLink(link) for link in drop]
+
+    # -- inside
+
+    def _damaged(
+        self, transfer: TargetTransfer[LinkT], chunk: Chunk, now: float
+    ) -> list[TargetAction[LinkT]]:
+        transfer.damaged_chunks += 1
+        if transfer.state is not TargetState.RECEIVING:
+            return []
+        if transfer.damaged_chunks == 1:
+            transfer.awaits_again = True
+            return [SendAgain(transfer.link, transfer.transfer_id, chunk.first)]
+        transfer.code = TransferCorrupted.code
+        reason = f"blocks {chunk.first}+{chunk.count} came damaged, and so did what came again"
+        return self.cancel(transfer.transfer_id, reason, now)

@@ -14,6 +14,7 @@ from kv_transfer import target as tgt
 from kv_transfer.links import Links
 from kv_transfer.messages import Cancel, Grant
 from kv_transfer.step import Arrival, WorkerOutput
+from pdserve.types import ErrorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,7 +105,9 @@ class WorkerHalf:
                 if isinstance(outcome, tgt.Failed):
                     failed.add(outcome.request_id)
                     self.counters.failures += 1
-                    self._output.failures[outcome.request_id] = outcome.reason
+                    self._output.failures[outcome.request_id] = ErrorInfo(
+                        outcome.code, outcome.reason
+                    )
                 else:
                     self.counters.received_bytes += outcome.report.bytes
                     self._output.arrivals[outcome.request_id] = Arrival(

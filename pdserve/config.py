@@ -83,6 +83,12 @@ class KvConfig:
         minimum=0.1,
         maximum=3600,
     )
+    digest: str = key(
+        "always",
+        "Which chunks a prefill worker sends with a digest, for the decode worker to check: all, "
+        "one in sixteen, or none.",
+        choices=("always", "sampled", "off"),
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -13,6 +13,7 @@ PdserveError
 │   ├── DeadlineExceeded        504
 │   ├── WorkerFailed            502  a worker broke off
 │   │   └── TransferFailed      its KV did not arrive
+│   │       └── TransferCorrupted   it arrived damaged, and again when it was sent again
 │   └── InternalError           500
 └── ConfigError                 the process cannot start as it was told; never crosses the wire
 """
@@ -137,6 +138,12 @@ class TransferFailed(WorkerFailed):
     code = "transfer_failed"
 
 
+class TransferCorrupted(TransferFailed):
+    """The KV blocks of a request came damaged, and so did what came again."""
+
+    code = "transfer_corrupted"
+
+
 class InternalError(ServiceError):
     """A bug of ours."""
 
@@ -162,6 +169,7 @@ _BY_CODE: dict[str, type[PdserveError]] = {
         DeadlineExceeded,
         WorkerFailed,
         TransferFailed,
+        TransferCorrupted,
         InternalError,
         ConfigError,
     )

@@ -286,8 +286,8 @@ class VllmCore:
     def _failure(self, stream: _Stream) -> ErrorInfo:
         """vLLM says "error" and nothing else; which error it can be follows from the work."""
         if isinstance(stream.work.phase, DecodePhase):
-            reason = self._connector.take_failure(stream.vllm_id)
-            return ErrorInfo(TransferFailed.code, reason or "the KV blocks did not arrive")
+            failure: ErrorInfo | None = self._connector.take_failure(stream.vllm_id)
+            return failure or ErrorInfo(TransferFailed.code, "the KV blocks did not arrive")
         if stream.work.sampling.structured_output is not None:
             return ErrorInfo(
                 InvalidRequest.code,

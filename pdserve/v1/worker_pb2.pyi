@@ -312,18 +312,20 @@ class PhaseReport(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ...) -> None: ...
 
 class TransferReport(_message.Message):
-    __slots__ = ("transfer_s", "exposed_s", "bytes", "blocks", "transport")
+    __slots__ = ("transfer_s", "exposed_s", "bytes", "blocks", "transport", "damaged_chunks")
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     transfer_s: float
     exposed_s: float
     bytes: int
     blocks: int
     transport: str
-    def __init__(self, transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    damaged_chunks: int
+    def __init__(self, transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., transport: _Optional[str] = ..., damaged_chunks: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

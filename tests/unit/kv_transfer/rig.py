@@ -78,6 +78,7 @@ class Worker:
     failed: list[str] = field(default_factory=list)
     arrivals: dict[str, Arrival] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    codes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cache = Cache(self.shape, seed=zlib.crc32(self.epoch.encode()), shared=self.shared)
@@ -100,7 +101,8 @@ class Worker:
         output = self.half.take_output()
         if output is not None:
             self.arrivals.update(output.arrivals)
-            self.failures.update(output.failures)
+            self.failures.update({k: error.message for k, error in output.failures.items()})
+            self.codes.update({k: error.code for k, error in output.failures.items()})
 
     @property
     def is_empty(self) -> bool:
@@ -206,6 +208,8 @@ def by_name(name: str, loopback: Transport) -> Callable[[], Transport]:
 def settle(source: Worker, target: Worker) -> None:
     """Until neither worker knows of any transfer."""
     until(lambda: source.is_empty and target.is_empty, source, target)
+    for worker in (source, target):  # what a thread has reported since the last look
+        worker.collect()
 
 
 def check_exact(source: Worker, target: Worker, before: list[list[bytes]]) -> None:

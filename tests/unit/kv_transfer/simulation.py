@@ -26,6 +26,7 @@ class SimLink:
     source_up: bool = True
     target_up: bool = True
     sealed: bool = False
+    damages: int = 0  # of the next copies, so many come damaged
 
 
 class Engine(Enum):
@@ -53,6 +54,7 @@ class Request:
     started: bool = False
     unneeded: bool = False
     copied: int = 0
+    outdated: src.PushChunk[SimLink] | None = None  # a copy that the source will not count
     outcomes: list[tgt.TargetOutcome] = field(default_factory=list)
 
     @property

@@ -94,7 +94,7 @@ class End:
         output = self.half.take_output()
         if output is not None:
             self.arrived |= output.arrivals.keys()
-            self.failures |= output.failures
+            self.failures |= {k: error.message for k, error in output.failures.items()}
 
     def prefill(self, transfer_id: str = "t") -> None:
         self.step(expected=[SourceExpected(transfer_id, f"p-{transfer_id}")])

@@ -6,6 +6,7 @@ that one thread could do next; hypothesis chooses the order.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from hypothesis import settings
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kv_transfer import source_actions as src
 from kv_transfer import target as tgt
-from kv_transfer.messages import Ack, Alive, Cancel, Chunk, Done, Fail, Grant, Message
+from kv_transfer.messages import Ack, Again, Alive, Cancel, Chunk, Done, Fail, Grant, Message
 from kv_transfer.source import SourceTable
 from tests.unit.kv_transfer.simulation import Content, Engine, Job, Request, SimLink
 
@@ -22,7 +23,14 @@ BLOCK = 4
 LEASE_S = 30.0
 RECEIVE_S = 60.0
 CANCEL_S = 5.0
+MISHAPS = ("abort", "unneeded", "cancel", "break", "wait", "damage")
 GARBAGE = ("garbage", -1)
+DAMAGED = ("damaged", -1)
+
+
+def digest_of(contents: list[Content]) -> int:
+    """Another one for other contents; never 0."""
+    return zlib.crc32(repr(contents).encode()) or 1
 
 
 class World(RuleBasedStateMachine):
@@ -90,6 +98,8 @@ class World(RuleBasedStateMachine):
             match action:
                 case tgt.SendGrant(link, grant):
                     link.to_source.append(grant)
+                case tgt.SendAgain(link, tid, first):
+                    link.to_source.append(Again(tid, first))
                 case tgt.SendCancel(link, tid):
                     link.to_source.append(Cancel(tid))
                 case tgt.SendAck(link, tid):
@@ -128,15 +138,20 @@ class World(RuleBasedStateMachine):
         if copied:
             count = len(chunk.source_ids)
             assert len(chunk.target_ids) == count > 0
-            assert chunk.first == request.copied, "not in order, or twice"
+            if chunk is not request.outdated:
+                assert chunk.first == request.copied, "not in order, or twice"
+                request.copied += count
             granted = request.target_blocks[chunk.first : chunk.first + count]
             assert chunk.target_ids == granted
-            for s, t in zip(chunk.source_ids, chunk.target_ids, strict=True):
+            contents = [self.source_memory.get(s, GARBAGE) for s in chunk.source_ids]
+            damaged = link.damages > 0
+            link.damages -= damaged
+            for content, t in zip(contents, chunk.target_ids, strict=True):
                 assert not request.outcomes, "written after the target took its blocks back"
-                self.target_memory[t] = self.source_memory.get(s, GARBAGE)
-            request.copied += count
+                self.target_memory[t] = DAMAGED if damaged else content
             if link.source_up:
-                link.to_target.append(Chunk(chunk.transfer_id, chunk.first, count, count))
+                mark = digest_of(contents)
+                link.to_target.append(Chunk(chunk.transfer_id, chunk.first, count, count, mark))
         self.do_source(self.sources.end_copy(chunk, self.now, 0.1, copied=copied))
         if not copied and link.source_up:
             self.source_down(link)
@@ -225,7 +240,7 @@ class World(RuleBasedStateMachine):
         )
 
     # One rule for all that goes wrong, so that things go wrong now and then, not most of the time.
-    @rule(data=st.data(), kind=st.sampled_from(["abort", "unneeded", "cancel", "break", "wait"]))
+    @rule(data=st.data(), kind=st.sampled_from(MISHAPS))
     @precondition(lambda self: self.links)
     def mishap(self, data: Any, kind: str) -> None:
         running = self.where(prefill=Engine.RUNNING)
@@ -242,6 +257,8 @@ class World(RuleBasedStateMachine):
             self.do_target(self.targets.cancel(request.tid, "cancelled", self.now))
         elif kind == "break" and self.links[-1].target_up:
             self.target_down(self.links[-1])
+        elif kind == "damage":
+            self.links[-1].damages = data.draw(st.integers(1, 3))
         elif kind == "wait":
             self.tick(data.draw(st.sampled_from([CANCEL_S, LEASE_S, RECEIVE_S])))
 
@@ -283,8 +300,11 @@ class World(RuleBasedStateMachine):
     def receive(self, link: SimLink, message: Message) -> None:
         match message:
             case Chunk():
-                if self.targets.begin_chunk(link, message) is not None:
-                    self.targets.end_chunk(message, self.now)
+                block_ids = self.targets.begin_chunk(link, message)
+                if block_ids is not None:
+                    found = digest_of([self.target_memory.get(b, GARBAGE) for b in block_ids])
+                    intact = found == message.digest
+                    self.do_target(self.targets.end_chunk(message, self.now, intact=intact))
             case Done():
                 self.do_target(self.targets.done(link, message, "sim"))
             case Fail(tid, reason):
@@ -305,10 +325,21 @@ class World(RuleBasedStateMachine):
         match message:
             case Grant():
                 self.do_source(self.sources.grant(link, message, self.now))
+            case Again(tid, first):
+                self.again(link, tid, first)
             case Cancel(tid):
                 self.do_source(self.sources.cancel(link, tid))
             case Ack(tid):
                 self.do_source(self.sources.ack(link, tid))
+
+    def again(self, link: SimLink, tid: str, first: int) -> None:
+        actions = self.sources.again(link, tid, first, self.now)
+        if not any(isinstance(action, src.SendFail) for action in actions):
+            request = self.requests[tid]
+            request.copied = first
+            if link.busy is not None and link.busy.transfer_id == tid:
+                request.outdated = link.busy
+        self.do_source(actions)
 
     @rule(times=st.integers(1, 6))
     @precondition(lambda self: self.links)

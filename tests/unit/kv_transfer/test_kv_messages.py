@@ -16,6 +16,7 @@ from kv_transfer.messages import (
     MAX_HANDSHAKE_BYTES,
     MAX_MESSAGE_BYTES,
     Ack,
+    Again,
     Alive,
     Cancel,
     Chunk,
@@ -46,7 +47,8 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Grant, TEXT, COUNT, COUNT, COUNTS, TEXT),
     st.builds(Cancel, TEXT, TEXT),
     st.builds(Ack, TEXT),
-    st.builds(Chunk, TEXT, COUNT, COUNT, COUNT),
+    st.builds(Again, TEXT, COUNT),
+    st.builds(Chunk, TEXT, COUNT, COUNT, COUNT, st.integers(0, 2**64 - 1)),
     st.builds(Done, TEXT, COUNTS, SECONDS, SECONDS),
     st.builds(Fail, TEXT, TEXT),
     st.builds(Alive, st.lists(TEXT, max_size=5)),
@@ -107,7 +109,9 @@ def test_a_field_of_any_other_value_is_refused_or_fits(message: Message, data: A
         assert getattr(found, name) == raw[name]
 
 
-@pytest.mark.parametrize("message", [Cancel("t"), Chunk("t", 0, 1, 64), Done("t", [1], 0.1, 0.2)])
+@pytest.mark.parametrize(
+    "message", [Cancel("t"), Again("t", 0), Chunk("t", 0, 1, 64), Done("t", [1], 0.1, 0.2)]
+)
 def test_a_missing_or_added_field_is_refused(message: Message) -> None:
     raw = msgpack.unpackb(encode(message)[HEADER.size :])
     for field in fields(message):
@@ -118,7 +122,8 @@ def test_a_missing_or_added_field_is_refused(message: Message) -> None:
         decode(msgpack.packb({**raw, "more": 1}))
 
 
-CHUNK = {"t": "chunk", "transfer_id": "x", "first": 0, "count": 1, "bytes": 8}
+CHUNK = {"t": "chunk", "transfer_id": "x", "first": 0, "count": 1, "bytes": 8, "digest": 1}
+AGAIN = {"t": "again", "transfer_id": "x", "first": 0}
 GRANT = {
     "t": "grant",
     "transfer_id": "x",
@@ -145,7 +150,13 @@ HELLO = {
         (CHUNK, "count", True),
         (CHUNK, "count", 1.0),
         (CHUNK, "bytes", "8"),
+        (CHUNK, "digest", -1),
+        (CHUNK, "digest", "1"),
+        (CHUNK, "digest", None),
         (CHUNK, "transfer_id", b"x"),
+        (AGAIN, "first", -1),
+        (AGAIN, "first", [0]),
+        (AGAIN, "transfer_id", 1),
         (CHUNK, "transfer_id", None),
         (GRANT, "block_ids", [-1]),
         (GRANT, "block_ids", [True]),

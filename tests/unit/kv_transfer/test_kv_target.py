@@ -40,7 +40,7 @@ def take(table: Table, chunk: Chunk, now: float = 0.0, link: str = "L") -> list[
     """The reader thread's part for a chunk."""
     ids = table.begin_chunk(link, chunk)
     if ids is not None:
-        table.end_chunk(chunk, now)
+        table.end_chunk(chunk, now, intact=True)
     return ids
 
 
@@ -171,7 +171,7 @@ def test_whatever_happens_a_request_is_reported_once(state: State, event: str) -
     table = new_table()
     state(table)
     happen(table, event)
-    table.end_chunk(FIRST, 1.0)
+    table.end_chunk(FIRST, 1.0, intact=True)
     table.link_down("L", "gone")
     table.fenced("L")
     outcomes = [o for o in table.take_outcomes() if o.request_id == "r"]

@@ -1,0 +1,56 @@
+"""Digests of KV on its way: the source's over what it sends, the target's over what lies in its
+own memory then. What differs was damaged by copy, mapping, network or memory.
+
+xxh3 is quick and not a signature: it finds accidents, not forgeries. It depends on the bytes alone,
+not on the pieces they come in, so the two ends may cut their memory differently.
+"""
+
+from __future__ import annotations
+
+import itertools
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Where chunks are sampled, every one of so many gets a digest.
+SAMPLED_EVERY = 16
+NO_DIGEST = 0
+
+
+class DigestMode(StrEnum):
+    """Which chunks a source sends with a digest. A target checks each that it gets."""
+
+    ALWAYS = "always"
+    SAMPLED = "sampled"
+    OFF = "off"
+
+
+def digest(pieces: Iterable[memoryview]) -> int:
+    """64 bits of the bytes of `pieces` in order; never NO_DIGEST."""
+    state = xxhash.xxh3_64()
+    update = state.update
+    for piece in pieces:
+        update(piece)
+    return state.intdigest() or 1
+
+
+class Sampler:
+    """Says, chunk by chunk, whether a source makes a digest."""
+
+    def __init__(self, mode: DigestMode) -> None:
+        self._mode = mode
+        self._chunks = itertools.count()
+
+    def takes(self, *, suspect: bool) -> bool:
+        """For the next chunk; one of a transfer that was damaged before is always taken."""
+        match self._mode:
+            case DigestMode.ALWAYS:
+                return True
+            case DigestMode.SAMPLED:
+                return next(self._chunks) % SAMPLED_EVERY == 0 or suspect
+            case DigestMode.OFF:
+                return suspect
