@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kv_transfer.snapshot import KvSnapshot
     from pdserve.types import ErrorInfo, KvLedger
 
 
@@ -116,6 +117,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler_half().ledger()
 
     # -- worker half
+
+    def snapshot(self) -> KvSnapshot:
+        """See Links.snapshot."""
+        return self._worker_half().links.snapshot()
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         return None if self._shared is None else allocate_in(self._shared)

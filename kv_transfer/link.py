@@ -109,6 +109,9 @@ class Link:
         self.target: TargetChannel | None = None
         self.peer_epoch = ""
         self.peer_id = ""
+        self.peer_address = ""  # host:port of the other end's socket
+        self.is_dialled = False  # by us, as the target
+        self.opened_at = time.monotonic()
         self.strikes = 0  # wrong capabilities that the peer has presented
         self.downgrades: list[str] = []
         self.reason = ""  # why it is down
@@ -117,10 +120,13 @@ class Link:
 
     def dial(self, address: str, identity: Identity, source_epoch: str, slot: int) -> None:
         """Connects as the target, in the background; what is sent meanwhile waits its turn."""
+        self.peer_address, self.is_dialled = address, True
         self._begin(lambda: self._dial(address, identity, source_epoch, slot))
 
     def serve(self, sock: socket.socket, identity: Identity) -> None:
         """Answers as the source, in the background."""
+        with contextlib.suppress(OSError):
+            self.peer_address = "{}:{}".format(*sock.getpeername()[:2])
         self._sock = sock
         self._begin(lambda: self._serve(sock, identity))
 

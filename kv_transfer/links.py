@@ -33,6 +33,7 @@ from kv_transfer.messages import (
     Grant,
     Message,
 )
+from kv_transfer.snapshot import KvSnapshot, link_views, totals_of, transfer_views
 from kv_transfer.source import SourceTable
 
 if TYPE_CHECKING:
@@ -165,6 +166,20 @@ class Links:
                 self.targets.fenced(link)
             if not self.targets.uses(link):
                 self._fencing.discard(link)
+
+    def snapshot(self) -> KvSnapshot:
+        """Everything at this moment; takes the lock itself, from any thread."""
+        now = time.monotonic()
+        local, _ = self._registered()
+        block_bytes = local.region.geometry.block_bytes
+        with self.lock:
+            return KvSnapshot(
+                taken_at=now,
+                transfers=tuple(transfer_views(self.sources, self.targets, block_bytes, now)),
+                links=tuple(link_views(self._all, now)),
+                quarantined_slots=len(self._fencing),
+                totals=totals_of(self.counters, self.sources, self.targets),
+            )
 
     def take_released(self) -> set[str]:
         """Requests whose blocks the engine may free, each once."""

@@ -6,6 +6,9 @@ registered as such and need no vllm themselves.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -24,6 +27,9 @@ from kv_transfer.step import (
     WorkerOutput,
 )
 
+if TYPE_CHECKING:
+    from kv_transfer.snapshot import KvSnapshot
+
 __all__ = [
     "Arrival",
     "PdHandshake",
@@ -34,7 +40,15 @@ __all__ = [
     "TargetStart",
     "Unneeded",
     "WorkerOutput",
+    "snapshot_in",
 ]
+
+
+def snapshot_in(_worker: Any) -> KvSnapshot:
+    """For `Executor.collective_rpc`: the KV plane of the process that runs this."""
+    snapshot: KvSnapshot = get_kv_transfer_group().snapshot()
+    return snapshot
+
 
 KVConnectorHandshakeMetadata.register(PdHandshake)
 KVConnectorMetadata.register(StepMetadata)

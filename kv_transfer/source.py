@@ -16,8 +16,6 @@ one copy of a transfer runs, for it has one link and a link one writer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Generic
 
 from kv_transfer.source_actions import (
@@ -29,55 +27,16 @@ from kv_transfer.source_actions import (
     SendFail,
     SourceAction,
 )
+from kv_transfer.source_transfer import SourceState, SourceTransfer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kv_transfer.messages import Grant
 
 MAX_TOMBSTONES = 4096
 MAX_EARLY_GRANTS = 4096
 _GONE = "the decode worker went away"
-
-
-class SourceState(Enum):
-    """Where a transfer stands at its sending end."""
-
-    EXPECTED = "expected"
-    GRANTED = "granted"
-    SENT = "sent"
-    CLOSED = "closed"
-
-
-@dataclass(slots=True)
-class SourceTransfer(Generic[LinkT]):
-    """One transfer. Only SourceTable changes it."""
-
-    transfer_id: str
-    request_id: str
-    state: SourceState = SourceState.EXPECTED
-    block_ids: list[int] = field(default_factory=list)
-    ready_tokens: int = 0
-    link: LinkT | None = None
-    grant: Grant | None = None
-    queued_blocks: int = 0  # of the grant, handed to the writer
-    sent_blocks: int = 0  # of the grant, copied
-    copying: PushChunk[LinkT] | None = None
-    generation: int = 0  # work of an older generation is dropped by the writer
-    suspect: bool = False  # the target has found a chunk damaged
-    done_queued: bool = False
-    ended_at: float | None = None
-    token_ids: tuple[int, ...] = ()
-    held: bool = False
-    lease_end: float | None = None
-    last_alive: float = 0.0
-    push_s: float = 0.0
-    release_due: bool = False
-
-    @property
-    def begun_blocks(self) -> int:
-        """Of the grant, copied or being copied: a target may have a chunk before its copy ended."""
-        running = self.copying
-        counts = running is not None and running.generation == self.generation
-        return self.sent_blocks + (len(running.source_ids) if running and counts else 0)
 
 
 class SourceTable(Generic[LinkT]):
@@ -105,6 +64,15 @@ class SourceTable(Generic[LinkT]):
     def __len__(self) -> int:
         return len(self._transfers) + len(self._early)
 
+    def __iter__(self) -> Iterator[SourceTransfer[LinkT]]:
+        """To look at, under the caller's lock."""
+        return iter(self._transfers.values())
+
+    def early(self) -> Iterator[tuple[str, LinkT, float]]:
+        """(transfer id, link, until when) of grants that came before the engine's request."""
+        for transfer_id, (link, _, until) in self._early.items():
+            yield transfer_id, link, until
+
     def __repr__(self) -> str:
         parts = [f"{t.transfer_id}:{t.state.value}" for t in self._transfers.values()]
         return f"SourceTable({', '.join(parts)}; early={list(self._early)})"
@@ -117,7 +85,7 @@ class SourceTable(Generic[LinkT]):
         used = self._transfers.get(transfer_id)
         if used is not None:
             return self._close(used, "the transfer id was used twice", tell=True)
-        transfer = SourceTransfer[LinkT](transfer_id, request_id, last_alive=now)
+        transfer = SourceTransfer[LinkT](transfer_id, request_id, began_at=now, last_alive=now)
         self._transfers[transfer_id] = transfer
         early = self._early.pop(transfer_id, None)
         if transfer_id in self._tombstones:

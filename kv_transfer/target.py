@@ -20,6 +20,8 @@ from pdserve.errors import TransferCorrupted, TransferFailed
 from pdserve.types import TransferReport
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kv_transfer.messages import Chunk, Done, Grant
 
 LinkT = TypeVar("LinkT")
@@ -108,6 +110,7 @@ class TargetTransfer(Generic[LinkT]):
     link: LinkT
     grant: Grant
     progress_at: float
+    began_at: float
     state: TargetState = TargetState.RECEIVING
     received_blocks: int = 0
     received_bytes: int = 0
@@ -132,6 +135,10 @@ class TargetTable(Generic[LinkT]):
     def __len__(self) -> int:
         return len(self._transfers)
 
+    def __iter__(self) -> Iterator[TargetTransfer[LinkT]]:
+        """To look at, under the caller's lock."""
+        return iter(self._transfers.values())
+
     def __repr__(self) -> str:
         parts = [f"{t.transfer_id}:{t.state.value}" for t in self._transfers.values()]
         return f"TargetTable({', '.join(parts)})"
@@ -152,7 +159,7 @@ class TargetTable(Generic[LinkT]):
             self._outcomes.append(Failed(request_id, "the transfer id was used twice"))
             return []
         self._transfers[grant.transfer_id] = TargetTransfer(
-            grant.transfer_id, request_id, link, grant, now
+            grant.transfer_id, request_id, link, grant, progress_at=now, began_at=now
         )
         return [SendGrant(link, grant)]
 

@@ -113,6 +113,10 @@ class WorkerConfig:
     )
     host: str = key("127.0.0.1", "Address at which the router reaches the worker.", not_empty=True)
     port: int = key(0, "Port of the worker; 0 takes a free one.", minimum=0, maximum=65535)
+    debug_host: str = key(
+        "127.0.0.1", "Address of the HTTP face for metrics and debugging; empty for none."
+    )
+    debug_port: int = key(0, "Port of that face; 0 takes a free one.", minimum=0, maximum=65535)
     routers: tuple[str, ...] = key(
         ("127.0.0.1:8001",), "gRPC addresses of the routers to register with.", not_empty=True
     )
@@ -200,7 +204,7 @@ class Config:
     worker: WorkerConfig = section(
         WorkerConfig,
         "A worker. `pdserve up` makes every worker after this one and chooses `worker_id`, "
-        "`role`, `port`, `routers` and `cores` itself.",
+        "`role`, `port`, `debug_port`, `routers` and `cores` itself.",
     )
 
 

@@ -250,7 +250,7 @@ class KvEndpoint:
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """A worker as it registers. `epoch` changes at every start of its process; `settings` are what
-    else of its engine bears on speed."""
+    else of its engine bears on speed; `debug_address` is its HTTP face's, "" where it has none."""
 
     worker_id: str
     epoch: str
@@ -264,6 +264,7 @@ class WorkerInfo:
     pid: int = 0
     engine: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    debug_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +290,15 @@ class KvLedger:
     @property
     def is_empty(self) -> bool:
         return not (self.pinned_blocks or self.transfers or self.engine_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class KvReport:
+    """A worker's KV plane in figures. `links` counts those that are up, by transport; `totals` what
+    has happened since the worker started, by name. A quarantined slot is a peer's way into this
+    worker's memory that was given up and is not yet known to be idle."""
+
+    ledger: KvLedger
+    quarantined_slots: int = 0
+    links: Mapping[str, int] = field(default_factory=dict)
+    totals: Mapping[str, float] = field(default_factory=dict)

@@ -4,6 +4,7 @@ field."""
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -42,6 +43,7 @@ _OPTIONAL_SAMPLING = (
     "logprobs",
     "skip_special_tokens",
 )
+_TOTAL_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 _FLAG_SAMPLING = ("include_stop_str_in_output", "ignore_eos")
 
 
@@ -283,6 +285,26 @@ def ledger_from_pb(message: w.KvLedger) -> t.KvLedger:
     return t.KvLedger(**{f.name: getattr(message, f.name) for f in fields(t.KvLedger)})
 
 
+def kv_report_to_pb(report: t.KvReport) -> w.KvReport:
+    return w.KvReport(
+        ledger=ledger_to_pb(report.ledger),
+        quarantined_slots=report.quarantined_slots,
+        links=report.links,
+        totals=report.totals,
+    )
+
+
+def kv_report_from_pb(message: w.KvReport) -> t.KvReport:
+    """Refuses names that no metric can have, and totals that are no counts."""
+    totals = dict(message.totals)
+    for name, value in totals.items():
+        if not _TOTAL_NAME.fullmatch(name) or not 0 <= value < math.inf:
+            raise InvalidRequest(f"kv.totals: {name[:64]!r} is not a count", field="kv.totals")
+    return t.KvReport(
+        ledger_from_pb(message.ledger), message.quarantined_slots, dict(message.links), totals
+    )
+
+
 def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
     model = w.ModelInfo(**{f.name: getattr(info.model, f.name) for f in fields(info.model)})
     kv = None
@@ -306,6 +328,7 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
         pid=info.pid,
         engine=info.engine,
         settings=dict(info.settings),
+        debug_address=info.debug_address,
     )
 
 
@@ -334,6 +357,7 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
         pid=message.pid,
         engine=message.engine,
         settings=dict(message.settings),
+        debug_address=message.debug_address,
     )
 
 

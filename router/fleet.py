@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pdserve.capability import CapabilityKey
-    from pdserve.types import WorkerInfo, WorkerLoad
+    from pdserve.types import KvReport, WorkerInfo, WorkerLoad
     from router.pool import Member, PoolAction
     from router.worker_link import LinkSettings
 
@@ -86,9 +86,19 @@ class Fleet:
         """Raises InvalidRequest where the worker cannot serve beside the others."""
         self._apply(self.pool.register(info, self._clock(), kv_key=kv_key))
 
-    def renew(self, worker_id: str, epoch: str, *, load: WorkerLoad | None, draining: bool) -> bool:
+    def renew(
+        self,
+        worker_id: str,
+        epoch: str,
+        *,
+        load: WorkerLoad | None,
+        draining: bool,
+        kv: KvReport | None = None,
+    ) -> bool:
         """False where the worker must register."""
-        known = self.pool.renew(worker_id, epoch, self._clock(), load=load, draining=draining)
+        known = self.pool.renew(
+            worker_id, epoch, self._clock(), load=load, draining=draining, kv=kv
+        )
         self._changed()
         return known
 

@@ -17,6 +17,7 @@ from pdserve.errors import ConfigError
 from pdserve.v1 import generation_pb2, worker_pb2
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
+from pdserve.web_server import WebServer, bind
 from router.admission import AdmissionLimits
 from router.coordinator import Coordinator
 from router.fleet import Fleet
@@ -25,7 +26,6 @@ from router.http.app import HttpApp, Services
 from router.intake import Intake
 from router.open_requests import OpenRequests
 from router.registry import Registry
-from router.web_server import WebServer, bind
 
 if TYPE_CHECKING:
     from pdserve.config import RouterConfig

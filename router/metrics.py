@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+
+from pdserve.kv_metrics import KvCollector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pdserve.kv_metrics import Labelled
     from pdserve.types import Receipt, Usage
     from router.pool import WorkerPool
-
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -49,6 +49,13 @@ class _Workers(Collector):
         for labels, count in sorted(tally.items()):
             family.add_metric(labels, count)
         yield family
+
+
+def _kv_reports(pool: WorkerPool) -> Iterator[Labelled]:
+    """As old as the workers' last renewals."""
+    for member in pool.members.values():
+        if member.kv is not None and not member.lost:
+            yield member.info, member.kv
 
 
 class RouterMetrics:
@@ -85,6 +92,7 @@ class RouterMetrics:
     def watch_pool(self, pool: WorkerPool) -> None:
         """Report the pool's members from now on."""
         self.registry.register(_Workers(pool))
+        self.registry.register(KvCollector(lambda: _kv_reports(pool)))
 
     def watch_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Report `read()` as the gauge `pdserve_<name>` from now on."""

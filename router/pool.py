@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.capability import CapabilityKey
-    from pdserve.types import ModelInfo, WorkerInfo, WorkerLoad
+    from pdserve.types import KvReport, ModelInfo, WorkerInfo, WorkerLoad
 
 FORGET_AFTER_S = 60.0
 
@@ -40,9 +40,9 @@ class Member:
     """One start of one worker. Changed by `WorkerPool` and by `Charge` alone.
 
     `outstanding_tokens` are prompt tokens placed here whose prefill has not ended;
-    `reserved_blocks` are KV blocks promised to requests placed here. `load` is None until the
-    worker has reported one. `lease_end` is on the pool's clock; for a lost member it is when it
-    was lost. With `kv_key` the router makes capabilities for the worker's KV.
+    `reserved_blocks` are KV blocks promised to requests placed here. `load` and `kv` are None
+    until the worker has reported them. `lease_end` is on the pool's clock; for a lost member it is
+    when it was lost. With `kv_key` the router makes capabilities for the worker's KV.
     """
 
     info: WorkerInfo
@@ -54,6 +54,7 @@ class Member:
     outstanding_requests: int = 0
     outstanding_tokens: int = 0
     reserved_blocks: int = 0
+    kv: KvReport | None = None
     kv_key: CapabilityKey | None = None
 
     @property
@@ -185,10 +186,17 @@ class WorkerPool:
                     )
 
     def renew(
-        self, worker_id: str, epoch: str, now: float, *, load: WorkerLoad | None, draining: bool
+        self,
+        worker_id: str,
+        epoch: str,
+        now: float,
+        *,
+        load: WorkerLoad | None,
+        draining: bool,
+        kv: KvReport | None = None,
     ) -> bool:
         """Extend a lease. False where this start of the worker is not a member: it must register.
-        A load that was not sent leaves the last one as it was."""
+        What was not sent leaves the last word as it was."""
         member = self._current(worker_id, epoch)
         if member is None:
             return False
@@ -196,6 +204,8 @@ class WorkerPool:
         member.draining = draining
         if load is not None:
             member.load = load
+        if kv is not None:
+            member.kv = kv
         return True
 
     def deregister(self, worker_id: str, epoch: str, now: float) -> list[PoolAction]:
@@ -210,7 +220,7 @@ class WorkerPool:
     def detached(self, member: Member) -> None:
         """The link to a member is down: what its engine does is unknown again."""
         member.attached = False
-        member.load = None
+        member.load = member.kv = None
 
     def reported(self, member: Member, load: WorkerLoad) -> None:
         """A member said how loaded it is."""

@@ -41,8 +41,12 @@ class Registry(RegistryServicer):
         self, request: w.RenewRequest, context: Context
     ) -> w.RenewResponse:
         load = wire.load_from_pb(request.load) if request.HasField("load") else None
+        try:
+            kv = wire.kv_report_from_pb(request.kv) if request.HasField("kv") else None
+        except InvalidRequest as refusal:
+            await rpc.abort(context, refusal)
         known = self._fleet.renew(
-            request.worker_id, request.epoch, load=load, draining=request.draining
+            request.worker_id, request.epoch, load=load, draining=request.draining, kv=kv
         )
         if not known:
             error = Unavailable(f"worker {request.worker_id} is not registered")

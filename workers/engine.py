@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from kv_transfer.snapshot import KvState
     from pdserve.types import (
         KvEndpoint,
         KvLedger,
@@ -115,6 +116,11 @@ class Engine(Protocol):
 
     def ledger(self) -> KvLedger:
         """Blocks pinned for transfers now."""
+        ...
+
+    def kv_state(self) -> KvState | None:
+        """The KV plane now, or as it was last seen; None where KV cannot leave the engine. Cheap,
+        and nothing waits for it."""
         ...
 
     async def close(self) -> None:

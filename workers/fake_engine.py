@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from kv_transfer.snapshot import KvSnapshot, KvState
 from pdserve.errors import ConfigError, TransferFailed, WorkerFailed
 from pdserve.types import KvEndpoint, KvLedger, TransferReport
 from workers.engine import DecodePhase, EngineInfo
@@ -107,6 +108,12 @@ class FakeEngine:
 
     def ledger(self) -> KvLedger:
         return KvLedger() if self._ended else self._core.ledger
+
+    def kv_state(self) -> KvState | None:
+        if self._settings.kv is None:
+            return None
+        snapshot = KvSnapshot(self._clock(), () if self._ended else self._core.transfers.views())
+        return KvState(self.ledger(), (snapshot,))
 
     async def close(self) -> None:
         self._ended = True

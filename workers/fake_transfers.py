@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from kv_transfer.snapshot import SOURCE, TransferView
 from pdserve.errors import TransferFailed
 
 if TYPE_CHECKING:
@@ -53,6 +54,13 @@ class SourceTransfers:
 
     def blocks_in(self, state: TransferState) -> int:
         return sum(x.blocks for x in self._open.values() if x.state is state)
+
+    def views(self) -> tuple[TransferView, ...]:
+        """Every open transfer, to look at."""
+        return tuple(
+            TransferView(x, t.request_id, SOURCE, t.state.value, "", "fake", t.blocks, 0, 0)
+            for x, t in self._open.items()
+        )
 
     def is_open(self, transfer_id: str) -> bool:
         return transfer_id in self._open

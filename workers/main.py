@@ -74,7 +74,14 @@ async def _serve(server: WorkerServer, reports: Reports, stops: _Stops) -> str |
     reports.doing("registering")
     ends: set[asyncio.Future[BaseException]] = {server.failed, server.refused}
     if await _unless(stops, _first(server.registered(), ends)) and not any(x.done() for x in ends):
-        reports.ready({"worker_id": info.worker_id, "role": info.role, "address": info.address})
+        reports.ready(
+            {
+                "worker_id": info.worker_id,
+                "role": info.role,
+                "address": info.address,
+                "debug": info.debug_address,
+            }
+        )
         await _unless(stops, asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
     if server.failed.done():
         return f"the engine died: {server.failed.result()}"

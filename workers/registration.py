@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pdserve.capability import CapabilityKey
-    from pdserve.types import WorkerInfo, WorkerLoad
+    from pdserve.types import KvReport, WorkerInfo, WorkerLoad
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class LoadSource(Protocol):
     def is_draining(self) -> bool: ...
 
     def load(self) -> WorkerLoad | None: ...
+
+    def kv_report(self) -> KvReport | None: ...
 
 
 @dataclass(slots=True)
@@ -133,12 +135,13 @@ class Registration:
         """Keeps the lease alive; returns when the router does not know us any more."""
         while True:
             await self._pause(lease_s / 3)
-            load = self._source.load()
+            load, kv = self._source.load(), self._source.kv_report()
             request = w.RenewRequest(
                 worker_id=self._info.worker_id,
                 epoch=self._info.epoch,
                 load=None if load is None else wire.load_to_pb(load),
                 draining=self._source.is_draining,
+                kv=None if kv is None else wire.kv_report_to_pb(kv),
             )
             try:
                 lease_s = (await stub.Renew(request, timeout=_RPC_S)).lease_s

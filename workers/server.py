@@ -17,6 +17,8 @@ from pdserve.errors import ConfigError
 from pdserve.types import Role, WorkerInfo
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from pdserve.web_server import WebServer, bind
+from workers.debug import DebugApp
 from workers.engines import make_engine
 from workers.registration import Registrations
 from workers.servicer import WorkerService
@@ -24,6 +26,7 @@ from workers.worker import MAX_FRAMES, Worker
 
 if TYPE_CHECKING:
     import asyncio
+    import socket
 
     from pdserve.config import WorkerConfig
     from workers.engine import Engine, EngineInfo
@@ -83,7 +86,8 @@ class WorkerServer:
             port = server.add_insecure_port(_join(host, port))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host} port {port}", field="port") from error
-        self.info = self._describe(engine, _join(host, port))
+        debug = self._bind_debug()
+        self.info = self._describe(engine, _join(host, port), _address_of(debug))
         add_WorkerServicer_to_server(WorkerService(self.worker, self.info), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -92,6 +96,10 @@ class WorkerServer:
         self._stack.push_async_callback(server.stop, GRPC_STOP_S)
         for name in ("", _SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        if debug is not None:
+            web = WebServer(DebugApp(self.worker, self.info), debug)
+            self._stack.push_async_callback(web.stop)
+            await web.start()
         self._registrations = Registrations(
             self._config.routers, self.info, self.worker, kv_key=self.kv_key
         )
@@ -143,7 +151,11 @@ class WorkerServer:
         self.worker.close_sessions()
         await self._stack.aclose()
 
-    def _describe(self, engine: EngineInfo, address: str) -> WorkerInfo:
+    def _bind_debug(self) -> socket.socket | None:
+        host = self._config.debug_host
+        return bind(host, self._config.debug_port, key="debug_port") if host else None
+
+    def _describe(self, engine: EngineInfo, address: str, debug_address: str) -> WorkerInfo:
         role = self.worker.role
         return WorkerInfo(
             worker_id=self.worker_id,
@@ -158,7 +170,12 @@ class WorkerServer:
             pid=os.getpid(),
             engine=engine.name,
             settings={"cores": str(len(os.sched_getaffinity(0))), **engine.settings},
+            debug_address=debug_address,
         )
+
+
+def _address_of(sock: socket.socket | None) -> str:
+    return "" if sock is None else _join(*sock.getsockname()[:2])
 
 
 def _join(host: str, port: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -35,6 +36,7 @@ class WorkerService(WorkerServicer):
     def __init__(self, worker: Worker, info: WorkerInfo) -> None:
         self._worker = worker
         self._info = info
+        self._started = time.monotonic()
 
     async def Attach(  # type: ignore[override]  # noqa: N802 - written to, not iterated
         self, request_iterator: AsyncIterator[w.Command], context: Context
@@ -54,7 +56,7 @@ class WorkerService(WorkerServicer):
     async def GetStatus(  # noqa: N802
         self, request: w.GetStatusRequest, context: Context
     ) -> w.WorkerStatus:
-        load = self._worker.load()
+        load, kv = self._worker.load(), self._worker.kv_report()
         return w.WorkerStatus(
             info=wire.worker_to_pb(self._info),
             load=None if load is None else wire.load_to_pb(load),
@@ -63,6 +65,8 @@ class WorkerService(WorkerServicer):
             # NVML can take its time on a machine with many GPUs.
             gpus=await asyncio.to_thread(gpu_health),
             open_streams=self._worker.open_streams,
+            kv=None if kv is None else wire.kv_report_to_pb(kv),
+            uptime_s=time.monotonic() - self._started,
         )
 
     async def Drain(  # noqa: N802

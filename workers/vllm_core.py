@@ -8,6 +8,7 @@ executor runs the model; its processes watch a pipe to this one and end with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from kv_transfer.metadata import snapshot_in
 from kv_transfer.vllm_patches import patch_runner_v1
 from pdserve.errors import (
     ContextLengthExceeded,
@@ -40,11 +42,12 @@ from workers.load import LoadBoard, usable_blocks
 from workers.vllm_args import engine_args, settings_in_effect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from kv_transfer.snapshot import KvSnapshot
     from pdserve.types import TransferReport
     from workers.engine import Work
     from workers.vllm_settings import VllmSettings
+
+KvLook = Callable[[], "KvSnapshot"]
 
 # vLLM's names for request fields that are ours under another name.
 _FIELDS = {"prompt": "prompt_token_ids", "structured_outputs": "structured_output"}
@@ -130,6 +133,20 @@ class VllmCore:
             return False
         get_kv_transfer_group().wake_with(wake)
         return True
+
+    def kv_look(self) -> KvLook | None:
+        """What shows the KV plane to any thread at any time. None where there is none, or where it
+        is in other processes: then `kv_ranks`."""
+        return get_kv_transfer_group().snapshot if has_kv_transfer_group() else None
+
+    def kv_ranks(self) -> tuple[KvSnapshot, ...]:
+        """The KV plane of each process that runs the model; asks them, between two steps."""
+        return tuple(self._executor.collective_rpc(snapshot_in))
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether KV can leave this engine."""
+        return self._connector is not None
 
     def waits_for_transfers_alone(self) -> bool:
         """True when whatever the next step could do hangs on a transfer."""

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kv_transfer.snapshot import KvState
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import ErrorInfo, FinishReason, KvLedger, StreamDelta
 from workers.vllm_env import apply_environment
@@ -22,10 +23,11 @@ from workers.vllm_env import apply_environment
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_transfer.snapshot import KvSnapshot
     from pdserve.types import WorkerLoad
     from workers.engine import EngineInfo, FailureCallback, StepCallback, Work
     from workers.load import LoadBoard
-    from workers.vllm_core import VllmCore
+    from workers.vllm_core import KvLook, VllmCore
     from workers.vllm_settings import VllmSettings
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,11 @@ class _Cancelled:
     stream_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """Somebody wants to see the KV plane of the executor's processes."""
+
+
 class VllmEngine:
     """State shared with the step thread: the inbox and `_end`, both under `_lock`. `_end` says why
     no more work is taken, once that is so; the thread sets it when it stops."""
@@ -53,7 +60,7 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._inbox: deque[_Submitted | _Cancelled] = deque()
+        self._inbox: deque[_Submitted | _Cancelled | _Looked] = deque()
         self._end: ErrorInfo | None = None
         self._wake = threading.Event()
         self._closing = False
@@ -61,6 +68,10 @@ class VllmEngine:
         self._thread: threading.Thread | None = None
         self._board: LoadBoard | None = None
         self._ledger = KvLedger()
+        self._has_kv = False
+        self._kv_look: KvLook | None = None
+        self._kv_ranks: tuple[KvSnapshot, ...] = ()
+        self._is_looking = False
         self._loop: asyncio.AbstractEventLoop
         self._on_step: StepCallback
         self._on_failure: FailureCallback
@@ -86,7 +97,7 @@ class VllmEngine:
     def cancel(self, stream_id: int) -> None:
         self._put(_Cancelled(stream_id))
 
-    def _put(self, item: _Submitted | _Cancelled) -> bool:
+    def _put(self, item: _Submitted | _Cancelled | _Looked) -> bool:
         with self._lock:
             if self._end is not None:
                 return False
@@ -99,6 +110,17 @@ class VllmEngine:
 
     def ledger(self) -> KvLedger:
         return self._ledger
+
+    def kv_state(self) -> KvState | None:
+        if not self._has_kv:
+            return None
+        if self._kv_look is not None:
+            return KvState(self._ledger, (self._kv_look(),))
+        # In other processes, which only the step thread may ask: the last answer, and a newer one
+        # for who asks next.
+        if not self._is_looking:
+            self._is_looking = self._put(_Looked())
+        return KvState(self._ledger, self._kv_ranks)
 
     async def close(self) -> None:
         self._closing = True
@@ -144,6 +166,7 @@ class VllmEngine:
         core = VllmCore(self._settings, board)
         core.on_executor_death(self._note_executor_death)
         self._board = board
+        self._has_kv, self._kv_look = core.has_kv, core.kv_look()
         return core
 
     def _note_executor_death(self) -> None:
@@ -183,6 +206,8 @@ class VllmEngine:
                         ended.append(delta)
                 case _Cancelled(stream_id):
                     core.cancel(stream_id)
+                case _Looked():
+                    self._kv_ranks, self._is_looking = core.kv_ranks(), False
         return ended
 
     def _stop(self, end: ErrorInfo, open_streams: Sequence[int]) -> None:

@@ -29,7 +29,8 @@ from workers.submissions import deadline_s, work_from_pb
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.types import KvLedger, Role, StreamDelta, WorkerLoad
+    from kv_transfer.snapshot import KvState
+    from pdserve.types import KvLedger, KvReport, Role, StreamDelta, WorkerLoad
     from workers.engine import Engine, EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,14 @@ class Worker:
 
     def ledger(self) -> KvLedger:
         return self._engine.ledger()
+
+    def kv_state(self) -> KvState | None:
+        return self._engine.kv_state()
+
+    def kv_report(self) -> KvReport | None:
+        """The KV plane in figures, None where the worker moves no KV."""
+        state = self.kv_state()
+        return None if state is None else state.report()
 
     def attach(self, router_id: str) -> Session:
         """A new session. An older one of the same router is cut: its router has given it up.

@@ -34,6 +34,7 @@ def describe(
                 "role": name.rpartition("-")[0],
                 "pid": children[name].pid,
                 "address": facts[name]["address"],
+                "debug": facts[name]["debug"],
                 "log": str(children[name].log_path),
             }
             for name in workers

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # What a process may take on top of its own deadline before it is killed.
 _MARGIN_S = 5.0
-_CHOSEN_HERE = ("worker_id", "role", "port", "routers", "cores")
+_CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores")
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 

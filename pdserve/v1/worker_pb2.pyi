@@ -53,7 +53,7 @@ class KvEndpoint(_message.Message):
     def __init__(self, address: _Optional[str] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings")
+    __slots__ = ("worker_id", "epoch", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class WorkerInfo(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    DEBUG_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     role: Role
@@ -85,7 +86,8 @@ class WorkerInfo(_message.Message):
     pid: int
     engine: str
     settings: _containers.ScalarMap[str, str]
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    debug_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks")
@@ -112,6 +114,32 @@ class KvLedger(_message.Message):
     transfers: int
     engine_requests: int
     def __init__(self, pinned_blocks: _Optional[int] = ..., in_flight_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., transfers: _Optional[int] = ..., engine_requests: _Optional[int] = ...) -> None: ...
+
+class KvReport(_message.Message):
+    __slots__ = ("ledger", "quarantined_slots", "links", "totals")
+    class LinksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class TotalsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    LEDGER_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    ledger: KvLedger
+    quarantined_slots: int
+    links: _containers.ScalarMap[str, int]
+    totals: _containers.ScalarMap[str, float]
+    def __init__(self, ledger: _Optional[_Union[KvLedger, _Mapping]] = ..., quarantined_slots: _Optional[int] = ..., links: _Optional[_Mapping[str, int]] = ..., totals: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class GpuHealth(_message.Message):
     __slots__ = ("index", "name", "temperature_c", "memory_used_bytes", "memory_total_bytes", "ecc_errors", "utilization_percent")
@@ -146,16 +174,18 @@ class RegisterResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("worker_id", "epoch", "load", "draining")
+    __slots__ = ("worker_id", "epoch", "load", "draining", "kv")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     load: WorkerLoad
     draining: bool
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    kv: KvReport
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ("lease_s",)
@@ -332,20 +362,24 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("info", "load", "ledger", "draining", "gpus", "open_streams")
+    __slots__ = ("info", "load", "ledger", "draining", "gpus", "open_streams", "kv", "uptime_s")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
     OPEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     load: WorkerLoad
     ledger: KvLedger
     draining: bool
     gpus: _containers.RepeatedCompositeFieldContainer[GpuHealth]
     open_streams: int
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., ledger: _Optional[_Union[KvLedger, _Mapping]] = ..., draining: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ..., open_streams: _Optional[int] = ...) -> None: ...
+    kv: KvReport
+    uptime_s: float
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., ledger: _Optional[_Union[KvLedger, _Mapping]] = ..., draining: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ..., open_streams: _Optional[int] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_s",)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InternalError, ModelNotFound, PdserveError
+from pdserve.kv_metrics import CONTENT_TYPE
 from router.http.errors import error_json, to_json
 from router.http.exchange import Exchange
 from router.http.generating import CHAT, COMPLETIONS, Generating
-from router.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -10,6 +10,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import grpc.aio
 import openai
 import pytest
@@ -178,6 +179,31 @@ async def test_generate_over_grpc_streams_english_through_both_workers(stack: St
     assert isinstance(last.receipt, Receipt)
     fields = {name: getattr(last.receipt, name) for name in Receipt.__slots__}
     assert_disaggregated({**fields, "fallbacks": list(last.receipt.fallbacks)})
+
+
+async def get(url: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        assert response.status == 200
+        return await response.text()
+
+
+async def test_worker_and_router_show_what_the_kv_plane_has_done(stack: Stack) -> None:
+    await chat(stack)
+    await stack.until_empty()
+    moved: dict[str, dict[str, Any]] = {}
+    for worker in stack.ready["workers"]:
+        shown = json.loads(await get(f"http://{worker['debug']}/debug/kv"))
+        assert shown["ledger"]["pinned_blocks"] == shown["quarantined_slots"] == 0
+        (rank,) = shown["ranks"]
+        assert rank["transfers"] == []
+        assert [(x["state"], x["transport"]) for x in rank["links"]] == [("up", "shm")]
+        moved[worker["worker_id"]] = shown["totals"]
+    pushed = moved["prefill-0"]["pushed_bytes"]
+    assert pushed == moved["decode-0"]["received_bytes"] > 0
+    sample = f'pushed_bytes_total{{model="{MODEL}",role="prefill",worker="prefill-0"}} {pushed}'
+    async with asyncio.timeout(60):  # the router knows with the worker's next renewal
+        while f"pdserve_worker_kv_{sample}" not in await get(f"{stack.http}/metrics"):
+            pass
 
 
 async def test_a_replay_of_the_azure_trace_has_no_failures(stack: Stack, tmp_path: Path) -> None:

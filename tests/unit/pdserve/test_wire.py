@@ -233,6 +233,22 @@ def test_a_key_of_another_length_is_refused_and_not_repeated() -> None:
     assert "short" not in caught.value.message
 
 
+def test_a_kv_report_survives_the_wire() -> None:
+    totals = {"pushed_bytes": 1e12, "push_s": 0.5}
+    report = t.KvReport(t.KvLedger(3, 2, 1, 2, 4), 1, {"shm": 2}, totals)
+    assert wire.kv_report_from_pb(wire.kv_report_to_pb(report)) == report
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("Bytes", 1.0), ("a b", 1.0), ("", 1.0), ("x" * 65, 1.0), ("a", -1.0), ("a", math.nan)],
+)
+def test_a_total_that_no_metric_can_have_is_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wire.kv_report_from_pb(w.KvReport(totals={name: value}))
+    assert caught.value.field == "kv.totals"
+
+
 @pytest.mark.parametrize("role", [0, 99])
 def test_unknown_role_is_refused(role: int) -> None:
     message = complete_worker()

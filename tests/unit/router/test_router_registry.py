@@ -72,6 +72,18 @@ async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
         assert (entry.state, entry.lease_remaining_s) == ("lost", 0.0)
 
 
+async def test_figures_that_are_none_are_refused_by_name() -> None:
+    worker = ScriptedWorker("p", Role.PREFILL)
+    fleet = Fleet(router_id="router-1", lease_s=5.0, clock=Clock())
+    async with worker.serving(), registry(fleet) as stub:
+        await stub.Register(register(worker))
+        bad = w.KvReport(totals={"not a name": 1.0})
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Renew(w.RenewRequest(worker_id="p", epoch="e1", kv=bad))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert fleet.pool.members["p"].kv is None
+
+
 async def test_work_placed_is_listed() -> None:
     prefill, decode = ScriptedWorker("p", Role.PREFILL), ScriptedWorker("d", Role.DECODE)
     fleet = Fleet(router_id="router-1", lease_s=5.0, clock=Clock())

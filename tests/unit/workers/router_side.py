@@ -28,6 +28,8 @@ from workers.worker import MAX_FRAMES
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from workers.engine import Engine
+
 MODEL = ModelInfo(name="fake", path="", max_model_len=4096, vocab_size=512, dtype="none")
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
@@ -116,12 +118,15 @@ async def a_worker(
     registry: FakeRegistry | None = None,
     timing: FakeTiming | None = None,
     max_frames: int = MAX_FRAMES,
+    engine: Engine | None = None,
+    **values: Any,
 ) -> AsyncIterator[WorkerServer]:
-    """A started worker, registered; leaving it asserts that all its streams and blocks are gone."""
+    """A started worker, registered; `values` are its configuration's. Leaving it asserts that all
+    its streams and blocks are gone."""
     registry = registry or FakeRegistry()
     async with registry.serving() as router:
-        engine = fake_engine(f"{role}-epoch", timing=timing)
-        config = worker_config(role, router=router)
+        engine = engine or fake_engine(f"{role}-epoch", timing=timing)
+        config = worker_config(role, router=router, **values)
         server = WorkerServer(config, engine=engine, epoch=f"{role}-epoch", max_frames=max_frames)
         await server.start()
         try:

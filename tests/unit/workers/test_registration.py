@@ -10,7 +10,7 @@ import pytest
 
 from pdserve import wire
 from pdserve.capability import CapabilityKey
-from pdserve.types import ModelInfo, Role, WorkerInfo, WorkerLoad
+from pdserve.types import KvLedger, KvReport, ModelInfo, Role, WorkerInfo, WorkerLoad
 from tests.unit.workers.router_side import WAIT_S, FakeRegistry
 from workers.registration import Backoff, RegistrationRefused, Registrations
 
@@ -27,9 +27,13 @@ class Source:
     def __init__(self) -> None:
         self.is_draining = False
         self.known: WorkerLoad | None = None
+        self.kv: KvReport | None = None
 
     def load(self) -> WorkerLoad | None:
         return self.known
+
+    def kv_report(self) -> KvReport | None:
+        return self.kv
 
 
 @pytest.fixture
@@ -74,6 +78,16 @@ async def test_every_router_gets_the_key_each_time_and_no_log_does(
     assert routers[1].kv_keys == [key.reveal()]
     assert key.reveal().hex() not in caplog.text
     assert repr(key.reveal()) not in caplog.text
+
+
+async def test_it_renews_with_the_figures_of_its_kv_plane(stack: AsyncExitStack) -> None:
+    router, source = FakeRegistry(lease_s=0.03), Source()
+    await begin(stack, source, await stack.enter_async_context(router.serving()))
+    await router.until(lambda: router.renewals)
+    assert not router.renewals[0].HasField("kv")
+    source.kv = KvReport(KvLedger(3, 2, 1, 2, 2), 1, {"shm": 1}, {"pushed_bytes": 7.0})
+    await router.until(lambda: router.renewals[-1].HasField("kv"))
+    assert wire.kv_report_from_pb(router.renewals[-1].kv) == source.kv
 
 
 async def test_it_renews_with_its_load_and_without_one_it_does_not_know(

@@ -25,11 +25,11 @@ from pdserve import rpc
 from pdserve.client import Client
 from pdserve.types import ModelInfo
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from pdserve.web_server import WebServer, bind
 from router.generation import Generation
 from router.http.app import HttpApp, Services
 from router.intake import Intake
 from router.open_requests import OpenRequests
-from router.web_server import WebServer, bind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

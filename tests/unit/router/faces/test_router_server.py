@@ -23,9 +23,9 @@ from pdserve.config import RouterConfig
 from pdserve.errors import ConfigError, RequestTooLarge, Unavailable
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import RegistryStub
+from pdserve.web_server import WebServer, bind
 from router.main import RouterServer
 from router.open_requests import Interruption
-from router.web_server import WebServer, bind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -20,8 +20,8 @@ START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError (field `http_port`)."""
+def bind(host: str, port: int, *, key: str = "http_port") -> socket.socket:
+    """A bound socket that does not listen yet. Raises ConfigError naming `key`, the port's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named: asyncio sets TCP_NODELAY only where it reads IPPROTO_TCP, and without
     # it an answer's second packet waits 40 ms for the client's delayed acknowledgement.
@@ -32,7 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}", field="http_port"
+            f"cannot listen on {host} port {port}: {error.strerror or error}", field=key
         ) from error
     return sock
 

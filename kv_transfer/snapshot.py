@@ -1,0 +1,165 @@
+"""What a worker's KV plane is doing at one moment, for people and for metrics. Values, and how they
+are read off the tables and links; whoever calls holds the lock around those."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from pdserve.types import KvLedger, KvReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from kv_transfer.counters import TransferCounters
+    from kv_transfer.link import Link
+    from kv_transfer.source import SourceTable
+    from kv_transfer.target import TargetTable
+
+SOURCE, TARGET = "source", "target"
+UP = "up"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferView:
+    """One transfer. `side` is this worker's part in it; `peer` is the other's name or address, ""
+    while it is not known. `blocks` are this worker's. `lease_left_s` is None while no lease runs.
+    """
+
+    transfer_id: str
+    request_id: str
+    side: str
+    state: str
+    peer: str
+    transport: str
+    blocks: int
+    moved_blocks: int
+    moved_bytes: int
+    age_s: float | None = None
+    lease_left_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkView:
+    """One link. `side` is this worker's part in every transfer over it; `state` is `connecting`,
+    `up`, or `down` while its threads end."""
+
+    side: str
+    state: str
+    transport: str
+    peer: str
+    peer_epoch: str
+    address: str
+    age_s: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KvSnapshot:
+    """The KV plane of one process that holds a KV cache. `taken_at` is on the monotonic clock.
+    `totals` count since the process started."""
+
+    taken_at: float
+    transfers: tuple[TransferView, ...] = ()
+    links: tuple[LinkView, ...] = ()
+    quarantined_slots: int = 0
+    totals: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KvState:
+    """A worker's ledger, and the KV plane of each of its processes: one a tensor-parallel rank."""
+
+    ledger: KvLedger
+    ranks: tuple[KvSnapshot, ...] = ()
+
+    def report(self) -> KvReport:
+        """In figures. Every rank counts its own share of bytes, and a failure of its own part."""
+        totals: Counter[str] = Counter()
+        links: Counter[str] = Counter()
+        for rank in self.ranks:
+            totals.update(rank.totals)
+            links.update(link.transport for link in rank.links if link.state == UP)
+        quarantined = sum(rank.quarantined_slots for rank in self.ranks)
+        return KvReport(self.ledger, quarantined, dict(links), dict(totals))
+
+
+def transfer_views(
+    sources: SourceTable[Link], targets: TargetTable[Link], block_bytes: int, now: float
+) -> Iterator[TransferView]:
+    """Every transfer that either table knows of."""
+    for s in sources:
+        yield TransferView(
+            transfer_id=s.transfer_id,
+            request_id=s.request_id,
+            side=SOURCE,
+            state=s.state.value,
+            peer="" if s.link is None else peer_of(s.link),
+            transport="" if s.link is None else s.link.transport,
+            blocks=len(s.block_ids),
+            moved_blocks=s.sent_blocks,
+            moved_bytes=s.sent_blocks * block_bytes,
+            age_s=now - s.began_at,
+            lease_left_s=None if s.lease_end is None else max(0.0, s.lease_end - now),
+        )
+    for transfer_id, link, until in sources.early():
+        yield TransferView(
+            transfer_id=transfer_id,
+            request_id="",
+            side=SOURCE,
+            state="granted early",
+            peer=peer_of(link),
+            transport=link.transport,
+            blocks=0,
+            moved_blocks=0,
+            moved_bytes=0,
+            lease_left_s=max(0.0, until - now),
+        )
+    for t in targets:
+        yield TransferView(
+            transfer_id=t.transfer_id,
+            request_id=t.request_id,
+            side=TARGET,
+            state=t.state.value,
+            peer=peer_of(t.link),
+            transport=t.link.transport,
+            blocks=len(t.grant.block_ids),
+            moved_blocks=t.received_blocks,
+            moved_bytes=t.received_bytes,
+            age_s=now - t.began_at,
+        )
+
+
+def link_views(links: Iterable[Link], now: float) -> Iterator[LinkView]:
+    """Every link that has a thread left."""
+    for link in links:
+        if link.is_over:
+            continue
+        state = "down" if link.is_down else UP if link.transport else "connecting"
+        yield LinkView(
+            side=TARGET if link.is_dialled else SOURCE,
+            state=state,
+            transport=link.transport,
+            peer=link.peer_id,
+            peer_epoch=link.peer_epoch,
+            address=link.peer_address,
+            age_s=now - link.opened_at,
+            reason=link.reason,
+        )
+
+
+def totals_of(
+    counters: TransferCounters, sources: SourceTable[Link], targets: TargetTable[Link]
+) -> dict[str, float]:
+    """What is counted, wherever it is."""
+    return {
+        **asdict(counters),
+        "expired_leases": sources.expired_leases,
+        "receive_timeouts": targets.timeouts,
+    }
+
+
+def peer_of(link: Link) -> str:
+    """The other worker's name; its address where it has told none."""
+    return link.peer_id or link.peer_address

@@ -1,0 +1,82 @@
+"""The KV plane of every worker on the router's /metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.types import KvLedger, KvReport, Role
+from router.metrics import RouterMetrics
+from router.pool import WorkerPool
+from tests.fakes import worker_info
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+REPORT = KvReport(KvLedger(5, 3, 2, 4, 4), 1, {"shm": 2, "tcp": 1}, {"push_s": 0.5, "failures": 6})
+PREFILL = '{model="demo",role="prefill",worker="p"}'
+DECODE = '{model="demo",role="decode",worker="d"}'
+
+
+@pytest.fixture
+def pool() -> WorkerPool:
+    pool = WorkerPool(5.0)
+    for worker_id, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        pool.register(worker_info(worker_id, role), 0.0)
+    return pool
+
+
+def samples(pool: WorkerPool) -> list[str]:
+    metrics = RouterMetrics()
+    metrics.watch_pool(pool)
+    lines: Iterable[str] = metrics.render().decode().splitlines()
+    return [line for line in lines if line.startswith("pdserve_worker_kv_")]
+
+
+def report(pool: WorkerPool, worker_id: str, kv: KvReport | None) -> None:
+    assert pool.renew(worker_id, "e1", 1.0, load=None, draining=False, kv=kv)
+
+
+def test_every_worker_that_has_reported_is_shown(pool: WorkerPool) -> None:
+    assert samples(pool) == []
+    report(pool, "p", REPORT)
+    report(pool, "d", KvReport(KvLedger(), totals={"received_bytes": 7}))
+    assert samples(pool) == [
+        f"pdserve_worker_kv_pinned_blocks{PREFILL} 5.0",
+        f"pdserve_worker_kv_pinned_blocks{DECODE} 0.0",
+        f"pdserve_worker_kv_in_flight_blocks{PREFILL} 3.0",
+        f"pdserve_worker_kv_in_flight_blocks{DECODE} 0.0",
+        f"pdserve_worker_kv_leased_blocks{PREFILL} 2.0",
+        f"pdserve_worker_kv_leased_blocks{DECODE} 0.0",
+        f"pdserve_worker_kv_transfers{PREFILL} 4.0",
+        f"pdserve_worker_kv_transfers{DECODE} 0.0",
+        f"pdserve_worker_kv_quarantined_slots{PREFILL} 1.0",
+        f"pdserve_worker_kv_quarantined_slots{DECODE} 0.0",
+        'pdserve_worker_kv_links{model="demo",role="prefill",transport="shm",worker="p"} 2.0',
+        'pdserve_worker_kv_links{model="demo",role="prefill",transport="tcp",worker="p"} 1.0',
+        f"pdserve_worker_kv_failures_total{PREFILL} 6.0",
+        f"pdserve_worker_kv_push_seconds_total{PREFILL} 0.5",
+        f"pdserve_worker_kv_received_bytes_total{DECODE} 7.0",
+    ]
+
+
+def test_a_renewal_without_figures_leaves_the_last_ones(pool: WorkerPool) -> None:
+    report(pool, "p", REPORT)
+    before = samples(pool)
+    report(pool, "p", None)
+    assert samples(pool) == before != []
+
+
+def test_a_worker_that_is_lost_or_starts_anew_is_shown_no_more(pool: WorkerPool) -> None:
+    report(pool, "p", REPORT)
+    pool.deregister("p", "e1", 2.0)
+    assert samples(pool) == []
+    pool.register(worker_info("p", Role.PREFILL, epoch="e2"), 3.0)
+    assert samples(pool) == []
+
+
+def test_a_worker_whose_link_is_down_is_unknown(pool: WorkerPool) -> None:
+    report(pool, "p", REPORT)
+    pool.detached(pool.members["p"])
+    assert samples(pool) == []

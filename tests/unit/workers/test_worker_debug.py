@@ -1,0 +1,127 @@
+"""The HTTP face of a worker: what it shows, and that it can be left out."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.types import Role
+from pdserve.v1 import worker_pb2 as w
+from tests.unit.workers.router_side import (
+    MODEL,
+    PLAIN,
+    RouterSide,
+    a_worker,
+    fake_engine,
+    worker_config,
+)
+from workers.fake_engine import FakeEngine
+from workers.server import WorkerServer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PREFILL = {"prefill": w.PrefillPhase(transfer_id="t-7")}
+
+
+async def get(server: WorkerServer, path: str, method: str = "GET") -> tuple[int, Any]:
+    address = server.info.debug_address
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, f"http://{address}{path}") as response,
+    ):
+        is_json = response.content_type == "application/json"
+        return response.status, await (response.json() if is_json else response.text())
+
+
+def metric(text: str, name: str, labels: Mapping[str, str]) -> float:
+    """The one sample with these labels."""
+    wanted = "{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "}"
+    (line,) = [x for x in text.splitlines() if x.startswith(f"{name}{wanted} ")]
+    return float(line.rpartition(" ")[2])
+
+
+async def test_a_held_transfer_is_shown_until_it_is_given_up() -> None:
+    async with a_worker(Role.PREFILL) as server, RouterSide(server) as router:
+        await router.submit(1, PLAIN, **PREFILL)
+        await router.finish(1)
+        status, shown = await get(server, "/debug/kv")
+        assert status == 200
+        assert (shown["worker_id"], shown["epoch"]) == ("prefill-0", "prefill-epoch")
+        assert shown["ledger"] == {
+            "pinned_blocks": 1,
+            "in_flight_blocks": 0,
+            "leased_blocks": 1,
+            "transfers": 1,
+            "engine_requests": 1,
+        }
+        (rank,) = shown["ranks"]
+        (transfer,) = rank["transfers"]
+        assert (transfer["transfer_id"], transfer["state"]) == ("t-7", "leased")
+        assert (transfer["side"], transfer["blocks"]) == ("source", 1)
+
+        labels = {"model": server.info.model.name, "role": "prefill", "worker": "prefill-0"}
+        _, text = await get(server, "/metrics")
+        assert metric(text, "pdserve_worker_kv_pinned_blocks", labels) == 1
+        assert metric(text, "pdserve_worker_kv_leased_blocks", labels) == 1
+        assert metric(text, "pdserve_worker_kv_in_flight_blocks", labels) == 0
+
+        await router.cancel(1)
+        await router.until_empty()
+        _, shown = await get(server, "/debug/kv")
+        assert shown["ledger"]["pinned_blocks"] == 0
+        assert shown["ranks"][0]["transfers"] == []
+
+
+async def test_a_worker_without_kv_says_so() -> None:
+    async with a_worker(engine=FakeEngine(MODEL)) as server:
+        status, shown = await get(server, "/debug/kv")
+        assert (status, shown["kv"], shown["ranks"]) == (200, None, [])
+        _, text = await get(server, "/metrics")
+        assert not [x for x in text.splitlines() if not x.startswith("#")]
+
+
+async def test_health_follows_drain_and_death() -> None:
+    async with a_worker(Role.PREFILL) as server:
+        assert await get(server, "/healthz") == (200, {"status": "ok"})
+        server.worker.begin_drain()
+        assert await get(server, "/healthz") == (200, {"status": "draining"})
+        server.worker._on_failure(RuntimeError("the test says so"))
+        assert await get(server, "/healthz") == (503, {"status": "failed"})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/", 404), ("GET", "/debug", 404), ("POST", "/debug/kv", 405), ("PUT", "/", 404)],
+)
+async def test_nothing_else_is_served(method: str, path: str, status: int) -> None:
+    async with a_worker() as server:
+        got, answer = await get(server, path, method)
+        assert got == status
+        assert path in answer["error"]
+
+
+async def test_an_empty_host_turns_it_off() -> None:
+    async with a_worker(debug_host="") as server:
+        assert server.info.debug_address == ""
+
+
+async def test_a_port_that_is_taken_is_refused_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = worker_config(router="127.0.0.1:1", debug_port=port)
+        server = WorkerServer(config, engine=fake_engine("e"), epoch="e")
+        with pytest.raises(ConfigError) as caught:
+            await server.start()
+    assert caught.value.field == "debug_port"
+
+
+async def test_the_face_is_gone_when_the_worker_has_stopped() -> None:
+    async with a_worker() as server:
+        host, _, port = server.info.debug_address.rpartition(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), 5.0)
