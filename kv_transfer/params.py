@@ -2,9 +2,10 @@
 part in a transfer. No torch, no vllm.
 
 Prefill side: {"role": "source", "transfer_id": str}
-Decode side:  {"role": "target", "transfer_id": str, "source_address": "host:port", "source_epoch":
-str, "capability": str}, the last only where the source checks it. Either, or neither role:
-{"resume": [token, ...]}, the tokens generated elsewhere already. Nothing else may be in it.
+Decode side:  {"role": "target", "transfer_id": str, "source_addresses": ["host:port", ...],
+"source_epoch": str, "capability": str}, the last only where the source checks it. The addresses are
+those of the source's tensor-parallel ranks, in their order. Either, or neither role: {"resume":
+[token, ...]}, the tokens generated elsewhere already. Nothing else may be in it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 
 MAX_TEXT = 256
+# More tensor-parallel ranks than any worker has.
+MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,11 @@ class SourceParams:
 
 @dataclass(frozen=True, slots=True)
 class TargetParams:
-    """This request's KV and first token come from `source_address`. `capability` is the right to
-    them (pdserve/capability.py), "" where the source asks for none."""
+    """This request's KV and first token come from the worker whose ranks are at `source_addresses`.
+    `capability` is the right to them (pdserve/capability.py), "" where the source asks for none."""
 
     transfer_id: str
-    source_address: str
+    source_addresses: tuple[str, ...]
     source_epoch: str
     capability: str = field(default="", repr=False)
 
@@ -43,7 +46,7 @@ _KEYS: dict[type, frozenset[str]] = {
     type(None): frozenset({"role", "resume"}),
     SourceParams: frozenset({"role", "resume", "transfer_id"}),
     TargetParams: frozenset(
-        {"role", "resume", "transfer_id", "source_address", "source_epoch", "capability"},
+        {"role", "resume", "transfer_id", "source_addresses", "source_epoch", "capability"},
     ),
 }
 
@@ -61,11 +64,11 @@ class TransferParams:
         match self.part:
             case SourceParams(transfer_id):
                 out.update(role="source", transfer_id=transfer_id)
-            case TargetParams(transfer_id, address, epoch, capability):
+            case TargetParams(transfer_id, addresses, epoch, capability):
                 out.update(
                     role="target",
                     transfer_id=transfer_id,
-                    source_address=address,
+                    source_addresses=list(addresses),
                     source_epoch=epoch,
                 )
                 if capability:
@@ -85,12 +88,22 @@ def _text(params: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _address(params: Mapping[str, Any], key: str) -> str:
-    value = _text(params, key)
+def _addresses(params: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    values = params.get(key)
+    if not isinstance(values, (list, tuple)) or not 0 < len(values) <= MAX_RANKS:
+        raise _refuse(key, f"must be a list of 1 to {MAX_RANKS} addresses")
+    if not all(_is_address(value) for value in values):
+        raise _refuse(key, "must be a list of host:port")
+    if len(set(values)) < len(values):
+        raise _refuse(key, "must name each rank once")
+    return tuple(values)
+
+
+def _is_address(value: object) -> bool:
+    if not isinstance(value, str) or len(value) > MAX_TEXT:
+        return False
     host, _, port = value.rpartition(":")
-    if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        raise _refuse(key, "must be host:port")
-    return value
+    return bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 65536
 
 
 def parse(params: Mapping[str, Any] | None) -> TransferParams:
@@ -111,7 +124,7 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams:
         case "target":
             part = TargetParams(
                 _text(params, "transfer_id"),
-                _address(params, "source_address"),
+                _addresses(params, "source_addresses"),
                 _text(params, "source_epoch"),
                 _text(params, "capability") if "capability" in params else "",
             )

@@ -149,7 +149,9 @@ class SchedulerHalf:
         if external <= 0:
             target.load = _Load.OVER
             self._pending.unneeded.append(
-                Unneeded(part.transfer_id, part.source_address, part.source_epoch, part.capability)
+                Unneeded(
+                    part.transfer_id, part.source_addresses, part.source_epoch, part.capability
+                )
             )
             return
         wanted = self._wanted(request)
@@ -162,7 +164,7 @@ class SchedulerHalf:
             TargetStart(
                 part.transfer_id,
                 request.request_id,
-                part.source_address,
+                part.source_addresses,
                 part.source_epoch,
                 first,
                 wanted,
@@ -280,7 +282,9 @@ class SchedulerHalf:
         part = target.part
         if target.load is _Load.WAITING:
             self._pending.unneeded.append(
-                Unneeded(part.transfer_id, part.source_address, part.source_epoch, part.capability)
+                Unneeded(
+                    part.transfer_id, part.source_addresses, part.source_epoch, part.capability
+                )
             )
         elif request_id in self._in_flight:
             self._pending.cancels.append(part.transfer_id)

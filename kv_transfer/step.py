@@ -58,7 +58,7 @@ class TargetStart:
 
     transfer_id: str
     request_id: str
-    source_address: str
+    source_addresses: tuple[str, ...]  # by tensor-parallel rank
     source_epoch: str
     first_block: int
     num_tokens: int
@@ -71,7 +71,7 @@ class Unneeded:
     """A target request wants nothing from its source after all."""
 
     transfer_id: str
-    source_address: str
+    source_addresses: tuple[str, ...]  # by tensor-parallel rank
     source_epoch: str
     capability: str = field(default="", repr=False)
 

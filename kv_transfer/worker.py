@@ -73,14 +73,14 @@ class WorkerHalf:
                 )
             for s in metadata.starts:
                 grant = Grant(s.transfer_id, s.first_block, s.num_tokens, s.block_ids, s.capability)
-                links.start(s.source_address, s.source_epoch, s.request_id, grant, now)
+                links.start(s.source_addresses[0], s.source_epoch, s.request_id, grant, now)
             for transfer_id in metadata.released:
                 links.do_source(sources.release(transfer_id))
             for transfer_id in metadata.cancels:
                 links.do_target(targets.cancel(transfer_id, "cancelled", now))
             for u in metadata.unneeded:
                 cancel = Cancel(u.transfer_id, u.capability)
-                links.link_to(u.source_address, u.source_epoch).send(cancel)
+                links.link_to(u.source_addresses[0], u.source_epoch).send(cancel)
             links.wait_for_copies(metadata.preempted)
 
     def after_step(self, metadata: StepMetadata) -> None:

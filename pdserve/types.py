@@ -239,9 +239,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
-    """Where a worker's KV is reached. Only workers of equal `compatibility` exchange KV."""
+    """Where a worker's KV is reached: `addresses` by tensor-parallel rank. Only workers of equal
+    `compatibility` exchange KV."""
 
-    address: str
+    addresses: tuple[str, ...]
     compatibility: str
     layout: Mapping[str, str]
     transports: tuple[str, ...]

@@ -310,7 +310,7 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
     kv = None
     if info.kv is not None:
         kv = w.KvEndpoint(
-            address=info.kv.address,
+            addresses=info.kv.addresses,
             compatibility=info.kv.compatibility,
             layout=dict(info.kv.layout),
             transports=info.kv.transports,
@@ -342,7 +342,9 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
     kv = None
     if message.HasField("kv"):
         x = message.kv
-        kv = t.KvEndpoint(x.address, x.compatibility, dict(x.layout), tuple(x.transports))
+        if not x.addresses:
+            raise InvalidRequest("worker.kv.addresses is missing", field="worker.kv.addresses")
+        kv = t.KvEndpoint(tuple(x.addresses), x.compatibility, dict(x.layout), tuple(x.transports))
     m = message.model
     return t.WorkerInfo(
         worker_id=message.worker_id,

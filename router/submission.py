@@ -51,7 +51,7 @@ class SubmissionBuilder:
             raise AssertionError(f"worker {source.worker_id} was paired without a kv endpoint")
         submit = self._start()
         submit.decode.transfer_id = transfer_id
-        submit.decode.source_address = source.info.kv.address
+        submit.decode.source_addresses.extend(source.info.kv.addresses)
         submit.decode.source_epoch = source.info.epoch
         submit.decode.capability = self._capability(transfer_id, source, target)
         return submit

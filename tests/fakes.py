@@ -58,7 +58,7 @@ def worker_info(
         address=address,
         kv=None
         if role is Role.AGGREGATED
-        else KvEndpoint(f"kv-{worker_id}", compatibility, {"block_size": "16"}, ("loopback",)),
+        else KvEndpoint((f"kv-{worker_id}",), compatibility, {"block_size": "16"}, ("loopback",)),
         block_size=16,
         total_blocks=100,
         max_num_seqs=8,

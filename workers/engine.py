@@ -48,11 +48,11 @@ class PrefillPhase:
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """Receive KV and first token from the worker at `source_address`, then go on. `capability` is
+    """Receive KV and first token from the worker at `source_addresses`, then go on. `capability` is
     the router's word to that worker that this one may have them; "" where it asks for none."""
 
     transfer_id: str
-    source_address: str
+    source_addresses: tuple[str, ...]
     source_epoch: str
     capability: str = field(default="", repr=False)
 

@@ -72,7 +72,7 @@ class FakeEngine:
         endpoint = None
         if self._link is not None:
             endpoint = KvEndpoint(
-                address=await self._link.start(),
+                addresses=(await self._link.start(),),
                 compatibility=f"fake/{self._model.name}/{shape.block_size}",
                 layout={"engine": "fake", "block_size": str(shape.block_size)},
                 transports=("fake",),
@@ -245,9 +245,10 @@ class FakeEngine:
         """Fetches KV and first token; every other end than `receive` is a failed transfer."""
         assert self._settings.kv is not None
         granted_at = self._clock()
+        address = phase.source_addresses[0]  # one rank is all that is played here
         try:
             async with asyncio.timeout(self._settings.kv.receive_timeout_s):
-                link = await LinkClient.connect(phase.source_address)
+                link = await LinkClient.connect(address)
                 try:
                     handoff, exposed_s = await link.fetch(phase.transfer_id, phase.source_epoch)
                     await link.acknowledge()
@@ -256,7 +257,7 @@ class FakeEngine:
         except TransferFailed as error:
             self._core.fail_transfer(work.stream_id, error.message)
         except (OSError, TimeoutError, ValueError, KeyError):
-            reason = f"the link to {phase.source_address} broke before the KV had arrived"
+            reason = f"the link to {address} broke before the KV had arrived"
             self._core.fail_transfer(work.stream_id, reason)
         else:
             took = self._clock() - granted_at

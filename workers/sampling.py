@@ -26,8 +26,8 @@ def transfer_params(work: Work) -> TransferParams:
     match work.phase:
         case PrefillPhase(transfer_id):
             part: SourceParams | TargetParams | None = SourceParams(transfer_id)
-        case DecodePhase(transfer_id, address, epoch, capability):
-            part = TargetParams(transfer_id, address, epoch, capability)
+        case DecodePhase(transfer_id, addresses, epoch, capability):
+            part = TargetParams(transfer_id, addresses, epoch, capability)
         case _:
             part = None
     return TransferParams(part, work.resume_token_ids)

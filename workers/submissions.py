@@ -11,6 +11,8 @@ from pdserve.types import Role
 from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.v1 import worker_pb2 as w
 
 # A prefill and a decode worker also take whole requests: what the router falls back to.
@@ -53,7 +55,7 @@ def _phase(submit: w.Submit, role: Role, *, has_kv: bool) -> Phase:
         case "decode":
             phase = DecodePhase(
                 _present("decode.transfer_id", submit.decode.transfer_id),
-                _present("decode.source_address", submit.decode.source_address),
+                _addresses(submit.decode.source_addresses),
                 _present("decode.source_epoch", submit.decode.source_epoch),
                 submit.decode.capability,
             )
@@ -67,6 +69,12 @@ def _phase(submit: w.Submit, role: Role, *, has_kv: bool) -> Phase:
     if not has_kv and not isinstance(phase, AggregatedPhase):
         raise InvalidRequest("this worker's engine cannot exchange KV", field="phase")
     return phase
+
+
+def _addresses(values: Sequence[str]) -> tuple[str, ...]:
+    if not values:
+        raise InvalidRequest("decode.source_addresses is missing", field="decode.source_addresses")
+    return tuple(values)
 
 
 def _present(name: str, value: str) -> str:

@@ -114,12 +114,13 @@ class VllmCore:
         ranks: dict[Any, Any] = {}
         for of_worker in self._executor.get_kv_connector_handshake_metadata():
             ranks.update(of_worker or {})
-        handshake = ranks[min(ranks)]
+        handshakes = [ranks[rank] for rank in sorted(ranks)]
+        first = handshakes[0]
         return KvEndpoint(
-            address=handshake.address,
-            compatibility=handshake.compatibility,
-            layout=dict(handshake.layout),
-            transports=tuple(handshake.transports),
+            addresses=tuple(handshake.address for handshake in handshakes),
+            compatibility=first.compatibility,
+            layout=dict(first.layout),
+            transports=tuple(first.transports),
         )
 
     def on_executor_death(self, callback: Callable[[], None]) -> None:

@@ -87,7 +87,7 @@ class OurTarget:
     def go(self, trip: Trip) -> float | None:
         half, name, ids = self._half, f"t{trip.number}", trip.target_ids
         half.over.clear()
-        start = TargetStart(name, name, self._source, SOURCE, 0, len(ids), ids)
+        start = TargetStart(name, name, (self._source,), SOURCE, 0, len(ids), ids)
         begun = time.perf_counter()
         half.before_step(StepMetadata(starts=[start]))
         arrived = half.over.wait(ARRIVAL_S)

@@ -34,7 +34,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
-    __slots__ = ("address", "compatibility", "layout", "transports")
+    __slots__ = ("addresses", "compatibility", "layout", "transports")
     class LayoutEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -42,15 +42,15 @@ class KvEndpoint(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
-    address: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
     compatibility: str
     layout: _containers.ScalarMap[str, str]
     transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, address: _Optional[str] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "epoch", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address")
@@ -278,16 +278,16 @@ class PrefillPhase(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class DecodePhase(_message.Message):
-    __slots__ = ("transfer_id", "source_address", "source_epoch", "capability")
+    __slots__ = ("transfer_id", "source_addresses", "source_epoch", "capability")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
-    source_address: str
+    source_addresses: _containers.RepeatedScalarFieldContainer[str]
     source_epoch: str
     capability: str
-    def __init__(self, transfer_id: _Optional[str] = ..., source_address: _Optional[str] = ..., source_epoch: _Optional[str] = ..., capability: _Optional[str] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., source_addresses: _Optional[_Iterable[str]] = ..., source_epoch: _Optional[str] = ..., capability: _Optional[str] = ...) -> None: ...
 
 class AggregatedPhase(_message.Message):
     __slots__ = ()

@@ -145,17 +145,17 @@ class EngineProcess:
 
     def decode_phase(self, transfer_id: str) -> DecodePhase:
         """Decode work whose prefill is here."""
-        return DecodePhase(transfer_id, self.address, self.epoch)
+        return DecodePhase(transfer_id, self.addresses, self.epoch)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
-    def address(self) -> str:
+    def addresses(self) -> tuple[str, ...]:
         """Where this engine's KV is reached."""
         assert self.info.kv is not None
-        return self.info.kv.address
+        return self.info.kv.addresses
 
     async def _read(self) -> None:
         try:

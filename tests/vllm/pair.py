@@ -55,7 +55,7 @@ class Pair:
         """Both at once, as the coordinator does; returns (prefill stream, decode stream)."""
         transfer_id = f"t{next(_TRANSFERS)}"
         capability = self.mint(transfer_id)
-        source = DecodePhase(transfer_id, self.prefill.address, self.epoch, capability)
+        source = DecodePhase(transfer_id, self.prefill.addresses, self.epoch, capability)
         return (
             self.prefill.submit(prompt, sampling, PrefillPhase(transfer_id)),
             self.decode.submit(prompt, sampling, source),

@@ -204,7 +204,7 @@ async def test_a_bad_request_is_refused_by_field_and_hurts_nobody(
     ("phase", "resume", "field"),
     [
         (PrefillPhase("t"), (), "phase"),
-        (DecodePhase("t", "127.0.0.1:1", "e"), (), "phase"),
+        (DecodePhase("t", ("127.0.0.1:1",), "e"), (), "phase"),
         (None, (5, 6), "resume_token_ids"),
     ],
 )

@@ -123,7 +123,7 @@ async def test_blocks_are_leased_until_the_decode_engine_has_them(pair_shm: Pair
 
 
 async def test_an_unreachable_source_fails_the_stream(pair_shm: Pair) -> None:
-    phase = DecodePhase("nowhere", "127.0.0.1:1", "gone")
+    phase = DecodePhase("nowhere", ("127.0.0.1:1",), "gone")
     answer = await pair_shm.decode.run(prompt_of(80, 500), greedy(), phase)
     assert answer.finish_reason is FinishReason.ERROR
     assert answer.error is not None

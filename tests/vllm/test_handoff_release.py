@@ -150,7 +150,7 @@ async def test_a_prefill_that_nobody_takes_is_freed_when_its_lease_ends(stalling
 
 
 async def test_a_decode_of_an_unknown_transfer_fails(stalling: Pair) -> None:
-    phase = DecodePhase("never-heard-of", stalling.prefill.address, stalling.epoch)
+    phase = DecodePhase("never-heard-of", stalling.prefill.addresses, stalling.epoch)
     answer = await stalling.decode.run(prompt(200, 120), LONG, phase)
     assert answer.error is not None
     assert answer.error.code == "transfer_failed"
@@ -161,8 +161,8 @@ async def test_a_decode_of_an_unknown_transfer_fails(stalling: Pair) -> None:
 async def test_a_source_that_is_not_who_it_was_is_refused(
     pair_shm: Pair, epoch: str | None, reason: str
 ) -> None:
-    address = pair_shm.prefill.address if epoch else "127.0.0.1:1"
-    phase = DecodePhase("t-epoch", address, epoch or "gone")
+    addresses = pair_shm.prefill.addresses if epoch else ("127.0.0.1:1",)
+    phase = DecodePhase("t-epoch", addresses, epoch or "gone")
     answer = await pair_shm.decode.run(prompt(64, 130), LONG, phase)
     assert answer.error is not None
     assert answer.error.code == "transfer_failed"

@@ -141,7 +141,7 @@ class Worker:
         self.step(
             starts=[
                 TargetStart(
-                    transfer_id, f"d-{transfer_id}", address, epoch, first, tokens, block_ids
+                    transfer_id, f"d-{transfer_id}", (address,), epoch, first, tokens, block_ids
                 )
             ],
             **rest,
@@ -153,7 +153,7 @@ class Worker:
 
     def refuse(self, source: Worker, transfer_id: str) -> None:
         """The decode request needs nothing from its source."""
-        self.step(unneeded=[Unneeded(transfer_id, source.half.address, source.epoch)])
+        self.step(unneeded=[Unneeded(transfer_id, (source.half.address,), source.epoch)])
 
     def close(self) -> None:
         """Idempotent."""

@@ -107,7 +107,7 @@ class End:
                 TargetStart(
                     transfer_id,
                     f"d-{transfer_id}",
-                    source.half.address,
+                    (source.half.address,),
                     P.epoch,
                     0,
                     TOKENS,
@@ -205,10 +205,10 @@ def test_nobody_else_can_cancel_a_transfer(ends: tuple[End, End]) -> None:
     source, target = ends
     source.prefill()
     for capability in ("", right("u")):
-        target.step(unneeded=[Unneeded("t", source.half.address, P.epoch, capability)])
+        target.step(unneeded=[Unneeded("t", (source.half.address,), P.epoch, capability)])
     until(lambda: source.half.counters.refused_capabilities == 2, source)
     assert not source.released
-    target.step(unneeded=[Unneeded("t", source.half.address, P.epoch, right())])
+    target.step(unneeded=[Unneeded("t", (source.half.address,), P.epoch, right())])
     until(lambda: source.released, source)
 
 

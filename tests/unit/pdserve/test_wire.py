@@ -88,7 +88,13 @@ DELTA = st.one_of(
     ),
 )
 MODEL = st.builds(t.ModelInfo, NAME, TEXT, st.integers(1, 1 << 31), st.integers(1, 1 << 31), TEXT)
-KV = st.builds(t.KvEndpoint, TEXT, TEXT, st.dictionaries(TEXT, TEXT, max_size=3), texts(max_size=2))
+KV = st.builds(
+    t.KvEndpoint,
+    st.lists(NAME, min_size=1, max_size=3).map(tuple),
+    TEXT,
+    st.dictionaries(TEXT, TEXT, max_size=3),
+    texts(max_size=2),
+)
 COUNT = st.integers(1, (1 << 32) - 1)
 WORKER = st.builds(
     t.WorkerInfo,
@@ -204,6 +210,12 @@ def complete_worker(**changes: Any) -> w.WorkerInfo:
     )
     message.MergeFrom(w.WorkerInfo(**changes))
     return message
+
+
+def test_a_kv_endpoint_without_an_address_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        wire.worker_from_pb(complete_worker(kv=w.KvEndpoint(compatibility="c")))
+    assert caught.value.field == "worker.kv.addresses"
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ class HandoffContract:
         await pair.until_empty()
 
     async def test_nobody_at_the_address_fails_the_transfer(self, pair: Pair) -> None:
-        phase = DecodePhase("no-one", "127.0.0.1:1", pair.source_epoch)
+        phase = DecodePhase("no-one", ("127.0.0.1:1",), pair.source_epoch)
         rest = await pair.decode.run(prompt(20), PLAIN, phase)
         assert rest.error.code == "transfer_failed"
         assert not rest.token_ids

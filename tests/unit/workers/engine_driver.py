@@ -140,7 +140,9 @@ class Pair:
         self._transfers += 1
         transfer_id = f"transfer-{self._transfers}"
         assert self.prefill.info.kv is not None
-        decode = DecodePhase(transfer_id, self.prefill.info.kv.address, epoch or self.source_epoch)
+        decode = DecodePhase(
+            transfer_id, self.prefill.info.kv.addresses, epoch or self.source_epoch
+        )
         return PrefillPhase(transfer_id), decode
 
     async def run(

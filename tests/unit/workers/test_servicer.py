@@ -28,7 +28,9 @@ from workers.fake_settings import FakeFaults, FakeShape, FakeTiming
 from workers.worker import Worker
 
 PREFILL = {"prefill": w.PrefillPhase(transfer_id="t")}
-DECODE = {"decode": w.DecodePhase(transfer_id="t", source_address="127.0.0.1:1", source_epoch="e")}
+DECODE = {
+    "decode": w.DecodePhase(transfer_id="t", source_addresses=["127.0.0.1:1"], source_epoch="e")
+}
 
 
 class TestStreams:
@@ -83,7 +85,9 @@ class TestStreams:
         ):
             assert prefill.info.kv is not None
             phase = w.DecodePhase(
-                transfer_id="t", source_address=prefill.info.kv.address, source_epoch=prefill.epoch
+                transfer_id="t",
+                source_addresses=prefill.info.kv.addresses,
+                source_epoch=prefill.epoch,
             )
             await to_decode.submit(1, decode=phase)
             await to_prefill.submit(7, prefill=w.PrefillPhase(transfer_id="t"))
@@ -148,7 +152,7 @@ class TestRefusals:
             (Role.AGGREGATED, PREFILL, "phase"),
             (Role.AGGREGATED, DECODE, "phase"),
             (Role.PREFILL, {"prefill": w.PrefillPhase()}, "prefill.transfer_id"),
-            (Role.DECODE, {"decode": w.DecodePhase(transfer_id="t")}, "decode.source_address"),
+            (Role.DECODE, {"decode": w.DecodePhase(transfer_id="t")}, "decode.source_addresses"),
         ],
     )
     async def test_a_phase_that_the_role_does_not_take_is_refused(

@@ -40,7 +40,7 @@ def decode_phase(source: WorkerServer, transfer_id: str = "t") -> w.DecodePhase:
     assert source.info.kv is not None
     return w.DecodePhase(
         transfer_id=transfer_id,
-        source_address=source.info.kv.address,
+        source_addresses=source.info.kv.addresses,
         source_epoch=source.epoch,
     )
 
