@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kv_transfer.errors import KvTransferError
 from kv_transfer.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -53,6 +54,15 @@ class KvGeometry:
         """Bytes from the base to the page."""
         return self.offset_bytes + layer * self.layer_stride_bytes + block * self.block_stride_bytes
 
+    def narrowed(self, start: int, size: int) -> KvGeometry:
+        """The same blocks, each page cut to `size` of its bytes from `start` on. Raises
+        KvTransferError where the page has no such bytes."""
+        if start < 0 or size <= 0 or start + size > self.page_bytes:
+            raise KvTransferError(
+                f"bytes {start} to {start + size} of a page of {self.page_bytes} bytes"
+            )
+        return replace(self, page_bytes=size, offset_bytes=self.offset_bytes + start)
+
     def to_list(self) -> list[int]:
         """For the wire; `from_list` reads it."""
         return [
@@ -73,6 +83,16 @@ class KvGeometry:
         if not (geometry.num_layers and geometry.num_blocks and geometry.page_bytes):
             raise ValueError("a geometry has at least one layer, block and byte")
         return geometry
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """What moves of each page, in bytes: `size`, from `source_start` in the source's page to
+    `target_start` in the target's. The two pages may differ in length."""
+
+    source_start: int
+    target_start: int
+    size: int
 
 
 def compatibility(layout: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ from kv_transfer.errors import KvTransferError, UnsupportedLayout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kv_transfer.layout import KvGeometry
+    from kv_transfer.layout import KvGeometry, PagePart
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -53,6 +53,13 @@ class KvRegion:
         self.address = address
         self.geometry = geometry
         self._view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+    def narrowed(self, start: int, size: int) -> KvRegion:
+        """The same memory, each page cut to a part of it. Raises KvTransferError where the page has
+        no such part."""
+        if (start, size) == (0, self.geometry.page_bytes):
+            return self
+        return KvRegion(self.address, self._view.nbytes, self.geometry.narrowed(start, size))
 
     def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
         """The pages of these blocks, layer by layer, for scatter/gather socket calls. Raises
@@ -91,6 +98,18 @@ class KvRegion:
         return Pages(
             self.address + g.offset_bytes, g.layer_stride_bytes, g.block_stride_bytes, block_ids
         )
+
+
+def parts_of(
+    target: KvRegion, source: KvRegion, part: PagePart | None
+) -> tuple[KvRegion, KvRegion]:
+    """(target, source) cut to what moves of each page; None is all of it."""
+    if part is None:
+        return target, source
+    return (
+        target.narrowed(part.target_start, part.size),
+        source.narrowed(part.source_start, part.size),
+    )
 
 
 class SharedMemory:

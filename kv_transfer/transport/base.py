@@ -4,12 +4,14 @@ A transport moves the bytes of granted blocks between two workers that share a l
 (kv_transfer/link.py). Control messages always travel on the link; a transport only decides how the
 payload of a chunk travels.
 
+* A chunk moves whole pages, or the same `PagePart` of each where the two workers hold different
+  heads (kv_transfer/reshard.py); None means whole pages.
 * `SourceChannel.push` returns when the source's blocks may be overwritten. It runs on the link's
   writer thread, one chunk at a time, in order. The ids come from a peer: one that is no block of
-  its cache raises KvTransferError before anything is written.
+  its cache, or a part that is not in its pages, raises KvTransferError before anything is written.
 * `TargetChannel.receive` runs on the link's reader thread, once a chunk, in the same order, and
   returns when the bytes are in place. With `block_ids` None the payload is consumed and thrown
-  away. The caller has checked that `chunk.bytes` is what `chunk.count` blocks hold here.
+  away. The caller has checked that `chunk.bytes` is what moves of `chunk.count` blocks.
 * `TargetChannel.idle` is asked after the link went down: True when nothing is, or ever will be,
   written to the target's memory over this link.
 * `close` is idempotent and called once no push or receive runs.
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion, SharedMemory
     from kv_transfer.messages import Chunk
 
@@ -49,7 +52,13 @@ class SourceChannel(Protocol):
 
     name: str
 
-    def push(self, chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
+    def push(
+        self,
+        chunk: Chunk,
+        source_ids: list[int],
+        target_ids: list[int],
+        part: PagePart | None = None,
+    ) -> None:
         """Sends the chunk's message and payload."""
         ...
 
@@ -63,7 +72,9 @@ class TargetChannel(Protocol):
 
     name: str
 
-    def receive(self, chunk: Chunk, block_ids: list[int] | None) -> None:
+    def receive(
+        self, chunk: Chunk, block_ids: list[int] | None, part: PagePart | None = None
+    ) -> None:
         """Puts the chunk's payload in place."""
         ...
 

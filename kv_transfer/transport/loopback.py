@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.memory import parts_of
 from kv_transfer.messages import Chunk, encode
 from kv_transfer.transport.base import (
     LocalKv,
@@ -17,6 +18,7 @@ from kv_transfer.transport.base import (
 )
 
 if TYPE_CHECKING:
+    from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion
 
 PushHook = Callable[[Chunk, list[int], list[int]], None]
@@ -59,10 +61,17 @@ class _LoopbackSource:
         self._peer = peer
         self._wire = wire
 
-    def push(self, chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
+    def push(
+        self,
+        chunk: Chunk,
+        source_ids: list[int],
+        target_ids: list[int],
+        part: PagePart | None = None,
+    ) -> None:
         if self._owner.on_push is not None:
             self._owner.on_push(chunk, source_ids, target_ids)
-        self._peer.copy_from(self._local, source_ids, target_ids)
+        peer, local = parts_of(self._peer, self._local, part)
+        peer.copy_from(local, source_ids, target_ids)
         self._wire.send(encode(chunk))
 
     def close(self) -> None:
@@ -72,7 +81,9 @@ class _LoopbackSource:
 class _LoopbackTarget:
     name = "loopback"
 
-    def receive(self, chunk: Chunk, block_ids: list[int] | None) -> None:
+    def receive(
+        self, chunk: Chunk, block_ids: list[int] | None, part: PagePart | None = None
+    ) -> None:
         return
 
     def idle(self) -> bool:

@@ -7,11 +7,11 @@ when its memory is its own again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_transfer.errors import LinkClosed
 from kv_transfer.layout import KvGeometry
-from kv_transfer.memory import KvRegion, PeerMemory, WriteFence, boot_id
+from kv_transfer.memory import KvRegion, PeerMemory, WriteFence, boot_id, parts_of
 from kv_transfer.messages import Chunk, encode
 from kv_transfer.transport.base import (
     LocalKv,
@@ -20,6 +20,9 @@ from kv_transfer.transport.base import (
     TransportUnavailable,
     Wire,
 )
+
+if TYPE_CHECKING:
+    from kv_transfer.layout import PagePart
 
 _MAX_SLOT = 1 << 62
 
@@ -33,11 +36,18 @@ class _ShmSource:
         self._fence = WriteFence(peer.fd, slot)
         self._wire = wire
 
-    def push(self, chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
+    def push(
+        self,
+        chunk: Chunk,
+        source_ids: list[int],
+        target_ids: list[int],
+        part: PagePart | None = None,
+    ) -> None:
         if not self._fence.enter():
             raise LinkClosed("the target has taken its memory back")
         try:
-            self._peer.region.copy_from(self._local, source_ids, target_ids)
+            peer, local = parts_of(self._peer.region, self._local, part)
+            peer.copy_from(local, source_ids, target_ids)
         finally:
             self._fence.leave()
         self._wire.send(encode(chunk))
@@ -52,7 +62,9 @@ class _ShmTarget:
     def __init__(self, fence: WriteFence) -> None:
         self._fence = fence
 
-    def receive(self, chunk: Chunk, block_ids: list[int] | None) -> None:
+    def receive(
+        self, chunk: Chunk, block_ids: list[int] | None, part: PagePart | None = None
+    ) -> None:
         # The bytes were in place before the message was sent.
         return
 
@@ -95,8 +107,8 @@ class ShmTransport:
             geometry = KvGeometry.from_list(list(offer["geometry"]))
             if not 0 <= slot < _MAX_SLOT:
                 raise ValueError("no such slot")
-            if (geometry.num_layers, geometry.page_bytes) != (ours.num_layers, ours.page_bytes):
-                raise ValueError("the pages differ in number or size")
+            if geometry.num_layers != ours.num_layers:
+                raise ValueError(f"{geometry.num_layers} layers, not {ours.num_layers}")
             peer = PeerMemory(str(offer["path"]), inode, size, geometry)
         except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
             raise TransportUnavailable(f"cannot map the target's memory: {error}") from error

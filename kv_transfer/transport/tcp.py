@@ -14,6 +14,7 @@ from kv_transfer.messages import Chunk, encode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_transfer.layout import PagePart
     from kv_transfer.transport.base import LocalKv, SourceChannel, TargetChannel, Wire
 
 _IOV_MAX = 512
@@ -62,9 +63,18 @@ class _TcpSource:
         self._region = local.region
         self._wire = wire
 
-    def push(self, chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
+    def push(
+        self,
+        chunk: Chunk,
+        source_ids: list[int],
+        target_ids: list[int],
+        part: PagePart | None = None,
+    ) -> None:
         message = memoryview(encode(chunk))
-        send_all(self._wire.sock, [message, *self._region.pages(source_ids)])
+        region = self._region
+        if part is not None:
+            region = region.narrowed(part.source_start, part.size)
+        send_all(self._wire.sock, [message, *region.pages(source_ids)])
 
     def close(self) -> None:
         pass
@@ -77,11 +87,16 @@ class _TcpTarget:
         self._region = local.region
         self._wire = wire
 
-    def receive(self, chunk: Chunk, block_ids: list[int] | None) -> None:
+    def receive(
+        self, chunk: Chunk, block_ids: list[int] | None, part: PagePart | None = None
+    ) -> None:
         if block_ids is None:
             self._discard(chunk.bytes)
         else:
-            receive_all(self._wire.sock, self._region.pages(block_ids))
+            region = self._region
+            if part is not None:
+                region = region.narrowed(part.target_start, part.size)
+            receive_all(self._wire.sock, region.pages(block_ids))
 
     def _discard(self, count: int) -> None:
         scratch = memoryview(bytearray(min(count, _DISCARD_BYTES)))

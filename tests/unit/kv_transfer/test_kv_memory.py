@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
-from kv_transfer.memory import KvRegion, PeerMemory, SharedMemory, WriteFence, boot_id
+from kv_transfer.layout import PagePart
+from kv_transfer.memory import KvRegion, PeerMemory, SharedMemory, WriteFence, boot_id, parts_of
 from tests.unit.kv_transfer.caches import Cache, geometry
 
 if TYPE_CHECKING:
@@ -92,6 +93,40 @@ def test_regions_of_other_pages_are_not_copied(other: KvGeometry) -> None:
     ours, theirs = Cache(geometry(), seed=1), Cache(other, seed=2)
     with pytest.raises(KvTransferError, match="differ"):
         ours.region.copy_from(theirs.region, [0], [0])
+
+
+@given(st.data(), st.integers(1, 24))
+def test_a_part_of_each_page_moves_between_pages_of_any_length(data: Any, size: int) -> None:
+    """Into an equal part of each of the target's pages, and nothing beside it changes."""
+    ours, theirs = Cache(geometry(page=24), seed=1), Cache(geometry(page=40), seed=2)
+    part = PagePart(
+        data.draw(st.integers(0, 40 - size)), data.draw(st.integers(0, 24 - size)), size
+    )
+    before = ours.blocks()
+    to, source = parts_of(ours.region, theirs.region, part)
+    assert to.copy_from(source, [4, 5, 0], [7, 8, 20]) == 3 * 3 * size
+    want = list(before)
+    for s, d in ((4, 7), (5, 8), (0, 20)):
+        want[d] = [
+            old[: part.target_start]
+            + new[part.source_start : part.source_start + size]
+            + old[part.target_start + size :]
+            for old, new in zip(before[d], theirs.block(s), strict=True)
+        ]
+    assert ours.blocks() == want
+
+
+def test_a_part_that_is_the_whole_page_is_the_region_itself() -> None:
+    """So that neighbouring blocks still move as one."""
+    region = Cache(geometry(page=24), seed=1).region
+    assert region.narrowed(0, 24) is region
+    assert parts_of(region, region, None) == (region, region)
+
+
+@pytest.mark.parametrize(("start", "size"), [(0, 0), (0, -1), (-1, 2), (0, 65), (1, 64), (64, 1)])
+def test_a_page_has_no_part_outside_it(start: int, size: int) -> None:
+    with pytest.raises(KvTransferError, match="of a page of 64"):
+        Cache(geometry(), seed=1).region.narrowed(start, size)
 
 
 def test_the_pages_of_blocks_are_views_of_them_by_layer() -> None:
