@@ -111,6 +111,13 @@ def fake_engine(epoch: str, *, timing: FakeTiming | None = None) -> FakeEngine:
     return FakeEngine(MODEL, settings)
 
 
+def engine_of(server: WorkerServer) -> FakeEngine:
+    """The fake engine behind a worker, for faults."""
+    engine = server.worker._engine
+    assert isinstance(engine, FakeEngine)
+    return engine
+
+
 @asynccontextmanager
 async def a_worker(
     role: Role = Role.AGGREGATED,

@@ -19,6 +19,7 @@ from tests.unit.workers.router_side import (
     WAIT_S,
     RouterSide,
     a_worker,
+    engine_of,
     error_of,
     fake_engine,
     token_ids,
@@ -50,14 +51,12 @@ class TestStreams:
 
     async def test_one_frame_a_step_carries_all_streams_of_a_router(self) -> None:
         async with a_worker() as server, RouterSide(server) as router:
-            engine = server.worker._engine
-            assert isinstance(engine, FakeEngine)
             # No step is made before all three are there.
-            engine.faults = FakeFaults(stalled=True)
+            engine_of(server).faults = FakeFaults(stalled=True)
             for stream_id in (1, 2, 3):
                 await router.submit(stream_id)
             await router.until_open(3)
-            engine.faults = FakeFaults()
+            engine_of(server).faults = FakeFaults()
             for stream_id in (1, 2, 3):
                 await router.finish(stream_id)
             steps = [frame for frame in router.frames if frame.deltas]
@@ -198,6 +197,7 @@ class TestRefusals:
 
     async def test_a_stream_id_that_is_in_use_ends_with_an_error(self) -> None:
         async with a_worker() as server, RouterSide(server) as router:
+            engine_of(server).faults = FakeFaults(stalled=True)
             await router.submit(1, LONG)
             await router.submit(1, LONG)
             assert error_of(await router.finish(1)) == ("invalid_value", "stream_id")
@@ -269,9 +269,7 @@ class TestStatusAndDrain:
             assert not reply.drained
             assert reply.ledger.leased_blocks == 1
             # Nobody will fetch them: what a decode worker that gives up would cause.
-            engine = server.worker._engine
-            assert isinstance(engine, FakeEngine)
-            engine.release("t", "the test is over")
+            engine_of(server).release("t", "the test is over")
             assert (await router.drain(WAIT_S)).drained
 
     async def test_a_drain_time_that_makes_no_sense_is_refused(self) -> None:
@@ -286,9 +284,7 @@ class TestFailures:
         async with a_worker(timing=FakeTiming(step_s=0.01)) as server, RouterSide(server) as router:
             await router.submit(1, LONG)
             await router.until(lambda: router.deltas.get(1))
-            engine = server.worker._engine
-            assert isinstance(engine, FakeEngine)
-            engine.crash()
+            engine_of(server).crash()
             assert error_of(await router.finish(1))[0] == "worker_failed"
             assert server.failed.done()
             await router.submit(2)
@@ -296,9 +292,7 @@ class TestFailures:
 
     async def test_a_stalled_engine_is_cancelled_like_any_other(self) -> None:
         async with a_worker() as server, RouterSide(server) as router:
-            engine = server.worker._engine
-            assert isinstance(engine, FakeEngine)
-            engine.faults = FakeFaults(stalled=True)
+            engine_of(server).faults = FakeFaults(stalled=True)
             await router.submit(1, deadline_s=0.05)
             assert error_of(await router.finish(1))[0] == "deadline_exceeded"
 
@@ -328,8 +322,11 @@ class TestFailures:
             deaf = RouterSide(server, "deaf")
             await deaf.open(listen=False)
             await deaf.hello(server.epoch)
+            engine_of(server).faults = FakeFaults(stalled=True)
             await deaf.submit(1, replace(LONG, logprobs=20))
             async with RouterSide(server, "listening") as router:
+                await router.until_open(1)
+                engine_of(server).faults = FakeFaults()
                 await router.until_empty()
                 await router.submit(1)
                 assert len(token_ids(await router.finish(1))) == PLAIN.max_tokens

@@ -11,29 +11,23 @@ import pytest
 
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
+from tests.patience import WAIT_S, skip
 from tests.unit.workers.router_side import (
     LONG,
     PLAIN,
-    WAIT_S,
     FakeRegistry,
     RouterSide,
     a_worker,
+    engine_of,
     error_of,
     token_ids,
 )
-from workers.fake_engine import FakeEngine
 from workers.fake_settings import FakeFaults, FakeTiming
 
 if TYPE_CHECKING:
     from workers.server import WorkerServer
 
 SLOW = FakeTiming(step_s=0.005)
-
-
-def engine_of(server: WorkerServer) -> FakeEngine:
-    engine = server.worker._engine
-    assert isinstance(engine, FakeEngine)
-    return engine
 
 
 def decode_phase(source: WorkerServer, transfer_id: str = "t") -> w.DecodePhase:
@@ -169,8 +163,14 @@ async def test_a_deadline_in_mid_transfer_frees_both_sides() -> None:
         RouterSide(decode) as to_decode,
     ):
         engine_of(prefill).faults = FakeFaults(delay_transfer_s=1000.0)
-        await to_decode.submit(1, decode=decode_phase(prefill), deadline_s=0.1)
+        await to_decode.submit(1, decode=decode_phase(prefill), deadline_s=10.0)
         await to_prefill.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
+        await to_prefill.finish(1)
+        async with asyncio.timeout(WAIT_S):
+            while not (await to_prefill.status()).ledger.in_flight_blocks:
+                pass
+        # Not as far as the lease, which would free the blocks too.
+        skip(10.0)
         assert error_of(await to_decode.finish(1))[0] == "deadline_exceeded"
         await to_prefill.until_empty()
         await to_decode.until_empty()

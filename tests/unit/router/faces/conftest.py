@@ -15,6 +15,7 @@ from scripted import (
     MODEL,
     STARTED,
     TEMPLATE,
+    TIMEOUT_S,
     VOCAB_SIZE,
     Faces,
     ScriptedGenerator,
@@ -70,14 +71,10 @@ def token_ids(model_dir: Path) -> Callable[[str], tuple[int, ...]]:
 
 
 @pytest.fixture
-async def faces(
-    generator: ScriptedGenerator, request: pytest.FixtureRequest
-) -> AsyncIterator[Faces]:
-    """A parameter, given indirectly, is the deadline of requests that name none."""
-    timeout_s: float = getattr(request, "param", 30.0)
+async def faces(generator: ScriptedGenerator) -> AsyncIterator[Faces]:
     async with AsyncExitStack() as stack:
         open_requests = OpenRequests()
-        intake = Intake(generator.models, timeout_s=timeout_s)
+        intake = Intake(generator.models, timeout_s=TIMEOUT_S)
         services = Services(generator, intake, open_requests, lambda: b"pdserve_up 1\n")
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()

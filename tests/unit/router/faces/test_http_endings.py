@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from scripted import ANSWER, CHAT, COMPLETIONS, Hold, chat, completion, events
+from scripted import ANSWER, CHAT, COMPLETIONS, TIMEOUT_S, Hold, chat, completion, events
 
 from pdserve.errors import InternalError, TransferFailed
 from router.answer import AnswerDelta
+from router.open_requests import CUT_S
+from tests.patience import skip
 
 if TYPE_CHECKING:
     from scripted import Faces
@@ -70,13 +72,18 @@ async def test_disconnect_leaves_the_answer(
     await writer.wait_closed()
 
 
-@pytest.mark.parametrize("faces", [0.1], indirect=True)
 async def test_client_that_does_not_read_is_cut_at_the_deadline(faces: Faces) -> None:
-    faces.generator.script = (AnswerDelta((1,), "x" * 1_000_000),) * 1000
+    go_on = asyncio.Event()
+    faces.generator.script = (go_on, *(AnswerDelta((1,), "x" * 1_000_000),) * 1000)
     body = json.dumps(chat(stream=True)).encode()
     _, writer = await asyncio.open_connection(faces.host, faces.port, limit=1024)
     writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\n" % CHAT.encode())
     writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+    await faces.generator.waiting.wait()
+    go_on.set()
+    for _ in range(100):  # so that it stands in a write
+        await asyncio.sleep(0)
+    skip(TIMEOUT_S + CUT_S)
     await faces.generator.left.wait()
     writer.transport.abort()
 
