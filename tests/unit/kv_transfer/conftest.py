@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kv_transfer.transport.loopback import LoopbackTransport
-from tests.unit.kv_transfer.rig import LIMIT_S, Rig, by_name, open_files, own_threads
+from tests.patience import WAIT_S
+from tests.unit.kv_transfer.rig import Rig, by_name, open_files, own_threads
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def clean() -> Iterator[None]:
     before = open_files()
     assert not own_threads()
     yield
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + WAIT_S
     while own_threads() or open_files() > before:
         gc.collect()
         assert time.monotonic() < end, (own_threads(), open_files(), before)

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from kv_transfer.step import (
 from kv_transfer.transport.shm import ShmTransport
 from kv_transfer.transport.tcp import TcpTransport
 from kv_transfer.worker import WorkerHalf
+from tests.patience import WAIT_S
 from tests.unit.kv_transfer.caches import Cache, geometry
 
 if TYPE_CHECKING:
@@ -33,16 +34,24 @@ if TYPE_CHECKING:
     from kv_transfer.transport.base import Transport
 
 BLOCK_SIZE = 4
-LIMIT_S = 20.0
 FROM = [5, 6, 2, 20]
 TO = [9, 3, 4, 17]
+# Times that no test waits for and no pause of the machine outlasts. Who tests one sets it.
+PATIENT = {
+    "lease_s": 3600.0,
+    "receive_timeout_s": 3600.0,
+    "cancel_timeout_s": WAIT_S,
+    "handshake_timeout_s": WAIT_S,
+    "send_timeout_s": WAIT_S,
+    "preempt_timeout_s": WAIT_S,
+}
 N = 14  # tokens: four blocks, the last one partial
 TOKENS = (7, 8)  # sampled by the source
 
 
 def until(condition: Callable[[], object], *workers: Worker) -> None:
     """Lets the workers step until the condition holds; fails the test when it never does."""
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + WAIT_S
     pause = threading.Event()
     while True:
         for worker in workers:
@@ -155,9 +164,26 @@ class Worker:
         """The decode request needs nothing from its source."""
         self.step(unneeded=[Unneeded(transfer_id, (source.half.address,), source.epoch)])
 
+    # -- time
+
+    def give_up(self) -> None:
+        """As a target: whatever makes no progress has made none for too long."""
+        self.half.links.targets.receive_timeout_s = 0.05
+        self.half.links.targets.cancel_timeout_s = 0.05
+
+    def end_lease(self, transfer_id: str) -> None:
+        """As a source: the blocks were held for long enough."""
+        with self.half.links.lock:
+            self.half.links.sources._transfers[transfer_id].lease_end = 0.0
+
+    def set_times(self, **times: float) -> None:
+        """For links that are made from now on."""
+        self.half.links._settings = replace(self.half.links._settings, **times)  # type: ignore[arg-type]
+
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. A thread of a link may still read the cache for a moment."""
         self.half.close()
+        until(lambda: all(link.is_over for link in self.half.links._all))
         self.cache.close()
 
 
@@ -178,7 +204,7 @@ class Rig:
         }
         parts.setdefault("transports", [self._transport()])
         parts.setdefault("epoch", f"epoch-{next(self._names)}")
-        worker = Worker(settings=KvSettings(**settings), **parts)
+        worker = Worker(settings=KvSettings(**{**PATIENT, **settings}), **parts)
         self.workers.append(worker)
         return worker
 
@@ -190,7 +216,7 @@ class Rig:
         """Every worker, and the proof that nothing of them stays."""
         for worker in self.workers:
             worker.close()
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + WAIT_S
         while own_threads():
             assert time.monotonic() < end, own_threads()
 

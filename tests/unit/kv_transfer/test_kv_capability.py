@@ -43,6 +43,8 @@ from kv_transfer.transport.loopback import LoopbackTransport
 from kv_transfer.transport.tcp import TcpTransport
 from kv_transfer.worker import WorkerHalf
 from pdserve.capability import KEY_BYTES, Capability, CapabilityKey, WorkerStart, mint
+from tests.patience import WAIT_S
+from tests.unit.kv_transfer.rig import PATIENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,9 +54,8 @@ if TYPE_CHECKING:
 KEY, OTHER_KEY = CapabilityKey(b"k" * KEY_BYTES), CapabilityKey(b"o" * KEY_BYTES)
 P, D = WorkerStart("p0", "source-epoch"), WorkerStart("d0", "target-epoch")
 BLOCKS, TOKENS, BLOCK_SIZE = [1, 2, 3], 12, 4
-FAR = 600
+FAR = 86_400
 SHAPE = KvGeometry(2, 4, 64, 256, 64)
-LIMIT_S = 20.0
 
 
 def right(
@@ -75,7 +76,7 @@ class End:
         self._cache = (ctypes.c_char * SHAPE.span_bytes)()
         self._cache.raw = start.worker_id[:1].encode() * SHAPE.span_bytes
         region = KvRegion(ctypes.addressof(self._cache), SHAPE.span_bytes, SHAPE)
-        config = KvSettings(worker_id=start.worker_id, **settings)
+        config = KvSettings(worker_id=start.worker_id, **{**PATIENT, **settings})
         self.half = WorkerHalf(config, start.epoch, [transport])
         identity = Identity(start.epoch, "same", start.worker_id)
         self.half.register(LocalKv(region, None), identity, BLOCK_SIZE)
@@ -126,7 +127,7 @@ class End:
 
 
 def until(condition: Callable[[], object], *ends: End) -> None:
-    limit = time.monotonic() + LIMIT_S
+    limit = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < limit
         for end in ends:
@@ -140,7 +141,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
     made: list[Transport] = [
         loopback if request.param == "loopback" else TcpTransport() for _ in range(2)
     ]
-    source = End(P, made[0], kv_key=KEY, lease_s=60.0)
+    source = End(P, made[0], kv_key=KEY)
     target = End(D, made[1])
     yield source, target
     target.close()
@@ -254,7 +255,7 @@ class Stranger:
 
     def __init__(self, source: End, name: WorkerStart) -> None:
         host, _, port = source.half.address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), LIMIT_S)
+        self._socket = socket.create_connection((host, int(port)), WAIT_S)
         self._file = self._socket.makefile("rb")
         offers = [{"transport": "tcp"}]
         self.say(Hello(PROTOCOL_VERSION, name.epoch, P.epoch, "same", offers, name.worker_id))
@@ -275,7 +276,7 @@ class Stranger:
 
 @pytest.fixture
 def source() -> Iterator[End]:
-    source = End(P, TcpTransport(), kv_key=KEY, lease_s=60.0)
+    source = End(P, TcpTransport(), kv_key=KEY)
     yield source
     source.close()
 

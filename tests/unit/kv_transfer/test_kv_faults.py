@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kv_transfer.messages import PROTOCOL_VERSION, Chunk, Grant, Hello, Welcome, encode
+from tests.patience import WAIT_S
 from tests.unit.kv_transfer import source_process
 from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, Worker, until
@@ -41,7 +42,7 @@ def source(transport: str, how: str) -> Iterator[tuple[subprocess.Popen[str], st
         yield process, line_of(process)
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=WAIT_S)
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -60,11 +61,13 @@ def test_a_source_that_dies_or_stops_half_way_fails_its_targets(
     rig_of: RigOf, transport: str, how: signal.Signals
 ) -> None:
     """A killed one is noticed by its socket, a stopped one by its silence."""
-    target = rig_of(transport).worker(receive_timeout_s=0.5, cancel_timeout_s=0.2)
+    target = rig_of(transport).worker()
     with source(transport, "HALF") as (process, address):
         target.start(address, "t", TO, N, epoch=source_process.EPOCH)
         until(lambda: received(target) == 2, target)
         process.send_signal(how)
+        if how is signal.SIGSTOP:
+            target.give_up()
         until(lambda: target.is_empty, target)
     assert target.failed == ["d-t"]
 
@@ -97,7 +100,7 @@ def test_blocks_stay_with_a_source_that_stands_inside_its_copy(rig_of: RigOf, en
         assert target.failures == {"d-t": "cancelled"}
         after = target.cache.snapshot()
         process.kill()
-        process.wait(10)
+        process.wait(WAIT_S)
         assert target.cache.snapshot() == after
 
 
@@ -109,7 +112,7 @@ class Mute:
 
     def __init__(self, worker: Worker, blocks: int) -> None:
         host, _, port = worker.half.address.rpartition(":")
-        self.sock = socket.create_connection((host, int(port)), 20)
+        self.sock = socket.create_connection((host, int(port)), WAIT_S)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         hello = Hello(PROTOCOL_VERSION, "mute", worker.epoch, "same", [{"transport": "tcp"}])
         self.sock.sendall(encode(hello) + encode(Grant("t", 0, blocks * 4, list(range(blocks)))))
@@ -141,12 +144,17 @@ def push_to_mute(worker: Worker) -> Mute:
     until(lambda: len(worker.half.links.sources), worker)
     worker.expect("t")
     worker.compute("t", list(range(16)), 64)
+    return mute
+
+
+def push_that_is_stuck(worker: Worker) -> Mute:
+    mute = push_to_mute(worker)
     until(lambda: worker.half.links.sources.copying_over("t"), worker)
     return mute
 
 
 def test_a_target_that_reads_nothing_costs_its_link(tcp_rig: Rig) -> None:
-    worker = tcp_rig.worker(shape=WIDE, lease_s=3600.0, send_timeout_s=0.2)
+    worker = tcp_rig.worker(shape=WIDE, send_timeout_s=0.2)
     mute = push_to_mute(worker)
     worker.finish("t")
     until(lambda: worker.is_empty, worker)
@@ -155,21 +163,22 @@ def test_a_target_that_reads_nothing_costs_its_link(tcp_rig: Rig) -> None:
 
 
 def test_a_lease_ends_under_a_push_that_is_stuck_and_the_blocks_wait_for_it(tcp_rig: Rig) -> None:
-    worker = tcp_rig.worker(shape=WIDE, lease_s=0.05, send_timeout_s=0.5)
-    mute = push_to_mute(worker)
+    worker = tcp_rig.worker(shape=WIDE)
+    mute = push_that_is_stuck(worker)
     worker.finish("t")
-    until(lambda: worker.half.links.sources.expired_leases, worker)
+    worker.end_lease("t")
+    worker.collect()
+    assert worker.half.links.sources.expired_leases == 1
+    assert worker.sent == []
+    mute.sock.close()
     until(lambda: worker.is_empty, worker)
     assert worker.sent == ["p-t"]
-    mute.sock.close()
 
 
 def test_a_step_that_wants_blocks_back_closes_a_stuck_link(tcp_rig: Rig) -> None:
     """The engine must not stand still, nor end, because a decode worker does not read."""
-    worker = tcp_rig.worker(
-        shape=WIDE, lease_s=3600.0, send_timeout_s=600.0, preempt_timeout_s=0.05
-    )
-    mute = push_to_mute(worker)
+    worker = tcp_rig.worker(shape=WIDE, preempt_timeout_s=0.05)
+    mute = push_that_is_stuck(worker)
     worker.step(preempted=["t"])
     assert worker.half.links.sources.copying_over("t") is None
     worker.compute("t", list(range(16)), 64)
@@ -179,8 +188,8 @@ def test_a_step_that_wants_blocks_back_closes_a_stuck_link(tcp_rig: Rig) -> None
 
 
 def test_a_worker_closes_though_a_push_is_stuck(tcp_rig: Rig) -> None:
-    worker = tcp_rig.worker(shape=WIDE, send_timeout_s=600.0)
-    mute = push_to_mute(worker)
+    worker = tcp_rig.worker(shape=WIDE)
+    mute = push_that_is_stuck(worker)
     worker.close()
     assert worker.half.links.sources.copying_over("t") is None
     mute.sock.close()
@@ -188,12 +197,13 @@ def test_a_worker_closes_though_a_push_is_stuck(tcp_rig: Rig) -> None:
 
 def test_a_target_gives_up_a_source_that_stops_inside_a_chunk(tcp_rig: Rig) -> None:
     """Its own reader is in the middle of a block then; the blocks are free when it is out."""
-    target = tcp_rig.worker(receive_timeout_s=0.1, cancel_timeout_s=0.1)
+    target = tcp_rig.worker()
     with FakeSource() as fake:
         target.start(fake.address, "t", TO, N, epoch="fake")
         fake.accept(target)
         fake.sock.sendall(encode(Chunk("t", 0, 4, 4 * geometry().block_bytes)) + bytes(100))
         until(lambda: any(t.writing for t in target.half.links.targets._transfers.values()), target)
+        target.give_up()
         until(lambda: target.is_empty, target)
     assert target.failures == {"d-t": "no KV came in time"}
 
@@ -205,17 +215,17 @@ def test_a_worker_closes_while_strangers_knock(tcp_rig: Rig) -> None:
 
     def knock() -> None:
         while not stop.is_set():
-            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 5):
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), WAIT_S):
                 knocking.set()
 
     strangers = [threading.Thread(target=knock) for _ in range(3)]
     for stranger in strangers:
         stranger.start()
-    assert knocking.wait(20)
+    assert knocking.wait(WAIT_S)
     worker.close()
     stop.set()
     for stranger in strangers:
-        stranger.join(20)
+        stranger.join(WAIT_S)
     assert all(link.is_over for link in worker.half.links._all)
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.layout import PagePart
 from kv_transfer.memory import KvRegion, PeerMemory, SharedMemory, WriteFence, boot_id, parts_of
+from tests.patience import WAIT_S
 from tests.unit.kv_transfer.caches import Cache, geometry
 
 if TYPE_CHECKING:
@@ -317,7 +318,7 @@ def source_process(memory: SharedMemory) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=WAIT_S)
 
 
 def state_of(process: subprocess.Popen[str]) -> str:
@@ -330,7 +331,7 @@ def test_a_source_killed_inside_a_copy_writes_no_more(memory: SharedMemory) -> N
     with source_process(memory) as process:
         assert not target.seal()
         process.kill()
-        process.wait(10)
+        process.wait(WAIT_S)
         assert target.seal()
 
 
@@ -338,12 +339,12 @@ def test_a_source_stopped_inside_a_copy_may_still_write(memory: SharedMemory) ->
     target = WriteFence(memory.fd, 1)
     with source_process(memory) as process:
         process.send_signal(signal.SIGSTOP)
-        until = time.monotonic() + 10
+        until = time.monotonic() + WAIT_S
         while state_of(process) != "T":
             assert time.monotonic() < until
         assert not target.seal()
         process.kill()
-        process.wait(10)
+        process.wait(WAIT_S)
         assert target.seal()
 
 

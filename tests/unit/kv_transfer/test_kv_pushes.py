@@ -13,6 +13,7 @@ from kv_transfer.memory import KvRegion, PeerMemory
 from kv_transfer.messages import Chunk, Grant
 from kv_transfer.transport.base import Wire
 from kv_transfer.transport.shm import ShmTransport
+from tests.patience import WAIT_S
 from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, check_exact, settle, until
 
@@ -39,7 +40,7 @@ def test_a_damaged_block_would_be_noticed(loopback_rig: Rig, loopback: LoopbackT
 def test_a_push_that_breaks_off_ends_the_link_and_both_requests(
     loopback_rig: Rig, loopback: LoopbackTransport
 ) -> None:
-    source, target = loopback_rig.pair(lease_s=3600.0)
+    source, target = loopback_rig.pair()
 
     def refuse(chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
         raise OSError("broken by the test")
@@ -55,18 +56,20 @@ def test_a_push_that_breaks_off_ends_the_link_and_both_requests(
 def test_blocks_are_not_released_under_a_copy(
     loopback_rig: Rig, loopback: LoopbackTransport
 ) -> None:
-    source, target = loopback_rig.pair(lease_s=0.05)
+    source, target = loopback_rig.pair()
     inside, go_on = threading.Event(), threading.Event()
 
     def hold(chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(WAIT_S)
 
     loopback.on_push = hold
     target.start(source, "t", TO, N)
     source.prefill("t", FROM, N)
-    assert inside.wait(20)
-    until(lambda: source.half.links.sources.expired_leases, source)
+    assert inside.wait(WAIT_S)
+    source.end_lease("t")
+    source.collect()
+    assert source.half.links.sources.expired_leases == 1
     assert source.sent == []
     go_on.set()
     settle(source, target)
@@ -84,7 +87,7 @@ def test_an_answer_to_a_cancel_overtakes_what_waits(
     def hold(chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
         pushed.append(chunk.transfer_id)
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(WAIT_S)
         if len(pushed) > 1:
             until(lambda: target.ended == ["d-b"], target)
 
@@ -92,7 +95,7 @@ def test_an_answer_to_a_cancel_overtakes_what_waits(
     target.start(source, "a", TO, N)
     target.start(source, "b", [0, 1, 2, 3], N)
     source.prefill("a", FROM, N)
-    assert inside.wait(20)
+    assert inside.wait(WAIT_S)
     source.prefill("b", FROM, N)
     target.cancel("b")
     until(lambda: "b" in source.half.links.sources._tombstones, source)
@@ -106,20 +109,20 @@ def test_an_answer_to_a_cancel_overtakes_what_waits(
 def test_a_step_waits_for_the_copy_of_preempted_blocks(
     loopback_rig: Rig, loopback: LoopbackTransport
 ) -> None:
-    source, target = loopback_rig.pair(preempt_timeout_s=30.0)
+    source, target = loopback_rig.pair()
     before = target.cache.blocks()
     inside, go_on, back = threading.Event(), threading.Event(), threading.Event()
 
     def hold(chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(WAIT_S)
         assert not back.is_set()
 
     loopback.on_push = hold
     target.start(source, "t", TO, N)
     source.expect("t")
     source.compute("t", FROM, N)
-    assert inside.wait(20)
+    assert inside.wait(WAIT_S)
 
     def step() -> None:
         source.step(preempted=["t"])
@@ -129,7 +132,7 @@ def test_a_step_waits_for_the_copy_of_preempted_blocks(
     stepping.start()
     assert not back.wait(0.05)
     go_on.set()
-    stepping.join(20)
+    stepping.join(WAIT_S)
     assert back.is_set()
     loopback.on_push = None
     source.compute("t", FROM, N)
@@ -148,13 +151,13 @@ def test_a_worker_closes_after_the_copies_of_links_that_are_already_down(
 
     def hold(chunk: Chunk, source_ids: list[int], target_ids: list[int]) -> None:
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(WAIT_S)
         assert not closed.is_set()
 
     loopback.on_push = hold
     target.start(source, "t", TO, N)
     source.prefill("t", FROM, N)
-    assert inside.wait(20)
+    assert inside.wait(WAIT_S)
     (link,) = source.half.links._all
     link.close("broken by the test")
     until(lambda: target.failed, target)
@@ -169,7 +172,7 @@ def test_a_worker_closes_after_the_copies_of_links_that_are_already_down(
     closing.start()
     assert not closed.wait(0.05)
     go_on.set()
-    closing.join(20)
+    closing.join(WAIT_S)
     assert closed.is_set()
     assert link.is_over
 
@@ -183,7 +186,7 @@ def test_a_target_stays_mapped_until_the_copy_into_it_has_returned(
 
     def held(self: KvRegion, *arguments: Any) -> int:
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(WAIT_S)
         mapped.append(True)
         return copy(self, *arguments)
 
@@ -195,7 +198,7 @@ def test_a_target_stays_mapped_until_the_copy_into_it_has_returned(
     monkeypatch.setattr(PeerMemory, "close", noticed)
     target.start(source, "t", TO, N)
     source.prefill("t", FROM, N)
-    assert inside.wait(20)
+    assert inside.wait(WAIT_S)
     (link,) = source.half.links._all
     link.close("broken by the test")
     link.join(0.05)

@@ -30,6 +30,7 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
+from tests.patience import WAIT_S
 from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, Worker, settle, until
 
@@ -44,12 +45,12 @@ class Peer:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        sock.settimeout(20)
+        sock.settimeout(WAIT_S)
 
     @classmethod
     def to(cls, worker: Worker) -> Peer:
         host, _, port = worker.half.address.rpartition(":")
-        return cls(socket.create_connection((host, int(port)), 20))
+        return cls(socket.create_connection((host, int(port)), WAIT_S))
 
     def read(self) -> Message | None:
         """The next message; None where the connection has ended."""
@@ -89,8 +90,9 @@ def hello(worker: Worker, **changed: Any) -> Hello:
 @pytest.fixture
 def source(tcp_rig: Rig) -> Iterator[Worker]:
     """A source that a target which fits can still use when the test is over."""
-    worker = tcp_rig.worker(handshake_timeout_s=0.5)
+    worker = tcp_rig.worker()
     yield worker
+    worker.set_times(handshake_timeout_s=WAIT_S)
     until(lambda: all(link.is_over for link in worker.half.links._all), worker)
     target = tcp_rig.worker()
     target.start(worker, "after", TO, N)
@@ -170,6 +172,7 @@ def test_an_offer_of_memory_that_is_none_is_refused(rig_of: Any, change: dict[st
 )
 @pytest.mark.parametrize("stays", [True, False], ids=["stays", "leaves"])
 def test_a_stranger_is_dropped(source: Worker, data: bytes, stays: bool) -> None:
+    source.set_times(handshake_timeout_s=0.3)
     peer = Peer.to(source)
     peer.sock.sendall(data)
     if stays:
@@ -179,7 +182,7 @@ def test_a_stranger_is_dropped(source: Worker, data: bytes, stays: bool) -> None
 
 @pytest.mark.parametrize("length", [0, MAX_HANDSHAKE_BYTES + 1, 2**32 - 1])
 def test_a_length_that_no_handshake_has_is_not_waited_for(tcp_rig: Rig, length: int) -> None:
-    worker = tcp_rig.worker(handshake_timeout_s=600.0)
+    worker = tcp_rig.worker()
     peer = Peer.to(worker)
     peer.sock.sendall(HEADER.pack(length))
     assert peer.read() is None
@@ -201,6 +204,7 @@ def test_no_bytes_hurt_a_source(source: Worker, data: bytes) -> None:
 
 def test_a_stranger_that_sends_byte_after_byte_is_dropped(source: Worker) -> None:
     """Each byte comes in time; the handshake as a whole does not."""
+    source.set_times(handshake_timeout_s=0.3)
     peer, pause = Peer.to(source), threading.Event()
     until(lambda: source.half.links._all, source)
     data = iter(HEADER.pack(MAX_HANDSHAKE_BYTES) + bytes(MAX_HANDSHAKE_BYTES))
@@ -311,7 +315,7 @@ UP = encode(Welcome("fake", "tcp"))
 def test_a_target_fails_its_request_where_the_source_is_none(
     tcp_rig: Rig, false_source: FalseSource, data: bytes, reason: str
 ) -> None:
-    target = tcp_rig.worker(handshake_timeout_s=0.5)
+    target = tcp_rig.worker(handshake_timeout_s=WAIT_S if data else 0.3)
     before = target.cache.snapshot()
     target.start(false_source.address, "t", TO, N, epoch="fake")
     false_source.answer(data)

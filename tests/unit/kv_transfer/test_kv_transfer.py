@@ -150,7 +150,7 @@ def test_a_source_that_nobody_asks_holds_its_blocks_until_the_lease_ends(rig: Ri
 
 @pytest.mark.parametrize("early", [True, False])
 def test_blocks_that_nobody_needs_are_freed_as_prefill_ends(rig: Rig, early: bool) -> None:
-    source, target = rig.pair(lease_s=3600.0)
+    source, target = rig.pair()
     if not early:
         source.expect("t")
     target.refuse(source, "t")
@@ -182,7 +182,7 @@ def test_a_grant_for_a_transfer_that_never_comes_fails(rig: Rig) -> None:
 def test_a_grant_that_does_not_fit_its_request_is_refused(
     rig: Rig, to: list[int], tokens: int, first: int, reason: str
 ) -> None:
-    source, target = rig.pair(lease_s=3600.0)
+    source, target = rig.pair()
     before = target.cache.blocks()
     target.start(source, "t", to, tokens, first_block=first)
     source.prefill("t", FROM, N)
@@ -196,7 +196,7 @@ def test_a_grant_that_does_not_fit_its_request_is_refused(
 @pytest.mark.parametrize("block", [24, 2**40])
 def test_blocks_outside_the_target_are_not_written(rig: Rig, block: int) -> None:
     """A target that grants what it does not have: nothing of it, or of anybody, is overwritten."""
-    source, target = rig.pair(receive_timeout_s=0.5, cancel_timeout_s=0.5)
+    source, target = rig.pair()
     before = target.cache.snapshot()
     target.start(source, "t", [block, 0], 8)
     source.prefill("t", FROM, N)
@@ -260,7 +260,7 @@ def test_a_source_that_closes_fails_its_targets(rig: Rig) -> None:
 
 
 def test_a_target_that_closes_frees_its_sources(rig: Rig) -> None:
-    source, target = rig.pair(lease_s=3600.0)
+    source, target = rig.pair()
     target.start(source, "t", TO, N)
     source.expect("t")
     source.compute("t", FROM, N)

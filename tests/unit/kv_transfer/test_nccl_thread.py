@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +18,7 @@ from kv_transfer.nccl.pair import RECEIVER, SENDER
 from kv_transfer.nccl.pool import PairKey, Pool, PoolLimits
 from kv_transfer.nccl.slots import SlotRing
 from kv_transfer.nccl.thread import NcclThread
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +26,16 @@ if TYPE_CHECKING:
     from kv_transfer.nccl.binding import Result
     from kv_transfer.nccl.messages import PairMessage
 
-WAIT_S = 20.0
 NEVER = 1e12
+# No state's time is over while a test goes on, not even when it moves the clock.
+TIMEOUTS = PairTimeouts(
+    init_s=NEVER,
+    offer_s=NEVER,
+    finalise_s=NEVER,
+    abort_s=NEVER,
+    quarantine_s=NEVER,
+    move_floor_s=NEVER,
+)
 
 
 class End:
@@ -38,9 +49,23 @@ class End:
         self.key = PairKey("peer", 0, rank)
         self.done = threading.Event()
         self.outcomes: list[tuple[str, str, bool]] = []
-        limits = PoolLimits(timeouts=PairTimeouts(quarantine_s=0.2))
-        self.thread = NcclThread(self.nccl, self.streams, Pool(limits), self)
+        self.ahead_s = 0.0
+        limits = PoolLimits(timeouts=TIMEOUTS)
+        self.thread = NcclThread(self.nccl, self.streams, Pool(limits), self, self.clock)
         self.on_send: Callable[[PairMessage], None] = lambda message: None
+
+    def clock(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def close_late(self) -> bool:
+        """Closes the thread, and lets the time for an end in order pass at once."""
+        with ThreadPoolExecutor(1) as pool:
+            closing = pool.submit(self.thread.close, WAIT_S)
+            until = time.monotonic() + WAIT_S
+            while self.thread._closing_until is None:
+                assert time.monotonic() < until
+            self.ahead_s = WAIT_S
+            return closing.result()
 
     def send(self, key: PairKey, message: PairMessage) -> None:
         self.on_send(message)
@@ -98,10 +123,10 @@ def test_close_ends_what_is_in_flight() -> None:
         end.thread.start()
         end.thread.submit(end.key, op((ctypes.c_char * 9)()))
     assert posted.wait(WAIT_S)
-    assert source.thread.close(2.0)
+    assert source.close_late()
     assert source.outcomes == [("t:0", "stopped", False)]
     assert source.nccl.live == set()
-    assert target.thread.close(2.0)
+    assert target.close_late()
     assert [(op_id, lost) for op_id, _, lost in target.outcomes] == [("t:0", False)]
 
 
@@ -145,7 +170,7 @@ def test_a_thread_that_fails_gives_up_what_it_holds_and_loses_what_is_in_flight(
     assert source.done.wait(WAIT_S)
     assert source.outcomes == [("t:0", "RuntimeError: a bug of the owner's", is_lost)]
     assert source.thread.close(WAIT_S)
-    assert target.thread.close(2.0)
+    assert target.close_late()
 
 
 def test_a_call_that_does_not_return_can_be_seen() -> None:
@@ -165,7 +190,7 @@ def test_a_call_that_does_not_return_can_be_seen() -> None:
         assert source.thread.stalled_s() > 0.0
     finally:
         leave.set()
-    assert source.thread.close(2.0)
+    assert source.close_late()
     assert [(op_id, lost) for op_id, _, lost in source.outcomes] == [("t:0", False)]
 
 
