@@ -1,23 +1,20 @@
-"""uvicorn inside an event loop that is not its own."""
+"""An HTTP server for an ASGI application, inside an event loop that is not its own."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import socket
-from typing import TYPE_CHECKING, Any
-
-import uvicorn
+from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
+from pdserve.http_connection import ConnectionLimits, HttpConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pdserve.http_cycle import App
 
 BACKLOG = 2048
-START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
+LIMITS = ConnectionLimits()
 
 
 def bind(host: str, port: int, *, key: str = "http_port") -> socket.socket:
@@ -37,73 +34,47 @@ def bind(host: str, port: int, *, key: str = "http_port") -> socket.socket:
     return sock
 
 
-class _Server(uvicorn.Server):
-    """Leaves the signals to the process, and says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class WebServer:
-    """Serves `app` on `sock`, which it closes. `stop` ends both; owns uvicorn's task."""
+    """Serves `app` on `sock`, which it closes. `stop` ends it with all its connections."""
 
-    def __init__(self, app: Any, sock: socket.socket) -> None:
+    def __init__(self, app: App, sock: socket.socket) -> None:
+        self._app = app
         self._socket = sock
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                backlog=BACKLOG,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                # Our own logging is the process's; one line a request is not wanted at all.
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=math.ceil(STOP_TIMEOUT_S),
-            )
-        )
-        self._task: asyncio.Task[None] | None = None
+        self._server: asyncio.Server | None = None
+        self._connections: set[HttpConnection] = set()
+        self._nobody = asyncio.Event()
 
     async def start(self) -> None:
         """Returns when connections are taken."""
-        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
-        listening = asyncio.create_task(self._server.listening.wait())
-        try:
-            await asyncio.wait(
-                {self._task, listening},
-                timeout=START_TIMEOUT_S,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            listening.cancel()
-        if not self._server.listening.is_set():
-            await self.stop()
-            raise ConfigError("the HTTP face did not start", field="http_port")
+        loop = asyncio.get_running_loop()
+
+        def connection() -> HttpConnection:
+            return HttpConnection(self._app, self._connections, self._nobody.set, LIMITS)
+
+        self._server = await loop.create_server(connection, sock=self._socket, backlog=BACKLOG)
 
     def stop_listening(self) -> None:
         """Take no more connections; those there are stay until their response is complete."""
-        self._server.should_exit = True
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+        for connection in list(self._connections):
+            connection.close_when_idle()
 
     async def stop(self) -> None:
         """Idempotent; cuts what is still open after STOP_TIMEOUT_S."""
         self.stop_listening()
-        task, self._task = self._task, None
-        if task is None:
-            self._socket.close()
-            return
-        done, _ = await asyncio.wait({task}, timeout=2 * STOP_TIMEOUT_S)
-        if not done:
-            task.cancel()
-            await asyncio.wait({task})
-        if not task.cancelled():
-            task.result()
+        if not await self._are_gone_within(STOP_TIMEOUT_S):
+            for connection in list(self._connections):
+                connection.abort()
+            await self._are_gone_within(STOP_TIMEOUT_S)
+
+    async def _are_gone_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                while self._connections:
+                    self._nobody.clear()
+                    await self._nobody.wait()
+        except TimeoutError:
+            return False
+        return True

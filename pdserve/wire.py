@@ -238,6 +238,19 @@ def delta_to_pb(delta: t.StreamDelta) -> w.StreamDelta:
     return out
 
 
+def is_plain(delta: t.StreamDelta) -> bool:
+    """Whether the delta is one token of a stream that goes on: the common case."""
+    return delta.finish_reason is None and len(delta.token_ids) == 1 and not delta.logprobs
+
+
+def add_plain(frame: w.StepFrame, stream_id: int, delta: t.StreamDelta) -> None:
+    """Adds a plain delta to the frame under another stream id."""
+    tokens = frame.tokens
+    tokens.stream_ids.append(stream_id)
+    tokens.token_ids.append(delta.token_ids[0])
+    tokens.texts.append(delta.text)
+
+
 def logprobs_from_pb(messages: Any) -> tuple[t.PositionLogprobs, ...]:
     return tuple(
         t.PositionLogprobs(

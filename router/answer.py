@@ -78,7 +78,10 @@ class AnswerBuffer:
     What was pushed is read before an error is raised.
     """
 
-    __slots__ = ("_characters", "_ended", "_error", "_limits", "_pending", "_tokens", "_waiter")
+    __slots__ = (
+        *("_characters", "_direct", "_ended", "_error"),
+        *("_limits", "_pending", "_tokens", "_waiter"),
+    )
 
     def __init__(self, limits: BufferLimits) -> None:
         self._limits = limits
@@ -88,6 +91,7 @@ class AnswerBuffer:
         self._ended = False
         self._error: PdserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._direct: Callable[[str], bool] | None = None
 
     def push(self, delta: AnswerDelta) -> bool:
         """Add a delta. False where the reader has fallen too far behind: the delta is kept, and the
@@ -97,6 +101,19 @@ class AnswerBuffer:
         self._characters += len(delta.text)
         self._wake()
         return self._tokens <= self._limits.tokens and self._characters <= self._limits.characters
+
+    def push_token(self, token_id: int, text: str) -> bool:
+        """As `push`, for one token that says nothing else; past the reader where it allows."""
+        direct, waiter = self._direct, self._waiter
+        # Who waits has sent all that was read: what is written now is in order.
+        if direct is not None and waiter is not None and not waiter.done() and direct(text):
+            return True
+        return self.push(AnswerDelta((token_id,), text))
+
+    def write_with(self, direct: Callable[[str], bool]) -> None:
+        """From now on a plain token of index 0 may be given to `direct` while the reader waits;
+        False from it sends the token the usual way. It must not block."""
+        self._direct = direct
 
     def end(self) -> None:
         """No delta follows."""
@@ -178,6 +195,10 @@ class AnswerStream:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+
+    def write_with(self, direct: Callable[[str], bool]) -> None:
+        """See AnswerBuffer.write_with."""
+        self._buffer.write_with(direct)
 
     def __aiter__(self) -> Self:
         return self

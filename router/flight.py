@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdserve import deadline as deadlines
 from pdserve.errors import Cancelled, DeadlineExceeded, PdserveError, Unavailable
+from pdserve.types import StreamDelta
 from router.answer import AnswerDelta
 from router.handoff import (
     CancelLeg,
@@ -33,7 +34,7 @@ from router.submission import SubmissionBuilder
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdserve.types import GenerateRequest, StreamDelta
+    from pdserve.types import GenerateRequest
     from pdserve.v1 import worker_pb2 as w
     from router.admission import Grant
     from router.answer import AnswerBuffer
@@ -75,6 +76,10 @@ class _LegStream:
         if delta.finish_reason is not None:
             self._charge.release()
         self._flight.perform(self._flight.handoff.on_delta(self._leg, delta))
+
+    def on_token(self, token_id: int, text: str) -> None:
+        if self._prefilling or not self._flight.deliver_token(self._leg, token_id, text):
+            self.on_delta(StreamDelta(0, (token_id,), text))
 
     def on_lost(self, error: PdserveError) -> None:
         self._charge.release()
@@ -172,13 +177,23 @@ class Flight:
             case Resubmit():
                 self._resubmit(action)
 
+    def deliver_token(self, leg: Leg, token_id: int, text: str) -> bool:
+        """The short way for a token that changes nothing but the text; False where it is not."""
+        if self._over or not self.handoff.goes_on(leg, token_id):
+            return False
+        if not self._buffer.push_token(token_id, text):
+            self._cut_off()
+        return True
+
     def _deliver(self, delta: StreamDelta) -> None:
         if not self._ttft_s:
             self._ttft_s = time.monotonic() - self._arrived
-        keeps_up = self._buffer.push(AnswerDelta(delta.token_ids, delta.text, delta.logprobs))
-        if not keeps_up:
-            self.handoff.abandon()
-            self._fail(Cancelled("the client does not read its answer"), drop=True)
+        if not self._buffer.push(AnswerDelta(delta.token_ids, delta.text, delta.logprobs)):
+            self._cut_off()
+
+    def _cut_off(self) -> None:
+        self.handoff.abandon()
+        self._fail(Cancelled("the client does not read its answer"), drop=True)
 
     def _finish(self, action: Finish) -> None:
         elapsed_s = time.monotonic() - self._arrived

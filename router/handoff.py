@@ -148,6 +148,14 @@ class Handoff:
             return self._on_last(leg, delta)
         return self._deliver(leg, delta)
 
+    def goes_on(self, leg: Leg, token_id: int) -> bool:
+        """Takes a token that changes nothing but the text; False, having taken nothing, where
+        `on_delta` has to be asked."""
+        if not leg.open or not self.tokens or self._holder is not None:
+            return False
+        self.tokens.append(token_id)
+        return True
+
     def on_lost(self, leg: Leg, error: PdserveError) -> Sequence[Action]:
         """A leg's stream broke."""
         if not leg.open:

@@ -39,6 +39,10 @@ class DeltaSink(Protocol):
         """The next delta; none follows one with a finish reason."""
         ...
 
+    def on_token(self, token_id: int, text: str) -> None:
+        """A delta of one token that says nothing else: the common case."""
+        ...
+
     def on_lost(self, error: PdserveError) -> None:
         """The stream ended without a last delta."""
         ...
@@ -202,6 +206,14 @@ class WorkerLink:
         if frame.HasField("load"):
             self._observer.reported(self._member, wire.load_from_pb(frame.load))
         sinks = self._sinks
+        plain = frame.tokens
+        # Lists of different lengths are no frame: strict raises, and the stream ends.
+        for stream_id, token_id, text in zip(
+            plain.stream_ids, plain.token_ids, plain.texts, strict=True
+        ):
+            sink = sinks.get(stream_id)
+            if sink is not None:
+                sink.on_token(token_id, text)
         for message in frame.deltas:
             sink = sinks.get(message.stream_id)
             if sink is None:

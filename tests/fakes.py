@@ -163,9 +163,18 @@ class ScriptedWorker(WorkerServicer):
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.open.pop(delta.stream_id, None)
-        frame = w.StepFrame(deltas=[wire.delta_to_pb(delta) for delta in deltas])
+        frame = w.StepFrame()
+        for delta in deltas:
+            if wire.is_plain(delta):
+                wire.add_plain(frame, delta.stream_id, delta)
+            else:
+                frame.deltas.append(wire.delta_to_pb(delta))
         if load is not None:
             frame.load.CopyFrom(wire.load_to_pb(load))
+        self.send_frame(frame)
+
+    def send_frame(self, frame: w.StepFrame) -> None:
+        """Send a frame as it is."""
         self._frames.put_nowait(frame)
 
     def send(

@@ -7,7 +7,7 @@ take; `step` does it. In between requests come, go and receive KV.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import (
@@ -174,6 +174,8 @@ class FakeCore:
             error = WorkerFailed("a scripted fault failed the prefill")
             return ended_by(work.stream_id, error)
         delta, handoff = sequence.advance(now)
+        if self._shape.clock_text and delta.token_ids:
+            delta = replace(delta, text=f"{now:.6f} ")
         if delta.finish_reason is not None:
             self._leave(sequence, handoff)
         return delta

@@ -23,16 +23,18 @@ def _refuse_negative(settings: DataclassInstance) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FakeShape:
-    """Size of the engine. `block_bytes` is what transfers report for a block."""
+    """Size of the engine. `block_bytes` is what transfers report for a block. With `clock_text`
+    tokens read as the time of their step (CLOCK_MONOTONIC, s): how old they are can be told."""
 
     block_size: int = 16
     total_blocks: int = 4096
     max_num_seqs: int = 64
     block_bytes: int = 4096
+    clock_text: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) < 1:
+            if item.type == "int" and getattr(self, item.name) < 1:
                 raise ConfigError(f"{item.name} must be at least 1", field=item.name)
 
     def blocks_for(self, tokens: int) -> int:

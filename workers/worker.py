@@ -201,11 +201,8 @@ class Worker:
             frame = frames.get(stream.session)
             if frame is None:
                 frame = frames[stream.session] = w.StepFrame(load=load_pb)
-            if delta.finish_reason is None and not delta.logprobs:
-                # The common case, once per token: built in place, not built and then copied.
-                frame.deltas.add(
-                    stream_id=stream.router_stream_id, token_ids=delta.token_ids, text=delta.text
-                )
+            if wire.is_plain(delta):
+                wire.add_plain(frame, stream.router_stream_id, delta)
                 continue
             message = wire.delta_to_pb(delta)
             message.stream_id = stream.router_stream_id

@@ -300,12 +300,24 @@ class Cancel(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("deltas", "load")
+    __slots__ = ("deltas", "load", "tokens")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[StreamDelta]
     load: WorkerLoad
-    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+    tokens: PlainTokens
+    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ...) -> None: ...
+
+class PlainTokens(_message.Message):
+    __slots__ = ("stream_ids", "token_ids", "texts")
+    STREAM_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    stream_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StreamDelta(_message.Message):
     __slots__ = ("stream_id", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "report", "error")

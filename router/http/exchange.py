@@ -13,6 +13,7 @@ from pdserve.errors import (
     PdserveError,
     RequestTooLarge,
 )
+from pdserve.http_cycle import TRY_WRITE
 from router.http.errors import error_body, error_headers
 from router.http.sse import error_event
 
@@ -46,6 +47,8 @@ class Exchange:
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
         self._receive = receive
         self._send = send
+        extension = scope.get("extensions", {}).get(TRY_WRITE)
+        self._try_write: Callable[[bytes], bool] | None = extension and extension["write"]
         self._extra: Headers = []
         self._started = False
         self._complete = False
@@ -110,6 +113,11 @@ class Exchange:
     async def send_events(self, events: bytes) -> None:
         """Waits while the client reads slower than this is called."""
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    def try_send_events(self, events: bytes) -> bool:
+        """As `send_events` where the connection takes them at once; False where it would wait, or
+        the server knows no such way."""
+        return self._try_write is not None and (not events or self._try_write(events))
 
     async def end_events(self, events: bytes) -> None:
         await self._end(events)

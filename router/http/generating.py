@@ -120,6 +120,8 @@ async def _stream(
 ) -> None:
     await exchange.start_events()
     await exchange.send_events(writer.write(first))
+    # No task is woken for a token that the connection takes at once.
+    answer.write_with(lambda text: exchange.try_send_events(writer.token(text)))
     async for delta in answer:
         events = writer.write(delta)
         if events:

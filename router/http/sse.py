@@ -68,6 +68,12 @@ class EventWriter:
             return choice.before + encode_basestring(delta.text).encode() + self._after
         return self._full(choice, choice.before, delta)
 
+    def token(self, text: str) -> bytes:
+        """The event of a token of index 0 that is not its first; nothing for no text."""
+        if not text:
+            return b""
+        return self._choices[0].before + encode_basestring(text).encode() + self._after
+
     def _begin(self, delta: AnswerDelta) -> bytes:
         opening = b'%b,"choices":[{"index":%d,' % (self._head, delta.index)
         choice = _Choice(opening + self._shape.before, self._shape.new_logprobs())

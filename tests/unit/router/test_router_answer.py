@@ -54,6 +54,31 @@ async def test_a_reader_that_keeps_up_reads_each_delta() -> None:
         assert await reading == AnswerDelta((token,))
 
 
+async def test_a_token_passes_a_reader_that_waits_and_no_other() -> None:
+    buffer, written = AnswerBuffer(BufferLimits()), ""
+
+    def write(text: str) -> bool:
+        nonlocal written
+        if text == "stop":
+            return False
+        written += text
+        return True
+
+    buffer.write_with(write)
+    buffer.push_token(1, "nobody waits: ")
+    assert await buffer.get() == AnswerDelta((1,), "nobody waits: ")
+    reading = asyncio.create_task(buffer.get())
+    await asyncio.sleep(0)
+    assert buffer.push_token(2, "a")
+    assert buffer.push_token(3, "b")
+    assert written == "ab"
+    # The first that is not taken wakes the reader; what follows stays behind it.
+    buffer.push_token(4, "stop")
+    buffer.push_token(5, "c")
+    assert await reading == AnswerDelta((4, 5), "stopc")
+    assert written == "ab"
+
+
 async def test_answers_of_different_index_are_not_merged() -> None:
     buffer = AnswerBuffer(BufferLimits())
     for index, token in ((0, 1), (0, 2), (1, 3), (0, 4)):

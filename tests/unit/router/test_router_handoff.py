@@ -93,6 +93,24 @@ def pair() -> Driver:
     return driver
 
 
+def test_a_token_takes_the_short_way_only_where_it_changes_nothing_else() -> None:
+    driver = Driver()
+    driver.pair()
+    handoff, prefill, decode = driver.handoff, driver.legs["p"], driver.legs["d"]
+    assert not handoff.goes_on(decode, 2)  # it waits for the first token
+    driver.tokens("p", 1, finish=LENGTH)
+    assert not handoff.goes_on(decode, 2)  # the blocks that prefill holds are taken by it
+    assert handoff.tokens == [1]
+    driver.tokens("d", 2)
+    assert not prefill.holds
+    assert handoff.goes_on(decode, 3)
+    assert handoff.tokens == [1, 2, 3]
+    assert not handoff.goes_on(prefill, 4)  # it has said its last
+    driver.abandon()
+    assert not handoff.goes_on(decode, 4)
+    assert handoff.tokens == [1, 2, 3]
+
+
 def test_prefill_samples_first_and_decode_goes_on(pair: Driver) -> None:
     assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]"]
     assert pair.tokens("d", 2) == ["deliver [2]"]
@@ -321,6 +339,10 @@ class Play:
             # It was that stream's last word; prefill has but one.
             del self.current[kind]
         leg = self.driver.legs[name]
+        if what == "token" and self.handoff.goes_on(leg, self.following[name]):
+            self.delivered.append(self.following[name])
+            self.following[name] += 1
+            return
         if what == "lost":
             actions = self.handoff.on_lost(leg, WorkerFailed("gone"))
         else:

@@ -17,6 +17,11 @@ LOAD = WorkerLoad(1, 2, 0.5, 50)
 FAST = LinkSettings(backoff_min_s=0.005, backoff_max_s=0.02)
 
 
+def token(token_id: int, text: str) -> StreamDelta:
+    """What a sink keeps of a token that came by itself: it is not told the stream's id."""
+    return StreamDelta(0, (token_id,), text)
+
+
 class Sink:
     """Deltas and errors of one stream, in the order in which they came."""
 
@@ -25,6 +30,9 @@ class Sink:
 
     def on_delta(self, delta: StreamDelta) -> None:
         self.events.put_nowait(delta)
+
+    def on_token(self, token_id: int, text: str) -> None:
+        self.events.put_nowait(token(token_id, text))
 
     def on_lost(self, error: PdserveError) -> None:
         self.events.put_nowait(error)
@@ -36,6 +44,9 @@ class Sink:
 
 class BrokenSink(Sink):
     def on_delta(self, delta: StreamDelta) -> None:
+        raise ZeroDivisionError
+
+    def on_token(self, token_id: int, text: str) -> None:
         raise ZeroDivisionError
 
 
@@ -101,11 +112,23 @@ async def test_each_delta_goes_to_the_sink_of_its_stream(worker: ScriptedWorker)
         unknown = StreamDelta(999, (9,))
         worker.step(StreamDelta(two, (5, 6), "ab"), unknown, StreamDelta(one, (7,)), load=LOAD)
         assert await second.next() == StreamDelta(two, (5, 6), "ab")
-        assert await first.next() == StreamDelta(one, (7,))
+        assert await first.next() == token(7, "")
         assert await attached.observer.next() == LOAD
         worker.step(StreamDelta(one, (), finish_reason=FinishReason.STOP))
         assert (await first.next()) == StreamDelta(one, (), finish_reason=FinishReason.STOP)
         assert attached.link.open_streams == 1
+
+
+async def test_lists_of_different_lengths_are_no_frame(worker: ScriptedWorker) -> None:
+    async with Attached(worker) as attached:
+        await attached.observer.next()
+        sink = Sink()
+        stream_id = attached.link.submit(w.Submit(), sink)
+        await worker.submitted()
+        plain = w.PlainTokens(stream_ids=[stream_id, stream_id], token_ids=[1], texts=["a", "b"])
+        worker.send_frame(w.StepFrame(tokens=plain))
+        assert await sink.next() == token(1, "a")
+        assert isinstance(await sink.next(), WorkerFailed)
 
 
 async def test_commands_arrive_in_order_and_a_cancelled_stream_is_silent(

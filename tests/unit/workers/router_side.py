@@ -144,6 +144,15 @@ async def a_worker(
             await server.stop()
 
 
+def deltas_of(frame: w.StepFrame) -> list[StreamDelta]:
+    """All that a frame says of streams, by stream id."""
+    plain = frame.tokens
+    tokens = zip(plain.stream_ids, plain.token_ids, plain.texts, strict=True)
+    deltas = [StreamDelta(stream_id, (token,), text) for stream_id, token, text in tokens]
+    deltas += map(wire.delta_from_pb, frame.deltas)
+    return sorted(deltas, key=lambda delta: delta.stream_id)
+
+
 class RouterSide:
     """One attached stream. State: what each stream has said, and why the stream ended."""
 
@@ -248,8 +257,7 @@ class RouterSide:
         try:
             async for frame in self.call:
                 self.frames.append(frame)
-                for message in frame.deltas:
-                    delta = wire.delta_from_pb(message)
+                for delta in deltas_of(frame):
                     self.deltas.setdefault(delta.stream_id, []).append(delta)
                 self._changed.set()
         except (grpc.aio.AioRpcError, asyncio.CancelledError):

@@ -19,6 +19,7 @@ from tests.unit.workers.router_side import (
     WAIT_S,
     RouterSide,
     a_worker,
+    deltas_of,
     engine_of,
     error_of,
     fake_engine,
@@ -59,9 +60,9 @@ class TestStreams:
             engine_of(server).faults = FakeFaults()
             for stream_id in (1, 2, 3):
                 await router.finish(stream_id)
-            steps = [frame for frame in router.frames if frame.deltas]
+            steps = [found for frame in router.frames if (found := deltas_of(frame))]
             assert len(steps) == PLAIN.max_tokens
-            assert all([x.stream_id for x in step.deltas] == [1, 2, 3] for step in steps)
+            assert all([x.stream_id for x in step] == [1, 2, 3] for step in steps)
 
     async def test_stream_ids_of_two_routers_do_not_meet(self) -> None:
         async with (

@@ -13,7 +13,7 @@ from pdserve.types import FinishReason, ModelInfo, Receipt, Usage
 from router.answer import AnswerDelta, AnswerStream
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import aiohttp
 
@@ -79,6 +79,9 @@ class ScriptedAnswer(AnswerStream):
 
     async def __aexit__(self, *_: object) -> None:
         self._owner.left.set()
+
+    def write_with(self, direct: Callable[[str], bool]) -> None:
+        """What is scripted goes the usual way."""
 
     async def __anext__(self) -> AnswerDelta:
         for item in self._items:

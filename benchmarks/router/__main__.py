@@ -1,0 +1,166 @@
+"""Prints what routers cost for each streamed token, each request and each open stream:
+
+    python -m benchmarks.router [--rounds N] [--streams 64,1000] [--json] [--quick]
+
+The routers take turns within a run, so that what else the machine does strikes them alike. CPU is
+the router's processes' own; a latency is from the step that made a token to the client's reading of
+it, so a worker without a router in between (`direct`) is the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.errors import BenchError
+from benchmarks.router import arms
+from benchmarks.router.load import drive, hold
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.router.arms import Router
+    from benchmarks.router.load import Heard
+
+# At 1,000 streams a token per 10 ms is more than one client in Python can read.
+TOKENS_PER_S = 6400
+TOKENS = 256
+ONE_TOKEN_REQUESTS = 1500
+IDLE_STREAMS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One round of one router. `token_us` and `request_us` are CPU, the latencies are times."""
+
+    router: str
+    streams: int
+    token_us: float
+    p50_ms: float
+    p99_ms: float
+    request_us: float
+    requests_per_s: float
+    stream_kib: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 where something cannot be measured here."""
+    options = _parser().parse_args(arguments)
+    err = Console(stderr=True)
+    gone = {name: why for name in arms.PEERS if (why := arms.missing(name)) is not None}
+    for name, why in gone.items():
+        err.print(f"{name} is left out: {why}")
+    names = [n for n in (arms.DIRECT, arms.OURS, *arms.PEERS) if n not in gone]
+    counts = [int(x) for x in options.streams.split(",")]
+    scale = 0.05 if options.quick else 1.0
+    samples: list[Sample] = []
+    try:
+        for turn in range(options.rounds):
+            for streams in counts:
+                for name in names if turn % 2 else reversed(names):
+                    samples.append(measure(name, streams, scale))
+                    err.print(f"round {turn + 1} of {options.rounds}: {name}, {streams} streams")
+    except BenchError as error:
+        err.print(f"error: {error}", markup=False)
+        return 2
+    if options.json:
+        sys.stdout.write(json.dumps([asdict(s) for s in samples]) + "\n")
+    else:
+        _print(samples)
+    return 0
+
+
+def measure(name: str, streams: int, scale: float) -> Sample:
+    """One round: starts the router, warms it up, and takes all figures."""
+    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
+        step_s = streams / TOKENS_PER_S
+        with arms.running(name, Path(directory), step_s, max(streams, IDLE_STREAMS)) as router:
+            return asyncio.run(_measure(router, streams, scale))
+
+
+async def _measure(router: Router, streams: int, scale: float) -> Sample:
+    address, model = router.address, router.model
+    tokens, requests = max(4, int(TOKENS * scale)), max(32, int(ONE_TOKEN_REQUESTS * scale))
+    _check(router, await drive(address, model, streams=streams, tokens=4))
+    before = router.cpu_s()
+    heard = await drive(address, model, streams=streams, tokens=tokens)
+    token_us = (router.cpu_s() - before) / (streams * tokens) * 1e6
+    _check(router, heard, streams * tokens)
+    before = router.cpu_s()
+    short = await drive(address, model, streams=16, tokens=1, requests=requests // 16)
+    request_us = (router.cpu_s() - before) / (requests // 16 * 16) * 1e6
+    _check(router, short)
+    before = router.memory_bytes()
+    idle = max(16, int(IDLE_STREAMS * scale))
+    held = await hold(address, model, streams=idle, tokens=2000)
+    stream_kib = (router.memory_bytes() - before) / idle / 1024
+    held.close()
+    late = sorted(heard.latencies_s)
+    return Sample(
+        router.name,
+        streams,
+        token_us,
+        statistics.median(late) * 1e3,
+        late[int(len(late) * 0.99)] * 1e3,
+        request_us,
+        requests // 16 * 16 / short.seconds,
+        stream_kib,
+    )
+
+
+def _check(router: Router, heard: Heard, tokens: int | None = None) -> None:
+    if heard.failures:
+        raise BenchError(f"{router.name} failed a request: {heard.failures[0]}")
+    if tokens is not None and heard.tokens != tokens:
+        raise BenchError(f"{router.name} brought {heard.tokens} of {tokens} tokens")
+
+
+def _print(samples: Sequence[Sample]) -> None:
+    table = Table(title="Medians over the rounds")
+    for column in (
+        *("router", "streams", "CPU µs/token", "p50 ms", "p99 ms"),
+        *("CPU µs/request", "requests/s", "KiB/idle stream"),
+    ):
+        table.add_column(column, justify="left" if column == "router" else "right")
+    for streams in sorted({s.streams for s in samples}):
+        for name in dict.fromkeys(s.router for s in samples):
+            found = [s for s in samples if (s.router, s.streams) == (name, streams)]
+            table.add_row(
+                name,
+                str(streams),
+                *(
+                    f"{statistics.median(getattr(s, figure) for s in found):.{digits}f}"
+                    for figure, digits in (
+                        *(("token_us", 1), ("p50_ms", 2), ("p99_ms", 2), ("request_us", 0)),
+                        *(("requests_per_s", 0), ("stream_kib", 1)),
+                    )
+                ),
+            )
+    Console().print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", default="64,1000", help="numbers of streams at once")
+    parser.add_argument("--json", action="store_true", help="every sample, as JSON")
+    parser.add_argument("--quick", action="store_true", help="only shows that it works")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

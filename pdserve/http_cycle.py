@@ -1,0 +1,200 @@
+"""One request and its response, as ASGI (asgi.readthedocs.io, HTTP 2.x) has an application see it.
+
+Beside ASGI there is one way more: the scope's extension TRY_WRITE has `write(body) -> bool`, which
+writes a piece of a response's body at once, without a coroutine, or refuses where that would wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import http
+import logging
+import time
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, MutableMapping
+
+    Message = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[Message]]
+    Send = Callable[[Message], Awaitable[None]]
+    App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+TRY_WRITE = "pdserve.try_write"
+_BODILESS = (204, 304)
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+
+
+class Wire(Protocol):
+    """The connection as its exchanges see it."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client reads slower than is written."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Never waits; what cannot go yet is kept."""
+        ...
+
+    async def drained(self) -> None:
+        """Returns when the client has caught up, or is gone."""
+        ...
+
+    def body_was_read(self) -> None:
+        """The application has taken what was there of the body."""
+        ...
+
+    def response_completed(self) -> None:
+        """The next request may be answered."""
+        ...
+
+    def break_off(self) -> None:
+        """Ends the connection: what was begun cannot be completed."""
+        ...
+
+
+class Cycle:
+    """State: how much of the request has come and been read, how much of the response has gone."""
+
+    def __init__(self, app: App, wire: Wire, scope: Message, *, keep_alive: bool) -> None:
+        self._app = app
+        self._wire = wire
+        self._scope = scope
+        self._body: list[bytes] = []
+        self._wake = asyncio.Event()
+        self._is_read = False
+        self._waits_for_continue = (b"expect", b"100-continue") in scope["headers"]
+        self._head = b""  # of the response, until it goes with the first piece of the body
+        self._chunked = False
+        self._bodiless = scope["method"] == "HEAD"
+        self.keep_alive = keep_alive
+        self.request_complete = False
+        self.response_started = False
+        self.response_complete = False
+        self.disconnected = False
+        scope["extensions"] = {TRY_WRITE: {"write": self._try_write}}
+
+    async def run(self) -> None:
+        """Runs the application; its failure is a 500, or a connection that breaks off."""
+        try:
+            await self._app(self._scope, self._receive, self._send)
+        except Exception:
+            logger.exception("%s %s failed", self._scope["method"], self._scope["path"])
+        if self.response_complete or self.disconnected:
+            return
+        if self.response_started:
+            self._wire.break_off()
+            return
+        await self._send({"type": "http.response.start", "status": 500, "headers": []})
+        await self._send({"type": "http.response.body"})
+
+    # -- the request
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of the body, in memory."""
+        return sum(map(len, self._body))
+
+    def feed(self, piece: bytes) -> None:
+        """Of the body; thrown away once nobody will read it."""
+        if not self.response_complete:
+            self._body.append(piece)
+            self._wake.set()
+
+    def end_request(self) -> None:
+        """The whole body is here."""
+        self.request_complete = True
+        self._wake.set()
+
+    def disconnect(self) -> None:
+        """The client is gone."""
+        self.disconnected = True
+        self._wake.set()
+
+    async def _receive(self) -> Message:
+        if self._waits_for_continue and not (self.response_started or self.request_complete):
+            self._wire.write(_CONTINUE)
+        self._waits_for_continue = False
+        while not (self.disconnected or self.response_complete):
+            if self._body or (self.request_complete and not self._is_read):
+                return self._take_body()
+            self._wake.clear()
+            await self._wake.wait()
+        return {"type": "http.disconnect"}
+
+    def _take_body(self) -> Message:
+        body = b"".join(self._body)
+        self._body.clear()
+        self._is_read = self.request_complete
+        self._wire.body_was_read()
+        return {"type": "http.request", "body": body, "more_body": not self._is_read}
+
+    # -- the response
+
+    def _try_write(self, body: bytes) -> bool:
+        is_open = self._chunked and not (self._head or self.response_complete or self.disconnected)
+        if not is_open or self._wire.is_paused:
+            return False
+        self._wire.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    async def _send(self, message: Message) -> None:
+        if self.disconnected or self.response_complete:
+            return
+        if message["type"] == "http.response.start":
+            self.response_started = True
+            self._head = self._make_head(message["status"], list(message.get("headers", ())))
+            return
+        self._write_body(message.get("body", b""), is_last=not message.get("more_body", False))
+        if self._wire.is_paused and not self.response_complete:
+            await self._wire.drained()
+
+    def _write_body(self, body: bytes, *, is_last: bool) -> None:
+        head, self._head = self._head, b""
+        if self._bodiless:
+            data = head
+        elif self._chunked:
+            chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            data = head + chunk + (_LAST_CHUNK if is_last else b"")
+        else:
+            data = head + body
+        if data:
+            self._wire.write(data)
+        if is_last:
+            self.response_complete = True
+            self._body.clear()
+            self._wake.set()
+            self._wire.response_completed()
+
+    def _make_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
+        self._bodiless = self._bodiless or status in _BODILESS
+        names = {name for name, _ in headers}
+        if (b"connection", b"close") in headers:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            headers.append((b"connection", b"close"))
+        if b"content-length" not in names and not self._bodiless:
+            if self._scope["http_version"] == "1.1":
+                self._chunked = True
+                headers.append((b"transfer-encoding", b"chunked"))
+            else:
+                # HTTP/1.0 knows no chunks: the end of the connection ends the body.
+                self.keep_alive = False
+        lines = [b"%b: %b\r\n" % item for item in headers]
+        return b"%b%b%b\r\n" % (_status_line(status), _date_line(int(time.time())), b"".join(lines))
+
+
+@functools.cache
+def _status_line(status: int) -> bytes:
+    return f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n".encode("ascii")
+
+
+@functools.lru_cache(maxsize=1)
+def _date_line(now: int) -> bytes:
+    return f"date: {formatdate(now, usegmt=True)}\r\n".encode("ascii")
