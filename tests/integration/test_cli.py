@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from up_process import run_cli, up
 
+from tests.patience import WAIT_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -93,11 +95,12 @@ def test_a_refused_turn_does_not_end_the_chat(where: tuple[str, str]) -> None:
 
 
 def test_status_shows_every_worker_and_an_empty_ledger(service: dict[str, Any]) -> None:
-    table = run_cli("status", "--grpc", service["grpc"])
+    where = ("--grpc", service["grpc"], "--timeout", str(WAIT_S))
+    table = run_cli("status", *where)
     assert table.returncode == 0, table.stderr
     assert "prefill-0" in table.stdout
     assert "decode-0" in table.stdout
-    listed = json.loads(run_cli("status", "--json", "--grpc", service["grpc"]).stdout)["workers"]
+    listed = json.loads(run_cli("status", "--json", *where).stdout)["workers"]
     assert [worker["role"] for worker in listed] == ["decode", "prefill"]
     for worker in listed:
         assert worker["state"] == "ready"

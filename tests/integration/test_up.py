@@ -40,7 +40,8 @@ def ask(url: str, *, max_tokens: int = 8) -> http.client.HTTPResponse:
 def workers_of(grpc: str) -> list[dict[str, Any]]:
     """What `pdserve status` says."""
     listed: dict[str, list[dict[str, Any]]]
-    listed = json.loads(run_cli("status", "--json", "--grpc", grpc).stdout)
+    ended = run_cli("status", "--json", "--grpc", grpc, "--timeout", str(WAIT_S))
+    listed = json.loads(ended.stdout)
     return listed["workers"]
 
 

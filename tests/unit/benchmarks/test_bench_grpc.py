@@ -18,6 +18,7 @@ from benchmarks.targets import ServedModel
 from pdserve import rpc
 from pdserve.errors import Overloaded
 from pdserve.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -128,10 +129,15 @@ async def test_cancelling_reaches_the_server() -> None:
     async with _serving(servicer) as address:
         target = GrpcTarget(address)
         timeline = _timeline(4)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await target.send(target.prepare(MODEL, "r", [7], 4), timeline)
-        await asyncio.wait_for(servicer.client_left.wait(), 10)
+        prepared = target.prepare(MODEL, "r", [7], 4)
+        sending = asyncio.create_task(target.send(prepared, timeline))
+        async with asyncio.timeout(WAIT_S):
+            while not timeline.chunk_s:  # noqa: ASYNC110 - a list tells nobody
+                await asyncio.sleep(0.01)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await asyncio.wait_for(servicer.client_left.wait(), WAIT_S)
         await target.aclose()
     assert timeline.record().chunk_tokens == (2,)
 
@@ -170,7 +176,7 @@ async def test_the_command_replays_over_grpc() -> None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        out, err = await asyncio.wait_for(process.communicate(), 50)
+        out, err = await asyncio.wait_for(process.communicate(), WAIT_S)
     assert process.returncode == 0, err.decode()
     result = json.loads(out)
     assert result["target"]["kind"] == "grpc"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,11 +15,12 @@ from benchmarks.run import ReplaySettings, run_replay
 from benchmarks.targets import HttpTarget, base_url
 from benchmarks.trace import Trace, TraceMeta, TraceRequest, write_trace
 from benchmarks.workload import Shape
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from benchmarks.records import Status
+    from benchmarks.records import Status, Timeline
     from benchmarks.result import ReplayResult
 
 ROWS = (
@@ -139,11 +142,38 @@ async def test_a_fault_fails_its_request_alone(trace: str, fault: str, message: 
     assert result.summary().ok == 3
 
 
+class WatchedTarget(HttpTarget):
+    """Keeps the timeline of the request that it sent last."""
+
+    timeline: Timeline
+
+    async def send(self, prepared: Any, timeline: Timeline) -> None:
+        self.timeline = timeline
+        await super().send(prepared, timeline)
+
+
+class DrainClock:
+    """Whatever lies ahead is there when the target's request has its first chunk."""
+
+    def __init__(self, target: WatchedTarget) -> None:
+        self._target = target
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    async def sleep_until(self, when_s: float) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while when_s > self.now() and not self._target.timeline.chunk_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 async def test_a_hanging_request_is_broken_off_after_the_drain(trace: str) -> None:
     async with FakeOpenAI(fault=lambda _number: "hang").serve() as server:
-        settings = ReplaySettings(trace=trace, shape=Shape(limit=1), warmup=0, drain_timeout_s=1.0)
-        result = await _run(server, settings)
-        await asyncio.wait_for(server.client_left.wait(), 10)
+        settings = ReplaySettings(trace=trace, shape=Shape(limit=1), warmup=0)
+        target = WatchedTarget(server.url)
+        async with aclosing(target):
+            result = await run_replay(settings, target, Quiet(), DrainClock(target))
+        await asyncio.wait_for(server.client_left.wait(), WAIT_S)
     (record,) = result.records
     assert (record.status, len(record.chunk_s), server.running) == ("timed_out", 1, 0)
 

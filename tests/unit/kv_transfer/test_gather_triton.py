@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import WAIT_S
+
 ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.skipif(
@@ -38,7 +40,7 @@ def test_the_kernel_moves_what_the_reference_moves_and_compiles(
         },
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=WAIT_S,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, expected), done.stderr

@@ -21,6 +21,7 @@ from pdserve.errors import (
     TransferFailed,
     Unavailable,
 )
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -140,7 +141,7 @@ async def idle_stream(server_options: rpc.Options) -> AsyncIterator[EchoCall]:
 async def test_an_idle_stream_survives_the_pings_that_end_it_under_the_options_of_grpc() -> None:
     async with idle_stream(rpc.server_options(keepalive_s=0.05)) as ours, idle_stream([]) as theirs:
         with pytest.raises(grpc.aio.AioRpcError, match="Too many pings"):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(WAIT_S):
                 await theirs.read()
         await ours.write(b"still here")
         assert await ours.read() == b"still here"

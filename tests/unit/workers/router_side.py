@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MODEL = ModelInfo(name="fake", path="", max_model_len=4096, vocab_size=512, dtype="none")
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+# No pause of the machine outlasts these. Who tests one has a fake engine of its own.
+PATIENT_KV = {"lease_s": 3600.0, "pairing_s": 3600.0, "receive_timeout_s": 3600.0}
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -107,7 +109,7 @@ def worker_config(role: Role = Role.AGGREGATED, *, router: str, **values: Any) -
 
 
 def fake_engine(epoch: str, *, timing: FakeTiming | None = None) -> FakeEngine:
-    settings = FakeSettings(timing=timing or FakeTiming(), kv=FakeKv(epoch=epoch))
+    settings = FakeSettings(timing=timing or FakeTiming(), kv=FakeKv(epoch, **PATIENT_KV))
     return FakeEngine(MODEL, settings)
 
 

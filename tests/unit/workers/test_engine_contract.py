@@ -9,6 +9,7 @@ import pytest
 from pdserve.types import ModelInfo
 from tests.unit.workers.engine_contract import EngineContract, HandoffContract
 from tests.unit.workers.engine_driver import EngineDriver, Pair
+from tests.unit.workers.router_side import PATIENT_KV
 from workers.fake_engine import FakeEngine
 from workers.fake_settings import FakeKv, FakeSettings
 
@@ -19,7 +20,7 @@ MODEL = ModelInfo(name="fake", path="", max_model_len=4096, vocab_size=512, dtyp
 
 
 def make_engine(epoch: str) -> FakeEngine:
-    return FakeEngine(MODEL, FakeSettings(kv=FakeKv(epoch=epoch)))
+    return FakeEngine(MODEL, FakeSettings(kv=FakeKv(epoch, **PATIENT_KV)))
 
 
 @pytest.fixture

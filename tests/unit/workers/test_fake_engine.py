@@ -12,6 +12,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.types import FinishReason, ModelInfo, SamplingParams
 from tests.unit.workers.engine_driver import PLAIN, EngineDriver, Pair, prompt
+from tests.unit.workers.router_side import PATIENT_KV
 from workers.engine import AggregatedPhase, Phase, PrefillPhase, Work
 from workers.fake_core import FakeCore
 from workers.fake_engine import FakeEngine
@@ -43,7 +44,7 @@ def work(stream_id: int, tokens: int, max_tokens: int, phase: Phase | None = Non
 
 @asynccontextmanager
 async def a_pair(**times: Any) -> AsyncIterator[Pair]:
-    kv = [FakeKv(epoch=x, **times) for x in ("p1", "d1")]
+    kv = [FakeKv(x, **{**PATIENT_KV, **times}) for x in ("p1", "d1")]
     prefill, decode = (EngineDriver(FakeEngine(MODEL, FakeSettings(kv=x))) for x in kv)
     await prefill.start()
     await decode.start()

@@ -14,6 +14,7 @@ from pdserve.tokenizer import ChatMessage, Tokenizer
 from pdserve.types import ModelInfo, SamplingParams
 from router.intake import INLINE_CHARS, Ask, ChatPrompt, Intake, TextPrompt, TokenPrompt
 from router.tokenizers import TokenizerCache
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +40,7 @@ class Loads:
 
     def __call__(self, directory: Path) -> Tokenizer:
         self.count += 1
-        assert self.may_go_on.wait(30)
+        assert self.may_go_on.wait(WAIT_S)
         if self.count <= self.failures:
             raise ConfigError("it is not there", field="model")
         return Tokenizer.load(directory)
@@ -71,7 +72,7 @@ async def test_tokenizer_that_could_not_be_read_is_tried_again(model_dir: Path) 
 
 
 async def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
-    intake = Intake(lambda: {"a": model("a", tmp_path / "nothing")}, timeout_s=1.0)
+    intake = Intake(lambda: {"a": model("a", tmp_path / "nothing")}, timeout_s=WAIT_S)
     assert (await intake.make(ask(TokenPrompt((1, 2))))).prompt_token_ids == (1, 2)
     with pytest.raises(Unavailable):
         await intake.make(ask(TextPrompt("hi")))
@@ -79,7 +80,7 @@ async def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
 
 async def test_without_a_name_the_only_model_is_meant(model_dir: Path) -> None:
     models = {"a": model("a", model_dir)}
-    intake = Intake(lambda: models, timeout_s=1.0)
+    intake = Intake(lambda: models, timeout_s=WAIT_S)
     assert (await intake.make(ask(TokenPrompt((1,))))).model == "a"
     models["b"] = model("b", model_dir)
     with pytest.raises(InvalidRequest, match="a, b") as caught:
@@ -102,7 +103,7 @@ async def test_only_long_prompts_are_tokenised_in_a_thread(
 
     monkeypatch.setattr(Tokenizer, "encode", spy)
     info = model("a", model_dir, max_model_len=10 * INLINE_CHARS)
-    intake = Intake(lambda: {"a": info}, timeout_s=1.0)
+    intake = Intake(lambda: {"a": info}, timeout_s=WAIT_S)
     text = "a" * length
     prompt = ChatPrompt((ChatMessage("user", text),)) if is_chat else TextPrompt(text)
     await intake.make(ask(prompt))

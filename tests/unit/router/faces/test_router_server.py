@@ -26,6 +26,7 @@ from pdserve.v1.worker_pb2_grpc import RegistryStub
 from pdserve.web_server import WebServer, bind
 from router.main import RouterServer
 from router.open_requests import Interruption
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -184,7 +185,7 @@ def test_router_imports_neither_engine_nor_its_libraries() -> None:
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=True, text=True, timeout=50
+        [sys.executable, "-c", program], capture_output=True, check=True, text=True, timeout=WAIT_S
     )
     loaded = set(json.loads(done.stdout))
     assert "router" in loaded
