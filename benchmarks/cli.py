@@ -1,21 +1,29 @@
-"""``pdserve bench``: replay, convert and describe traces.
+"""``pdserve bench``: replay traces, compare arms, convert and describe traces.
 
 Only the parser is made here; what a command needs is imported when it runs.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from benchmarks.compare.cli import add_compare
+from benchmarks.options import (
+    SLO_METRICS,
+    TRACE_HELP,
+    fraction,
+    positive_float,
+    positive_int,
+    slo,
+    whole_number,
+)
 
-    from rich.console import Console
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
 
     from benchmarks.result import ReplayResult
     from benchmarks.run import ReplaySettings, RunObserver
@@ -24,18 +32,18 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_FAILED_REQUESTS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-SLO_METRICS = ("ttft", "ttft_sched", "tpot", "tt2t", "e2e", "e2e_sched")
 TICK_JITTERS = ("none", "uniform", "even")
 FORMATS = ("azure", "mooncake", "canonical")
-_TRACE_HELP = "chat, code or longchat (shipped), or the path of a trace file"
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``bench`` with its commands; each sets ``handler``, a function of the parsed arguments
     that returns the exit status."""
-    bench = subparsers.add_parser("bench", help="replay traces of real traffic and measure")
+    bench = subparsers.add_parser("bench", help="replay traces of real traffic, and compare")
     commands = bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
     _add_replay(commands)
+    add_compare(commands).set_defaults(handler=_compare)
+    _add_report(commands)
     _add_convert(commands)
     _add_describe(commands)
 
@@ -48,20 +56,20 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "one failed, 2 if the options or the trace are wrong.",
     )
     replay.set_defaults(handler=_replay)
-    replay.add_argument("--trace", default="chat", metavar="TRACE", help=_TRACE_HELP)
+    replay.add_argument("--trace", default="chat", metavar="TRACE", help=TRACE_HELP)
     where = replay.add_mutually_exclusive_group()
     where.add_argument("--url", help=f"OpenAI-compatible endpoint (default: {DEFAULT_URL})")
     where.add_argument("--grpc", metavar="HOST:PORT", help="pdserve's gRPC endpoint instead")
     replay.add_argument("--model", help="served model (default: the only one)")
     replay.add_argument(
-        "--vocab-size", type=_positive_int, help="needed where the endpoint does not tell it"
+        "--vocab-size", type=positive_int, help="needed where the endpoint does not tell it"
     )
     _add_cut(replay)
     _add_timing(replay)
     out = replay.add_argument_group("what comes out")
     out.add_argument(
         "--slo",
-        type=_slo,
+        type=slo,
         default={},
         metavar="METRIC=TIME,...",
         help=f"limits, such as ttft=500ms,tpot=50ms; metrics: {', '.join(SLO_METRICS)}",
@@ -72,27 +80,27 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_cut(replay: argparse.ArgumentParser) -> None:
     cut = replay.add_argument_group("what is sent")
-    cut.add_argument("--limit", type=_positive_int, metavar="N", help="only the first N requests")
+    cut.add_argument("--limit", type=positive_int, metavar="N", help="only the first N requests")
     cut.add_argument(
         "--scale-lengths",
-        type=_fraction,
+        type=fraction,
         default=Fraction(1),
         metavar="F",
         help="multiply all lengths by F, such as 1/8 or 0.5",
     )
     cut.add_argument(
-        "--max-output-tokens", type=_positive_int, metavar="N", help="cut longer outputs to N"
+        "--max-output-tokens", type=positive_int, metavar="N", help="cut longer outputs to N"
     )
     cut.add_argument(
         "--max-total-tokens",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help="drop requests whose input and output exceed N (default: what the model takes)",
     )
-    cut.add_argument("--seed", type=_whole_number, default=0, help="of prompts and tick jitter")
+    cut.add_argument("--seed", type=whole_number, default=0, help="of prompts and tick jitter")
     cut.add_argument(
         "--warmup",
-        type=_whole_number,
+        type=whole_number,
         default=1,
         metavar="N",
         help="requests sent beforehand, one by one, and not measured (default: 1)",
@@ -101,8 +109,12 @@ def _add_cut(replay: argparse.ArgumentParser) -> None:
 
 def _add_timing(replay: argparse.ArgumentParser) -> None:
     when = replay.add_argument_group("when it is sent")
-    when.add_argument(
-        "--speedup", type=_positive_float, default=1.0, metavar="X", help="divide all gaps by X"
+    pace = when.add_mutually_exclusive_group()
+    pace.add_argument(
+        "--speedup", type=positive_float, default=1.0, metavar="X", help="divide all gaps by X"
+    )
+    pace.add_argument(
+        "--rate", type=positive_float, metavar="R", help="or by what makes R requests a second"
     )
     when.add_argument(
         "--tick-jitter",
@@ -112,11 +124,24 @@ def _add_timing(replay: argparse.ArgumentParser) -> None:
     )
     when.add_argument(
         "--drain-timeout",
-        type=_positive_float,
+        type=positive_float,
         default=300.0,
         metavar="SECONDS",
         help="how long to wait for answers after the last request is due (default: 300)",
     )
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="print a result again, or make its report",
+        description="Derive the figures from the timelines of a result of replay or compare. Exit "
+        "status: 0, 2 if the file is no result, 3 if it is of an invalid comparison.",
+    )
+    report.set_defaults(handler=_report)
+    report.add_argument("result", type=Path, metavar="FILE", help="what --out wrote")
+    report.add_argument("--html", type=Path, metavar="OUT", help="write a report (of a comparison)")
+    report.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -138,12 +163,12 @@ def _add_describe(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help=_TRACE_HELP)
+    parser.add_argument("trace", metavar="TRACE", help=TRACE_HELP)
     parser.add_argument(
         "--from", dest="file_format", choices=FORMATS, help="its format (default: by the suffix)"
     )
     parser.add_argument(
-        "--block-size", type=_positive_int, help="tokens per hash id, if no .meta.json says it"
+        "--block-size", type=positive_int, help="tokens per hash id, if no .meta.json says it"
     )
 
 
@@ -157,7 +182,7 @@ def _run_replay(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from benchmarks.progress import ReplayProgress
-    from benchmarks.report import render_result
+    from benchmarks.report import render_result, stdout_console
     from benchmarks.result import write_result
     from benchmarks.run import ReplaySettings
     from benchmarks.workload import Shape
@@ -172,6 +197,7 @@ def _run_replay(args: argparse.Namespace) -> int:
             limit=args.limit,
         ),
         speedup=args.speedup,
+        rate_per_s=args.rate,
         tick_jitter=args.tick_jitter,
         seed=args.seed,
         warmup=args.warmup,
@@ -187,7 +213,7 @@ def _run_replay(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(result.to_json(with_records=False), indent=2) + "\n")
     else:
-        render_result(result, _stdout())
+        render_result(result, stdout_console())
     return EXIT_OK if result.summary().ok == len(result.records) else EXIT_FAILED_REQUESTS
 
 
@@ -230,6 +256,18 @@ def _check_writable(path: Path | None) -> None:
         raise BenchError(f"--out {path}: there is no directory {path.parent}")
 
 
+def _compare(args: argparse.Namespace) -> int:
+    from benchmarks.compare.cli import run
+
+    return _refusing(lambda: run(args))
+
+
+def _report(args: argparse.Namespace) -> int:
+    from benchmarks.compare.files import report
+
+    return _refusing(lambda: report(args.result, html=args.html, as_json=args.json))
+
+
 def _convert(args: argparse.Namespace) -> int:
     return _refusing(lambda: _run_convert(args))
 
@@ -257,7 +295,7 @@ def _run_describe(args: argparse.Namespace) -> int:
     import json
 
     from benchmarks.describe import describe
-    from benchmarks.report import render_description
+    from benchmarks.report import render_description, stdout_console
     from benchmarks.result import jsonable
     from benchmarks.trace import load_trace
 
@@ -266,7 +304,7 @@ def _run_describe(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(jsonable(found), indent=2) + "\n")
     else:
-        render_description(found, _stdout())
+        render_description(found, stdout_console())
     return EXIT_OK
 
 
@@ -282,70 +320,3 @@ def _refusing(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("pdserve bench: interrupted; nothing was kept\n")
         return EXIT_INTERRUPTED
-
-
-def _stdout() -> Console:
-    from rich.console import Console
-
-    # Without a terminal rich assumes 80 columns and folds the table.
-    return Console() if sys.stdout.isatty() else Console(width=120)
-
-
-def _positive_int(text: str) -> int:
-    value = _whole_number(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")
-    return value
-
-
-def _whole_number(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 up")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _fraction(text: str) -> Fraction:
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(0)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a factor above 0, such as 1/8 or 0.5")
-    return value
-
-
-def _slo(text: str) -> dict[str, float]:
-    limits: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, limit = part.strip().partition("=")
-        if name not in SLO_METRICS:
-            known = ", ".join(SLO_METRICS)
-            raise argparse.ArgumentTypeError(f"unknown metric {name!r}; known are {known}")
-        if name in limits:
-            raise argparse.ArgumentTypeError(f"{name} is given twice")
-        limits[name] = _duration_s(name, limit)
-    return limits
-
-
-def _duration_s(name: str, text: str) -> float:
-    for unit, factor in (("ms", 0.001), ("s", 1.0)):
-        if text.endswith(unit):
-            try:
-                value = float(text.removesuffix(unit))
-            except ValueError:
-                break
-            if math.isfinite(value) and value > 0:
-                return value * factor
-    raise argparse.ArgumentTypeError(
-        f"{name}={text}: give a time above 0 with its unit, such as 500ms or 0.5s"
-    )

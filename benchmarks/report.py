@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from rich.console import Console
 
     from benchmarks.describe import Description
     from benchmarks.metrics import Summary
@@ -27,6 +27,11 @@ LABELS = {
     "e2e_sched": "E2E from schedule",
 }
 _SHOWN_ERRORS = 5
+
+
+def stdout_console() -> Console:
+    """Where tables go. Without a terminal rich assumes 80 columns and folds them."""
+    return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def render_result(result: ReplayResult, console: Console) -> None:

@@ -11,7 +11,7 @@ from benchmarks.errors import BenchError, WarmupFailed
 from benchmarks.prompts import PromptMaker, ordinary_tokens
 from benchmarks.replay import MonotonicClock, Observer, PlannedRequest, replay, warm_up
 from benchmarks.result import ReplayResult, host_facts
-from benchmarks.schedule import due_times_s
+from benchmarks.schedule import due_times_s, speedup_for
 from benchmarks.trace import load_trace
 from benchmarks.workload import Shape, shape_workload
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class ReplaySettings:
     """Everything that decides what is sent and when.
 
+    ``rate_per_s``, if given, decides the speed-up: that many requests a second on average.
     ``model`` and ``vocab_size`` are needed only where the endpoint does not tell them. ``warmup``
     requests go out one by one before the clock starts; they are as long as the trace's first ones
     and share no prefix with any.
@@ -37,6 +38,7 @@ class ReplaySettings:
     trace: str
     shape: Shape = field(default_factory=Shape)
     speedup: float = 1.0
+    rate_per_s: float | None = None
     tick_jitter: TickJitter = "uniform"
     seed: int = 0
     warmup: int = 1
@@ -51,16 +53,20 @@ async def run_replay(
     target: Target[PreparedT],
     observer: RunObserver,
     clock: Clock | None = None,
+    *,
+    trace: Trace | None = None,
 ) -> ReplayResult:
-    """Replay a trace against ``target``.
+    """Replay a trace against ``target``; ``trace`` is the one that the settings name, if it was
+    loaded already.
 
     Raises :class:`BenchError` for settings that do not fit the trace or the endpoint, and
     :class:`WarmupFailed` if a warm-up request fails; failures after that are in the result.
     """
     clock = clock or MonotonicClock()
-    trace = load_trace(settings.trace)
+    trace = trace or load_trace(settings.trace)
     model = await target.model(settings.model)
     workload = shape_workload(trace, _fit(settings.shape, model))
+    settings = _at_rate(settings, trace, workload)
     plan, warmups = _plan(settings, trace, workload, target=target, model=model)
     observer.prepared(workload, model)
     warm = await warm_up(target, warmups, timeout_s=settings.drain_timeout_s, clock=clock)
@@ -109,6 +115,24 @@ def _fit(shape: Shape, model: ServedModel) -> Shape:
     )
 
 
+def _due_s(settings: ReplaySettings, trace: Trace, workload: Workload) -> list[float]:
+    return due_times_s(
+        [row.arrival_s for row in workload.requests],
+        speedup=settings.speedup,
+        tick_s=trace.meta.tick_s,
+        jitter=settings.tick_jitter,
+        seed=settings.seed,
+    )
+
+
+def _at_rate(settings: ReplaySettings, trace: Trace, workload: Workload) -> ReplaySettings:
+    """The settings with the speed-up that gives the rate they ask for."""
+    if settings.rate_per_s is None:
+        return settings
+    due_s = _due_s(replace(settings, speedup=1.0), trace, workload)
+    return replace(settings, speedup=speedup_for(due_s, settings.rate_per_s))
+
+
 def _plan(
     settings: ReplaySettings,
     trace: Trace,
@@ -131,13 +155,7 @@ def _plan(
         token_range=ordinary_tokens(vocab_size),
         block_size=workload.block_size,
     )
-    due_s = due_times_s(
-        [row.arrival_s for row in workload.requests],
-        speedup=settings.speedup,
-        tick_s=trace.meta.tick_s,
-        jitter=settings.tick_jitter,
-        seed=settings.seed,
-    )
+    due_s = _due_s(settings, trace, workload)
 
     def planned(name: str, index: int, row: TraceRequest, at_s: float) -> PlannedRequest[PreparedT]:
         request_id = f"bench-{settings.seed}-{name}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
+from benchmarks.errors import BenchError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -47,3 +49,12 @@ def due_times_s(
         due.extend((at_s - start_s + share * width_s) / speedup for share in shares)
         first = after
     return due
+
+
+def speedup_for(due_s: Sequence[float], rate_per_s: float) -> float:
+    """By what to divide the gaps between ``due_s`` so that requests come at ``rate_per_s`` on
+    average; raises :class:`BenchError` where there are none."""
+    duration_s = due_s[-1] - due_s[0]
+    if duration_s <= 0:
+        raise BenchError("a rate needs two requests at different times; raise the number asked for")
+    return rate_per_s * duration_s / (len(due_s) - 1)

@@ -20,13 +20,15 @@ class Shape:
     """How a trace is cut to fit a model and a machine; applied in the order of the fields.
 
     ``scale_lengths`` multiplies input and output lengths and the prefix block; outputs longer than
-    ``max_output_tokens`` are cut; rows of more than ``max_total_tokens`` are dropped; the first
-    ``limit`` of what is left are replayed.
+    ``max_output_tokens`` are cut; rows of more than ``max_total_tokens`` are dropped; ``skip`` of
+    what is left are passed over (from its start again where it ends sooner); the next ``limit`` are
+    replayed.
     """
 
     scale_lengths: Fraction = Fraction(1)
     max_output_tokens: int | None = None
     max_total_tokens: int | None = None
+    skip: int = 0
     limit: int | None = None
 
 
@@ -96,7 +98,8 @@ def shape_workload(trace: Trace, shape: Shape) -> Workload:
             f"no request of {trace.meta.name} fits {total} tokens; raise --max-total-tokens, or "
             "lower --scale-lengths"
         )
-    replayed = kept[: shape.limit]
+    first = _first(len(kept), shape)
+    replayed = kept[first : None if shape.limit is None else first + shape.limit]
     requests = [row for _, row in replayed]
     return Workload(
         rows=tuple(replayed),
@@ -112,6 +115,11 @@ def shape_workload(trace: Trace, shape: Shape) -> Workload:
             mean_output=_mean_output(requests),
         ),
     )
+
+
+def _first(kept: int, shape: Shape) -> int:
+    """Where to begin, so that ``limit`` requests follow in the order of their arrival."""
+    return shape.skip % max(1, kept - (shape.limit or kept) + 1)
 
 
 def _scaled_block(trace: Trace, factor: Fraction) -> int | None:

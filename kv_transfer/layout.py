@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError
-from kv_transfer.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -97,8 +96,8 @@ class PagePart:
 
 def compatibility(layout: Mapping[str, str]) -> str:
     """Equal for workers that can exchange KV. `layout` holds everything that gives the bytes their
-    meaning: model, dtype, heads, block size, packing, vLLM version."""
-    text = json.dumps([PROTOCOL_VERSION, sorted(layout.items())])
+    meaning, and nothing else: model, dtype, heads, block size, packing, versions."""
+    text = json.dumps(sorted(layout.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

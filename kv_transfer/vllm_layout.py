@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from torch.overrides import TorchFunctionMode
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
 
 from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
+from kv_transfer.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,16 +83,20 @@ def region_of(caches: dict[str, torch.Tensor]) -> KvRegion:
 
 
 def describe(config: VllmConfig, caches: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Everything that gives the bytes of a page their meaning, for the compatibility key."""
+    """Everything that gives the bytes of a page their meaning, for the compatibility key. Where two
+    workers differ in a field, people are told its name and the two values."""
     first = next(iter(caches.values()))
     block_size = config.cache_config.block_size
     return {
+        "connector": f"pdserve {PROTOCOL_VERSION}",
         "vllm": str(vllm.__version__),
         "model": _model_identity(config),
+        "revision": str(config.model_config.revision or "local"),
         "layers": str(len(caches)),
         "page": "x".join(str(n) for n in first.shape[1:]),
         "dtype": str(first.dtype).removeprefix("torch."),
         "block_size": str(block_size),
+        "attention": str(get_current_attn_backend(config, list(caches)).get_name()),
         "packing": _packing(first, block_size),
         "tensor_parallel_size": str(config.parallel_config.tensor_parallel_size),
     }
@@ -105,9 +111,9 @@ def _model_identity(config: VllmConfig) -> str:
         text.num_attention_heads,
         model.get_vocab_size(),
     )
-    # The weights themselves are the operator's word: a name and a revision.
+    # The weights themselves are the operator's word: a name, and beside it a revision.
     name = str(model.model).rstrip("/").rsplit("/", 1)[-1]
-    return f"{name}@{model.revision or 'local'}:{'x'.join(str(n) for n in shape)}"
+    return f"{name}:{'x'.join(str(n) for n in shape)}"
 
 
 def _packing(cache: torch.Tensor, block_size: int) -> str:

@@ -7,6 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Self
 
+from pdserve.kv_pairs import unpaired
 from router.pool import CloseLink, OpenLink, WorkerPool
 from router.worker_link import WorkerLink
 
@@ -84,7 +85,21 @@ class Fleet:
 
     def register(self, info: WorkerInfo, kv_key: CapabilityKey | None = None) -> None:
         """Raises InvalidRequest where the worker cannot serve beside the others."""
+        known = self.pool.members.get(info.worker_id)
         self._apply(self.pool.register(info, self._clock(), kv_key=kv_key))
+        if known is not self.pool.members[info.worker_id]:
+            self._warn_of_unpaired(info)
+
+    def _warn_of_unpaired(self, info: WorkerInfo) -> None:
+        others = [m.info for m in self.pool.members.values() if not m.lost and m.info is not info]
+        for pair in unpaired([info, *others]):
+            if info in (pair.prefill, pair.decode):
+                logger.warning(
+                    "%s and %s cannot exchange KV and will not be paired: %s",
+                    pair.prefill.worker_id,
+                    pair.decode.worker_id,
+                    pair.reason,
+                )
 
     def renew(
         self,

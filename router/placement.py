@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ModelNotFound, Unavailable
+from pdserve.kv_pairs import exchange, kind_of, unpaired
 from pdserve.types import Role
 
 if TYPE_CHECKING:
+    from pdserve.kv_pairs import KvKind
     from router.pool import Member
 
 UNKNOWN = 0.5
@@ -23,6 +25,7 @@ UNKNOWN = 0.5
 DECODE_ROOM_WEIGHT = 0.5
 # What this router placed is exact; what waits in an engine is as old as its last report.
 PREFILL_OUTSTANDING_WEIGHT = 0.8
+_MAX_REASONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +61,16 @@ def least_loaded(members: Sequence[Member], demand: Demand, turn: int) -> Placem
     decodes = [m for m in ready if m.info.role is Role.DECODE]
     if demand.prefill_only:
         return _place_prefill_only(prefills, aggregated, demand, turn)
-    shared = {kv_group(m) for m in prefills} & {kv_group(m) for m in decodes}
-    if not shared and not aggregated:
+    sources = _sources(prefills, decodes)
+    if not sources and not aggregated:
         raise Unavailable(_what_is_missing(demand.model, prefills, decodes))
-    prefills = [m for m in prefills if kv_group(m) in shared]
+    partnered = {kind for kinds in sources.values() for kind in kinds}
+    prefills = [m for m in prefills if kind_of(m.info) in partnered]
     roomy = [
         m
         for m in (*decodes, *aggregated)
         if m.has_room(demand.kv_tokens)
-        and (m.info.role is Role.AGGREGATED or kv_group(m) in shared)
+        and (m.info.role is Role.AGGREGATED or kind_of(m.info) in sources)
     ]
     if not roomy:
         return None
@@ -74,10 +78,10 @@ def least_loaded(members: Sequence[Member], demand: Demand, turn: int) -> Placem
     firsts = [*prefills, *(m for m in roomy if m.info.role is Role.AGGREGATED)]
     prefill_score = dict(zip(firsts, prefill_scores(firsts, demand.prompt_tokens), strict=True))
     partner = {
-        group: _pick([m for m in prefills if kv_group(m) == group], prefill_score, turn)
-        for group in shared
+        kind: _pick([m for m in prefills if kind_of(m.info) in kinds], prefill_score, turn)
+        for kind, kinds in sources.items()
     }
-    first = {m: m if m.info.role is Role.AGGREGATED else partner[kv_group(m)] for m in roomy}
+    first = {m: m if m.info.role is Role.AGGREGATED else partner[kind_of(m.info)] for m in roomy}
     total = {m: (decode_score[m] + prefill_score[first[m]]) / 2 for m in roomy}
     chosen = _pick(roomy, total, turn)
     return Placement(chosen, None if first[chosen] is chosen else first[chosen])
@@ -119,7 +123,7 @@ def check_servable(members: Sequence[Member], model: str) -> None:
         return
     prefills = [m for m in ready if m.info.role is Role.PREFILL]
     decodes = [m for m in ready if m.info.role is Role.DECODE]
-    if not {kv_group(m) for m in prefills} & {kv_group(m) for m in decodes}:
+    if not _sources(prefills, decodes):
         raise Unavailable(_what_is_missing(model, prefills, decodes))
 
 
@@ -134,9 +138,14 @@ def check_known(members: Sequence[Member], model: str, *, others: Iterable[str])
     raise Unavailable("no worker is registered")
 
 
-def kv_group(member: Member) -> str:
-    """Workers exchange KV only within one group."""
-    return "" if member.info.kv is None else member.info.kv.compatibility
+def _sources(prefills: list[Member], decodes: list[Member]) -> dict[KvKind, set[KvKind]]:
+    """For each kind of decode worker that can have KV at all, the kinds that can give it some."""
+    givers = {kind_of(m.info) for m in prefills}
+    found = {
+        kind: {giver for giver in givers if exchange(giver, kind)}
+        for kind in {kind_of(m.info) for m in decodes}
+    }
+    return {kind: kinds for kind, kinds in found.items() if kinds}
 
 
 def decode_scores(members: Sequence[Member]) -> list[float]:
@@ -206,11 +215,12 @@ def _pick(members: Sequence[Member], scores: dict[Member, float], turn: int) -> 
 
 def _what_is_missing(model: str, prefills: list[Member], decodes: list[Member]) -> str:
     if prefills and decodes:
-        ours = ", ".join(sorted({f"{m.worker_id} ({kv_group(m)})" for m in prefills}))
-        theirs = ", ".join(sorted({f"{m.worker_id} ({kv_group(m)})" for m in decodes}))
+        pairs = list(unpaired(m.info for m in (*prefills, *decodes)))
+        reasons = " | ".join(pair.reason for pair in pairs[:_MAX_REASONS])
+        more = len(pairs) - _MAX_REASONS
         return (
-            f"no decode worker for model {model} can receive KV from a prefill worker: "
-            f"prefill {ours}; decode {theirs}"
+            f"no decode worker for model {model} can receive KV from a prefill worker: {reasons}"
+            + (f" | and {more} more pairs" if more > 0 else "")
         )
     roles = [role for role, found in (("prefill", prefills), ("decode", decodes)) if not found]
     return f"no {' and no '.join(f'{role} worker' for role in roles)} is ready for model {model}"

@@ -154,15 +154,18 @@ class Cluster:
         await server.worker.close()
         await server.stop()
 
-    async def add(self, name: str, role: Role) -> WorkerServer:
-        """Starts one more worker; `until_ready` waits for it."""
+    async def add(
+        self, name: str, role: Role, *, engine_args: dict[str, object] | None = None
+    ) -> WorkerServer:
+        """Starts one more worker; `until_ready` waits for it. `engine_args` go over those of the
+        cluster."""
         config = WorkerConfig(
             worker_id=name,
             role=role,
             engine="fake",
             routers=(self.grpc,),
             kv=KvConfig(lease_s=LEASE_S),
-            engine_args=self._engine_args,
+            engine_args={**self._engine_args, **(engine_args or {})},
         )
         epoch = f"{name}-epoch-{len(self._engines)}"
         engine = make_engine(config, epoch)

@@ -58,13 +58,20 @@ def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]
 
 def config_from(args: argparse.Namespace) -> Config:
     """The configuration that the options ask for. Raises ConfigError."""
-    changes = {name: x for name, x in vars(args).items() if "." in name and x is not None}
+    return load_config(args.config, changes_from(args))
+
+
+def changes_from(args: argparse.Namespace) -> dict[str, object]:
+    """The dotted keys that the options set over the file. Raises ConfigError."""
+    changes: dict[str, object] = {
+        name: x for name, x in vars(args).items() if "." in name and x is not None
+    }
     for text in args.set:
         dotted, equals, value = text.partition("=")
         if not equals or not dotted:
             refuse("--set", f"must be KEY=VALUE, not {text!r}")
         changes[dotted] = read_yaml(f"value: {value}", f"--set {dotted}")["value"]
-    return load_config(args.config, changes)
+    return changes
 
 
 def _reader(info: KeyInfo) -> Callable[[str], object]:

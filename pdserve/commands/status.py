@@ -1,24 +1,23 @@
-"""`pdserve status`: workers, load, KV ledger."""
+"""`pdserve status`: workers, load, KV plane, and who cannot exchange KV with whom."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pdserve.commands.options import DEFAULT_GRPC
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterable
 
     from google.protobuf.message import Message
-    from rich.table import Table
 
     from pdserve.commands.options import Subparsers
     from pdserve.v1.worker_pb2 import Role, WorkerEntry, WorkerStatus
-
-_NOT_KNOWN = "-"
 
 
 def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
@@ -27,7 +26,8 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
         "status",
         help="show the workers, their load and the KV blocks they hold for transfers",
         description="Ask the router for its workers and each worker for its load and its KV "
-        "ledger. Exit code 1 if the router cannot be reached.",
+        "plane, and say which workers cannot exchange KV, and why. Exit code 1 if the router "
+        "cannot be reached.",
     )
     parser.add_argument(
         "--grpc",
@@ -47,18 +47,19 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    rows = asyncio.run(_collect(args.grpc, args.timeout))
+    found = asyncio.run(_collect(args.grpc, args.timeout))
     if args.json:
-        sys.stdout.write(json.dumps({"workers": rows}, indent=2) + "\n")
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return 0
-    from rich.console import Console
+    from pdserve.commands.status_view import show
 
-    Console().print(_table(args.grpc, rows))
+    show(args.grpc, found["workers"], found["unpaired"])
     return 0
 
 
-async def _collect(address: str, timeout_s: float) -> list[dict[str, Any]]:
-    """One row a worker. Raises PdserveError where the router does not answer."""
+async def _collect(address: str, timeout_s: float) -> dict[str, Any]:
+    """`workers`, a row each, and `unpaired`, a row for each two that cannot exchange KV. Raises
+    PdserveError where the router does not answer."""
     import grpc.aio
 
     from pdserve.errors import Unavailable
@@ -75,7 +76,27 @@ async def _collect(address: str, timeout_s: float) -> list[dict[str, Any]]:
     asked = [_ask(entry.info.address, timeout_s) for entry in listed.workers]
     answers = await asyncio.gather(*asked)
     rows = [_row(entry, answer) for entry, answer in zip(listed.workers, answers, strict=True)]
-    return sorted(rows, key=lambda row: row["worker_id"])
+    return {
+        "workers": sorted(rows, key=lambda row: str(row["worker_id"])),
+        "unpaired": _unpaired(listed.workers),
+    }
+
+
+def _unpaired(entries: Iterable[WorkerEntry]) -> list[dict[str, Any]]:
+    from pdserve import wire
+    from pdserve.kv_pairs import unpaired
+
+    infos = [wire.worker_from_pb(entry.info) for entry in entries if entry.state != "lost"]
+    return [
+        {
+            "model": pair.prefill.model.name,
+            "prefill": pair.prefill.worker_id,
+            "decode": pair.decode.worker_id,
+            "differences": [asdict(difference) for difference in pair.differences],
+            "reason": pair.reason,
+        }
+        for pair in unpaired(infos)
+    ]
 
 
 async def _ask(address: str, timeout_s: float) -> WorkerStatus | None:
@@ -100,7 +121,9 @@ def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> dict[str, Any]:
         "role": _role(info.role),
         "state": entry.state,
         "answers": answer is not None,
+        "epoch": info.epoch,
         "address": info.address,
+        "debug_address": info.debug_address or None,
         "pid": info.pid,
         "engine": info.engine,
         "model": info.model.name,
@@ -113,10 +136,15 @@ def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> dict[str, Any]:
         "lease_remaining_s": round(entry.lease_remaining_s, 3),
         "load": None,
         "ledger": None,
+        "kv": None,
+        "uptime_s": None,
         "gpus": [],
     }
     if answer is not None:
         row["ledger"] = _plain(answer.ledger)
+        row["uptime_s"] = round(answer.uptime_s, 3)
+        if answer.HasField("kv"):
+            row["kv"] = _plain(answer.kv)
         row["gpus"] = [_plain(gpu) for gpu in answer.gpus]
         if answer.HasField("load"):
             row["load"] = _plain(answer.load)
@@ -135,36 +163,3 @@ def _role(number: Role) -> str:
     from pdserve.v1 import worker_pb2
 
     return worker_pb2.Role.Name(number).removeprefix("ROLE_").lower()
-
-
-def _table(address: str, rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"workers of {address}", title_justify="left", box=None, pad_edge=False)
-    for name in ("worker", "role", "state", "model"):
-        table.add_column(name, overflow="fold")
-    for name in ("running", "waiting", "KV", "held", "placed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    if rows:
-        table.caption = (
-            "held: KV blocks pinned for transfers, in flight + leased; placed: by this router"
-        )
-    else:
-        table.caption = "No worker is registered."
-    table.caption_justify = "left"
-    return table
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    load, ledger = row["load"], row["ledger"]
-    state = row["state"] if row["answers"] else f"{row['state']}, silent"
-    cells = [row["worker_id"], row["role"], state, row["model"]]
-    cells += [str(load[x]) for x in ("num_running_reqs", "num_waiting_reqs")] if load else []
-    cells += [f"{load['kv_cache_usage']:.0%}"] if load else [_NOT_KNOWN] * 3
-    cells.append(
-        f"{ledger['in_flight_blocks']}+{ledger['leased_blocks']}" if ledger else _NOT_KNOWN
-    )
-    cells.append(f"{row['outstanding_requests']} ({row['outstanding_tokens']} tok)")
-    return cells

@@ -100,12 +100,15 @@ def test_status_shows_every_worker_and_an_empty_ledger(service: dict[str, Any]) 
     assert table.returncode == 0, table.stderr
     assert "prefill-0" in table.stdout
     assert "decode-0" in table.stdout
+    assert "cannot exchange KV" not in table.stdout
     listed = json.loads(run_cli("status", "--json", *where).stdout)["workers"]
     assert [worker["role"] for worker in listed] == ["decode", "prefill"]
     for worker in listed:
         assert worker["state"] == "ready"
         assert worker["answers"]
         assert worker["ledger"] == dict.fromkeys(worker["ledger"], 0)
+        assert worker["kv"]["ledger"] == worker["ledger"]
+        assert worker["uptime_s"] > 0
         assert worker["load"]["free_blocks"] == worker["total_blocks"]
 
 

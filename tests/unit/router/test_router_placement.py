@@ -33,9 +33,12 @@ def member(
     load: WorkerLoad | None = None,
     *,
     compatibility: str = "layout-a",
+    transports: tuple[str, ...] = ("loopback",),
     blocks: int = 100,
 ) -> Member:
     info = worker_info(worker_id, role, compatibility=compatibility, total_blocks=blocks)
+    if info.kv is not None:
+        info = replace(info, kv=replace(info.kv, transports=transports))
     return Member(info, lease_end=1.0, attached=True, load=load)
 
 
@@ -106,6 +109,24 @@ P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
             [member("p", P), member("d1", D, IDLE, compatibility="x"), member("d2", D, FULL)],
             ("d2", "p"),
             id="an idle worker without partners is passed over",
+        ),
+        pytest.param(
+            [
+                member("p1", P, IDLE, transports=("shm",)),
+                member("p2", P, FULL, transports=("shm", "tcp")),
+                member("d", D, transports=("tcp",)),
+            ],
+            ("d", "p2"),
+            id="only a partner with a transport in common",
+        ),
+        pytest.param(
+            [
+                member("p1", P, FULL, transports=("shm",)),
+                member("p2", P, IDLE, transports=("tcp",)),
+                member("d", D, transports=("shm", "tcp")),
+            ],
+            ("d", "p2"),
+            id="the better of two kinds of partners",
         ),
         pytest.param(
             [member("p", P, IDLE), member("d", D, FULL), member("a", A, IDLE)],
@@ -218,7 +239,15 @@ def not_ready(worker_id: str, role: Role, **state: bool) -> Member:
         ),
         (
             [member("p", P, compatibility="x"), member("d", D, compatibility="y")],
-            r"can receive KV from a prefill worker: prefill p \(x\); decode d \(y\)",
+            r"can receive KV from a prefill worker: compatibility: x on p, y on d$",
+        ),
+        (
+            [member("p", P, transports=("shm",)), member("d", D, transports=("tcp",))],
+            r"can receive KV from a prefill worker: transports: shm on p, tcp on d$",
+        ),
+        (
+            [member("p", P), *(member(f"d{i}", D, compatibility="y") for i in range(5))],
+            r"layout-a on p, y on d0 \| .* on d1 \| .* on d2 \| and 2 more pairs$",
         ),
     ],
 )

@@ -1,0 +1,1 @@
+"""Arms side by side on the same cores and the same traffic: ``pdserve bench compare``."""

@@ -1,0 +1,99 @@
+"""What spoils a comparison, and what a reader should know of it. Pure functions of the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from benchmarks.bootstrap import MIN_ROUNDS
+from benchmarks.compare.settings import differences
+from benchmarks.metrics import summarise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from benchmarks.compare.result import CompareResult, Measurement
+
+# Cores that waiting arms may use together, and that others may before it is said.
+IDLE_ARMS_CORES: Final = 0.1
+OTHERS_CORES: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """``invalid`` has the reasons why the figures must not be compared; ``cautions`` what bears on
+    them."""
+
+    invalid: tuple[str, ...]
+    cautions: tuple[str, ...]
+
+
+def judge(result: CompareResult) -> Validity:
+    """All reasons, worst first."""
+    return Validity(tuple(_reasons(result)), tuple(_cautions(result)))
+
+
+def _reasons(result: CompareResult) -> Iterator[str]:
+    settings = {arm.name: arm.settings for arm in result.arms}
+    for difference in differences(settings, result.meant_to_differ):
+        yield f"the arms differ in {difference}"
+    for measurement in result.measurements:
+        where = _where(measurement)
+        for note in measurement.notes:
+            yield f"{where}: {note}"
+        degraded = summarise(measurement.records).degraded
+        if degraded is not None:
+            yield f"{where}: {degraded}"
+        use = measurement.processor
+        if use.idle_arms_s > IDLE_ARMS_CORES * use.window_s:
+            cores = use.idle_arms_s / use.window_s
+            yield f"{where}: arms that should have waited used {cores:.2f} cores"
+    yield from _unequal_rounds(result)
+    for arm in result.arms:
+        records = [r for m in result.of(arm.name, "round") for r in m.records]
+        if records and not any(record.status == "ok" for record in records):
+            yield f"{arm.name} answered no request of any round"
+
+
+def _unequal_rounds(result: CompareResult) -> Iterator[str]:
+    """Arms must have been sent the same requests; a smaller context may have dropped some."""
+    sent: dict[int, set[tuple[tuple[int, int, int], ...]]] = {}
+    for measurement in result.measurements:
+        if measurement.kind == "round":
+            rows = tuple((r.index, r.input_tokens, r.output_tokens) for r in measurement.records)
+            sent.setdefault(measurement.number, set()).add(rows)
+    for number, rows_sent in sent.items():
+        if len(rows_sent) > 1:
+            yield (
+                f"round {number + 1}: the arms were not sent the same requests; "
+                "give --max-total-tokens that every arm takes"
+            )
+
+
+def _cautions(result: CompareResult) -> Iterator[str]:
+    for difference in differences({arm.name: arm.settings for arm in result.arms}):
+        if difference.name in result.meant_to_differ:
+            yield f"meant to differ: {difference}"
+    for arm in result.arms:
+        if arm.kind == "endpoint":
+            yield f"{arm.name}: settings unknown; nothing shows that it is set as the others are"
+    rounds = max((m.number + 1 for m in result.measurements if m.kind == "round"), default=0)
+    if rounds < MIN_ROUNDS:
+        yield f"no intervals: they take at least {MIN_ROUNDS} rounds"
+    window_s = sum(m.processor.window_s for m in result.measurements)
+    others = sum(m.processor.others_s for m in result.measurements) / window_s if window_s else 0.0
+    if others > OTHERS_CORES:
+        yield f"other processes used {others:.1f} of the cores meanwhile; absolute times suffer"
+    yield from _shared_cores(result)
+
+
+def _shared_cores(result: CompareResult) -> Iterator[str]:
+    cores = result.host.get("cores")
+    used = max((arm.settings.cores for arm in result.arms if arm.settings is not None), default=0)
+    if isinstance(cores, int) and 0 < cores <= used:
+        yield f"workers have all {cores} cores: router and client take their time from them"
+
+
+def _where(measurement: Measurement) -> str:
+    kind = "round" if measurement.kind == "round" else "probe"
+    return f"{kind} {measurement.number + 1} of {measurement.arm}"

@@ -1,0 +1,122 @@
+"""What `pdserve status` prints for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Row = dict[str, Any]
+
+_NOT_KNOWN = "-"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_EPOCH_SHOWN = 8
+
+
+def show(
+    address: str, workers: Sequence[Row], unpaired: Sequence[Row], console: Console | None = None
+) -> None:
+    """The rows of `pdserve status --json` as tables."""
+    console = console or Console(highlight=False)
+    if not workers:
+        console.print(f"workers of {address}\nNo worker is registered.")
+        return
+    console.print(_load_table(address, workers))
+    moving = [row for row in workers if row["kv"] is not None]
+    if moving:
+        console.print()
+        console.print(_kv_table(moving))
+        for row in moving:
+            console.print(_whereabouts(row), soft_wrap=True)
+    if unpaired:
+        console.print("\n[bold]cannot exchange KV[/], and are never placed together:")
+        for row in unpaired:
+            pair = f"{row['prefill']} and {row['decode']} ({row['model']})"
+            console.print(f"  {escape(pair)}: {escape(row['reason'])}", soft_wrap=True)
+
+
+def _load_table(address: str, rows: Sequence[Row]) -> Table:
+    table = _table(f"workers of {address}", left=("worker", "role", "state", "model"))
+    for name in ("running", "waiting", "KV", "placed", "up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_load_cells(row))
+    table.caption = "KV: cache in use; placed: requests and tokens, by this router"
+    return table
+
+
+def _load_cells(row: Row) -> list[str]:
+    load = row["load"]
+    state = row["state"] if row["answers"] else f"{row['state']}, silent"
+    return [
+        row["worker_id"],
+        row["role"],
+        state,
+        row["model"],
+        *([str(load[x]) for x in ("num_running_reqs", "num_waiting_reqs")] if load else []),
+        *([f"{load['kv_cache_usage']:.0%}"] if load else [_NOT_KNOWN] * 3),
+        f"{row['outstanding_requests']} ({row['outstanding_tokens']} tok)",
+        _NOT_KNOWN if row["uptime_s"] is None else _duration(row["uptime_s"]),
+    ]
+
+
+def _kv_table(rows: Sequence[Row]) -> Table:
+    table = _table("KV blocks pinned for transfers", left=("worker",))
+    for name in ("pinned", "in flight", "leased", "quarantined", "links"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("moved", "failed", "refused"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*_kv_cells(row))
+    table.caption = "pinned = in flight + leased; quarantined: links given up, not known to be idle"
+    return table
+
+
+def _kv_cells(row: Row) -> list[str]:
+    kv = row["kv"]
+    ledger, totals = kv["ledger"], kv["totals"]
+    refused = totals.get("refused_capabilities", 0) + totals.get("refused_grants", 0)
+    return [
+        row["worker_id"],
+        *(str(ledger[f"{x}_blocks"]) for x in ("pinned", "in_flight", "leased")),
+        str(kv["quarantined_slots"]),
+        ", ".join(f"{count} {name}" for name, count in sorted(kv["links"].items())) or "none",
+        _size(totals.get("pushed_bytes", 0) + totals.get("received_bytes", 0)),
+        f"{totals.get('failures', 0):.0f}",
+        f"{refused:.0f}",
+    ]
+
+
+def _whereabouts(row: Row) -> str:
+    debug = row["debug_address"]
+    where = f"http://{debug}/debug/kv" if debug else "no debug face"
+    return f"  {row['worker_id']} (epoch {row['epoch'][:_EPOCH_SHOWN]}): {where}"
+
+
+def _table(title: str, left: Sequence[str]) -> Table:
+    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
+    table.title_justify = table.caption_justify = "left"
+    for name in left:
+        table.add_column(name, overflow="fold", no_wrap=name == "worker")
+    return table
+
+
+def _size(count: float) -> str:
+    """Bytes, to three digits."""
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.3g} {_UNITS[unit]}"
+
+
+def _duration(seconds: float) -> str:
+    """Whole seconds, minutes, hours or days."""
+    for length, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {name}"
+    return f"{seconds:.0f} s"
