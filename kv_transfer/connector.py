@@ -55,13 +55,20 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UnsupportedLayout("models with several kinds of KV cache are not supported")
+        if self._kv_transfer_config.kv_load_failure_policy != "fail":
+            # Recomputed in silence, a first token that was handed over would be sampled twice.
+            raise ConfigError(
+                'kv_load_failure_policy must be "fail"', field="kv_load_failure_policy"
+            )
         self._config = vllm_config
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._shared: SharedMemory | None = None
         self._handshake: PdHandshake | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config.cache_config.block_size)
+            self._scheduler = SchedulerHalf(
+                vllm_config.cache_config.block_size, self._kv_transfer_config.engine_id
+            )
         else:
             self._worker = self._make_worker()
 
@@ -207,5 +214,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return (0,)
 
-    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
-        """Peers are reached at addresses that requests carry."""
+    def set_xfer_handshake_metadata(self, metadata: dict[int, PdHandshake]) -> None:
+        """By tensor-parallel rank. Peers are reached at addresses that requests carry; ours goes
+        into the answers of those that ask for it."""
+        self._scheduler_half().addresses = tuple(
+            metadata[rank].address for rank in sorted(metadata)
+        )

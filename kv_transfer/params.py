@@ -1,22 +1,35 @@
 """The typed view of `kv_transfer_params`, the dictionary by which a request tells the connector its
 part in a transfer. No torch, no vllm.
 
+There are two ways to write it. Whoever joins the answers of both sides, as our router does, hands
+the first token over:
+
 Prefill side: {"role": "source", "transfer_id": str}
 Decode side:  {"role": "target", "transfer_id": str, "source_addresses": ["host:port", ...],
 "source_epoch": str, "capability": str}, the last only where the source checks it. The addresses are
 those of the source's tensor-parallel ranks, in their order. Either, or neither role: {"resume":
 [token, ...]}, the tokens generated elsewhere already. Nothing else may be in it.
+
+Proxies in front of `vllm serve` write vLLM's own names (docs/kv_transfer.md). There the decode side
+samples the first token again, so that its answer is whole and the prefill side's can be dropped:
+
+Prefill side: {"do_remote_decode": true}, with a "transfer_id" where the proxy makes it
+Decode side:  {"do_remote_prefill": true, "transfer_id": str, "source_addresses": ["host:port",
+...], "source_epoch": str, "prompt_digest": str, "capability": str}, which is what the prefill
+side's answer says; the last two may be left out. Keys that are null count as left out.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 MAX_TEXT = 256
@@ -26,29 +39,53 @@ MAX_RANKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SourceParams:
-    """This request's KV goes to the worker that asks for `transfer_id`."""
+    """This request's KV goes to the worker that asks for `transfer_id`. With `resample` the first
+    token does not: the target samples it again. Then the id may be "", for one of our making."""
 
     transfer_id: str
+    resample: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TargetParams:
-    """This request's KV and first token come from the worker whose ranks are at `source_addresses`.
-    `capability` is the right to them (pdserve/capability.py), "" where the source asks for none."""
+    """This request's KV and first token come from the worker whose ranks are at `source_addresses`;
+    with `resample` the KV alone, and the token is sampled here. `capability` is the right to them
+    (pdserve/capability.py), "" where the source asks for none. `prompt_digest`, where given, is of
+    the prompt that the KV is of."""
 
     transfer_id: str
     source_addresses: tuple[str, ...]
     source_epoch: str
     capability: str = field(default="", repr=False)
+    resample: bool = False
+    prompt_digest: str = ""
+
+
+def digest_of(prompt_token_ids: Sequence[int]) -> str:
+    """Tells prompts apart: BLAKE2b of the token ids, 128 bits in hexadecimal."""
+    return blake2b(array("I", prompt_token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 _KEYS: dict[type, frozenset[str]] = {
     type(None): frozenset({"role", "resume"}),
     SourceParams: frozenset({"role", "resume", "transfer_id"}),
     TargetParams: frozenset(
-        {"role", "resume", "transfer_id", "source_addresses", "source_epoch", "capability"},
+        {
+            "role",
+            "resume",
+            "transfer_id",
+            "source_addresses",
+            "source_epoch",
+            "capability",
+            "prompt_digest",
+        },
     ),
 }
+
+
+_VLLM_SWITCHES = frozenset({"do_remote_decode", "do_remote_prefill"})
+# vLLM's scheduler writes this into a prefill answer, and its front end reads it for the usage.
+_VLLM_NOTES = frozenset({"remote_prefill_cached_tokens"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +99,21 @@ class TransferParams:
         """The form that vLLM carries in `SamplingParams.extra_args["kv_transfer_params"]`."""
         out: dict[str, Any] = {"resume": list(self.resume)} if self.resume else {}
         match self.part:
-            case SourceParams(transfer_id):
-                out.update(role="source", transfer_id=transfer_id)
-            case TargetParams(transfer_id, addresses, epoch, capability):
-                out.update(
-                    role="target",
-                    transfer_id=transfer_id,
-                    source_addresses=list(addresses),
-                    source_epoch=epoch,
-                )
-                if capability:
-                    out["capability"] = capability
+            case SourceParams(transfer_id, resample):
+                out |= {"do_remote_decode": True} if resample else {"role": "source"}
+                if transfer_id:
+                    out["transfer_id"] = transfer_id
+            case TargetParams() as part:
+                out |= {"do_remote_prefill": True} if part.resample else {"role": "target"}
+                out |= {
+                    "transfer_id": part.transfer_id,
+                    "source_addresses": list(part.source_addresses),
+                    "source_epoch": part.source_epoch,
+                }
+                if part.capability:
+                    out["capability"] = part.capability
+                if part.prompt_digest:
+                    out["prompt_digest"] = part.prompt_digest
         return out
 
 
@@ -106,12 +147,48 @@ def _is_address(value: object) -> bool:
     return bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 65536
 
 
+def _target(params: Mapping[str, Any], *, resample: bool) -> TargetParams:
+    return TargetParams(
+        _text(params, "transfer_id"),
+        _addresses(params, "source_addresses"),
+        _text(params, "source_epoch"),
+        _text(params, "capability") if "capability" in params else "",
+        resample,
+        _text(params, "prompt_digest") if "prompt_digest" in params else "",
+    )
+
+
+def _parse_vllm_names(params: Mapping[str, Any]) -> TransferParams:
+    given = {key: value for key, value in params.items() if value is not None}
+    for key in _VLLM_SWITCHES:
+        if not isinstance(given.setdefault(key, False), bool):
+            raise _refuse(key, "must be true or false")
+    part: SourceParams | TargetParams | None = None
+    if given["do_remote_decode"]:
+        if given["do_remote_prefill"]:
+            raise _refuse("do_remote_prefill", "cannot go with do_remote_decode")
+        transfer_id = _text(given, "transfer_id") if "transfer_id" in given else ""
+        part = SourceParams(transfer_id, resample=True)
+    elif given["do_remote_prefill"]:
+        part = _target(given, resample=True)
+    _check_keys(given, _KEYS[type(part)] - {"role", "resume"} | _VLLM_SWITCHES | _VLLM_NOTES)
+    return TransferParams(part)
+
+
+def _check_keys(params: Mapping[str, Any], known: frozenset[str]) -> None:
+    for key in params:
+        if key not in known:
+            raise _refuse(str(key), "has no meaning here")
+
+
 def parse(params: Mapping[str, Any] | None) -> TransferParams:
     """Reads `kv_transfer_params`; raises InvalidRequest naming the key."""
     if params is None:
         return TransferParams()
     if not isinstance(params, dict):
         raise InvalidRequest("kv_transfer_params must be an object", field="kv_transfer_params")
+    if not _VLLM_SWITCHES.isdisjoint(params):
+        return _parse_vllm_names(params)
     resume = params.get("resume", ())
     if not isinstance(resume, (list, tuple)) or not all(type(x) is int and x >= 0 for x in resume):
         raise _refuse("resume", "must be a list of token ids")
@@ -122,15 +199,8 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams:
         case "source":
             part = SourceParams(_text(params, "transfer_id"))
         case "target":
-            part = TargetParams(
-                _text(params, "transfer_id"),
-                _addresses(params, "source_addresses"),
-                _text(params, "source_epoch"),
-                _text(params, "capability") if "capability" in params else "",
-            )
+            part = _target(params, resample=False)
         case other:
             raise _refuse("role", f"must be source or target, not {other!r}")
-    for key in params:
-        if key not in _KEYS[type(part)]:
-            raise _refuse(str(key), "has no meaning here")
+    _check_keys(params, _KEYS[type(part)])
     return TransferParams(part, tuple(resume))

@@ -5,14 +5,18 @@ ledger: blocks granted to a source and not yet filled, blocks held for a target 
 acknowledged.
 
 The handed-over token becomes the first *output* token of the decode request, so penalties, seeds,
-minimum and maximum lengths, stop tokens and grammars count it as if it had been sampled here.
+minimum and maximum lengths, stop tokens and grammars count it as if it had been sampled here. Where
+the parameters are in vLLM's own names (params.py) it is not handed over: vLLM computes the last
+prompt token again and samples.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from vllm.v1.request import RequestStatus
 
@@ -26,7 +30,14 @@ from kv_transfer.metadata import (
     Unneeded,
     WorkerOutput,
 )
-from kv_transfer.params import SourceParams, TargetParams, TransferParams, parse
+from kv_transfer.params import (
+    SourceParams,
+    TargetParams,
+    TransferParams,
+    digest_of,
+    parse,
+)
+from pdserve.errors import InvalidRequest
 from pdserve.types import KvLedger
 
 if TYPE_CHECKING:
@@ -39,6 +50,8 @@ if TYPE_CHECKING:
 
     from pdserve.types import ErrorInfo
 
+
+logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 1024
 
@@ -72,25 +85,32 @@ class _Source:
 
 
 class SchedulerHalf:
-    """State: requests by their vLLM-internal id. Changed only by vLLM's calls, on one thread."""
+    """State: requests by their vLLM-internal id. Changed only by vLLM's calls, on one thread.
 
-    def __init__(self, block_size: int) -> None:
+    `epoch` and `addresses` say where this engine's KV is reached; the addresses are those of its
+    tensor-parallel ranks, once their worker halves are up.
+    """
+
+    def __init__(self, block_size: int, epoch: str) -> None:
         self._block_size = block_size
+        self._epoch = epoch
+        self.addresses: tuple[str, ...] = ()
         self._sources: dict[str, _Source] = {}
         self._targets: dict[str, _Target] = {}
         self._in_flight: dict[str, int] = {}  # request id → blocks its source may write to
         self._leased: dict[str, _Lease] = {}  # by request id
         self._replay: dict[str, list[int]] = {}  # tokens a grammar has not been told of yet
         self._pending = StepMetadata()
-        self._arrivals: list[Arrival] = []
+        self._refused: dict[str, str] = {}  # by request id, why; until vLLM lets it be said
+        self._arrivals: dict[str, Arrival] = {}  # of requests that are open, not yet taken
         self._failures: dict[str, ErrorInfo] = {}
 
     # -- what the worker process asks
 
     def take_arrivals(self) -> list[Arrival]:
         """Handed-over tokens that came with the last steps, each once."""
-        arrivals, self._arrivals = self._arrivals, []
-        return arrivals
+        arrivals, self._arrivals = self._arrivals, {}
+        return list(arrivals.values())
 
     def take_failure(self, request_id: str) -> ErrorInfo | None:
         """Why the transfer of this request failed, once."""
@@ -120,20 +140,29 @@ class SchedulerHalf:
     # -- vLLM's calls, in the order of a request's life
 
     def on_new_request(self, request: Request) -> None:
-        """Called as the request enters the scheduler, before anything else."""
-        params: TransferParams = parse(request.kv_transfer_params)
+        """Called as the request enters the scheduler, before anything else. Nothing may be raised
+        here: it would end the engine. What cannot be read becomes a load that fails."""
+        try:
+            params = _params_of(request)
+        except InvalidRequest as error:
+            self._refused[request.request_id] = error.message
+            return
         match params.part:
             case SourceParams() as part:
+                if not part.transfer_id:
+                    part = replace(part, transfer_id=uuid4().hex)
                 self._sources[request.request_id] = _Source(request, part)
                 self._pending.expected.append(SourceExpected(part.transfer_id, request.request_id))
             case TargetParams() as part:
-                self._targets[request.request_id] = _Target(request, part)
+                self._targets[request.request_id] = self._new_target(request, part)
         if params.resume:
             self._append(request, list(params.resume))
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """(tokens whose KV comes from outside, whether it comes asynchronously)."""
         self._replay_grammar(request)
+        if request.request_id in self._refused:
+            return int(request.num_tokens) - computed, True
         target = self._targets.get(request.request_id)
         if target is None or target.load is not _Load.WAITING:
             return 0, False
@@ -142,6 +171,11 @@ class SchedulerHalf:
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has allocated the request's blocks; `external` tokens are to be loaded into them."""
+        refusal = self._refused.pop(request.request_id, None)
+        if refusal is not None:
+            logger.warning("request %s refused: %s", request.request_id, refusal)
+            if external > 0:  # vLLM loads nothing where prompt logprobs are wanted
+                self._pending.refused[request.request_id] = refusal
         target = self._targets.get(request.request_id)
         if target is None or target.load is not _Load.WAITING:
             return
@@ -190,22 +224,35 @@ class SchedulerHalf:
         request_id = request.request_id
         self._pending.resumed.pop(request_id, None)
         self._replay.pop(request_id, None)
+        self._refused.pop(request_id, None)
+        self._arrivals.pop(request_id, None)
         target = self._targets.pop(request_id, None)
         if target is not None:
             self._target_finished(request_id, target)
         source = self._sources.pop(request_id, None)
         if source is None:
             return False, None
-        # A first token that ends the answer leaves nothing to continue: only a cut at max_tokens
-        # is.
-        count = len(list(block_ids))
-        held = request.status == RequestStatus.FINISHED_LENGTH_CAPPED and count > 0
+        # A first token that ends the answer leaves nothing to continue, unless its target samples
+        # it for itself.
+        part, count = source.part, len(list(block_ids))
+        is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        is_stopped = request.status == RequestStatus.FINISHED_STOPPED
+        held = (is_cut or (is_stopped and part.resample)) and count > 0
         self._pending.ended.append(
-            SourceEnded(source.part.transfer_id, tuple(request.output_token_ids), held, request_id)
+            SourceEnded(part.transfer_id, tuple(request.output_token_ids), held, request_id)
         )
         if held:
-            self._leased[request_id] = _Lease(source.part.transfer_id, count)
-        return held, None
+            self._leased[request_id] = _Lease(part.transfer_id, count)
+        if not (held and part.resample):
+            return held, None
+        for_target = TargetParams(
+            part.transfer_id,
+            self.addresses,
+            self._epoch,
+            resample=True,
+            prompt_digest=digest_of(request.prompt_token_ids or ()),
+        )
+        return True, TransferParams(for_target).to_dict()
 
     def worker_output(self, output: KVConnectorOutput) -> None:
         """What the worker half reported with the step."""
@@ -214,12 +261,10 @@ class SchedulerHalf:
             for request_id, arrival in meta.arrivals.items():
                 target = self._targets.get(request_id)
                 if target is not None and target.load is _Load.LOADING:
-                    # The source tells all output tokens of its request, also those resumed there.
-                    new = arrival.token_ids[target.request.num_output_tokens :]
-                    self._append(target.request, list(new))
-                    self._replay_grammar(target.request)
-                    self._arrivals.append(replace(arrival, token_ids=new))
-            self._failures.update(meta.failures)
+                    self._arrivals[request_id] = self._take_over(target, arrival)
+            for request_id, error in meta.failures.items():
+                logger.warning("the KV of request %s did not come: %s", request_id, error.message)
+                self._failures[request_id] = error
             while len(self._failures) > _MAX_FAILURES:  # of requests nobody asks for any more
                 del self._failures[next(iter(self._failures))]
         for request_id in output.finished_recving or ():
@@ -230,6 +275,24 @@ class SchedulerHalf:
             self._leased.pop(request_id, None)
 
     # -- inside
+
+    def _new_target(self, request: Request, part: TargetParams) -> _Target:
+        # vLLM makes n requests of one that asks for n answers. A transfer is for one of them; the
+        # others find its blocks in the prefix cache, or compute.
+        is_known = any(t.part.transfer_id == part.transfer_id for t in self._targets.values())
+        is_copy = part.resample and is_known
+        return _Target(request, part, _Load.OVER if is_copy else _Load.WAITING)
+
+    def _take_over(self, target: _Target, arrival: Arrival) -> Arrival:
+        """Gives the request what its source has sampled, where it takes that; returns the part that
+        is new."""
+        if target.part.resample:
+            return replace(arrival, token_ids=())
+        # The source tells all output tokens of its request, also those resumed there.
+        new = arrival.token_ids[target.request.num_output_tokens :]
+        self._append(target.request, list(new))
+        self._replay_grammar(target.request)
+        return replace(arrival, token_ids=new)
 
     def _wanted(self, request: Request) -> int:
         """Tokens whose KV the source computes: the prompt and what was resumed on both sides. The
@@ -288,3 +351,15 @@ class SchedulerHalf:
             )
         elif request_id in self._in_flight:
             self._pending.cancels.append(part.transfer_id)
+
+
+def _params_of(request: Request) -> TransferParams:
+    """Raises InvalidRequest where the parameters cannot be read or are another prompt's."""
+    params = parse(request.kv_transfer_params)
+    digest = params.part.prompt_digest if isinstance(params.part, TargetParams) else ""
+    if digest and digest != digest_of(request.prompt_token_ids or ()):
+        raise InvalidRequest(
+            "kv_transfer_params.prompt_digest is of another prompt",
+            field="kv_transfer_params.prompt_digest",
+        )
+    return params

@@ -88,6 +88,8 @@ class StepMetadata:
     cancels: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     unneeded: list[Unneeded] = field(default_factory=list)
+    # request id → why its load fails before it begins
+    refused: dict[str, str] = field(default_factory=dict)
     # request id → output tokens that were generated elsewhere, in the step that first schedules it
     resumed: dict[str, list[int]] = field(default_factory=dict)
 

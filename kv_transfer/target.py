@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from pdserve.errors import TransferCorrupted, TransferFailed
+from pdserve.errors import InvalidRequest, TransferCorrupted, TransferFailed
 from pdserve.types import TransferReport
 
 if TYPE_CHECKING:
@@ -162,6 +162,10 @@ class TargetTable(Generic[LinkT]):
             grant.transfer_id, request_id, link, grant, progress_at=now, began_at=now
         )
         return [SendGrant(link, grant)]
+
+    def refuse(self, request_id: str, reason: str) -> None:
+        """The load of this request fails before it begins: nothing is asked of anybody."""
+        self._outcomes.append(Failed(request_id, reason, InvalidRequest.code))
 
     def cancel(self, transfer_id: str, reason: str, now: float) -> list[TargetAction[LinkT]]:
         """The request is wanted no longer. Its blocks stay until the source has answered."""

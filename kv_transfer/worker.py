@@ -74,6 +74,8 @@ class WorkerHalf:
             for s in metadata.starts:
                 grant = Grant(s.transfer_id, s.first_block, s.num_tokens, s.block_ids, s.capability)
                 links.start(s.source_addresses[0], s.source_epoch, s.request_id, grant, now)
+            for request_id, reason in metadata.refused.items():
+                targets.refuse(request_id, reason)
             for transfer_id in metadata.released:
                 links.do_source(sources.release(transfer_id))
             for transfer_id in metadata.cancels:

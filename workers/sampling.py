@@ -8,6 +8,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from kv_transfer.params import SourceParams, TargetParams, TransferParams
+from kv_transfer.params import parse as parse_transfer
 from pdserve.errors import InvalidRequest
 from pdserve.types import Constraint, PositionLogprobs, TokenLogprob
 from workers.engine import DecodePhase, PrefillPhase
@@ -54,6 +55,7 @@ def to_vllm(work: Work) -> VllmSamplingParams:
         raise InvalidRequest(f"n must be 1 on a worker, not {sampling.n}", field="n")
     min_tokens, max_tokens = token_limits(work)
     transfer = transfer_params(work).to_dict()
+    parse_transfer(transfer)
     return VllmSamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,

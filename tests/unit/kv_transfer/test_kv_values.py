@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.layout import KvGeometry, compatibility, runs
-from kv_transfer.params import MAX_TEXT, SourceParams, TargetParams, TransferParams, parse
+from kv_transfer.params import (
+    MAX_TEXT,
+    SourceParams,
+    TargetParams,
+    TransferParams,
+    digest_of,
+    parse,
+)
 from kv_transfer.settings import KvSettings, from_extra_config
 from pdserve.capability import KEY_BYTES, CapabilityKey
 from pdserve.errors import ConfigError, InvalidRequest
@@ -20,6 +27,12 @@ TARGET = {
     "role": "target",
     "transfer_id": "t",
     "source_addresses": ["127.0.0.1:5000"],
+    "source_epoch": "e",
+}
+FETCH = {
+    "do_remote_prefill": True,
+    "transfer_id": "t",
+    "source_addresses": ["h:1"],
     "source_epoch": "e",
 }
 
@@ -34,10 +47,39 @@ TARGET = {
         TransferParams(TargetParams("t", ("host:1",), "e"), (0,)),
         TransferParams(TargetParams("t", ("host:1", "host:2"), "e", "1.right"), (0,)),
         TransferParams(TargetParams("t" * MAX_TEXT, ("[::1]:65535",), "e")),
+        TransferParams(TargetParams("t", ("host:1",), "e", prompt_digest=digest_of([1, 2]))),
+        TransferParams(SourceParams("", resample=True)),
+        TransferParams(SourceParams("t", resample=True)),
+        TransferParams(TargetParams("t", ("host:1",), "e", "1.right", True, digest_of([]))),
     ],
 )
 def test_transfer_params_are_read_as_they_were_written(params: TransferParams) -> None:
     assert parse(params.to_dict()) == params
+
+
+NOTHING = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+
+
+@pytest.mark.parametrize(
+    ("params", "part"),
+    [
+        ({"do_remote_decode": True, "do_remote_prefill": False}, SourceParams("", resample=True)),
+        ({"do_remote_prefill": False, "do_remote_decode": None}, None),
+        (
+            {**FETCH, "do_remote_decode": False, "remote_prefill_cached_tokens": 3},
+            TargetParams("t", ("h:1",), "e", resample=True),
+        ),
+    ],
+)
+def test_what_proxies_write_for_vllms_own_connectors_is_understood(
+    params: dict[str, Any], part: SourceParams | TargetParams | None
+) -> None:
+    assert parse({**params, **NOTHING}).part == part
+
+
+def test_a_digest_tells_prompts_apart() -> None:
+    prompts = [[], [0], [0, 0], [1, 2], [2, 1], [1 << 17, 1]]
+    assert len({digest_of(prompt) for prompt in prompts}) == len(prompts)
 
 
 def test_no_transfer_params_ask_for_nothing() -> None:
@@ -55,7 +97,17 @@ def test_no_transfer_params_ask_for_nothing() -> None:
         ({"role": "source", "transfer_id": "t" * (MAX_TEXT + 1)}, "transfer_id"),
         ({"role": "source", "transfer_id": "t", "source_epoch": "e"}, "source_epoch"),
         ({"transfer_id": "t"}, "transfer_id"),
-        ({"do_remote_prefill": True}, "do_remote_prefill"),
+        ({"do_remote_prefill": True}, "transfer_id"),
+        ({"do_remote_prefill": 1}, "do_remote_prefill"),
+        ({"do_remote_decode": "true"}, "do_remote_decode"),
+        ({"do_remote_prefill": True, "do_remote_decode": True}, "do_remote_prefill"),
+        ({**FETCH, "source_epoch": None}, "source_epoch"),
+        ({**FETCH, "prompt_digest": 7}, "prompt_digest"),
+        ({**FETCH, "role": "target"}, "role"),
+        ({**FETCH, "resume": [1]}, "resume"),
+        ({**FETCH, "remote_engine_id": "e"}, "remote_engine_id"),
+        ({"do_remote_decode": True, "source_epoch": "e"}, "source_epoch"),
+        ({"do_remote_decode": False, "transfer_id": "t"}, "transfer_id"),
         ({**TARGET, "transfer_id": None}, "transfer_id"),
         ({**TARGET, "source_epoch": ""}, "source_epoch"),
         ({**TARGET, "capability": ""}, "capability"),

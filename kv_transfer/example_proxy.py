@@ -1,0 +1,108 @@
+"""A small proxy that joins two plain `vllm serve` processes with PdConnector, as an example of how
+little that takes; docs/kv_transfer.md has the commands and the contract.
+
+    python -m kv_transfer.example_proxy --prefill http://HOST:PORT --decode http://HOST:PORT
+
+Prefill gets the request for one token. Its answer says where the KV is, and decode gets the whole
+request with that. With `--at-once` that is how the proxy learns where prefill's KV is; from then on
+it makes the transfer ids itself and sends to both at the same time, so that blocks travel while
+prefill computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+Body = dict[str, Any]
+# What would make prefill say more than one token.
+_NOT_FOR_PREFILL = frozenset({"n", "min_tokens", "max_completion_tokens", "stream_options"})
+
+
+class Proxy:
+    """State: where prefill's KV is, once an answer has said it."""
+
+    def __init__(self, prefill: str, decode: str, *, at_once: bool) -> None:
+        self._prefill, self._decode, self._at_once = prefill, decode, at_once
+        self._source: Body = {}
+        self._client: aiohttp.ClientSession
+
+    async def session(self, _: web.Application) -> AsyncIterator[None]:
+        """Owns the connections to both servers for as long as the proxy serves."""
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as self._client:
+            yield
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """One request on its way through both servers."""
+        body = await request.json()
+        if not (self._at_once and self._source):
+            kv = await self._run_prefill(request.path, body, {"do_remote_decode": True})
+            return await self._run_decode(request, {**body, "kv_transfer_params": kv})
+        transfer = {"transfer_id": uuid.uuid4().hex}
+        kv = {"do_remote_prefill": True, **transfer, **self._source}
+        prefill = asyncio.create_task(
+            self._run_prefill(request.path, body, {"do_remote_decode": True, **transfer})
+        )
+        try:
+            return await self._run_decode(request, {**body, "kv_transfer_params": kv})
+        finally:
+            prefill.cancel()  # if it is not over, nobody waits for its KV any more
+            await asyncio.gather(prefill, return_exceptions=True)
+
+    async def _run_prefill(self, path: str, body: Body, kv: Body) -> Body | None:
+        """One token, which decode will sample again. Returns what decode has to be told; a prefill
+        that fails costs the answer nothing, for decode computes the prompt then."""
+        short = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
+        short |= {"max_tokens": 1, "stream": False, "kv_transfer_params": kv}
+        try:
+            async with self._client.post(self._prefill + path, json=short) as answer:
+                found: Body | None = (await answer.json()).get("kv_transfer_params")
+        except aiohttp.ClientError:
+            found = None
+        self._source = {k: v for k, v in (found or {}).items() if k.startswith("source_")}
+        return found
+
+    async def _run_decode(self, request: web.Request, body: Body) -> web.StreamResponse:
+        """The whole answer, as it comes."""
+        async with self._client.post(self._decode + request.path, json=body) as answer:
+            piece = await answer.content.readany()
+            failed = answer.status == 500 or piece.startswith(b'data: {"error"')
+            if failed and body["kv_transfer_params"] is not None:
+                self._source = {}  # its KV did not come: it may have been started again
+                return await self._run_decode(request, {**body, "kv_transfer_params": None})
+            response = web.StreamResponse(status=answer.status)
+            response.content_type = answer.content_type
+            await response.prepare(request)
+            while piece:
+                await response.write(piece)
+                piece = await answer.content.readany()
+            await response.write_eof()
+            return response
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prefill", required=True, metavar="URL")
+    parser.add_argument("--decode", required=True, metavar="URL")
+    parser.add_argument("--at-once", action="store_true", help="do not wait for prefill's answer")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    options = parser.parse_args()
+    proxy = Proxy(options.prefill, options.decode, at_once=options.at_once)
+    app = web.Application(client_max_size=64 << 20)
+    app.cleanup_ctx.append(proxy.session)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        app.router.add_post(path, proxy.answer)
+    web.run_app(app, host=options.host, port=options.port)
+
+
+if __name__ == "__main__":
+    main()

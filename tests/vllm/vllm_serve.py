@@ -1,0 +1,153 @@
+"""A plain `vllm serve` as a process of its own, with nothing of pdserve but the connector."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = Path(__file__).parents[2]
+READY_S = 300.0
+END_S = 60.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago: neither server can be told to take any."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class Served:
+    """A server process at `url`. `close` leaves nothing of it."""
+
+    def __init__(
+        self, command: list[str], log: Path, path: Path = ROOT, env: Mapping[str, str] | None = None
+    ) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        python_path = f"{ROOT}{os.pathsep}{path}"
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, "--host", "127.0.0.1", "--port", str(port)],
+                cwd=log.parent,
+                env={**os.environ, **threads, **quiet, "PYTHONPATH": python_path, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    async def until_ready(self, path: str = "/health") -> None:
+        """Waits until it answers."""
+        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as client:
+            while True:
+                assert self.process.poll() is None, self.log
+                try:
+                    async with client.get(self.url + path):
+                        return
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.1)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        """Status and JSON of an answer."""
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(self.url + path, json=body) as answer,
+        ):
+            return answer.status, await answer.json()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """One of vLLM's metrics, summed over the labels that are not given."""
+        async with aiohttp.ClientSession() as client, client.get(f"{self.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        found = [x for x in lines if x.startswith(name + "{") and all(w in x for w in wanted)]
+        assert found, f"{name} {labels} is no metric"
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def kill(self) -> None:
+        """SIGKILL to it and to what it started: no one gets to say anything."""
+        every = [*self.children(), psutil.Process(self.process.pid)]
+        for each in every:
+            each.kill()
+        self.process.wait(END_S)
+        psutil.wait_procs(every, END_S)
+
+    def close(self) -> list[psutil.Process]:
+        """Asks it to end; returns those of its processes that did not, killed by now."""
+        if self.process.poll() is not None:
+            return []
+        children = self.children()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(END_S)
+        _, left = psutil.wait_procs(children, END_S)
+        for each in left:
+            each.kill()
+        return left
+
+
+def vllm_serve(
+    model: Path,
+    directory: Path,
+    name: str,
+    kv: Mapping[str, Any],
+    *,
+    env: Mapping[str, str] | None = None,
+) -> Served:
+    """`vllm serve MODEL --kv-transfer-config ...` as docs/kv_transfer.md has it, in float32."""
+    # The CPU package's command looks for its version under the name of the GPU package.
+    metadata = directory / "vllm-0.32.0.dist-info" / "METADATA"
+    metadata.parent.mkdir(exist_ok=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    config = {
+        "kv_connector": "PdConnector",
+        "kv_connector_module_path": "kv_transfer.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": dict(kv),
+    }
+    options = {
+        "--served-model-name": "tiny",
+        "--dtype": "float32",
+        "--block-size": "32",
+        "--kv-cache-memory-bytes": str(64 << 20),
+        "--max-num-batched-tokens": "256",
+        "--kv-transfer-config": json.dumps(config),
+    }
+    flat = [text for option in options.items() for text in option]
+    program = str(Path(sys.executable).parent / "vllm")
+    command = [program, "serve", str(model), *flat, "--enforce-eager"]
+    return Served(command, directory / f"{name}.log", directory, env)
+
+
+def example_proxy(prefill: Served, decode: Served, directory: Path, *options: str) -> Served:
+    """The proxy that the documentation shows."""
+    urls = ["--prefill", prefill.url, "--decode", decode.url]
+    command = ["-m", "kv_transfer.example_proxy", *urls, *options]
+    return Served(command, directory / "proxy.log")
