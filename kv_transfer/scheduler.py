@@ -4,8 +4,7 @@ It knows which requests take part in a transfer, reserves nothing itself (vLLM d
 ledger: blocks granted to a source and not yet filled, blocks held for a target and not yet
 acknowledged.
 
-The handed-over token becomes the first *output* token of the decode request, so penalties, seeds,
-minimum and maximum lengths, stop tokens and grammars count it as if it had been sampled here. Where
+The handed-over token becomes the first output token of the decode request (continuation.py). Where
 the parameters are in vLLM's own names (params.py) it is not handed over: vLLM computes the last
 prompt token again and samples.
 """
@@ -20,6 +19,7 @@ from uuid import uuid4
 
 from vllm.v1.request import RequestStatus
 
+from kv_transfer.continuation import Continuations
 from kv_transfer.metadata import (
     Arrival,
     SourceEnded,
@@ -99,7 +99,7 @@ class SchedulerHalf:
         self._targets: dict[str, _Target] = {}
         self._in_flight: dict[str, int] = {}  # request id → blocks its source may write to
         self._leased: dict[str, _Lease] = {}  # by request id
-        self._replay: dict[str, list[int]] = {}  # tokens a grammar has not been told of yet
+        self._continuations = Continuations()
         self._pending = StepMetadata()
         self._refused: dict[str, str] = {}  # by request id, why; until vLLM lets it be said
         self._arrivals: dict[str, Arrival] = {}  # of requests that are open, not yet taken
@@ -156,11 +156,11 @@ class SchedulerHalf:
             case TargetParams() as part:
                 self._targets[request.request_id] = self._new_target(request, part)
         if params.resume:
-            self._append(request, list(params.resume))
+            self._continuations.append(request, params.resume)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
         """(tokens whose KV comes from outside, whether it comes asynchronously)."""
-        self._replay_grammar(request)
+        self._continuations.replay_grammar(request)
         if request.request_id in self._refused:
             return int(request.num_tokens) - computed, True
         target = self._targets.get(request.request_id)
@@ -210,9 +210,7 @@ class SchedulerHalf:
     def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """What the worker half needs for the step that `output` describes."""
         metadata, self._pending = self._pending, StepMetadata()
-        scheduled = {data.req_id for data in output.scheduled_new_reqs}
-        for request_id in [r for r in metadata.resumed if r not in scheduled]:
-            self._pending.resumed[request_id] = metadata.resumed.pop(request_id)
+        metadata.resumed = self._continuations.take_resumed(output)
         for request_id, source in self._sources.items():
             self._source_progress(request_id, source, output, metadata)
         return metadata
@@ -222,8 +220,7 @@ class SchedulerHalf:
     ) -> tuple[bool, dict[str, Any] | None]:
         """(whether vLLM must keep the blocks until we say so, parameters for the output)."""
         request_id = request.request_id
-        self._pending.resumed.pop(request_id, None)
-        self._replay.pop(request_id, None)
+        self._continuations.finished(request_id)
         self._refused.pop(request_id, None)
         self._arrivals.pop(request_id, None)
         target = self._targets.pop(request_id, None)
@@ -290,37 +287,14 @@ class SchedulerHalf:
             return replace(arrival, token_ids=())
         # The source tells all output tokens of its request, also those resumed there.
         new = arrival.token_ids[target.request.num_output_tokens :]
-        self._append(target.request, list(new))
-        self._replay_grammar(target.request)
+        self._continuations.append(target.request, new)
+        self._continuations.replay_grammar(target.request)
         return replace(arrival, token_ids=new)
 
     def _wanted(self, request: Request) -> int:
         """Tokens whose KV the source computes: the prompt and what was resumed on both sides. The
         token that it samples after them comes along."""
         return int(request.num_tokens)
-
-    def _append(self, request: Request, tokens: list[int]) -> None:
-        """Gives the request tokens that were generated elsewhere, as if it had been preempted after
-        generating them. Runner V2 (GPU) reads them from the request; V1 is told through
-        `resumed`."""
-        request.append_output_token_ids(tokens)
-        # The scheduler asserts that a first prefill computes no more than the prompt.
-        request.prefill_stats = None
-        self._pending.resumed[request.request_id] = [int(t) for t in request.output_token_ids]
-        if request.structured_output_request is not None:
-            self._replay.setdefault(request.request_id, []).extend(tokens)
-
-    def _replay_grammar(self, request: Request) -> None:
-        """Moves a compiled grammar past the tokens that were generated elsewhere."""
-        structured = request.structured_output_request
-        if structured is None or request.request_id not in self._replay:
-            return
-        grammar = structured.grammar
-        if grammar is None or isinstance(grammar, Exception):
-            return
-        tokens = self._replay.pop(request.request_id)
-        structured.reasoning_ended = True
-        grammar.accept_tokens(request.request_id, tokens)
 
     def _source_progress(
         self, request_id: str, source: _Source, output: SchedulerOutput, metadata: StepMetadata
