@@ -16,7 +16,7 @@ class TransferCounters:
     # Making digests, as source and as target.
     digest_s: float = 0.0
     # Chunks that came here and did not have their digest.
-    damaged_chunks: int = 0
+    digest_mismatches: int = 0
     failures: int = 0
     downgrades: int = 0
     # Asked for without a right to it.

@@ -269,7 +269,7 @@ class Links:
         now = time.monotonic()
         with self.lock:
             self.counters.digest_s += now - received
-            self.counters.damaged_chunks += not intact
+            self.counters.digest_mismatches += not intact
             self.do_target(self.targets.end_chunk(chunk, now, intact=intact))
         if not intact:
             logger.warning(

@@ -115,7 +115,7 @@ class TargetTransfer(Generic[LinkT]):
     received_blocks: int = 0
     received_bytes: int = 0
     writing: bool = False  # our own reader thread is putting a chunk in place
-    damaged_chunks: int = 0
+    digest_mismatches: int = 0
     awaits_again: bool = False  # until the block that was asked for again comes
     reason: str = ""
     code: str = TransferFailed.code
@@ -246,7 +246,7 @@ class TargetTable(Generic[LinkT]):
                 transfer.received_bytes,
                 transfer.received_blocks,
                 transport,
-                transfer.damaged_chunks,
+                transfer.digest_mismatches,
             )
             self._outcomes.append(Received(transfer.request_id, tuple(done.token_ids), report))
         return [SendAck(link, done.transfer_id)]
@@ -307,10 +307,10 @@ class TargetTable(Generic[LinkT]):
     def _damaged(
         self, transfer: TargetTransfer[LinkT], chunk: Chunk, now: float
     ) -> list[TargetAction[LinkT]]:
-        transfer.damaged_chunks += 1
+        transfer.digest_mismatches += 1
         if transfer.state is not TargetState.RECEIVING:
             return []
-        if transfer.damaged_chunks == 1:
+        if transfer.digest_mismatches == 1:
             transfer.awaits_again = True
             return [SendAgain(transfer.link, transfer.transfer_id, chunk.first)]
         transfer.code = TransferCorrupted.code

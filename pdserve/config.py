@@ -46,6 +46,13 @@ class RouterConfig:
         minimum=0.1,
         maximum=3600,
     )
+    quarantine_s: float = key(
+        60.0,
+        "How long a prefill and a decode worker are kept apart when KV between them came damaged "
+        "twice; 0 never does.",
+        minimum=0,
+        maximum=86400,
+    )
     max_body_bytes: int = key(
         8 * 1024 * 1024, "Largest HTTP body or gRPC message taken from a client.", minimum=1024
     )

@@ -140,15 +140,15 @@ class PositionLogprobs:
 @dataclass(frozen=True, slots=True)
 class TransferReport:
     """A finished transfer. `transfer_s` is the time in which bytes were moving, `exposed_s` the
-    time from the end of prefill to the last byte. `damaged_chunks` did not have the digest that
-    came with them and were sent again."""
+    time from the end of prefill to the last byte. `digest_mismatches` counts the chunks that came
+    damaged and were sent again."""
 
     transfer_s: float
     exposed_s: float
     bytes: int
     blocks: int
     transport: str
-    damaged_chunks: int = 0
+    digest_mismatches: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ def report_from_pb(message: w.PhaseReport) -> t.PhaseReport:
     if message.HasField("transfer"):
         x = message.transfer
         transfer = t.TransferReport(
-            x.transfer_s, x.exposed_s, x.bytes, x.blocks, x.transport, x.damaged_chunks
+            x.transfer_s, x.exposed_s, x.bytes, x.blocks, x.transport, x.digest_mismatches
         )
     return t.PhaseReport(
         message.queue_s, message.prefill_s, message.decode_s, message.cached_tokens, transfer

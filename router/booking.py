@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ContextLengthExceeded
@@ -11,16 +12,20 @@ from router.pool import Charge
 
 if TYPE_CHECKING:
     from pdserve.types import GenerateRequest
+    from router.fleet import Fleet
     from router.placement import Placement, Policy
-    from router.pool import Member, WorkerPool
+    from router.pool import Member
+    from router.quarantine import Pair
 
 
 class Booking:
-    """A placement and its charges. Releasing again does nothing."""
+    """A placement and its charges. Releasing again does nothing. `is_trial` says that a pair which
+    was quarantined is tried with it."""
 
-    __slots__ = ("decode", "decode_charge", "prefill", "prefill_charge")
+    __slots__ = ("decode", "decode_charge", "is_trial", "prefill", "prefill_charge")
 
     def __init__(self, placement: Placement, demand: Demand) -> None:
+        self.is_trial = False
         self.decode: Member = placement.decode
         self.prefill: Member | None = placement.prefill
         self.prefill_charge: Charge | None = None
@@ -29,6 +34,11 @@ class Booking:
         else:
             self.prefill_charge = Charge(placement.prefill, prompt_tokens=demand.prompt_tokens)
             self.decode_charge = Charge(placement.decode, kv_tokens=demand.kv_tokens)
+
+    @property
+    def pair(self) -> Pair | None:
+        """The workers that exchange KV."""
+        return None if self.prefill is None else (self.prefill.worker_id, self.decode.worker_id)
 
     def release(self) -> None:
         self.decode_charge.release()
@@ -44,10 +54,11 @@ def whole_charge(member: Member, demand: Demand) -> Charge:
 
 
 class Booker:
-    """Places requests over a pool by a policy. State: the count of placements, to break ties."""
+    """Places requests over a fleet by a policy. State: the count of placements, to break ties."""
 
-    def __init__(self, pool: WorkerPool, policy: Policy) -> None:
-        self._pool = pool
+    def __init__(self, fleet: Fleet, policy: Policy) -> None:
+        self._fleet = fleet
+        self._pool = fleet.pool
         self._policy = policy
         self._turn = 0
 
@@ -79,11 +90,18 @@ class Booker:
 
     def book(self, demand: Demand) -> Booking | None:
         """A placement now, or None where room must be waited for. Raises Unavailable."""
+        now = self._fleet.now()
+        barred = self._fleet.quarantine.closed(now)
+        if barred:
+            demand = replace(demand, barred=barred)
         placement = self._policy(self._pool.of_model(demand.model), demand, self._turn)
         if placement is None:
             return None
         self._turn += 1
-        return Booking(placement, demand)
+        booking = Booking(placement, demand)
+        if booking.pair is not None:
+            booking.is_trial = self._fleet.quarantine.tries(booking.pair, now)
+        return booking
 
     def book_recompute(self, demand: Demand) -> tuple[Member, Charge]:
         """A worker that goes on with an admitted request alone. Raises Unavailable."""

@@ -46,13 +46,18 @@ class Coordinator:
         self.metrics = metrics or RouterMetrics()
         self._fleet = fleet
         self._admission = Admission(limits or AdmissionLimits())
-        self._booker = Booker(fleet.pool, policy)
+        self._booker = Booker(fleet, policy)
         self._request_timeout_s = request_timeout_s
         self._buffer_limits = buffer_limits
         self._open_requests = 0
         # Room or a worker may have come: those who wait try again.
         fleet.subscribe(self._admission.wake)
         self.metrics.watch_pool(fleet.pool)
+        self.metrics.watch_gauge(
+            "kv_quarantined_pairs",
+            "Pairs of workers that are kept apart because KV between them came damaged.",
+            lambda: len(fleet.quarantine.closed(fleet.now())),
+        )
         self.metrics.watch_gauge(
             "requests_running", "Requests admitted.", lambda: self._admission.running
         )

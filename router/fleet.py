@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Self
 
 from pdserve.kv_pairs import unpaired
 from router.pool import CloseLink, OpenLink, WorkerPool
+from router.quarantine import Quarantine
 from router.worker_link import WorkerLink
 
 if TYPE_CHECKING:
@@ -34,10 +35,12 @@ class Fleet:
         *,
         router_id: str,
         lease_s: float = 5.0,
+        quarantine_s: float = 60.0,
         link_settings: LinkSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = WorkerPool(lease_s)
+        self.quarantine = Quarantine(quarantine_s)
         self._router_id = router_id
         self._link_settings = link_settings
         self._clock = clock
@@ -80,7 +83,7 @@ class Fleet:
         return self.pool.lease_s
 
     def now(self) -> float:
-        """The clock that leases are counted on."""
+        """The clock that leases and quarantines are counted on."""
         return self._clock()
 
     def register(self, info: WorkerInfo, kv_key: CapabilityKey | None = None) -> None:

@@ -13,7 +13,13 @@ import uuid
 from typing import TYPE_CHECKING
 
 from pdserve import deadline as deadlines
-from pdserve.errors import Cancelled, DeadlineExceeded, PdserveError, Unavailable
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    PdserveError,
+    TransferCorrupted,
+    Unavailable,
+)
 from pdserve.types import StreamDelta
 from router.answer import AnswerDelta
 from router.handoff import (
@@ -75,6 +81,8 @@ class _LegStream:
             self._charge.prefilled()
         if delta.finish_reason is not None:
             self._charge.release()
+            if self._leg.kind is LegKind.DECODE:
+                self._flight.judge_pair(delta)
         self._flight.perform(self._flight.handoff.on_delta(self._leg, delta))
 
     def on_token(self, token_id: int, text: str) -> None:
@@ -116,6 +124,7 @@ class Flight:
         self._submissions = SubmissionBuilder(request, deadline)
         self._streams: dict[Leg, _LegStream] = {}
         self._grant: Grant[Booking] | None = None
+        self._booking: Booking | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._arrived = time.monotonic()
         self._admission_s = 0.0
@@ -132,10 +141,11 @@ class Flight:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
         self._submit_booking(grant.reservation)
 
-    def _submit_booking(self, booking: Booking) -> None:
+    def _submit_booking(self, booking: Booking, resume: tuple[int, ...] = ()) -> None:
+        self._booking = booking
         decode, prefill = booking.decode, booking.prefill
         if prefill is None or booking.prefill_charge is None:
-            self._submit_whole(decode, booking.decode_charge, ())
+            self._submit_whole(decode, booking.decode_charge, resume)
             return
         transfer_id = uuid.uuid4().hex
         prefill_leg = Leg(LegKind.PREFILL, prefill.worker_id, prefill.info.role)
@@ -144,8 +154,8 @@ class Flight:
         # Both streams are known before either is sent, so that a failure finds both to end.
         decode_stream = self._stream(decode_leg, decode, booking.decode_charge)
         prefill_stream = self._stream(prefill_leg, prefill, booking.prefill_charge)
-        decode_stream.submit(self._submissions.decode(transfer_id, prefill, decode))
-        prefill_stream.submit(self._submissions.prefill(transfer_id))
+        decode_stream.submit(self._submissions.decode(transfer_id, prefill, decode, resume))
+        prefill_stream.submit(self._submissions.prefill(transfer_id, resume))
 
     def _submit_whole(self, member: Member, charge: Charge, resume: tuple[int, ...]) -> None:
         leg = Leg(LegKind.WHOLE, member.worker_id, member.info.role)
@@ -155,6 +165,18 @@ class Flight:
     def _stream(self, leg: Leg, member: Member, charge: Charge) -> _LegStream:
         stream = self._streams[leg] = _LegStream(self, leg, member, charge)
         return stream
+
+    def judge_pair(self, last: StreamDelta) -> None:
+        """Decode's last delta tells whether KV came whole: before another pair is looked for."""
+        if self._booking is None or self._booking.pair is None:
+            return
+        pair = self._booking.pair
+        if last.error is not None and last.error.code == TransferCorrupted.code:
+            self.fleet.quarantine.strike(pair, self.fleet.now())
+            logger.warning("KV from worker %s to %s: %s", *pair, last.error.message)
+        elif self._booking.is_trial and last.report is not None and last.report.transfer:
+            self.fleet.quarantine.whole(pair)
+            logger.info("KV from worker %s to %s comes whole again", *pair)
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out what the handoff decided, in order, until the request is over."""
@@ -241,7 +263,10 @@ class Flight:
                 booking = self._booker.book(demand)
                 if booking is None:
                     raise Unavailable(f"no decode worker of model {demand.model} has room")
-                self._submit_booking(booking)
+                if action.resume and booking.prefill is None:
+                    booking.release()
+                    raise Unavailable(f"no other pair of model {demand.model} is ready")
+                self._submit_booking(booking, action.resume)
             else:
                 member, charge = self._booker.book_recompute(demand)
                 self._submit_whole(member, charge, action.resume)

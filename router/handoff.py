@@ -11,9 +11,10 @@ So whatever comes from decode before the first token, its failure included, wait
 token: then either the answer ends with it, and decode's failure was its consequence, or the answer
 goes on from it.
 
-Failures become bounded fallbacks. Prefill that fails before the first token is tried once more,
-both sides anew; everything else is recomputed elsewhere from prompt and delivered tokens. Tokens
-that were delivered are never repeated or changed.
+Failures become bounded fallbacks. Prefill that fails before its token is tried once more, both
+sides anew, and so is one whose KV came damaged: by another pair, after the delivered tokens.
+Everything else is recomputed elsewhere from prompt and delivered tokens. Tokens that were delivered
+are never repeated or changed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pdserve.errors import (
     InternalError,
     Overloaded,
     PdserveError,
+    TransferCorrupted,
     TransferFailed,
     Unavailable,
     WorkerFailed,
@@ -100,8 +102,8 @@ class CancelLeg:
 
 @dataclass(frozen=True, slots=True)
 class Resubmit:
-    """Place and submit the request anew, then call `open_pair` or `open_whole`, or `unplaced` where
-    there is no worker. A recompute goes on after `resume`; `avoid` is the worker that failed."""
+    """Place and submit the request anew, after the tokens of `resume`; then call `open_pair` or
+    `open_whole`, or `unplaced` where there is no worker. `avoid` is the worker that failed."""
 
     step: Step
     resume: tuple[int, ...]
@@ -123,6 +125,8 @@ class Handoff:
     fallbacks: list[str] = field(default_factory=list)
     first_token_leg: Leg | None = None
     done: bool = False
+    # The pair's prefill has not given its token yet.
+    _joining: bool = False
     # Decode's deltas, or its failure, that came before the first token.
     _early: list[StreamDelta | PdserveError] = field(default_factory=list)
     _holder: Leg | None = None
@@ -130,6 +134,7 @@ class Handoff:
     def open_pair(self, prefill: Leg, decode: Leg) -> None:
         """Both phases were submitted, each to its worker."""
         self.legs += (prefill, decode)
+        self._joining = True
 
     def open_whole(self, leg: Leg) -> None:
         """Both phases were submitted to one worker."""
@@ -139,7 +144,7 @@ class Handoff:
         """A delta of a leg; those of closed legs are stale and dropped."""
         if not leg.open:
             return _NOTHING
-        if leg.kind is LegKind.DECODE and not self.tokens:
+        if leg.kind is LegKind.DECODE and self._joining:
             return self._early_event(leg, delta, _failure(leg, delta))
         if leg.kind is LegKind.DECODE and self._holder is not None and delta.error is None:
             self._holder.holds = False
@@ -151,7 +156,7 @@ class Handoff:
     def goes_on(self, leg: Leg, token_id: int) -> bool:
         """Takes a token that changes nothing but the text; False, having taken nothing, where
         `on_delta` has to be asked."""
-        if not leg.open or not self.tokens or self._holder is not None:
+        if not leg.open or not self.tokens or self._joining or self._holder is not None:
             return False
         self.tokens.append(token_id)
         return True
@@ -160,7 +165,7 @@ class Handoff:
         """A leg's stream broke."""
         if not leg.open:
             return _NOTHING
-        if leg.kind is LegKind.DECODE and not self.tokens:
+        if leg.kind is LegKind.DECODE and self._joining:
             return self._early_event(leg, error, error)
         return self._failed(leg, error)
 
@@ -185,11 +190,12 @@ class Handoff:
         return _NOTHING
 
     def _deliver(self, leg: Leg, delta: StreamDelta) -> Sequence[Action]:
-        if self.tokens or not delta.token_ids:
-            self.tokens += delta.token_ids
-            return (Deliver(delta),)
-        self.first_token_leg = leg
+        if not self.tokens and delta.token_ids:
+            self.first_token_leg = leg
         self.tokens += delta.token_ids
+        if not self._joining or not delta.token_ids:
+            return (Deliver(delta),)
+        self._joining = False
         actions: list[Action] = [Deliver(delta)]
         early, self._early = self._early, []
         decode = next((x for x in self.legs if x.open and x.kind is LegKind.DECODE), None)
@@ -209,7 +215,7 @@ class Handoff:
         leg.open = False
         reason = delta.finish_reason or FinishReason.STOP
         if leg.kind is LegKind.PREFILL and reason is FinishReason.LENGTH:
-            if not self.tokens and not delta.token_ids:
+            if self._joining and not delta.token_ids:
                 error = InternalError(f"worker {leg.worker_id} ended prefill without a token")
                 return self._fail(error)
             leg.holds, self._holder = True, leg
@@ -221,17 +227,31 @@ class Handoff:
 
     def _failed(self, leg: Leg, error: PdserveError) -> Sequence[Action]:
         leg.open = False
-        if leg.kind is LegKind.PREFILL and self.tokens:
+        if leg.kind is LegKind.PREFILL and not self._joining:
             # Decode has all that it needs, or will say that it has not.
             return _NOTHING
         if not isinstance(error, RETRYABLE):
             return self._fail(error)
         if leg.kind is LegKind.PREFILL:
             return self._fall_back(Step.PREFILL_RETRY, leg, error)
+        if isinstance(error, TransferCorrupted) and leg.kind is LegKind.DECODE:
+            return self._on_corrupted(leg, error)
         return self._fall_back(Step.RECOMPUTE, leg, error)
+
+    def _on_corrupted(self, leg: Leg, error: PdserveError) -> Sequence[Action]:
+        # Another pair's prefill would give one token, and its decode at least one more.
+        if self._has_retried or len(self.tokens) + 1 >= self.max_tokens:
+            return self._fall_back(Step.RECOMPUTE, leg, error)
+        source = next(x for x in reversed(self.legs) if x.kind is LegKind.PREFILL)
+        return self._fall_back(Step.PREFILL_RETRY, source, error)
+
+    @property
+    def _has_retried(self) -> bool:
+        return any(name.startswith(Step.PREFILL_RETRY) for name in self.fallbacks)
 
     def _fall_back(self, step: Step, leg: Leg, error: PdserveError) -> Sequence[Action]:
         self._early.clear()
+        self._joining = False
         if len(self.tokens) >= self.max_tokens:
             # All tokens came; only the word that they were the last is missing.
             return self._finish(StreamDelta(0), FinishReason.LENGTH)
@@ -239,7 +259,7 @@ class Handoff:
             return self._fail(
                 type(error)(f"{error.message} (after {' and '.join(self.fallbacks)})")
             )
-        if any(name.startswith(Step.PREFILL_RETRY) for name in self.fallbacks):
+        if self._has_retried:
             step = Step.RECOMPUTE
         self.fallbacks.append(f"{step}:{error.code}")
         resubmit = Resubmit(step, tuple(self.tokens), leg.worker_id, error)

@@ -67,7 +67,11 @@ class RouterServer:
     async def _start(self) -> RouterAddresses:
         config = self._config
         fleet = await self._stack.enter_async_context(
-            Fleet(router_id=f"router-{uuid.uuid4().hex[:12]}", lease_s=config.lease_s)
+            Fleet(
+                router_id=f"router-{uuid.uuid4().hex[:12]}",
+                lease_s=config.lease_s,
+                quarantine_s=config.quarantine_s,
+            )
         )
         coordinator = Coordinator(
             fleet,

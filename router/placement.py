@@ -30,13 +30,15 @@ _MAX_REASONS = 3
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of the pool, in tokens. `prefill_only` asks for one token alone."""
+    """What a request asks of the pool, in tokens. `prefill_only` asks for one token alone; `barred`
+    are pairs (prefill, decode) that must not exchange KV now."""
 
     model: str
     prompt_tokens: int
     kv_tokens: int
     prefill_only: bool = False
     avoid: frozenset[str] = frozenset()
+    barred: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ Policy = Callable[[Sequence["Member"], Demand, int], Placement | None]
 
 def least_loaded(members: Sequence[Member], demand: Demand, turn: int) -> Placement | None:
     """Prefill where the fewest prompt tokens are outstanding, decode where KV and seats are free;
-    an aggregated worker competes with the pairs by the mean of its two scores."""
+    an aggregated worker competes with the pairs by the mean of its two scores. Where every pair is
+    barred, a decode worker does both phases."""
     ready = _prefer(_able(members, demand), demand.avoid)
     aggregated = [m for m in ready if m.info.role is Role.AGGREGATED]
     prefills = [m for m in ready if m.info.role is Role.PREFILL]
@@ -82,9 +85,38 @@ def least_loaded(members: Sequence[Member], demand: Demand, turn: int) -> Placem
         for kind, kinds in sources.items()
     }
     first = {m: m if m.info.role is Role.AGGREGATED else partner[kind_of(m.info)] for m in roomy}
-    total = {m: (decode_score[m] + prefill_score[first[m]]) / 2 for m in roomy}
-    chosen = _pick(roomy, total, turn)
+    if demand.barred:
+        first = _without_barred(first, sources, prefill_score, demand, turn)
+        if not first:
+            return Placement(_pick(roomy, decode_score, turn))
+    total = {m: (decode_score[m] + prefill_score[first[m]]) / 2 for m in first}
+    chosen = _pick(list(first), total, turn)
     return Placement(chosen, None if first[chosen] is chosen else first[chosen])
+
+
+def _without_barred(
+    first: dict[Member, Member],
+    sources: dict[KvKind, set[KvKind]],
+    prefill_score: dict[Member, float],
+    demand: Demand,
+    turn: int,
+) -> dict[Member, Member]:
+    """`first`, where barred partners gave way to the next best; without those that have none."""
+    kept = {}
+    for member, partner in first.items():
+        if (partner.worker_id, member.worker_id) not in demand.barred:
+            kept[member] = partner
+            continue
+        others = [
+            p
+            for p in prefill_score
+            if kind_of(p.info) in sources[kind_of(member.info)]
+            and p.info.role is Role.PREFILL
+            and (p.worker_id, member.worker_id) not in demand.barred
+        ]
+        if others:
+            kept[member] = _pick(others, prefill_score, turn)
+    return kept
 
 
 def _place_prefill_only(

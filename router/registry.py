@@ -64,7 +64,18 @@ class Registry(RegistryServicer):
     ) -> w.ListWorkersResponse:
         now = self._fleet.now()
         members = self._fleet.pool.members.values()
-        return w.ListWorkersResponse(workers=[_entry(member, now) for member in members])
+        return w.ListWorkersResponse(
+            workers=[_entry(member, now) for member in members],
+            quarantined=[
+                w.QuarantinedPair(
+                    prefill_worker=pair.prefill,
+                    decode_worker=pair.decode,
+                    remaining_s=pair.remaining_s,
+                    strikes=pair.strikes,
+                )
+                for pair in self._fleet.quarantine.listed(now)
+            ],
+        )
 
 
 def _entry(member: Member, now: float) -> w.WorkerEntry:

@@ -38,18 +38,21 @@ class SubmissionBuilder:
             sampling=wire.sampling_to_pb(request.sampling),
         )
 
-    def prefill(self, transfer_id: str) -> w.Submit:
-        """Compute KV and one token; hold the blocks for whoever presents `transfer_id`."""
-        submit = self._start()
+    def prefill(self, transfer_id: str, resume: Sequence[int] = ()) -> w.Submit:
+        """Compute KV and the token after `resume`; hold the blocks for whoever presents
+        `transfer_id`."""
+        submit = self._start(resume)
         submit.prefill.transfer_id = transfer_id
         return submit
 
-    def decode(self, transfer_id: str, source: Member, target: Member) -> w.Submit:
-        """`target` shall receive KV and first token from `source`, by a right that only it has, and
-        go on."""
+    def decode(
+        self, transfer_id: str, source: Member, target: Member, resume: Sequence[int] = ()
+    ) -> w.Submit:
+        """`target` shall receive from `source` KV and the token after `resume`, by a right that
+        only it has, and go on."""
         if source.info.kv is None:
             raise AssertionError(f"worker {source.worker_id} was paired without a kv endpoint")
-        submit = self._start()
+        submit = self._start(resume)
         submit.decode.transfer_id = transfer_id
         submit.decode.source_addresses.extend(source.info.kv.addresses)
         submit.decode.source_epoch = source.info.epoch
@@ -58,9 +61,8 @@ class SubmissionBuilder:
 
     def whole(self, resume: Sequence[int] = ()) -> w.Submit:
         """Both phases on one worker, going on after the tokens of `resume`."""
-        submit = self._start()
+        submit = self._start(resume)
         submit.aggregated.SetInParent()
-        submit.resume_token_ids.extend(resume)
         return submit
 
     def _capability(self, transfer_id: str, source: Member, target: Member) -> str:
@@ -78,9 +80,10 @@ class SubmissionBuilder:
             ),
         )
 
-    def _start(self) -> w.Submit:
+    def _start(self, resume: Sequence[int]) -> w.Submit:
         submit = w.Submit()
         submit.CopyFrom(self._base)
+        submit.resume_token_ids.extend(resume)
         left_s = deadlines.remaining(self._deadline)
         if left_s is not None:
             submit.deadline_s = max(left_s, LEAST_DEADLINE_S)

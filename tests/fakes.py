@@ -4,6 +4,7 @@ over such workers."""
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from router.worker_link import LinkSettings
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from pdserve.capability import CapabilityKey
     from pdserve.errors import PdserveError
@@ -252,14 +253,17 @@ class Stack:
 
 
 @asynccontextmanager
-async def running_stack(*workers: ScriptedWorker, **options: Any) -> AsyncIterator[Stack]:
-    """`options` go to the coordinator. Ends by asserting that nothing leaked."""
+async def running_stack(
+    *workers: ScriptedWorker, clock: Callable[[], float] = time.monotonic, **options: Any
+) -> AsyncIterator[Stack]:
+    """`clock` is the fleet's; `options` go to the coordinator. Ends by asserting that nothing
+    leaked."""
     settings = LinkSettings(backoff_min_s=0.005, backoff_max_s=0.02)
     async with AsyncExitStack() as exits:
         for worker in workers:
             await exits.enter_async_context(worker.serving())
         # A lease that no test outlives, unless it asks for its end.
-        fleet = Fleet(router_id="router-1", lease_s=3600.0, link_settings=settings)
+        fleet = Fleet(router_id="router-1", lease_s=3600.0, link_settings=settings, clock=clock)
         await exits.enter_async_context(fleet)
         stack = Stack(fleet, Coordinator(fleet, **options))
         await stack.join(*workers)

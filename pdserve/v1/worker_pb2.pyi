@@ -210,10 +210,24 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers",)
+    __slots__ = ("workers", "quarantined")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ...) -> None: ...
+    quarantined: _containers.RepeatedCompositeFieldContainer[QuarantinedPair]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[QuarantinedPair, _Mapping]]] = ...) -> None: ...
+
+class QuarantinedPair(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "remaining_s", "strikes")
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    STRIKES_FIELD_NUMBER: _ClassVar[int]
+    prefill_worker: str
+    decode_worker: str
+    remaining_s: float
+    strikes: int
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., remaining_s: _Optional[float] = ..., strikes: _Optional[int] = ...) -> None: ...
 
 class WorkerEntry(_message.Message):
     __slots__ = ("info", "load", "state", "outstanding_requests", "outstanding_tokens", "lease_remaining_s")
@@ -354,20 +368,20 @@ class PhaseReport(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transfer: _Optional[_Union[TransferReport, _Mapping]] = ...) -> None: ...
 
 class TransferReport(_message.Message):
-    __slots__ = ("transfer_s", "exposed_s", "bytes", "blocks", "transport", "damaged_chunks")
+    __slots__ = ("transfer_s", "exposed_s", "bytes", "blocks", "transport", "digest_mismatches")
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    DAMAGED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_MISMATCHES_FIELD_NUMBER: _ClassVar[int]
     transfer_s: float
     exposed_s: float
     bytes: int
     blocks: int
     transport: str
-    damaged_chunks: int
-    def __init__(self, transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., transport: _Optional[str] = ..., damaged_chunks: _Optional[int] = ...) -> None: ...
+    digest_mismatches: int
+    def __init__(self, transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., transport: _Optional[str] = ..., digest_mismatches: _Optional[int] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

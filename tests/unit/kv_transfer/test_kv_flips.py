@@ -72,7 +72,7 @@ def test_one_flipped_bit_is_sent_again_and_exact(pair_of: PairOf, flips: Flips, 
     check_exact(source, target, before)
     arrival = target.arrivals["d-t"]
     assert arrival.token_ids == TOKENS
-    assert arrival.report.damaged_chunks == target.half.counters.damaged_chunks == 1
+    assert arrival.report.digest_mismatches == target.half.counters.digest_mismatches == 1
     assert arrival.report.blocks == len(TO)
     assert source.sent == ["p-t"]
 
@@ -91,7 +91,7 @@ def test_the_last_block_flipped_behind_done_is_sent_again(pair_of: PairOf, flips
     until(lambda: target.ended, source, target)
     settle(source, target)
     check_exact(source, target, before)
-    assert target.arrivals["d-t"].report.damaged_chunks == 1
+    assert target.arrivals["d-t"].report.digest_mismatches == 1
 
 
 def test_bits_that_flip_each_time_fail_the_transfer_by_its_name(
@@ -103,7 +103,7 @@ def test_bits_that_flip_each_time_fail_the_transfer_by_its_name(
     assert target.failed == target.ended == ["d-t"]
     assert target.codes == {"d-t": TransferCorrupted.code}
     assert "came damaged" in target.failures["d-t"]
-    assert target.half.counters.damaged_chunks == 2
+    assert target.half.counters.digest_mismatches == 2
     assert source.sent == ["p-t"]
     # The link lives, and what comes next over it is whole.
     flips.left = 0
@@ -131,7 +131,7 @@ def test_memory_of_the_source_that_changes_under_its_copy_is_found(
     loopback.on_push = change_once
     transfer(source, target)
     check_exact(source, target, before)
-    assert target.arrivals["d-t"].report.damaged_chunks == 1
+    assert target.arrivals["d-t"].report.digest_mismatches == 1
 
 
 def test_a_link_that_breaks_while_a_chunk_comes_again_fails_the_transfer(
@@ -149,7 +149,7 @@ def test_a_link_that_breaks_while_a_chunk_comes_again_fails_the_transfer(
     loopback.on_push = change_and_break
     transfer(source, target)
     assert target.failed == ["d-t"]
-    assert target.half.counters.damaged_chunks == 1
+    assert target.half.counters.digest_mismatches == 1
     assert source.sent == ["p-t"]
 
 
@@ -166,8 +166,8 @@ def test_sampled_chunks_are_checked_and_the_others_are_not(pair_of: PairOf, flip
     source.prefill("u", FROM, N)
     until(lambda: "d-u" in target.ended, source, target)
     settle(source, target)
-    assert target.arrivals["d-u"].report.damaged_chunks == 0
-    assert target.half.counters.damaged_chunks == 1
+    assert target.arrivals["d-u"].report.digest_mismatches == 0
+    assert target.half.counters.digest_mismatches == 1
 
 
 def test_switched_off_nothing_is_checked(pair_of: PairOf, flips: Flips) -> None:
@@ -175,7 +175,7 @@ def test_switched_off_nothing_is_checked(pair_of: PairOf, flips: Flips) -> None:
     flips.left = 1000
     transfer(source, target)
     assert target.failed == []
-    assert target.half.counters.damaged_chunks == 0
+    assert target.half.counters.digest_mismatches == 0
     assert source.half.counters.digest_s == 0.0
 
 
@@ -188,4 +188,4 @@ def test_a_target_checks_what_its_source_marked_whatever_its_own_setting(
     flips.left = 1
     transfer(source, target)
     check_exact(source, target, before)
-    assert target.half.counters.damaged_chunks == 1
+    assert target.half.counters.digest_mismatches == 1

@@ -54,7 +54,7 @@ def test_damaged_once_and_whole_again_is_received() -> None:
     assert take(table, C) == []
     assert table.done("L", DONE, "shm") == [SendAck("L", "t")]
     assert table.take_outcomes() == [
-        Received("r", (7,), TransferReport(0.5, 0.1, 500, 5, "shm", damaged_chunks=1))
+        Received("r", (7,), TransferReport(0.5, 0.1, 500, 5, "shm", digest_mismatches=1))
     ]
 
 

@@ -11,6 +11,7 @@ from pdserve.errors import (
     InternalError,
     InvalidRequest,
     PdserveError,
+    TransferCorrupted,
     TransferFailed,
     Unavailable,
     WorkerFailed,
@@ -30,6 +31,7 @@ from router.handoff import (
 )
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+CORRUPTED = TransferCorrupted("blocks 0+4 came damaged")
 
 
 class Driver:
@@ -172,6 +174,68 @@ def test_a_failed_transfer_is_recomputed_from_what_was_delivered(pair: Driver, e
     assert pair.handoff.tokens == [1, 2, 3]
     assert pair.handoff.fallbacks == ["recompute:transfer_failed"]
     assert pair.handoff.first_token_leg is pair.legs["p"]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_damaged_kv_goes_to_another_pair_after_the_first_token(pair: Driver, early: bool) -> None:
+    retry = ["cancel p", "prefill_retry after [1] avoiding p"]
+    if early:
+        assert pair.error("d", CORRUPTED) == []
+        assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]", *retry]
+    else:
+        pair.tokens("p", 1, finish=LENGTH)
+        assert pair.error("d", CORRUPTED) == retry
+    pair.pair("p2", "d2")
+    assert pair.tokens("d2", 3) == [], "tokens that come before the second prefill's wait for it"
+    assert pair.tokens("p2", 2, finish=LENGTH) == ["deliver [2]", "deliver [3]"]
+    assert pair.tokens("d2", 4, finish=STOP) == ["finish [4] stop"]
+    assert pair.handoff.tokens == [1, 2, 3, 4]
+    assert pair.handoff.fallbacks == ["prefill_retry:transfer_corrupted"]
+    assert pair.handoff.first_token_leg is pair.legs["p"]
+
+
+def test_an_answer_can_end_at_the_second_prefills_token(pair: Driver) -> None:
+    pair.tokens("p", 1, finish=LENGTH)
+    pair.error("d", CORRUPTED)
+    pair.pair("p2", "d2")
+    assert pair.tokens("p2", 2, finish=STOP) == ["finish [2] stop", "cancel d2"]
+
+
+@pytest.mark.parametrize("how", ["damaged again", "the prefill is lost", "no other pair"])
+def test_what_another_pair_cannot_bring_is_recomputed(pair: Driver, how: str) -> None:
+    pair.tokens("p", 1, finish=LENGTH)
+    pair.error("d", CORRUPTED)
+    if how == "no other pair":
+        assert pair.unplaced() == ["recompute after [1] avoiding p"]
+        assert pair.handoff.fallbacks == ["recompute:transfer_corrupted"]
+        return
+    pair.pair("p2", "d2")
+    if how == "damaged again":
+        pair.tokens("p2", 2, finish=LENGTH)
+        actions, delivered = pair.error("d2", CORRUPTED), [1, 2]
+        again = f"recompute after {delivered} avoiding d2"
+    else:
+        actions, delivered = pair.lost("p2"), [1]
+        again = f"recompute after {delivered} avoiding p2"
+    assert actions[-1] == again
+    pair.whole("d3")
+    assert pair.tokens("d3", 9, finish=STOP) == ["finish [9] stop"]
+    assert pair.handoff.tokens == [*delivered, 9]
+    assert len(pair.handoff.fallbacks) == MAX_FALLBACKS
+
+
+def test_a_pair_is_not_asked_for_the_last_token() -> None:
+    """Its prefill would give it, and its decode have nothing to do."""
+    driver = Driver(max_tokens=2)
+    driver.pair()
+    driver.tokens("p", 1, finish=LENGTH)
+    assert driver.error("d", CORRUPTED) == ["cancel p", "recompute after [1] avoiding d"]
+
+
+def test_a_whole_leg_cannot_say_that_kv_came_damaged() -> None:
+    driver = Driver()
+    driver.whole("a", Role.AGGREGATED)
+    assert driver.error("a", CORRUPTED) == ["recompute after [] avoiding a"]
 
 
 @pytest.mark.parametrize("delivered", [1, 2, 3])
@@ -326,10 +390,10 @@ class Play:
         self.following: dict[str, int] = {}
         self._pair("0")
 
-    def _pair(self, suffix: str) -> None:
+    def _pair(self, suffix: str, resumed: int = 0) -> None:
         self.driver.pair(f"p{suffix}", f"d{suffix}")
         self.current = {"p": f"p{suffix}", "d": f"d{suffix}"}
-        self.following |= {f"p{suffix}": 1, f"d{suffix}": 2}
+        self.following |= {f"p{suffix}": resumed + 1, f"d{suffix}": resumed + 2}
 
     def event(self, kind: str, what: str) -> None:
         name = self.current.get(kind)
@@ -371,8 +435,7 @@ class Play:
             case Resubmit(step, resume):
                 name = str(len(self.handoff.legs))
                 if step == "prefill_retry":
-                    assert resume == ()
-                    self._pair(name)
+                    self._pair(name, len(resume))
                 else:
                     self.driver.whole(f"w{name}")
                     self.current = {"w": f"w{name}"}
@@ -385,7 +448,10 @@ class Play:
         st.tuples(
             st.sampled_from("pdw"),
             st.sampled_from(
-                ["token", "length", "stop", "transfer_failed", "lost", "invalid_value", "nothing"]
+                [
+                    *("token", "length", "stop", "lost", "invalid_value", "nothing"),
+                    *("transfer_failed", "transfer_corrupted"),
+                ]
             ),
         ),
         max_size=14,

@@ -1,0 +1,144 @@
+"""Pairs that are kept apart: the breaker itself, and what placement makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdserve.types import Role, WorkerLoad
+from router.placement import Demand, Placement, least_loaded
+from router.pool import Charge, Member
+from router.quarantine import Quarantine, QuarantinedPair
+from tests.fakes import worker_info
+
+SECONDS = 60.0
+PAIR, OTHER = ("p1", "d1"), ("p2", "d1")
+P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
+
+
+@pytest.fixture
+def struck() -> Quarantine:
+    """PAIR was struck at 0."""
+    quarantine = Quarantine(SECONDS)
+    quarantine.strike(PAIR, 0.0)
+    return quarantine
+
+
+def test_a_pair_that_was_struck_is_closed_for_a_time(struck: Quarantine) -> None:
+    assert struck.closed(0.0) == struck.closed(SECONDS - 1) == {PAIR}
+    assert struck.closed(SECONDS) == frozenset()
+    assert struck.listed(20.0) == [QuarantinedPair(*PAIR, SECONDS - 20.0, 1)]
+
+
+def test_half_open_one_request_tries_and_the_others_do_not(struck: Quarantine) -> None:
+    assert struck.tries(PAIR, SECONDS)
+    assert struck.closed(SECONDS) == {PAIR}
+    assert not struck.tries(PAIR, SECONDS), "placed before it was closed again"
+
+
+def test_found_whole_the_pair_is_open(struck: Quarantine) -> None:
+    assert struck.tries(PAIR, SECONDS)
+    struck.whole(PAIR)
+    assert struck.closed(SECONDS) == frozenset()
+    assert struck.listed(SECONDS) == []
+    assert not struck.tries(PAIR, SECONDS), "an open pair is not tried"
+
+
+def test_damaged_again_the_pair_is_closed_again(struck: Quarantine) -> None:
+    assert struck.tries(PAIR, SECONDS)
+    struck.strike(PAIR, SECONDS + 5)
+    assert struck.listed(SECONDS + 5) == [QuarantinedPair(*PAIR, SECONDS, 2)]
+
+
+def test_a_trial_that_says_nothing_is_followed_by_another(struck: Quarantine) -> None:
+    """Its client left, or a worker died."""
+    assert struck.tries(PAIR, SECONDS)
+    assert struck.closed(2 * SECONDS - 1) == {PAIR}
+    assert struck.closed(2 * SECONDS) == frozenset()
+    assert struck.tries(PAIR, 2 * SECONDS)
+
+
+def test_pairs_are_struck_one_by_one(struck: Quarantine) -> None:
+    struck.strike(OTHER, 30.0)
+    assert struck.closed(30.0) == {PAIR, OTHER}
+    assert struck.closed(SECONDS) == {OTHER}
+    struck.whole(OTHER)
+    assert struck.closed(30.0) == {PAIR}
+
+
+def test_a_request_on_an_open_pair_is_no_trial(struck: Quarantine) -> None:
+    assert not struck.tries(OTHER, 0.0)
+
+
+def test_what_nobody_tries_is_forgotten(struck: Quarantine) -> None:
+    assert struck.listed(2 * SECONDS - 1) == [QuarantinedPair(*PAIR, 0.0, 1)]
+    assert struck.listed(2 * SECONDS) == []
+    assert not struck.tries(PAIR, 2 * SECONDS)
+
+
+def test_of_no_time_at_all_nothing_is_kept() -> None:
+    quarantine = Quarantine(0.0)
+    quarantine.strike(PAIR, 0.0)
+    assert quarantine.listed(0.0) == []
+
+
+# -- placement
+
+
+def member(worker_id: str, role: Role, *, busy: int = 0, compatibility: str = "a") -> Member:
+    info = worker_info(worker_id, role, compatibility=compatibility, total_blocks=100)
+    load = WorkerLoad(busy, busy, busy / 100, 100 - busy)
+    return Member(info, lease_end=1.0, attached=True, load=load)
+
+
+def place(members: list[Member], *barred: tuple[str, str]) -> tuple[str, str | None]:
+    demand = Demand("demo", prompt_tokens=100, kv_tokens=150, barred=frozenset(barred))
+    placement = least_loaded(members, demand, 0)
+    assert isinstance(placement, Placement)
+    prefill = placement.prefill
+    return placement.decode.worker_id, None if prefill is None else prefill.worker_id
+
+
+def test_a_barred_pair_gives_way_to_the_next_best() -> None:
+    members = [member("p1", P), member("p2", P, busy=5), member("d1", D)]
+    assert place(members) == ("d1", "p1")
+    assert place(members, ("p1", "d1")) == ("d1", "p2")
+
+
+def test_a_decode_worker_without_a_partner_gives_way() -> None:
+    members = [member("p1", P), member("d1", D), member("d2", D, busy=5)]
+    assert place(members) == ("d1", "p1")
+    assert place(members, ("p1", "d1")) == ("d2", "p1")
+
+
+def test_a_partner_of_another_group_is_none() -> None:
+    members = [
+        member("p1", P),
+        member("p2", P, compatibility="b"),
+        member("d1", D),
+        member("d2", D, busy=5, compatibility="b"),
+    ]
+    assert place(members, ("p1", "d1")) == ("d2", "p2")
+
+
+def test_with_every_pair_barred_a_decode_worker_does_both_phases() -> None:
+    members = [member("p1", P), member("d1", D, busy=5), member("d2", D)]
+    assert place(members, ("p1", "d1"), ("p1", "d2")) == ("d2", None)
+
+
+def test_with_every_pair_barred_an_aggregated_worker_comes_first() -> None:
+    members = [member("p1", P), member("d1", D), member("a", A, busy=5)]
+    assert place(members, ("p1", "d1")) == ("a", None)
+
+
+def test_a_pair_of_workers_that_are_gone_bars_nobody() -> None:
+    assert place([member("p1", P), member("d1", D)], ("p9", "d9"), ("p1", "d9")) == ("d1", "p1")
+
+
+def test_a_full_decode_worker_is_waited_for_as_before() -> None:
+    full = member("d1", D)
+    Charge(full, kv_tokens=full.capacity_tokens)
+    demand = Demand("demo", 100, 150)
+    for barred in (frozenset(), frozenset({("p1", "d1")})):
+        assert least_loaded([member("p1", P), full], replace(demand, barred=barred), 0) is None
