@@ -6,6 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from benchmarks.compare.html.page import render_page
 from benchmarks.compare.result import CompareResult, dump, from_json, to_json, write_text
 from benchmarks.compare.summary import summarise_compare
 from benchmarks.compare.table import render_compare
@@ -22,10 +23,10 @@ EXIT_OK, EXIT_INVALID = 0, 3
 
 def write_outputs(result: CompareResult, directory: Path) -> list[Path]:
     """Write ``result.json`` and ``report.html``; raises :class:`BenchError`."""
-    path = directory / "result.json"
-    summary = jsonable(summarise_compare(result))
-    write_text(path, dump(to_json(result) | {"summary": summary}))
-    return [path]
+    data, page = directory / "result.json", directory / "report.html"
+    write_text(data, dump(to_json(result) | {"summary": jsonable(summarise_compare(result))}))
+    write_text(page, render_page(result))
+    return [data, page]
 
 
 def read_compare(path: Path) -> CompareResult:
@@ -50,6 +51,8 @@ def report(path: Path, *, html: Path | None, as_json: bool) -> int:
         return EXIT_OK
     result = read_compare(path)
     summary = summarise_compare(result)
+    if html is not None:
+        write_text(html, render_page(result))
     if as_json:
         _print(jsonable(summary))
     else:

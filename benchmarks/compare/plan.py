@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -84,6 +84,11 @@ def probe(
         skip=0,
         seed=_seed(seed, "probe", number),
     )
+
+
+def repeat(replay: Replay) -> Replay:
+    """The same replay with prompts of its own."""
+    return replace(replay, seed=replay.seed + _SEEDS_PER_KIND // 2)
 
 
 def _seed(seed: int, kind: Kind, number: int) -> int:

@@ -36,7 +36,7 @@ class ArmFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """One replay against one arm. ``workload`` tells how the trace was cut; ``notes`` say what
-    spoils it."""
+    spoils it; ``repeated`` is whether it replaces one in which the client was late."""
 
     arm: str
     kind: Literal["round", "probe"]
@@ -46,6 +46,7 @@ class Measurement:
     workload: Mapping[str, Any]
     processor: ProcessorUse
     notes: tuple[str, ...] = ()
+    repeated: bool = False
     records: tuple[RequestRecord, ...]
 
 

@@ -80,6 +80,10 @@ def _cautions(result: CompareResult) -> Iterator[str]:
     rounds = max((m.number + 1 for m in result.measurements if m.kind == "round"), default=0)
     if rounds < MIN_ROUNDS:
         yield f"no intervals: they take at least {MIN_ROUNDS} rounds"
+    repeated = sum(m.repeated for m in result.measurements)
+    if repeated:
+        total = len(result.measurements)
+        yield f"{repeated} of {total} replays were repeated because the client had been late"
     window_s = sum(m.processor.window_s for m in result.measurements)
     others = sum(m.processor.others_s for m in result.measurements) / window_s if window_s else 0.0
     if others > OTHERS_CORES:

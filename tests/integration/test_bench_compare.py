@@ -61,7 +61,13 @@ def test_two_arms_are_compared_swept_and_kept(tmp_path: Path) -> None:
     again = run_cli("bench", "report", str(tmp_path / "result.json"), "--json")
     assert again.returncode == done.returncode
     assert json.loads(again.stdout) == summary
-    table = run_cli("bench", "report", str(tmp_path / "result.json")).stdout
+    page = (tmp_path / "report.html").read_text()
+    for part in ("TTFT, cumulative", "Goodput against rate", "Requests on workers, 1P1D"):
+        assert f'aria-label="{part}"' in page
+    assert "<script" not in page
+    html = tmp_path / "again.html"
+    table = run_cli("bench", "report", str(tmp_path / "result.json"), "--html", str(html)).stdout
+    assert html.read_text() == page
     for part in ("TTFT p50", "TT2T p99", "highest rate with 90% attainment", "lengths times 1/4"):
         assert part in table
 

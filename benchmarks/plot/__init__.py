@@ -1,0 +1,1 @@
+"""Plots as inline SVG: scales, axes and marks, and nothing to load."""
