@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve import __version__
-from pdserve.commands import bench, chat, config, generate, router, status, up, worker
+from pdserve.commands import bench, chat, config, generate, router, status, top, up, worker
 from pdserve.errors import ClientError, ConfigError, PdserveError, ServiceError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ first steps:
   pdserve up                     serve the demo model on this machine
   pdserve chat                   talk to it, from another terminal
   pdserve status                 see its workers, their load and their KV blocks
+  pdserve top                    watch it work
 """
 _HINT = "`pdserve status` shows the state of a service; `pdserve up` starts one."
 
@@ -41,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pdserve {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (up, router, worker, generate, chat, status, config, bench):
+    for command in (up, router, worker, generate, chat, status, top, config, bench):
         command.register(commands)
     return parser
 

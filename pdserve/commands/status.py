@@ -47,7 +47,7 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    found = asyncio.run(_collect(args.grpc, args.timeout))
+    found = asyncio.run(collect(args.grpc, args.timeout))
     if args.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return 0
@@ -57,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _collect(address: str, timeout_s: float) -> dict[str, Any]:
+async def collect(address: str, timeout_s: float) -> dict[str, Any]:
     """`workers`, a row each, and `unpaired`, a row for each two that cannot exchange KV. Raises
     PdserveError where the router does not answer."""
     import grpc.aio

@@ -26,7 +26,7 @@ def show(
     if not workers:
         console.print(f"workers of {address}\nNo worker is registered.")
         return
-    console.print(_load_table(address, workers))
+    console.print(load_table(f"workers of {address}", workers))
     moving = [row for row in workers if row["kv"] is not None]
     if moving:
         console.print()
@@ -40,8 +40,9 @@ def show(
             console.print(f"  {escape(pair)}: {escape(row['reason'])}", soft_wrap=True)
 
 
-def _load_table(address: str, rows: Sequence[Row]) -> Table:
-    table = _table(f"workers of {address}", left=("worker", "role", "state", "model"))
+def load_table(title: str, rows: Sequence[Row]) -> Table:
+    """Who there is, and how busy."""
+    table = _table(title, left=("worker", "role", "state", "model"))
     for name in ("running", "waiting", "KV", "placed", "up"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:

@@ -112,6 +112,32 @@ def test_status_shows_every_worker_and_an_empty_ledger(service: dict[str, Any]) 
         assert worker["load"]["free_blocks"] == worker["total_blocks"]
 
 
+def test_top_shows_what_happened_and_who_did_it(service: dict[str, Any]) -> None:
+    where = ("--url", service["http"], "--grpc", service["grpc"], "--interval", "0.5")
+    shown = run_cli("top", *where, "--once")
+    assert shown.returncode == 0, shown.stderr
+    assert "tokens/s" in shown.stdout
+    assert "decode-0" in shown.stdout
+    found = json.loads(run_cli("top", *where, "--once", "--json").stdout)
+    assert found["interval_s"] >= 0.5
+    assert [worker["role"] for worker in found["workers"]] == ["decode", "prefill"]
+    assert found["latency_s"]["TTFT"].keys() == {"p50", "p90", "p99"}
+
+
+def test_top_says_that_no_router_is_there() -> None:
+    ended = run_cli("top", "--url", "http://127.0.0.1:1", "--once")
+    assert ended.returncode == 1
+    assert "no router answers" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf", "-1", "soon"])
+def test_top_refuses_an_interval_that_is_none(seconds: str) -> None:
+    ended = run_cli("top", "--interval", seconds)
+    assert ended.returncode == 2
+    assert "--interval" in ended.stderr
+
+
 def test_the_shipped_trace_is_replayed(service: dict[str, Any]) -> None:
     cut = (
         "--limit",
