@@ -58,9 +58,14 @@ class Cache:
     def write(self, block: int, seed: int) -> None:
         """New random content for a block."""
         g, rng = self.region.geometry, random.Random(seed)
-        for layer in range(g.num_layers):
+        self.fill(block, [rng.randbytes(g.page_bytes) for _ in range(g.num_layers)])
+
+    def fill(self, block: int, pages: list[bytes]) -> None:
+        """These pages for a block, by layer."""
+        g = self.region.geometry
+        for layer, page in enumerate(pages):
             start = g.page_offset(layer, block)
-            self._memory[start : start + g.page_bytes] = rng.randbytes(g.page_bytes)
+            self._memory[start : start + g.page_bytes] = page
 
     def close(self) -> None:
         """Idempotent; when nobody touches the region any more."""

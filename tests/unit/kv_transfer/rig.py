@@ -92,7 +92,11 @@ class Worker:
     def __post_init__(self) -> None:
         self.cache = Cache(self.shape, seed=zlib.crc32(self.epoch.encode()), shared=self.shared)
         self.half = WorkerHalf(self.settings, self.epoch, self.transports)
-        self.half.register(self.cache.local, Identity(self.epoch, self.compatibility), BLOCK_SIZE)
+        self.half.register(
+            self.cache.local,
+            Identity(self.epoch, self.compatibility, self.settings.worker_id),
+            BLOCK_SIZE,
+        )
 
     def step(self, **parts: Any) -> None:
         """One engine step: what is told before it, and what it computed."""
