@@ -7,6 +7,10 @@ import asyncio
 # For a machine that is ten times slower than a developer's, and busy. Nothing is slower because of
 # it; a test that fails takes longer.
 WAIT_S = 120.0
+# The same for a process that loads vLLM and a model.
+START_S = 600.0
+# After so long, a test that may load several of them hangs.
+HUNG_S = 3 * START_S
 
 
 def skip(seconds: float) -> None:

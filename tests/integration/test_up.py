@@ -86,7 +86,8 @@ def test_ctrl_c_on_a_terminal_is_the_supervisors_alone_to_act_on(tmp_path: Path)
 
 
 def test_a_running_answer_is_finished_before_the_stop(tmp_path: Path) -> None:
-    with up(tmp_path, "--set", "worker.engine_args={step_s: 0.02}") as running:
+    settings = ("--set", "worker.engine_args={step_s: 0.02}", "--set", "router.stop_grace_s=600")
+    with up(tmp_path, *settings) as running:
         ready = running.wait_until_serving()
         with ask(ready["http"], max_tokens=40) as response:
             first = response.readline()

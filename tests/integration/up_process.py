@@ -21,6 +21,9 @@ from tests.patience import WAIT_S
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+# A router must not lose a worker that a busy machine has only stopped for a moment; and a router
+# that is started again waits a third of this for its workers to notice.
+LEASE_S = 20.0
 ROOT = Path(__file__).resolve().parents[2]
 # Gives a process its own session with the terminal on its standard input, then becomes `pdserve`.
 _ON_TERMINAL = """
@@ -53,6 +56,7 @@ class UpProcess:
         self._taken: set[int] = set()
         self._has_ended = False
         options = ["--ready-file", str(self.ready_path), "--run-dir", str(directory / "run")]
+        options += ["--set", f"router.lease_s={LEASE_S}"]
         command = ["-m", "pdserve", "up", *options, *args]
         if terminal:
             self._terminal, stdin = os.openpty()
@@ -74,10 +78,10 @@ class UpProcess:
         self._reader.start()
         self._pidfds: dict[int, int] = {}
 
-    def wait_for_line(self, *words: str) -> str:
+    def wait_for_line(self, *words: str, within_s: float = WAIT_S) -> str:
         """The first line that holds all of `words` and that was not returned before, said already
         or still to come: processes that start together speak in any order."""
-        ends_at = time.monotonic() + WAIT_S
+        ends_at = time.monotonic() + within_s
         with self._heard:
             while True:
                 for number, line in enumerate(self._lines):
@@ -87,12 +91,12 @@ class UpProcess:
                 said = "".join(self._lines)
                 assert not self._has_ended, f"it ended before saying {words}:\n{said}"
                 left_s = ends_at - time.monotonic()
-                assert left_s > 0, f"it did not say {words} in {WAIT_S} s:\n{said}"
+                assert left_s > 0, f"it did not say {words} in {within_s} s:\n{said}"
                 self._heard.wait(left_s)
 
-    def wait_until_serving(self) -> dict[str, Any]:
+    def wait_until_serving(self, *, within_s: float = WAIT_S) -> dict[str, Any]:
         """What the ready file says, once everything is ready; its processes are watched."""
-        self.wait_for_line("Ctrl-C stops it")
+        self.wait_for_line("Ctrl-C stops it", within_s=within_s)
         ready: dict[str, Any] = json.loads(self.ready_path.read_text())
         self.watch([ready["router"]["pid"], *(worker["pid"] for worker in ready["workers"])])
         return ready

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
+from tests.patience import WAIT_S
 from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.models import ModelSpec, make_model
 from tests.vllm.pair import Pair
@@ -16,6 +17,9 @@ from workers.vllm_settings import KvSettings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+# Tests wait this out where a lease frees the blocks; where it must not, they are done before.
+LEASE_S = WAIT_S / 3
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +39,7 @@ async def aggregated(tiny_model: Path) -> AsyncIterator[EngineProcess]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def prefill(tiny_model: Path) -> AsyncIterator[EngineProcess]:
     """A prefill engine that can send over every transport."""
-    kv = KvSettings("prefill-epoch", {"transports": ("shm", "tcp"), "lease_s": 8.0})
+    kv = KvSettings("prefill-epoch", {"transports": ("shm", "tcp"), "lease_s": LEASE_S})
     engine = await EngineProcess.start(settings(tiny_model, kv=kv, max_num_batched_tokens=256))
     yield engine
     await engine.close()

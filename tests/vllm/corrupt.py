@@ -11,11 +11,14 @@ from pathlib import Path
 from kv_transfer.memory import KvRegion
 
 _ORDERS = Path(os.environ["PDSERVE_TEST_CORRUPT"])
+# Is there once a copy stands still.
+_STALLED = _ORDERS.with_suffix(".stalled")
 _copy = KvRegion.copy_from
 
 
 def _damaged(self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> int:
     while (order := _ORDERS.read_text(encoding="ascii").strip()) == "stall":
+        _STALLED.touch()
         time.sleep(0.01)
     if order == "swap":
         # With the last, partly filled block. Two full blocks of one request may change places

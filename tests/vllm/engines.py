@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdserve.types import SamplingParams
+from tests.patience import START_S, WAIT_S
 from tests.vllm.engine_process import read_frame, write_frame
 from workers.engine import AggregatedPhase, DecodePhase, Phase, Work
 from workers.vllm_settings import KvSettings, VllmSettings
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from workers.engine import EngineInfo
 
 ROOT = Path(__file__).parents[2]
-START_S = 120.0
-ANSWER_S = 120.0
 
 
 def settings(model: Path, *, kv: KvSettings | None = None, **engine_args: Any) -> VllmSettings:
@@ -207,13 +206,13 @@ class EngineProcess:
         """What has come of a stream so far."""
         return self._answers[stream_id]
 
-    async def collect(self, stream_id: int, timeout_s: float = ANSWER_S) -> Answer:
+    async def collect(self, stream_id: int, timeout_s: float = WAIT_S) -> Answer:
         """Waits for the end of a stream."""
         answer = self._answers[stream_id]
         await self.until(lambda: answer.finish_reason is not None, timeout_s)
         return answer
 
-    async def until(self, condition: Any, timeout_s: float = ANSWER_S) -> None:
+    async def until(self, condition: Any, timeout_s: float = WAIT_S) -> None:
         """Waits for `condition()`, looked at after each frame. Raises EngineGone, TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not condition():
@@ -234,10 +233,10 @@ class EngineProcess:
 
     async def status(self) -> tuple[WorkerLoad | None, KvLedger]:
         """Load and ledger now."""
-        value: tuple[WorkerLoad | None, KvLedger] = await self._ask("status", 30.0)
+        value: tuple[WorkerLoad | None, KvLedger] = await self._ask("status", WAIT_S)
         return value
 
-    async def until_empty(self, timeout_s: float = 10.0) -> tuple[WorkerLoad | None, KvLedger]:
+    async def until_empty(self, timeout_s: float = WAIT_S) -> tuple[WorkerLoad | None, KvLedger]:
         """Waits until the ledger is empty; raises TimeoutError, with the ledger, where it stays."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -258,7 +257,7 @@ class EngineProcess:
         left: list[str] = []
         if self._process.returncode is None and not self._gone:
             with contextlib.suppress(EngineGone):
-                left = await self._ask("close", 60.0)
+                left = await self._ask("close", WAIT_S)
         await self._end()
         return left
 
@@ -273,7 +272,7 @@ class EngineProcess:
         if self._task is not None:
             await self._task
         try:
-            await asyncio.wait_for(self._process.wait(), 30.0)
+            await asyncio.wait_for(self._process.wait(), WAIT_S)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()

@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import START_S
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -46,7 +48,7 @@ def make_model(directory: Path, spec: ModelSpec) -> Path:
     subprocess.run(
         [sys.executable, "-m", "tests.vllm.models", str(directory), json.dumps(arguments)],
         check=True,
-        timeout=120,
+        timeout=START_S,
     )
     return directory
 

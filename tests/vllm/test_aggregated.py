@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import Constraint, FinishReason, SamplingParams, StructuredOutput
+from tests.patience import HUNG_S
 from workers.engine import DecodePhase, Phase, PrefillPhase
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(HUNG_S),
 ]
 PROMPT = tuple(1 + (11 * i * i + 5 * i) % 400 for i in range(100))
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from pdserve.types import FinishReason, SamplingParams
+from tests.patience import HUNG_S, WAIT_S
 from tests.vllm.engines import EngineGone, EngineProcess, settings
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(HUNG_S),
 ]
 PROMPT = tuple(range(5, 60))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -30,7 +31,7 @@ def children(pid: int) -> list[psutil.Process]:
 
 async def gone(processes: list[psutil.Process]) -> None:
     """Waits until `processes` have ended."""
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=30)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=WAIT_S)
     assert alive == []
 
 

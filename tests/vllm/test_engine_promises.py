@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import Constraint, FinishReason, SamplingParams, StructuredOutput
+from tests.patience import HUNG_S
+from tests.vllm.conftest import LEASE_S
 from tests.vllm.pair import joined
 from workers.engine import DecodePhase, PrefillPhase
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(HUNG_S),
 ]
 
 
@@ -98,7 +100,7 @@ async def test_a_prefill_that_ends_the_answer_leaves_nothing_behind(pair_shm: Pa
     first = (await source.run(prompt, greedy(1))).token_ids[0]
     answer = await source.run(prompt, greedy(stop_token_ids=(first,)), PrefillPhase("alone"))
     assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, first)
-    await source.until_empty(timeout_s=5.0)
+    await source.until_empty(timeout_s=LEASE_S / 2)
 
 
 async def test_a_prefill_that_ends_in_a_stop_string_leaves_nothing_behind(pair_shm: Pair) -> None:
@@ -107,7 +109,7 @@ async def test_a_prefill_that_ends_in_a_stop_string_leaves_nothing_behind(pair_s
     assert stop
     answer = await source.run(prompt, greedy(stop=(stop,)), PrefillPhase("stopped"))
     assert (answer.finish_reason, answer.stop_reason) == (FinishReason.STOP, stop)
-    await source.until_empty(timeout_s=5.0)
+    await source.until_empty(timeout_s=LEASE_S / 2)
 
 
 async def test_blocks_are_leased_until_the_decode_engine_has_them(pair_shm: Pair) -> None:

@@ -14,6 +14,7 @@ from kv_transfer.guard import MAX_STRIKES
 from pdserve.capability import Capability, CapabilityKey, WorkerStart, mint
 from pdserve.errors import TransferFailed
 from pdserve.types import FinishReason
+from tests.patience import HUNG_S
 from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.pair import Pair, joined
 from tests.vllm.test_handoff_exact import params, prompt
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(HUNG_S),
 ]
 
 KEY = CapabilityKey.generate()

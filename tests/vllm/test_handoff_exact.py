@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
+from tests.patience import HUNG_S
 from tests.vllm.pair import Pair, joined
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(HUNG_S),
 ]
 
 BLOCK, CHUNK = 32, 256

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from pdserve.types import SamplingParams
+from tests.patience import HUNG_S
 from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.pair import Pair
 from tests.vllm.test_handoff_exact import params, prompt
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(HUNG_S),
 ]
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import SamplingParams
+from tests.patience import HUNG_S
 
 if TYPE_CHECKING:
     from tests.vllm.engines import EngineProcess
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(HUNG_S),
 ]
 PROMPT = tuple(1 + (7 * i * i + 3 * i) % 400 for i in range(200))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

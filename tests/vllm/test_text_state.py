@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.patience import HUNG_S
 from tests.vllm.models import EOS
 from workers.engine import AggregatedPhase, Work
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(HUNG_S)]
 
 TEXTS = {
     "plain": "the quick brown fox jumps over the lazy dog",
