@@ -9,15 +9,19 @@ import psutil
 import pytest
 from up_process import run_cli, up
 
+from tests.patience import HUNG_S, START_S
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(HUNG_S)
+# What a busy machine does to a measurement, and the result says.
+OF_THE_MACHINE = ("sent late", "arms that should have waited used")
 FAST = ("--engine", "fake", "--rate", "20", "--set", "worker.engine_args.step_s=0.002")
 
 
 def compare(*args: str, **more: Any) -> Any:
-    return run_cli("bench", "compare", *FAST, *args, **more)
+    return run_cli("bench", "compare", *FAST, *args, within_s=START_S, **more)
 
 
 def left_running(directory: Path) -> list[str]:
@@ -30,11 +34,11 @@ def test_two_arms_are_compared_swept_and_kept(tmp_path: Path) -> None:
     limits = ("--slo-ttft", "2000", "--slo-tpot", "200")
     short = ("--requests", "6", "--rounds", "3", "--sweep", "1", "--probe-seconds", "0.1")
     done = compare(*limits, *short, "--out", str(tmp_path), "--json")
-    # A client that a busy machine made late says so; everything else must hold even then.
+    # Everything else must hold on a busy machine too.
     assert done.returncode in (0, 3), done.stderr
     summary = json.loads(done.stdout)
-    late = [reason for reason in summary["validity"]["invalid"] if "sent late" not in reason]
-    assert late == []
+    reasons = summary["validity"]["invalid"]
+    assert [x for x in reasons if not any(said in x for said in OF_THE_MACHINE)] == []
     assert summary["baseline"] == "2A"
     pd, two = summary["arms"]
     assert (pd["name"], two["name"]) == ("1P1D", "2A")

@@ -13,6 +13,7 @@ from up_process import run_cli
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
 from tests.cluster import Cluster
+from tests.patience import WAIT_S
 
 PROMPT = list(range(20, 60))
 PLAIN = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -55,10 +56,11 @@ async def test_they_are_explained_and_never_placed_together(
             assert answer.receipt.decode_worker == "decode-0"
             assert not answer.fallbacks
 
-        shown = await asyncio.to_thread(run_cli, "status", "--grpc", cluster.grpc)
+        where = ("--grpc", cluster.grpc, "--timeout", str(WAIT_S))
+        shown = await asyncio.to_thread(run_cli, "status", *where)
         assert "prefill-0 and decode-9" in shown.stdout
         assert REASON in shown.stdout
-        plain = await asyncio.to_thread(run_cli, "status", "--json", "--grpc", cluster.grpc)
+        plain = await asyncio.to_thread(run_cli, "status", "--json", *where)
         (pair,) = json.loads(plain.stdout)["unpaired"]
         assert (pair["prefill"], pair["decode"]) == ("prefill-0", "decode-9")
         assert pair["differences"] == [{"field": "block_size", "prefill": "16", "decode": "32"}]

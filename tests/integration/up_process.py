@@ -33,7 +33,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
-def run_cli(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def run_cli(
+    *args: str, stdin: str = "", within_s: float = WAIT_S
+) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "pdserve", *args],
@@ -41,7 +43,7 @@ def run_cli(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=within_s,
         check=False,
     )
 

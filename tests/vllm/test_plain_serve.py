@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from pdserve.types import SamplingParams
+from tests.patience import HUNG_S, WAIT_S
 from tests.vllm.test_handoff_exact import prompt
 from tests.vllm.vllm_serve import Served, example_proxy, vllm_serve
 
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(HUNG_S),
 ]
 PATH = "/v1/completions"
 _SEEDS = itertools.count(5000)
-LEASE_S = 2.0
+# Decode comes for it well within this, and one test waits it out.
+LEASE_S = 10.0
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "seed": 1234, "top_p": 0.9},
@@ -60,7 +62,7 @@ class Pair:
         names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
         alive = [x for x in (self.prefill, self.decode) if x.process.poll() is None]
         wanted = [(served, name) for served in alive for name in names]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while wanted:
                 served, name = wanted[-1]
                 if await served.metric(f"vllm:{name}") == 0.0:

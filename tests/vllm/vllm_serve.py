@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,20 +17,23 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import psutil
 
+from tests.patience import START_S, WAIT_S
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ROOT = Path(__file__).parents[2]
-READY_S = 300.0
-END_S = 60.0
+# Below those that the system takes for outgoing connections: while vLLM loads, nobody gets it.
+PORTS = range(20_000, 32_000)
 
 
 def free_port() -> int:
     """A port that was free a moment ago: neither server can be told to take any."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 class Served:
@@ -59,7 +64,7 @@ class Served:
 
     async def until_ready(self, path: str = "/health") -> None:
         """Waits until it answers."""
-        async with asyncio.timeout(READY_S), aiohttp.ClientSession() as client:
+        async with asyncio.timeout(START_S), aiohttp.ClientSession() as client:
             while True:
                 assert self.process.poll() is None, self.log
                 try:
@@ -93,8 +98,8 @@ class Served:
         every = [*self.children(), psutil.Process(self.process.pid)]
         for each in every:
             each.kill()
-        self.process.wait(END_S)
-        psutil.wait_procs(every, END_S)
+        self.process.wait(WAIT_S)
+        psutil.wait_procs(every, WAIT_S)
 
     def close(self) -> list[psutil.Process]:
         """Asks it to end; returns those of its processes that did not, killed by now."""
@@ -103,11 +108,11 @@ class Served:
         children = self.children()
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(END_S)
+            self.process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(END_S)
-        _, left = psutil.wait_procs(children, END_S)
+            self.process.wait(WAIT_S)
+        _, left = psutil.wait_procs(children, WAIT_S)
         for each in left:
             each.kill()
         return left

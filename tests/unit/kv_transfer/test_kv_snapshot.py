@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.snapshot import SOURCE, TARGET, KvSnapshot, KvState, LinkView
 from pdserve.types import KvLedger
+from tests.patience import WAIT_S
 from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, settle, until
 
 if TYPE_CHECKING:
@@ -70,12 +71,13 @@ def test_links_are_seen_with_their_transport_and_their_peer(rig: Rig) -> None:
 
 
 def test_a_lease_counts_down_and_its_end_is_counted(tcp_rig: Rig) -> None:
-    source = tcp_rig.worker(lease_s=0.3)
+    source = tcp_rig.worker(lease_s=WAIT_S)
     source.prefill("t", FROM, N)
     (held,) = look(source).transfers
     assert (held.state, held.peer, held.blocks) == ("expected", "", 4)
     assert held.lease_left_s is not None
-    assert 0 < held.lease_left_s <= 0.3
+    assert 0 < held.lease_left_s <= WAIT_S
+    source.end_lease("t")
     until(lambda: not look(source).transfers, source)
     assert look(source).totals["expired_leases"] == 1
 
@@ -88,12 +90,12 @@ def test_a_way_into_memory_is_quarantined_until_it_is_idle(
 
     def hold(*_: object) -> None:
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(WAIT_S)
 
     loopback.on_push = hold
     target.start(source, "t", TO, N)
     source.prefill("t", FROM, N)
-    assert inside.wait(20)
+    assert inside.wait(WAIT_S)
     (link,) = target.half.links._outgoing.values()
     assert link.target is not None
     is_idle, link.target.idle = link.target.idle, lambda: False  # type: ignore[method-assign]

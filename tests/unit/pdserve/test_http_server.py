@@ -11,16 +11,15 @@ import aiohttp
 import pytest
 
 from pdserve import http_connection
-from pdserve.http_connection import ConnectionLimits
 from pdserve.http_cycle import TRY_WRITE
-from pdserve.web_server import WebServer, bind
+from pdserve.web_server import LIMITS, WebServer, bind
+from tests.patience import WAIT_S, skip
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.http_cycle import Message, Receive, Send
 
-WAIT_S = 30.0
 LARGE = b"x" * (16 << 20)
 
 
@@ -272,18 +271,31 @@ async def test_what_is_no_request_is_refused_and_the_connection_ended(
     assert app.scopes == []
 
 
-async def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: Any) -> None:
-    monkeypatch.setattr("pdserve.web_server.LIMITS", ConnectionLimits(head_s=0.05, idle_s=0.05))
-    async with serving(Echo()) as address:
-        async with connected(address) as (reader, writer):
-            writer.write(b"GET / HT")
-            assert (await reader.read()).startswith(b"HTTP/1.1 408")
-        async with connected(address) as (reader, _):
-            assert await reader.read() == b""
-        async with connected(address) as (reader, writer):
-            writer.write(request("/unread", "content-length: 10", method="POST") + b"123")
-            assert (await response(reader))[2] == b"no, thanks"
-            assert await reader.read() == b""
+async def test_what_does_not_come_in_time_ends_the_connection() -> None:
+    sock = bind("127.0.0.1", 0)
+    server = WebServer(Echo(), sock)
+    address = sock.getsockname()
+    await server.start()
+    async with connected(address) as (reader, writer):
+        writer.write(b"GET / HT")
+        await until(lambda: any(c._head_bytes for c in server._connections))
+        skip(LIMITS.head_s)
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+    async with connected(address) as (reader, _):
+        await until(lambda: server._connections)
+        skip(LIMITS.head_s)
+        assert await reader.read() == b""
+    async with connected(address) as (reader, writer):
+        writer.write(request("/once"))
+        await response(reader)
+        skip(LIMITS.idle_s)
+        assert await reader.read() == b""
+    async with connected(address) as (reader, writer):
+        writer.write(request("/unread", "content-length: 10", method="POST") + b"123")
+        assert (await response(reader))[2] == b"no, thanks"
+        skip(LIMITS.head_s)
+        assert await reader.read() == b""
+    await server.stop()
 
 
 async def test_a_failing_application_is_a_500_or_a_broken_stream() -> None:
