@@ -25,7 +25,7 @@ from kv_transfer.metadata import Arrival, PdHandshake, StepMetadata, WorkerOutpu
 from kv_transfer.scheduler import SchedulerHalf
 from kv_transfer.settings import from_extra_config
 from kv_transfer.transport.base import LocalKv
-from kv_transfer.vllm_layout import allocate_in, describe, region_of
+from kv_transfer.vllm_layout import allocate_in, describe, region_of, shard_of
 from kv_transfer.vllm_patches import patch_runner_v1
 from kv_transfer.worker import WorkerHalf
 from pdserve.errors import ConfigError
@@ -135,13 +135,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         worker = self._worker_half()
         settings = from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
-        layout = describe(self._config, kv_caches)
+        shard = shard_of(self._config, kv_caches)
+        layout = describe(self._config, kv_caches, shard.pool)
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
         worker.register(
             LocalKv(region_of(kv_caches), shared),
             Identity(self._kv_transfer_config.engine_id, key, settings.worker_id),
-            self._config.cache_config.block_size,
+            shard,
         )
         self._handshake = PdHandshake(worker.address, key, layout, settings.transports)
 

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterable, Sequence
 
+    from kv_transfer.layout import PagePart
     from kv_transfer.settings import KvSettings
+    from kv_transfer.shard import Shard
     from kv_transfer.transport.base import LocalKv, Transport
 
 logger = logging.getLogger(__name__)
@@ -99,12 +101,12 @@ class Links:
         """Whether nothing is known of any transfer."""
         return not (len(self.sources) or len(self.targets) or self._fencing)
 
-    def register(self, local: LocalKv, identity: Identity, block_size: int) -> None:
+    def register(self, local: LocalKv, identity: Identity, shard: Shard) -> None:
         """The KV cache exists: take connections from now on."""
         self._local, self._identity = local, identity
         chunk_blocks = self._settings.chunk_bytes // local.region.geometry.block_bytes
         self._sources = SourceTable(
-            block_size=block_size,
+            shard=shard,
             chunk_blocks=chunk_blocks,
             lease_s=self._settings.lease_s,
             grant_wait_s=self._settings.lease_s,
@@ -125,12 +127,17 @@ class Links:
 
     # -- for the step, which holds `lock` around these
 
-    def start(self, address: str, epoch: str, request_id: str, grant: Grant, now: float) -> None:
-        """Grants blocks to the source at `address`."""
-        link = self.link_to(address, epoch)
-        self.do_target(self.targets.start(link, request_id, grant, now))
-        if link.is_down:
-            self._fence(link, link.reason)
+    def start(
+        self,
+        request_id: str,
+        grants: Sequence[tuple[Link, Grant, PagePart | None]],
+        now: float,
+    ) -> None:
+        """Grants the blocks of one request to the ranks of its source, over a link each."""
+        self.do_target(self.targets.start(request_id, grants, now))
+        for link, _, _ in grants:
+            if link.is_down:
+                self._fence(link, link.reason)
 
     def link_to(self, address: str, epoch: str) -> Link:
         """The link to the source at `address`; dials where there is none."""
@@ -147,8 +154,7 @@ class Links:
         not end even with its link."""
 
         def running() -> list[Link]:
-            links = (self.sources.copying_over(transfer_id) for transfer_id in transfer_ids)
-            return [link for link in links if link is not None]
+            return [link for t in transfer_ids for link in self.sources.copying_over(t)]
 
         if self._copies.wait_for(lambda: not running(), self._settings.preempt_timeout_s):
             return
@@ -171,11 +177,11 @@ class Links:
         """Everything at this moment; takes the lock itself, from any thread."""
         now = time.monotonic()
         local, _ = self._registered()
-        block_bytes = local.region.geometry.block_bytes
+        geometry = local.region.geometry
         with self.lock:
             return KvSnapshot(
                 taken_at=now,
-                transfers=tuple(transfer_views(self.sources, self.targets, block_bytes, now)),
+                transfers=tuple(transfer_views(self.sources, self.targets, geometry, now)),
                 links=tuple(link_views(self._all, now)),
                 quarantined_slots=len(self._fencing),
                 totals=totals_of(self.counters, self.sources, self.targets),
@@ -252,25 +258,32 @@ class Links:
         channel, (local, _) = link.target, self._registered()
         if channel is None:
             raise ProtocolError("a chunk came to a source")
-        if chunk.bytes != chunk.count * local.region.geometry.block_bytes:
+        pages = chunk.count * local.region.geometry.num_layers
+        if chunk.bytes % pages if pages else chunk.bytes:
             raise ProtocolError(f"{chunk.count} blocks are not {chunk.bytes} bytes long")
         with self.lock:
-            block_ids = self.targets.begin_chunk(link, chunk)
+            place = self.targets.begin_chunk(link, chunk)
+        if place is None:
+            channel.receive(chunk, None)
+            return
         try:
-            channel.receive(chunk, block_ids)
+            region = local.region
+            if place.part is not None:
+                region = region.narrowed(place.part.target_start, place.part.size)
+            if chunk.bytes != chunk.count * region.geometry.block_bytes:
+                raise ProtocolError(f"{chunk.count} blocks are not {chunk.bytes} bytes long")
+            channel.receive(chunk, place.block_ids, place.part)
         except BaseException:
             with self.lock:
-                self.targets.abort_chunk(chunk)
+                self.targets.abort_chunk(link, chunk)
             raise
-        if block_ids is None:
-            return
         received = time.monotonic()
-        intact = chunk.digest == NO_DIGEST or chunk.digest == digest(local.region.pages(block_ids))
+        intact = chunk.digest == NO_DIGEST or chunk.digest == digest(region.pages(place.block_ids))
         now = time.monotonic()
         with self.lock:
             self.counters.digest_s += now - received
             self.counters.digest_mismatches += not intact
-            self.do_target(self.targets.end_chunk(chunk, now, intact=intact))
+            self.do_target(self.targets.end_chunk(link, chunk, now, intact=intact))
         if not intact:
             logger.warning(
                 "transfer %s: blocks %d+%d came damaged from worker %r over %s",
@@ -345,17 +358,20 @@ class Links:
         with self.lock:
             if not self.sources.begin_copy(chunk):
                 return
+        region = local.region
+        if chunk.part is not None:
+            region = region.narrowed(chunk.part.source_start, chunk.part.size)
         count = len(chunk.source_ids)
-        size = count * local.region.geometry.block_bytes
+        size = count * region.geometry.block_bytes
         marked = begun = time.monotonic()
         copied = False
         try:
             mark = NO_DIGEST
             if self._sampler.takes(suspect=chunk.suspect):
-                mark = digest(local.region.pages(chunk.source_ids))
+                mark = digest(region.pages(chunk.source_ids))
                 begun = time.monotonic()
             message = Chunk(chunk.transfer_id, chunk.first, count, size, mark)
-            channel.push(message, chunk.source_ids, chunk.target_ids)
+            channel.push(message, chunk.source_ids, chunk.target_ids, chunk.part)
             copied = True
         finally:
             now = time.monotonic()

@@ -5,7 +5,7 @@ target → Hello, source → Welcome or Refusal. Then target → Grant, Again, C
 (with the payload behind it where the transport sends bytes on the link), Done, Fail, Alive.
 
 PROTOCOL_VERSION history: 1 first version. 2 Hello names its worker; Grant and Cancel have a
-capability. 3 Chunk has a digest; Again.
+capability. 3 Chunk has a digest; Again; Grant says which heads, and how many readers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Refusal(Message):
 class Grant(Message):
     """The target has reserved `block_ids` for tokens [first_block * block_size, num_tokens) of the
     request. This is the credit: nothing is sent before it. `capability` is the router's word that
-    the target may have them."""
+    the target may have them. `heads` says which KV heads, of those that lie in the source's pages:
+    the first, how many, and how many lie before them in the target's pages; empty for whole pages
+    that hold the same on both sides. So many `readers` of the target ask this source rank."""
 
     kind: ClassVar[str] = "grant"
     transfer_id: str
@@ -77,6 +79,8 @@ class Grant(Message):
     num_tokens: int
     block_ids: list[int]
     capability: str = field(default="", repr=False)
+    heads: list[int] = field(default_factory=list)
+    readers: int = 1
 
 
 @dataclass(frozen=True, slots=True)

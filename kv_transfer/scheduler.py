@@ -104,6 +104,9 @@ class SchedulerHalf:
         self._refused: dict[str, str] = {}  # by request id, why; until vLLM lets it be said
         self._arrivals: dict[str, Arrival] = {}  # of requests that are open, not yet taken
         self._failures: dict[str, ErrorInfo] = {}
+        # Requests whose load has ended on some ranks: what came, and which of them have failed.
+        self._arriving: dict[str, Arrival] = {}
+        self._broken: set[str] = set()
 
     # -- what the worker process asks
 
@@ -256,18 +259,16 @@ class SchedulerHalf:
         meta = output.kv_connector_worker_meta
         if isinstance(meta, WorkerOutput):
             for request_id, arrival in meta.arrivals.items():
-                target = self._targets.get(request_id)
-                if target is not None and target.load is _Load.LOADING:
-                    self._arrivals[request_id] = self._take_over(target, arrival)
+                earlier = self._arriving.get(request_id)
+                self._arriving[request_id] = arrival if earlier is None else earlier.beside(arrival)
             for request_id, error in meta.failures.items():
                 logger.warning("the KV of request %s did not come: %s", request_id, error.message)
-                self._failures[request_id] = error
+                self._failures.setdefault(request_id, error)
+                self._broken.add(request_id)
             while len(self._failures) > _MAX_FAILURES:  # of requests nobody asks for any more
                 del self._failures[next(iter(self._failures))]
         for request_id in output.finished_recving or ():
-            self._in_flight.pop(request_id, None)
-            if request_id in self._targets:
-                self._targets[request_id].load = _Load.OVER
+            self._received(request_id)
         for request_id in output.finished_sending or ():
             self._leased.pop(request_id, None)
 
@@ -290,6 +291,19 @@ class SchedulerHalf:
         self._continuations.append(target.request, new)
         self._continuations.replay_grammar(target.request)
         return replace(arrival, token_ids=new)
+
+    def _received(self, request_id: str) -> None:
+        """The request's load has ended on every rank, at different steps maybe. What came counts
+        when none of them has failed."""
+        self._in_flight.pop(request_id, None)
+        arrival, is_broken = self._arriving.pop(request_id, None), request_id in self._broken
+        self._broken.discard(request_id)
+        target = self._targets.get(request_id)
+        if target is None:
+            return
+        if arrival is not None and not is_broken and target.load is _Load.LOADING:
+            self._arrivals[request_id] = self._take_over(target, arrival)
+        target.load = _Load.OVER
 
     def _wanted(self, request: Request) -> int:
         """Tokens whose KV the source computes: the prompt and what was resumed on both sides. The

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from kv_transfer.counters import TransferCounters
+    from kv_transfer.layout import KvGeometry
     from kv_transfer.link import Link
     from kv_transfer.source import SourceTable
+    from kv_transfer.source_transfer import Reader
     from kv_transfer.target import TargetTable
 
 SOURCE, TARGET = "source", "target"
@@ -86,35 +88,36 @@ class KvState:
 
 
 def transfer_views(
-    sources: SourceTable[Link], targets: TargetTable[Link], block_bytes: int, now: float
+    sources: SourceTable[Link], targets: TargetTable[Link], geometry: KvGeometry, now: float
 ) -> Iterator[TransferView]:
-    """Every transfer that either table knows of."""
+    """Every transfer that either table knows of; one that comes in shares, share by share."""
     for s in sources:
+        links = [reader.link for reader in s.readers]
         yield TransferView(
             transfer_id=s.transfer_id,
             request_id=s.request_id,
             side=SOURCE,
             state=s.state.value,
-            peer="" if s.link is None else peer_of(s.link),
-            transport="" if s.link is None else s.link.transport,
+            peer="+".join(sorted({peer_of(link) for link in links})),
+            transport="+".join(sorted({link.transport for link in links})),
             blocks=len(s.block_ids),
-            moved_blocks=s.sent_blocks,
-            moved_bytes=s.sent_blocks * block_bytes,
+            moved_blocks=min((reader.sent_blocks for reader in s.readers), default=0),
+            moved_bytes=sum(_sent_bytes(reader, geometry) for reader in s.readers),
             age_s=now - s.began_at,
             lease_left_s=None if s.lease_end is None else max(0.0, s.lease_end - now),
         )
-    for transfer_id, link, until in sources.early():
+    for early in sources.early():
         yield TransferView(
-            transfer_id=transfer_id,
+            transfer_id=early.grant.transfer_id,
             request_id="",
             side=SOURCE,
             state="granted early",
-            peer=peer_of(link),
-            transport=link.transport,
+            peer=peer_of(early.link),
+            transport=early.link.transport,
             blocks=0,
             moved_blocks=0,
             moved_bytes=0,
-            lease_left_s=max(0.0, until - now),
+            lease_left_s=max(0.0, early.until - now),
         )
     for t in targets:
         yield TransferView(
@@ -158,6 +161,11 @@ def totals_of(
         "expired_leases": sources.expired_leases,
         "receive_timeouts": targets.timeouts,
     }
+
+
+def _sent_bytes(reader: Reader[Link], geometry: KvGeometry) -> int:
+    size = geometry.page_bytes if reader.part is None else reader.part.size
+    return reader.sent_blocks * geometry.num_layers * size
 
 
 def peer_of(link: Link) -> str:

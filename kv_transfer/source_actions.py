@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from kv_transfer.layout import PagePart
 
 LinkT = TypeVar("LinkT")
 
@@ -11,7 +14,7 @@ LinkT = TypeVar("LinkT")
 @dataclass(frozen=True, slots=True)
 class PushChunk(Generic[LinkT]):
     """Copy `source_ids` to the target's `target_ids`; then say Chunk(first, count). With `suspect`
-    it goes with a digest whatever the setting says."""
+    it goes with a digest whatever the setting says. `part` of each page, None for all of it."""
 
     link: LinkT
     transfer_id: str
@@ -20,6 +23,7 @@ class PushChunk(Generic[LinkT]):
     source_ids: list[int]
     target_ids: list[int]
     suspect: bool = False
+    part: PagePart | None = None
 
 
 @dataclass(frozen=True, slots=True)

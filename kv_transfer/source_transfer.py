@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Generic
 
-from kv_transfer.source_actions import LinkT
+from kv_transfer.source_actions import LinkT, PushChunk
 
 if TYPE_CHECKING:
+    from kv_transfer.layout import PagePart
     from kv_transfer.messages import Grant
-    from kv_transfer.source_actions import PushChunk
 
 
 class SourceState(Enum):
@@ -22,31 +22,32 @@ class SourceState(Enum):
     CLOSED = "closed"
 
 
-@dataclass(slots=True)
-class SourceTransfer(Generic[LinkT]):
-    """One transfer. Only SourceTable changes it."""
+@dataclass(frozen=True, slots=True)
+class EarlyGrant(Generic[LinkT]):
+    """A grant of a transfer that the engine has not taken in yet; kept until `until`."""
 
-    transfer_id: str
-    request_id: str
-    began_at: float = 0.0
-    state: SourceState = SourceState.EXPECTED
-    block_ids: list[int] = field(default_factory=list)
-    ready_tokens: int = 0
-    link: LinkT | None = None
-    grant: Grant | None = None
+    link: LinkT
+    grant: Grant
+    until: float
+
+
+@dataclass(slots=True, eq=False)
+class Reader(Generic[LinkT]):
+    """A target rank that takes KV of one transfer from here, over a link of its own. It is
+    forgotten once it has acknowledged."""
+
+    link: LinkT
+    grant: Grant
+    part: PagePart | None = None
     queued_blocks: int = 0  # of the grant, handed to the writer
     sent_blocks: int = 0  # of the grant, copied
     copying: PushChunk[LinkT] | None = None
     generation: int = 0  # work of an older generation is dropped by the writer
     suspect: bool = False  # the target has found a chunk damaged
     done_queued: bool = False
-    ended_at: float | None = None
-    token_ids: tuple[int, ...] = ()
-    held: bool = False
-    lease_end: float | None = None
+    done_sent: bool = False
     last_alive: float = 0.0
     push_s: float = 0.0
-    release_due: bool = False
 
     @property
     def begun_blocks(self) -> int:
@@ -54,3 +55,87 @@ class SourceTransfer(Generic[LinkT]):
         running = self.copying
         counts = running is not None and running.generation == self.generation
         return self.sent_blocks + (len(running.source_ids) if running and counts else 0)
+
+    def go_back(self, block: int) -> None:
+        """What is queued from `block` of the grant on will be queued again."""
+        self.queued_blocks = self.sent_blocks = block
+        self.generation += 1
+        self.done_queued = self.done_sent = False
+
+
+@dataclass(slots=True)
+class SourceTransfer(Generic[LinkT]):
+    """One transfer. Only SourceTable changes it."""
+
+    transfer_id: str
+    request_id: str
+    began_at: float = 0.0
+    is_closed: bool = False
+    block_ids: list[int] = field(default_factory=list)
+    ready_tokens: int = 0
+    # Once closed, those alone whose copy still runs.
+    readers: list[Reader[LinkT]] = field(default_factory=list)
+    num_readers: int = 0  # that there will be, by their grants; 0 before the first
+    acknowledged: int = 0  # readers that are done
+    ended_at: float | None = None
+    token_ids: tuple[int, ...] = ()
+    held: bool = False
+    lease_end: float | None = None
+    release_due: bool = False
+
+    @property
+    def state(self) -> SourceState:
+        """Of its readers, the one that is furthest behind."""
+        if self.is_closed:
+            return SourceState.CLOSED
+        if not self.num_readers:
+            return SourceState.EXPECTED
+        all_here = len(self.readers) + self.acknowledged == self.num_readers
+        if all_here and all(reader.done_sent for reader in self.readers):
+            return SourceState.SENT
+        return SourceState.GRANTED
+
+    @property
+    def is_copying(self) -> bool:
+        return any(reader.copying is not None for reader in self.readers)
+
+    def reader(self, link: LinkT) -> Reader[LinkT] | None:
+        """Who takes the transfer over this link."""
+        return next((reader for reader in self.readers if reader.link is link), None)
+
+    def queue(
+        self, reader: Reader[LinkT], block_size: int, chunk_blocks: int
+    ) -> list[PushChunk[LinkT]]:
+        """What can be pushed to the reader now, in chunks of so many blocks at most."""
+        grant = reader.grant
+        # The last block may be partial: it goes when the last granted token is in it.
+        if self.ready_tokens >= grant.num_tokens:
+            ready = len(grant.block_ids)
+        else:
+            ready = max(0, self.ready_tokens // block_size - grant.first_block)
+        chunks = []
+        while reader.queued_blocks < ready:
+            first = reader.queued_blocks
+            count = min(chunk_blocks, ready - first)
+            start = grant.first_block + first
+            chunks.append(
+                PushChunk(
+                    reader.link,
+                    self.transfer_id,
+                    reader.generation,
+                    first,
+                    self.block_ids[start : start + count],
+                    grant.block_ids[first : first + count],
+                    reader.suspect,
+                    reader.part,
+                )
+            )
+            reader.queued_blocks += count
+        return chunks
+
+    def close(self) -> None:
+        """Nothing more is copied than what is being copied now."""
+        self.is_closed = True
+        self.readers = [reader for reader in self.readers if reader.copying is not None]
+        for reader in self.readers:
+            reader.generation += 1

@@ -7,7 +7,7 @@ them pass for vLLM's own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -102,6 +102,10 @@ class Arrival:
     token_ids: tuple[int, ...]
     report: TransferReport
 
+    def beside(self, other: Arrival) -> Arrival:
+        """What came to two tensor-parallel ranks; both were told the same tokens."""
+        return replace(self, report=self.report.beside(other.report))
+
 
 @dataclass
 class WorkerOutput:
@@ -111,7 +115,9 @@ class WorkerOutput:
     failures: dict[str, ErrorInfo] = field(default_factory=dict)
 
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:
-        """Joins the reports of tensor-parallel ranks; each rank says the same of the tokens."""
-        self.arrivals.update(other.arrivals)
-        self.failures.update(other.failures)
+        """Joins the reports of tensor-parallel ranks on one step."""
+        for request_id, arrival in other.arrivals.items():
+            ours = self.arrivals.get(request_id)
+            self.arrivals[request_id] = arrival if ours is None else ours.beside(arrival)
+        self.failures = other.failures | self.failures
         return self

@@ -8,6 +8,11 @@
 
 Blocks stay pinned in every state: the engine frees or uses them only when the transfer is reported,
 and that happens only when nothing can be written to them any more.
+
+Where the source has more tensor-parallel ranks than the target, one transfer comes in several
+shares, each from another source rank over a link of its own, into its own heads of the same blocks.
+Each share goes through the states above by itself. The first to fail has the others cancelled, and
+the transfer is reported when the last has ended.
 """
 
 from __future__ import annotations
@@ -20,8 +25,9 @@ from pdserve.errors import InvalidRequest, TransferCorrupted, TransferFailed
 from pdserve.types import TransferReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from kv_transfer.layout import PagePart
     from kv_transfer.messages import Chunk, Done, Grant
 
 LinkT = TypeVar("LinkT")
@@ -101,14 +107,23 @@ TargetAction = (
 TargetOutcome = Received | Failed
 
 
-@dataclass(slots=True)
-class TargetTransfer(Generic[LinkT]):
-    """One transfer. Only TargetTable changes it."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk goes: into these blocks, and there into `part` of each page; None is all."""
+
+    block_ids: list[int]
+    part: PagePart | None
+
+
+@dataclass(slots=True, eq=False)
+class Share(Generic[LinkT]):
+    """What one source rank sends of a transfer. Only TargetTable changes it."""
 
     transfer_id: str
     request_id: str
     link: LinkT
     grant: Grant
+    part: PagePart | None
     progress_at: float
     began_at: float
     state: TargetState = TargetState.RECEIVING
@@ -119,7 +134,28 @@ class TargetTransfer(Generic[LinkT]):
     awaits_again: bool = False  # until the block that was asked for again comes
     reason: str = ""
     code: str = TransferFailed.code
-    cancel_until: float = 0.0
+    cancel_until: float = 0.0  # 0 while the cancel has not been sent
+
+    def give_up(self, reason: str) -> None:
+        """The next tick cancels it."""
+        if self.state is TargetState.RECEIVING:
+            self.state = TargetState.CANCELLING
+            self.reason = reason
+
+
+@dataclass(slots=True)
+class TargetTransfer(Generic[LinkT]):
+    """One transfer: the shares that are under way, and what came of those that ended."""
+
+    request_id: str
+    shares: list[Share[LinkT]]
+    token_ids: tuple[int, ...] = ()
+    report: TransferReport | None = None
+    failure: Failed | None = None
+
+    def share(self, link: LinkT) -> Share[LinkT] | None:
+        """What comes over this link."""
+        return next((share for share in self.shares if share.link is link), None)
 
 
 @dataclass(slots=True)
@@ -135,12 +171,13 @@ class TargetTable(Generic[LinkT]):
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def __iter__(self) -> Iterator[TargetTransfer[LinkT]]:
-        """To look at, under the caller's lock."""
-        return iter(self._transfers.values())
+    def __iter__(self) -> Iterator[Share[LinkT]]:
+        """Every share under way."""
+        for transfer in self._transfers.values():
+            yield from transfer.shares
 
     def __repr__(self) -> str:
-        parts = [f"{t.transfer_id}:{t.state.value}" for t in self._transfers.values()]
+        parts = [f"{share.transfer_id}:{share.state.value}" for share in self]
         return f"TargetTable({', '.join(parts)})"
 
     def take_outcomes(self) -> list[TargetOutcome]:
@@ -151,136 +188,136 @@ class TargetTable(Generic[LinkT]):
     # -- from the engine
 
     def start(
-        self, link: LinkT, request_id: str, grant: Grant, now: float
+        self,
+        request_id: str,
+        grants: Sequence[tuple[LinkT, Grant, PagePart | None]],
+        now: float,
     ) -> list[TargetAction[LinkT]]:
-        """The engine has reserved the blocks that `grant` names. An id that is in use is refused:
-        nothing was granted, so nothing writes to the blocks."""
-        if grant.transfer_id in self._transfers:
+        """The engine has reserved the blocks that the grants of one transfer name, each for another
+        source rank. An id that is in use is refused: nothing was granted, so nothing writes to the
+        blocks."""
+        transfer_id = grants[0][1].transfer_id
+        if transfer_id in self._transfers:
             self._outcomes.append(Failed(request_id, "the transfer id was used twice"))
             return []
-        self._transfers[grant.transfer_id] = TargetTransfer(
-            grant.transfer_id, request_id, link, grant, progress_at=now, began_at=now
-        )
-        return [SendGrant(link, grant)]
+        shares = [
+            Share(transfer_id, request_id, link, grant, part, progress_at=now, began_at=now)
+            for link, grant, part in grants
+        ]
+        self._transfers[transfer_id] = TargetTransfer(request_id, shares)
+        return [SendGrant(link, grant) for link, grant, _ in grants]
 
     def refuse(self, request_id: str, reason: str) -> None:
         """The load of this request fails before it begins: nothing is asked of anybody."""
         self._outcomes.append(Failed(request_id, reason, InvalidRequest.code))
 
     def cancel(self, transfer_id: str, reason: str, now: float) -> list[TargetAction[LinkT]]:
-        """The request is wanted no longer. Its blocks stay until the source has answered."""
+        """The request is wanted no longer. Its blocks stay until every source rank has answered."""
         transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.state is not TargetState.RECEIVING:
-            return []
-        transfer.state = TargetState.CANCELLING
-        transfer.reason = reason
-        transfer.cancel_until = now + self.cancel_timeout_s
-        return [SendCancel(transfer.link, transfer_id, transfer.grant.capability)]
+        actions: list[TargetAction[LinkT]] = []
+        for share in [] if transfer is None else transfer.shares:
+            if share.state is TargetState.RECEIVING:
+                share.give_up(reason)
+                actions.append(self._cancel(share, now))
+        return actions
 
     # -- from the source
 
-    def begin_chunk(self, link: LinkT, chunk: Chunk) -> list[int] | None:
-        """The block ids to put the chunk into, or None to throw it away. None also ends a transfer
-        whose chunk is out of order: it cannot be trusted any more."""
-        transfer = self._transfers.get(chunk.transfer_id)
-        if transfer is None or transfer.link is not link:
+    def begin_chunk(self, link: LinkT, chunk: Chunk) -> Place | None:
+        """Where to put the chunk, or None to throw it away. None also ends a transfer whose chunk
+        is out of order: it cannot be trusted any more."""
+        share = self._share(link, chunk.transfer_id)
+        if share is None or share.state is not TargetState.RECEIVING:
             return None
-        if transfer.state is not TargetState.RECEIVING:
-            return None
-        expected = transfer.received_blocks
-        if transfer.awaits_again and chunk.first > expected:
+        expected = share.received_blocks
+        if share.awaits_again and chunk.first > expected:
             return None
         end = chunk.first + chunk.count
-        if chunk.first != expected or end > len(transfer.grant.block_ids) or not chunk.count:
-            transfer.reason = f"chunk {chunk.first}+{chunk.count} where {expected} was due"
-            transfer.state = TargetState.CANCELLING
+        if chunk.first != expected or end > len(share.grant.block_ids) or not chunk.count:
+            share.give_up(f"chunk {chunk.first}+{chunk.count} where {expected} was due")
             return None
-        transfer.writing = True
-        transfer.awaits_again = False
-        return transfer.grant.block_ids[chunk.first : end]
+        share.writing = True
+        share.awaits_again = False
+        return Place(share.grant.block_ids[chunk.first : end], share.part)
 
-    def end_chunk(self, chunk: Chunk, now: float, *, intact: bool) -> list[TargetAction[LinkT]]:
+    def end_chunk(
+        self, link: LinkT, chunk: Chunk, now: float, *, intact: bool
+    ) -> list[TargetAction[LinkT]]:
         """The chunk is in place; `intact` is False where its bytes are not those of its digest."""
-        transfer = self._transfers.get(chunk.transfer_id)
-        if transfer is None or not transfer.writing:
+        share = self._share(link, chunk.transfer_id)
+        if share is None or not share.writing:
             return []
-        transfer.writing = False
-        transfer.progress_at = now
+        share.writing = False
+        share.progress_at = now
         if intact:
-            transfer.received_blocks += chunk.count
-            transfer.received_bytes += chunk.bytes
+            share.received_blocks += chunk.count
+            share.received_bytes += chunk.bytes
             return []
-        return self._damaged(transfer, chunk, now)
+        return self._damaged(share, chunk, now)
 
-    def abort_chunk(self, chunk: Chunk) -> None:
+    def abort_chunk(self, link: LinkT, chunk: Chunk) -> None:
         """The chunk broke off half way; its link is going down."""
-        transfer = self._transfers.get(chunk.transfer_id)
-        if transfer is not None:
-            transfer.writing = False
+        share = self._share(link, chunk.transfer_id)
+        if share is not None:
+            share.writing = False
 
     def alive(self, link: LinkT, transfer_ids: list[str], now: float) -> None:
         """The source still works on these."""
         for transfer_id in transfer_ids:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None and transfer.link is link:
-                transfer.progress_at = now
+            share = self._share(link, transfer_id)
+            if share is not None:
+                share.progress_at = now
 
     def done(self, link: LinkT, done: Done, transport: str) -> list[TargetAction[LinkT]]:
-        """The source has sent everything."""
-        transfer = self._transfers.get(done.transfer_id)
-        if transfer is None or transfer.link is not link:
+        """The source rank has sent everything."""
+        share = self._share(link, done.transfer_id)
+        if share is None:
             return []
-        if transfer.awaits_again and transfer.state is TargetState.RECEIVING:
+        if share.awaits_again and share.state is TargetState.RECEIVING:
             return []  # said before the source had read that we ask again
-        del self._transfers[done.transfer_id]
-        missing = len(transfer.grant.block_ids) - transfer.received_blocks
-        if transfer.state is not TargetState.RECEIVING or missing or not done.token_ids:
-            reason = transfer.reason or (
-                f"{missing} blocks did not come" if missing else "no token"
-            )
-            self._outcomes.append(Failed(transfer.request_id, reason, transfer.code))
+        missing = len(share.grant.block_ids) - share.received_blocks
+        if share.state is not TargetState.RECEIVING or missing or not done.token_ids:
+            reason = share.reason or (f"{missing} blocks did not come" if missing else "no token")
+            self._ended(share, reason)
         else:
             report = TransferReport(
                 done.push_s,
                 done.exposed_s,
-                transfer.received_bytes,
-                transfer.received_blocks,
+                share.received_bytes,
+                share.received_blocks,
                 transport,
-                transfer.digest_mismatches,
+                share.digest_mismatches,
             )
-            self._outcomes.append(Received(transfer.request_id, tuple(done.token_ids), report))
+            self._arrived(share, tuple(done.token_ids), report)
         return [SendAck(link, done.transfer_id)]
 
     def fail(self, link: LinkT, transfer_id: str, reason: str) -> None:
-        """The source sends nothing more, and said so behind its last chunk."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None and transfer.link is link:
-            del self._transfers[transfer_id]
-            self._outcomes.append(
-                Failed(transfer.request_id, transfer.reason or reason, transfer.code)
-            )
+        """The source rank sends nothing more, and said so behind its last chunk."""
+        share = self._share(link, transfer_id)
+        if share is not None:
+            self._ended(share, share.reason or reason)
 
     def link_down(self, link: LinkT, reason: str) -> None:
         """Nobody will answer. The blocks wait until the transport is idle."""
-        for transfer in self._transfers.values():
-            if transfer.link is link:
-                transfer.state = TargetState.FENCING
-                transfer.reason = transfer.reason or reason
+        for share in [share for share in self if share.link is link]:
+            share.state = TargetState.FENCING
+            share.reason = share.reason or reason
+            for other in self._transfers[share.transfer_id].shares:
+                other.give_up(share.reason)
 
     def uses(self, link: LinkT) -> bool:
         """Whether any block is still bound to the link."""
-        return any(t.link is link for t in self._transfers.values())
+        return any(share.link is link for share in self)
 
     def fencing(self) -> set[LinkT]:
         """Links whose transport must be found idle before their blocks are reported."""
-        return {t.link for t in self._transfers.values() if t.state is TargetState.FENCING}
+        return {share.link for share in self if share.state is TargetState.FENCING}
 
     def fenced(self, link: LinkT) -> None:
         """The transport is idle, for good: report what waited for it."""
-        for transfer in [t for t in self._transfers.values() if t.link is link]:
-            if transfer.state is TargetState.FENCING and not transfer.writing:
-                del self._transfers[transfer.transfer_id]
-                self._outcomes.append(Failed(transfer.request_id, transfer.reason, transfer.code))
+        for share in [share for share in self if share.link is link]:
+            if share.state is TargetState.FENCING and not share.writing:
+                self._ended(share, share.reason)
 
     # -- from the clock
 
@@ -288,31 +325,66 @@ class TargetTable(Generic[LinkT]):
         """Transfers without progress are cancelled; unanswered cancels cost the link."""
         actions: list[TargetAction[LinkT]] = []
         drop: set[LinkT] = set()
-        for transfer in list(self._transfers.values()):
-            if transfer.state is TargetState.RECEIVING:
-                if now - transfer.progress_at >= self.receive_timeout_s:
+        for share in list(self):
+            if share.state is TargetState.RECEIVING:
+                if now - share.progress_at >= self.receive_timeout_s:
                     self.timeouts += 1
-                    actions += self.cancel(transfer.transfer_id, "no KV came in time", now)
-            elif transfer.state is TargetState.CANCELLING:
-                if not transfer.cancel_until:  # a chunk out of order brought it here
-                    transfer.cancel_until = now + self.cancel_timeout_s
-                    grant = transfer.grant
-                    actions.append(SendCancel(transfer.link, grant.transfer_id, grant.capability))
-                elif now >= transfer.cancel_until:
-                    drop.add(transfer.link)
+                    actions += self.cancel(share.transfer_id, "no KV came in time", now)
+            elif share.state is TargetState.CANCELLING:
+                if not share.cancel_until:
+                    actions.append(self._cancel(share, now))
+                elif now >= share.cancel_until:
+                    drop.add(share.link)
         return actions + [DropLink(link) for link in drop]
 
     # -- inside
 
-    def _damaged(
-        self, transfer: TargetTransfer[LinkT], chunk: Chunk, now: float
-    ) -> list[TargetAction[LinkT]]:
-        transfer.digest_mismatches += 1
-        if transfer.state is not TargetState.RECEIVING:
+    def _share(self, link: LinkT, transfer_id: str) -> Share[LinkT] | None:
+        transfer = self._transfers.get(transfer_id)
+        return None if transfer is None else transfer.share(link)
+
+    def _cancel(self, share: Share[LinkT], now: float) -> TargetAction[LinkT]:
+        share.cancel_until = now + self.cancel_timeout_s
+        return SendCancel(share.link, share.transfer_id, share.grant.capability)
+
+    def _damaged(self, share: Share[LinkT], chunk: Chunk, now: float) -> list[TargetAction[LinkT]]:
+        share.digest_mismatches += 1
+        if share.state is not TargetState.RECEIVING:
             return []
-        if transfer.digest_mismatches == 1:
-            transfer.awaits_again = True
-            return [SendAgain(transfer.link, transfer.transfer_id, chunk.first)]
-        transfer.code = TransferCorrupted.code
+        if share.digest_mismatches == 1:
+            share.awaits_again = True
+            return [SendAgain(share.link, share.transfer_id, chunk.first)]
+        share.code = TransferCorrupted.code
         reason = f"blocks {chunk.first}+{chunk.count} came damaged, and so did what came again"
-        return self.cancel(transfer.transfer_id, reason, now)
+        return self.cancel(share.transfer_id, reason, now)
+
+    def _arrived(
+        self, share: Share[LinkT], token_ids: tuple[int, ...], report: TransferReport
+    ) -> None:
+        transfer = self._transfers[share.transfer_id]
+        if transfer.token_ids not in ((), token_ids):
+            self._ended(share, "the source's ranks disagree about the tokens")
+            return
+        transfer.token_ids = token_ids
+        transfer.report = report if transfer.report is None else transfer.report.beside(report)
+        self._close(transfer, share)
+
+    def _ended(self, share: Share[LinkT], reason: str) -> None:
+        """The share has failed, and nothing writes to its place any more."""
+        transfer = self._transfers[share.transfer_id]
+        if transfer.failure is None or share.code != TransferFailed.code:
+            transfer.failure = Failed(transfer.request_id, reason, share.code)
+        for other in transfer.shares:
+            other.give_up(reason)
+        self._close(transfer, share)
+
+    def _close(self, transfer: TargetTransfer[LinkT], share: Share[LinkT]) -> None:
+        transfer.shares.remove(share)
+        if transfer.shares:
+            return
+        del self._transfers[share.transfer_id]
+        if transfer.failure is None and transfer.report is not None:
+            received = Received(transfer.request_id, transfer.token_ids, transfer.report)
+            self._outcomes.append(received)
+        elif transfer.failure is not None:
+            self._outcomes.append(transfer.failure)

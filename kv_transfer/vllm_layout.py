@@ -9,17 +9,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from torch.overrides import TorchFunctionMode
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
 
 from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
 from kv_transfer.messages import PROTOCOL_VERSION
+from kv_transfer.reshard import PoolLayout
+from kv_transfer.shard import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
+
+# Ways of parallel_config to deal out KV that the plan of shards does not know.
+_UNSPLIT = (
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
 
 
 class _SharedZeros(TorchFunctionMode):
@@ -82,24 +92,60 @@ def region_of(caches: dict[str, torch.Tensor]) -> KvRegion:
     return KvRegion(storage.data_ptr(), storage.nbytes(), _geometry(tensors))
 
 
-def describe(config: VllmConfig, caches: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Everything that gives the bytes of a page their meaning, for the compatibility key. Where two
-    workers differ in a field, people are told its name and the two values."""
+def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
+    """Which part of its pool's KV this process holds: heads [1] of [blocks, heads, tokens,
+    channels]. Raises UnsupportedLayout."""
+    parallel, model = config.parallel_config, config.model_config
+    for name in _UNSPLIT:
+        if (size := getattr(parallel, name)) > 1:
+            raise UnsupportedLayout(
+                f"{name} is {size}: KV moves between tensor-parallel ranks alone"
+            )
     first = next(iter(caches.values()))
+    if first.dim() != 4:
+        raise UnsupportedLayout(f"a KV cache of {first.dim()} dimensions, where 4 are known")
     block_size = config.cache_config.block_size
+    heads = first.shape[1]
+    pool = PoolLayout(
+        tp=parallel.tensor_parallel_size,
+        stage_layers=(len(caches),),
+        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
+        head_bytes=first[0].numel() * first.element_size() // heads // block_size,
+        block_size=block_size,
+        dtype=_name(first.dtype),
+        is_latent=model.use_mla,
+    )
+    shard = Shard(pool, get_tensor_model_parallel_rank())
+    if len(shard.heads) != heads:
+        raise UnsupportedLayout(f"{heads} heads in a page, where {len(shard.heads)} are due")
+    return shard
+
+
+def describe(
+    config: VllmConfig, caches: dict[str, torch.Tensor], pool: PoolLayout
+) -> dict[str, str]:
+    """Everything that gives the bytes of KV their meaning, for the compatibility key. Not how many
+    ranks share the heads: pools may differ in that (kv_transfer/shard.py). The block size must be
+    one: vLLM's CPU attention packs the keys of a head over the whole block. Where two workers
+    differ in a field, people are told its name and the two values."""
+    first = next(iter(caches.values()))
     return {
         "connector": f"pdserve {PROTOCOL_VERSION}",
         "vllm": str(vllm.__version__),
         "model": _model_identity(config),
         "revision": str(config.model_config.revision or "local"),
-        "layers": str(len(caches)),
-        "page": "x".join(str(n) for n in first.shape[1:]),
-        "dtype": str(first.dtype).removeprefix("torch."),
-        "block_size": str(block_size),
+        "layers": str(pool.num_layers),
+        "kv_heads": str(pool.num_kv_heads),
+        "head_page": "x".join(str(n) for n in first.shape[2:]),
+        "dtype": pool.dtype,
+        "block_size": str(pool.block_size),
         "attention": str(get_current_attn_backend(config, list(caches)).get_name()),
-        "packing": _packing(first, block_size),
-        "tensor_parallel_size": str(config.parallel_config.tensor_parallel_size),
+        "packing": _packing(first, pool.block_size),
     }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _model_identity(config: VllmConfig) -> str:

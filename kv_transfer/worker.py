@@ -11,18 +11,20 @@ import time
 from typing import TYPE_CHECKING
 
 from kv_transfer import target as tgt
+from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.links import Links
 from kv_transfer.messages import Cancel, Grant
 from kv_transfer.step import Arrival, WorkerOutput
 from pdserve.types import ErrorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kv_transfer.counters import TransferCounters
     from kv_transfer.link import Identity
     from kv_transfer.settings import KvSettings
-    from kv_transfer.step import StepMetadata
+    from kv_transfer.shard import Shard
+    from kv_transfer.step import StepMetadata, TargetStart, Unneeded
     from kv_transfer.transport.base import LocalKv, Transport
 
 
@@ -31,6 +33,7 @@ class WorkerHalf:
 
     def __init__(self, settings: KvSettings, epoch: str, transports: Sequence[Transport]) -> None:
         self.links = Links(settings, epoch, transports)
+        self._shard: Shard | None = None
         self._output = WorkerOutput()
         self.resumed: dict[str, list[int]] = {}
 
@@ -47,9 +50,10 @@ class WorkerHalf:
     def counters(self) -> TransferCounters:
         return self.links.counters
 
-    def register(self, local: LocalKv, identity: Identity, block_size: int) -> None:
+    def register(self, local: LocalKv, identity: Identity, shard: Shard) -> None:
         """The KV cache exists: take connections from now on."""
-        self.links.register(local, identity, block_size)
+        self._shard = shard
+        self.links.register(local, identity, shard)
 
     def before_step(self, metadata: StepMetadata) -> None:
         """Start of a step, before anything is computed: control traffic must not wait for the
@@ -72,8 +76,7 @@ class WorkerHalf:
                     )
                 )
             for s in metadata.starts:
-                grant = Grant(s.transfer_id, s.first_block, s.num_tokens, s.block_ids, s.capability)
-                links.start(s.source_addresses[0], s.source_epoch, s.request_id, grant, now)
+                self._start(s, now)
             for request_id, reason in metadata.refused.items():
                 targets.refuse(request_id, reason)
             for transfer_id in metadata.released:
@@ -81,8 +84,7 @@ class WorkerHalf:
             for transfer_id in metadata.cancels:
                 links.do_target(targets.cancel(transfer_id, "cancelled", now))
             for u in metadata.unneeded:
-                cancel = Cancel(u.transfer_id, u.capability)
-                links.link_to(u.source_addresses[0], u.source_epoch).send(cancel)
+                self._decline(u, self._known_shard().told(len(u.source_addresses)))
             links.wait_for_copies(metadata.preempted)
 
     def after_step(self, metadata: StepMetadata) -> None:
@@ -117,6 +119,44 @@ class WorkerHalf:
                     )
             sent = self.links.take_released()
         return sent, received, failed
+
+    def _start(self, start: TargetStart, now: float) -> None:
+        """Grants the blocks to each rank of the source that holds heads of this rank."""
+        shard, addresses = self._known_shard(), start.source_addresses
+        try:
+            reads = shard.reads(len(addresses), start.transfer_id)
+        except UnsupportedLayout as error:
+            self.links.targets.refuse(start.request_id, str(error))
+            return
+        grants = [
+            (
+                self.links.link_to(addresses[read.source_rank], start.source_epoch),
+                Grant(
+                    start.transfer_id,
+                    start.first_block,
+                    start.num_tokens,
+                    start.block_ids,
+                    start.capability,
+                    list(read.heads),
+                    read.readers,
+                ),
+                read.part,
+            )
+            for read in reads
+        ]
+        self.links.start(start.request_id, grants, now)
+        self._decline(start, shard.declines(len(addresses), start.transfer_id))
+
+    def _decline(self, of: TargetStart | Unneeded, ranks: Iterable[int]) -> None:
+        """Tells these ranks of the source that nothing will be asked of them."""
+        for rank in ranks:
+            link = self.links.link_to(of.source_addresses[rank], of.source_epoch)
+            link.send(Cancel(of.transfer_id, of.capability))
+
+    def _known_shard(self) -> Shard:
+        if self._shard is None:
+            raise KvTransferError("the KV cache is not registered yet")
+        return self._shard
 
     def take_output(self) -> WorkerOutput | None:
         """Arrivals and failures that `take_results` has reported, once."""

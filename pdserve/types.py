@@ -150,6 +150,17 @@ class TransferReport:
     transport: str
     digest_mismatches: int = 0
 
+    def beside(self, other: TransferReport) -> TransferReport:
+        """Of a transfer that moved in two shares at the same time, into the same blocks."""
+        return TransferReport(
+            max(self.transfer_s, other.transfer_s),
+            max(self.exposed_s, other.exposed_s),
+            self.bytes + other.bytes,
+            max(self.blocks, other.blocks),
+            "+".join(sorted({*self.transport.split("+"), *other.transport.split("+")})),
+            self.digest_mismatches + other.digest_mismatches,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kv_transfer.errors import KvTransferError
 from kv_transfer.link import Identity
 from kv_transfer.settings import KvSettings
+from kv_transfer.shard import whole
 from kv_transfer.step import SourceEnded, SourceExpected, SourceProgress, StepMetadata, TargetStart
 from kv_transfer.transport import by_name
 from kv_transfer.transport.base import LocalKv
@@ -36,7 +37,9 @@ class _Watched(WorkerHalf):
 def _half(transport: str, epoch: str, cache: Cache, geometry: KvGeometry) -> _Watched:
     half = _Watched(transport, epoch)
     # One token a block: what a token is does not matter here.
-    half.register(LocalKv(cache.region(geometry), cache.shared), Identity(epoch, "bench"), 1)
+    half.register(
+        LocalKv(cache.region(geometry), cache.shared), Identity(epoch, "bench"), whole(geometry, 1)
+    )
     return half
 
 

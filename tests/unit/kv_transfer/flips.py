@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion
     from kv_transfer.messages import Chunk
     from kv_transfer.transport.base import (
@@ -71,8 +72,10 @@ class _FlippingTarget:
         self._inner = inner
         self._strike = strike
 
-    def receive(self, chunk: Chunk, block_ids: list[int] | None) -> None:
-        self._inner.receive(chunk, block_ids)
+    def receive(
+        self, chunk: Chunk, block_ids: list[int] | None, part: PagePart | None = None
+    ) -> None:
+        self._inner.receive(chunk, block_ids, part)
         if block_ids is not None:
             self._strike(block_ids)
 

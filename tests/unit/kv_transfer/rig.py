@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_transfer.link import Identity
 from kv_transfer.settings import KvSettings
+from kv_transfer.shard import Shard, whole
 from kv_transfer.step import (
     Arrival,
     SourceEnded,
@@ -82,6 +83,7 @@ class Worker:
     settings: KvSettings = field(default_factory=KvSettings)
     compatibility: str = "same"
     shared: bool = True
+    shard: Shard | None = None
     sent: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -95,7 +97,7 @@ class Worker:
         self.half.register(
             self.cache.local,
             Identity(self.epoch, self.compatibility, self.settings.worker_id),
-            BLOCK_SIZE,
+            self.shard or whole(self.shape, BLOCK_SIZE),
         )
 
     def step(self, **parts: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kv_transfer.messages import Grant
+from kv_transfer.reshard import PoolLayout
+from kv_transfer.shard import Shard
 from kv_transfer.source import SourceTable
 from kv_transfer.source_actions import (
     PushChunk,
@@ -16,6 +18,7 @@ from kv_transfer.source_actions import (
 )
 
 BLOCK = 4
+SHARD = Shard(PoolLayout(1, (1,), 1, 16, BLOCK))
 LEASE_S = 30.0
 WAIT_S = 20.0
 ALIVE_S = 5.0
@@ -28,7 +31,7 @@ Actions = list[SourceAction[str]]
 
 def new_table(chunk_blocks: int = 8) -> Table:
     return SourceTable(
-        block_size=BLOCK,
+        shard=SHARD,
         chunk_blocks=chunk_blocks,
         lease_s=LEASE_S,
         grant_wait_s=WAIT_S,

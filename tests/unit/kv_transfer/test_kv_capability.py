@@ -29,6 +29,7 @@ from kv_transfer.messages import (
     encode,
 )
 from kv_transfer.settings import KvSettings
+from kv_transfer.shard import whole
 from kv_transfer.step import (
     SourceEnded,
     SourceExpected,
@@ -79,7 +80,7 @@ class End:
         config = KvSettings(worker_id=start.worker_id, **{**PATIENT, **settings})
         self.half = WorkerHalf(config, start.epoch, [transport])
         identity = Identity(start.epoch, "same", start.worker_id)
-        self.half.register(LocalKv(region, None), identity, BLOCK_SIZE)
+        self.half.register(LocalKv(region, None), identity, whole(SHAPE, BLOCK_SIZE))
         self.arrived: set[str] = set()
         self.failures: dict[str, str] = {}
         self.released: set[str] = set()
@@ -229,9 +230,9 @@ def test_a_target_cancels_what_it_was_given_even_when_its_right_has_expired(
 def test_a_target_cancels_by_the_right_that_it_was_granted_by() -> None:
     """Its source may have let go of the transfer meanwhile, and would take it for a stranger."""
     table: TargetTable[str] = TargetTable(receive_timeout_s=1.0, cancel_timeout_s=1.0)
-    table.start("L", "r", grant("t", "right"), 0.0)
+    table.start("r", [("L", grant("t", "right"), None)], 0.0)
     assert table.cancel("t", "cancelled", 0.0) == [SendCancel("L", "t", "right")]
-    table.start("L", "s", grant("u", "other"), 0.0)
+    table.start("s", [("L", grant("u", "other"), None)], 0.0)
     assert table.begin_chunk("L", Chunk("u", 2, 1, 64)) is None
     assert table.tick(0.5) == [SendCancel("L", "u", "other")]
 

@@ -16,10 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kv_transfer import source_actions as src
 from kv_transfer import target as tgt
 from kv_transfer.messages import Ack, Again, Alive, Cancel, Chunk, Done, Fail, Grant, Message
+from kv_transfer.reshard import PoolLayout
+from kv_transfer.shard import Shard
 from kv_transfer.source import SourceTable
 from tests.unit.kv_transfer.simulation import Content, Engine, Job, Request, SimLink
 
 BLOCK = 4
+SHARD = Shard(PoolLayout(1, (1,), 1, 16, BLOCK))
 LEASE_S = 30.0
 RECEIVE_S = 60.0
 CANCEL_S = 5.0
@@ -40,7 +43,7 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.sources: SourceTable[SimLink] = SourceTable(
-            block_size=BLOCK, chunk_blocks=1, lease_s=LEASE_S, grant_wait_s=20.0, alive_s=5.0
+            shard=SHARD, chunk_blocks=1, lease_s=LEASE_S, grant_wait_s=20.0, alive_s=5.0
         )
         self.targets: tgt.TargetTable[SimLink] = tgt.TargetTable(RECEIVE_S, CANCEL_S)
         self.links: list[SimLink] = []
@@ -189,10 +192,9 @@ class World(RuleBasedStateMachine):
     def preempt(self, data: Any) -> None:
         request = self.pick(data, self.where(prefill=Engine.RUNNING))
         self.sources.preempt(request.tid)
-        link = self.sources.copying_over(request.tid)
-        if link is not None:  # the step waits for it
+        for link in self.sources.copying_over(request.tid):  # the step waits for them
             self.end_copy(link, copied=True)
-        assert self.sources.copying_over(request.tid) is None
+        assert not self.sources.copying_over(request.tid)
         self.overwrite(request)
         request.source_blocks = self.blocks(len(request.source_blocks))
         request.ready = 0
@@ -236,7 +238,7 @@ class World(RuleBasedStateMachine):
     def start_now(self, request: Request) -> None:
         request.started, request.link = True, self.link()
         self.do_target(
-            self.targets.start(request.link, "d-" + request.tid, request.grant, self.now)
+            self.targets.start("d-" + request.tid, [(request.link, request.grant, None)], self.now)
         )
 
     # One rule for all that goes wrong, so that things go wrong now and then, not most of the time.
@@ -300,11 +302,12 @@ class World(RuleBasedStateMachine):
     def receive(self, link: SimLink, message: Message) -> None:
         match message:
             case Chunk():
-                block_ids = self.targets.begin_chunk(link, message)
-                if block_ids is not None:
-                    found = digest_of([self.target_memory.get(b, GARBAGE) for b in block_ids])
+                place = self.targets.begin_chunk(link, message)
+                if place is not None:
+                    blocks = place.block_ids
+                    found = digest_of([self.target_memory.get(b, GARBAGE) for b in blocks])
                     intact = found == message.digest
-                    self.do_target(self.targets.end_chunk(message, self.now, intact=intact))
+                    self.do_target(self.targets.end_chunk(link, message, self.now, intact=intact))
             case Done():
                 self.do_target(self.targets.done(link, message, "sim"))
             case Fail(tid, reason):

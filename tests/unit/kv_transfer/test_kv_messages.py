@@ -44,7 +44,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, COUNT, TEXT, TEXT, TEXT, OFFERS, TEXT),
     st.builds(Welcome, TEXT, TEXT),
     st.builds(Refusal, TEXT),
-    st.builds(Grant, TEXT, COUNT, COUNT, COUNTS, TEXT),
+    st.builds(Grant, TEXT, COUNT, COUNT, COUNTS, TEXT, COUNTS, COUNT),
     st.builds(Cancel, TEXT, TEXT),
     st.builds(Ack, TEXT),
     st.builds(Again, TEXT, COUNT),
@@ -131,6 +131,8 @@ GRANT = {
     "num_tokens": 4,
     "block_ids": [1],
     "capability": "",
+    "heads": [0, 1, 0],
+    "readers": 1,
 }
 DONE = {"t": "done", "transfer_id": "x", "token_ids": [1], "push_s": 0.0, "exposed_s": 0.0}
 HELLO = {
@@ -163,6 +165,11 @@ HELLO = {
         (GRANT, "block_ids", [1.5]),
         (GRANT, "block_ids", {"0": 1}),
         (GRANT, "num_tokens", -4),
+        (GRANT, "heads", [0, -1, 0]),
+        (GRANT, "heads", [0, 1, "0"]),
+        (GRANT, "heads", None),
+        (GRANT, "readers", -1),
+        (GRANT, "readers", True),
         (DONE, "token_ids", [-1]),
         (DONE, "token_ids", ["1"]),
         (DONE, "push_s", float("nan")),

@@ -150,9 +150,9 @@ def test_after_a_preemption_only_what_was_not_copied_is_pushed_again() -> None:
     table.end_copy(first, 0.0, 0.1, copied=True)
     assert table.begin_copy(second)
     table.preempt("t")
-    assert table.copying_over("t") == "L"
+    assert table.copying_over("t") == ["L"]
     table.end_copy(second, 0.0, 0.1, copied=True)
-    assert table.copying_over("t") is None
+    assert table.copying_over("t") == []
     assert not table.begin_copy(third)
     assert table.progress("t", [40, 41, 42], 10, 0.0) == [PushChunk("L", "t", 1, 2, [42], [22])]
     assert end(table) == [SendDone("L", "t", 1)]
@@ -174,7 +174,7 @@ def test_a_grant_after_a_preemption_is_served_from_what_is_computed_again() -> N
     table.preempt("t")
     assert table.grant("L", GRANT, 0.0) == []
     assert table.progress("t", [40, 41, 42], 10, 0.0) == [
-        PushChunk("L", "t", 1, 0, [40, 41, 42], [20, 21, 22])
+        PushChunk("L", "t", 0, 0, [40, 41, 42], [20, 21, 22])
     ]
 
 

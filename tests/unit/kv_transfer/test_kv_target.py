@@ -11,6 +11,7 @@ from kv_transfer.messages import Chunk, Done, Grant
 from kv_transfer.target import (
     DropLink,
     Failed,
+    Place,
     Received,
     SendAck,
     SendCancel,
@@ -38,14 +39,14 @@ def new_table() -> Table:
 
 def take(table: Table, chunk: Chunk, now: float = 0.0, link: str = "L") -> list[int] | None:
     """The reader thread's part for a chunk."""
-    ids = table.begin_chunk(link, chunk)
-    if ids is not None:
-        table.end_chunk(chunk, now, intact=True)
-    return ids
+    place = table.begin_chunk(link, chunk)
+    if place is not None:
+        table.end_chunk(link, chunk, now, intact=True)
+    return None if place is None else place.block_ids
 
 
 def started(table: Table) -> None:
-    assert table.start("L", "r", GRANT, 0.0) == [SendGrant("L", GRANT)]
+    assert table.start("r", [("L", GRANT, None)], 0.0) == [SendGrant("L", GRANT)]
 
 
 def complete(table: Table) -> None:
@@ -73,7 +74,7 @@ def fencing(table: Table) -> None:
 def writing(table: Table) -> None:
     """The reader thread is inside a chunk when another thread closes the link."""
     started(table)
-    assert table.begin_chunk("L", FIRST) == [20, 21]
+    assert table.begin_chunk("L", FIRST) == Place([20, 21], None)
     table.link_down("L", "gone")
 
 
@@ -84,7 +85,7 @@ def unknown(table: Table) -> None:
 State = Callable[[Table], None]
 # name → method and arguments
 EVENTS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "start again": ("start", ("M", "s", GRANT, 1.0)),
+    "start again": ("start", ("s", [("M", GRANT, None)], 1.0)),
     "cancel": ("cancel", ("t", "cancelled", 1.0)),
     "done": ("done", ("L", DONE, "shm")),
     "done elsewhere": ("done", ("M", DONE, "shm")),
@@ -171,7 +172,7 @@ def test_whatever_happens_a_request_is_reported_once(state: State, event: str) -
     table = new_table()
     state(table)
     happen(table, event)
-    table.end_chunk(FIRST, 1.0, intact=True)
+    table.end_chunk("L", FIRST, 1.0, intact=True)
     table.link_down("L", "gone")
     table.fenced("L")
     outcomes = [o for o in table.take_outcomes() if o.request_id == "r"]
@@ -185,7 +186,7 @@ def test_blocks_stay_until_the_reader_has_left_them() -> None:
     writing(table)
     table.fenced("L")
     assert table.uses("L")
-    table.abort_chunk(FIRST)
+    table.abort_chunk("L", FIRST)
     table.fenced("L")
     assert table.take_outcomes() == [Failed("r", "gone")]
 
@@ -242,7 +243,7 @@ def test_a_transfer_without_its_token_has_failed() -> None:
 
 def test_a_transfer_of_no_blocks_brings_the_token() -> None:
     table = new_table()
-    table.start("L", "r", Grant("t", 3, 12, []), 0.0)
+    table.start("r", [("L", Grant("t", 3, 12, []), None)], 0.0)
     table.done("L", DONE, "tcp")
     assert table.take_outcomes() == [Received("r", (7,), TransferReport(0.5, 0.1, 0, 0, "tcp"))]
 
@@ -264,8 +265,8 @@ def test_signs_of_life_put_the_timeout_off(sign: str) -> None:
 def test_an_unanswered_cancel_costs_the_link_and_all_that_it_carries() -> None:
     table = new_table()
     cancelling(table)
-    table.start("L", "s", Grant("u", 0, 4, [30]), 0.0)
-    table.start("M", "q", Grant("v", 0, 4, [31]), 0.0)
+    table.start("s", [("L", Grant("u", 0, 4, [30]), None)], 0.0)
+    table.start("q", [("M", Grant("v", 0, 4, [31]), None)], 0.0)
     assert table.tick(CANCEL_S - 1) == []
     assert table.tick(CANCEL_S) == DROP
     table.link_down("L", "the source did not answer in time")

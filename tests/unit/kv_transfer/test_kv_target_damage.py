@@ -7,6 +7,7 @@ import pytest
 from kv_transfer.messages import Again, Chunk, Done, Grant
 from kv_transfer.target import (
     Failed,
+    Place,
     Received,
     SendAck,
     SendAgain,
@@ -29,7 +30,7 @@ Table = TargetTable[str]
 
 def new_table() -> Table:
     table = Table(RECEIVE_S, 5.0)
-    table.start("L", "r", GRANT, 0.0)
+    table.start("r", [("L", GRANT, None)], 0.0)
     return table
 
 
@@ -37,7 +38,7 @@ def take(table: Table, chunk: Chunk, *, intact: bool = True) -> list[TargetActio
     """None where the chunk was thrown away."""
     if table.begin_chunk("L", chunk) is None:
         return None
-    return table.end_chunk(chunk, 1.0, intact=intact)
+    return table.end_chunk("L", chunk, 1.0, intact=intact)
 
 
 def damaged() -> Table:
@@ -90,9 +91,9 @@ def test_another_chunk_than_asked_for_ends_the_transfer(first: int) -> None:
 
 def test_damage_of_what_nobody_wants_is_not_asked_for_again() -> None:
     table = new_table()
-    assert table.begin_chunk("L", A) == [20, 21]
+    assert table.begin_chunk("L", A) == Place([20, 21], None)
     table.cancel("t", "cancelled", 0.5)
-    assert table.end_chunk(A, 1.0, intact=False) == []
+    assert table.end_chunk("L", A, 1.0, intact=False) == []
     table.fail("L", "t", "cancelled")
     assert table.take_outcomes() == [Failed("r", "cancelled", TransferFailed.code)]
 
@@ -107,9 +108,9 @@ def test_a_link_that_goes_down_while_it_is_asked_for_again_fails_the_transfer() 
 
 def test_a_link_that_goes_down_under_a_damaged_chunk_fails_the_transfer() -> None:
     table = new_table()
-    assert table.begin_chunk("L", A) == [20, 21]
+    assert table.begin_chunk("L", A) == Place([20, 21], None)
     table.link_down("L", "gone")
-    assert table.end_chunk(A, 1.0, intact=False) == []
+    assert table.end_chunk("L", A, 1.0, intact=False) == []
     table.fenced("L")
     assert table.take_outcomes() == [Failed("r", "gone", TransferFailed.code)]
 
