@@ -86,7 +86,8 @@ def held(driver: Driver, prefill: Peer, decode: Peer) -> Transfer:
     transfer = granted(driver, prefill, decode)
     decode.freeze()
     driver.prefill_late(transfer)
-    until(driver, prefill, lambda status: status["leased"])
+    # Where the lease is short, a slow driver sees no more than that it is over.
+    until(driver, prefill, lambda x: x["leased"] or x["totals"]["expired_leases"])
     return transfer
 
 
@@ -143,7 +144,7 @@ def test_a_decode_that_says_nothing_frees_its_prefill_when_the_lease_ends(transp
 
 
 def test_a_prefill_that_says_nothing_frees_its_decode_when_time_is_up(transport: str) -> None:
-    with pair(transport, receive_timeout_s=0.5, cancel_timeout_s=0.1) as (driver, prefill, decode):
+    with pair(transport, receive_timeout_s=3.0, cancel_timeout_s=0.1) as (driver, prefill, decode):
         transfer = granted(driver, prefill, decode)
         prefill.freeze()
         driver.until(lambda: not transfer.is_open)
