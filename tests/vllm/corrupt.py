@@ -1,5 +1,5 @@
 """Loaded into a prefill engine's process: damages or delays the KV that it sends, as a file
-tells it to."""
+tells it to. What it damages once, it takes out of the file."""
 
 from __future__ import annotations
 
@@ -7,17 +7,36 @@ import ctypes
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kv_transfer.memory import KvRegion
+from kv_transfer.transport import tcp
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
 
 _ORDERS = Path(os.environ["PDSERVE_TEST_CORRUPT"])
 # Is there once a copy stands still.
 _STALLED = _ORDERS.with_suffix(".stalled")
 _copy = KvRegion.copy_from
+_send_all = tcp.send_all
+
+
+def _order() -> str:
+    return _ORDERS.read_text(encoding="ascii").strip()
+
+
+def _flips() -> bool:
+    """Whether the order is to flip a bit of what goes now."""
+    order = _order()
+    if order == "flip once":
+        _ORDERS.write_text("", encoding="ascii")
+    return order.startswith("flip")
 
 
 def _damaged(self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> int:
-    while (order := _ORDERS.read_text(encoding="ascii").strip()) == "stall":
+    while (order := _order()) == "stall":
         _STALLED.touch()
         time.sleep(0.01)
     if order == "swap":
@@ -27,11 +46,23 @@ def _damaged(self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: l
     if order == "repeat":
         source_ids = [source_ids[1], *source_ids[1:]]
     copied = _copy(self, source, source_ids, own_ids)
+    g = self.geometry
     if order == "zero":
-        g = self.geometry
         for layer in range(g.num_layers):
             ctypes.memset(self.address + g.page_offset(layer, own_ids[0]), 0, g.page_bytes)
+    if _flips():
+        at = self.address + g.page_offset(g.num_layers - 1, own_ids[0])
+        ctypes.c_uint8.from_address(at).value ^= 0x40
     return copied
 
 
+def _damaged_send(sock: socket.socket, pages: Sequence[memoryview]) -> None:
+    if _flips():
+        last = bytearray(pages[-1])
+        last[0] ^= 0x40
+        pages = [*pages[:-1], memoryview(last)]
+    _send_all(sock, pages)
+
+
 KvRegion.copy_from = _damaged  # type: ignore[method-assign]
+tcp.send_all = _damaged_send

@@ -51,14 +51,16 @@ class Pair:
     last: list[Answer] = field(default_factory=list)
     mint: Callable[[str], str] = lambda transfer_id: ""
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[int, int]:
+    def submit(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, resume: Sequence[int] = ()
+    ) -> tuple[int, int]:
         """Both at once, as the coordinator does; returns (prefill stream, decode stream)."""
         transfer_id = f"t{next(_TRANSFERS)}"
         capability = self.mint(transfer_id)
         source = DecodePhase(transfer_id, self.prefill.addresses, self.epoch, capability)
         return (
-            self.prefill.submit(prompt, sampling, PrefillPhase(transfer_id)),
-            self.decode.submit(prompt, sampling, source),
+            self.prefill.submit(prompt, sampling, PrefillPhase(transfer_id), resume=resume),
+            self.decode.submit(prompt, sampling, source, resume=resume),
         )
 
     async def collect(self, streams: tuple[int, int]) -> Joined:
@@ -73,9 +75,11 @@ class Pair:
         self.last = [first, rest]
         return joined(first, rest)
 
-    async def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Joined:
-        """One request from end to end."""
-        return await self.collect(self.submit(prompt, sampling))
+    async def run(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, resume: Sequence[int] = ()
+    ) -> Joined:
+        """One request from end to end, after the tokens of `resume`."""
+        return await self.collect(self.submit(prompt, sampling, resume=resume))
 
     async def until_empty(self) -> None:
         """Both sides' ledgers and caches are back to nothing."""
