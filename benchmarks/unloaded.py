@@ -6,6 +6,9 @@ Both stacks are `pdserve up` with one core a worker and the same model and setti
 engine has as many cores as the prefill worker. Each round sends the same fresh prompt of token ids
 to both, in alternating order. Reported are medians and their ratio; absolute times are this
 machine's at this moment.
+
+`digest` is what both of 1P1D's workers spent on digests of the prompt's KV, by their own count, and
+its share of what the prefill worker spent on the prompt, by the receipt (median of the shares).
 """
 
 from __future__ import annotations
@@ -28,8 +31,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from pdserve import rpc
 from pdserve.client import Client
 from pdserve.types import SamplingParams
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import WorkerStub
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +51,8 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request, in seconds from sending; `transfer_*` are the receipt's."""
+    """One request, in seconds from sending; `prefill_s`, `transfer_*` and `exposed_s` are the
+    receipt's, `digest_s` the workers'."""
 
     arm: str
     prompt_tokens: int
@@ -56,6 +63,8 @@ class Sample:
     transfer_s: float
     exposed_s: float
     transfer_bytes: int
+    prefill_s: float
+    digest_s: float
 
 
 class Arm:
@@ -74,8 +83,8 @@ class Arm:
             start_new_session=True,
         )
 
-    def wait(self) -> tuple[str, float]:
-        """(gRPC address, seconds it took to be ready)."""
+    def wait(self) -> tuple[dict[str, Any], float]:
+        """(what its ready file says, seconds it took to be ready)."""
         begun = time.monotonic()
         while not self._ready.exists():
             if self._process.poll() is not None:
@@ -83,16 +92,27 @@ class Arm:
             if time.monotonic() - begun > READY_TIMEOUT_S:
                 raise SystemExit(f"{self.name} was not ready in {READY_TIMEOUT_S:g} s")
             time.sleep(0.05)
-        address: str = json.loads(self._ready.read_text(encoding="utf-8"))["grpc"]
-        return address, time.monotonic() - begun
+        ready: dict[str, Any] = json.loads(self._ready.read_text(encoding="utf-8"))
+        return ready, time.monotonic() - begun
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGINT)
         self._process.wait(STOP_TIMEOUT_S)
 
 
-async def ask(name: str, client: Client, prompt: list[int]) -> Sample:
+async def digest_seconds(workers: Sequence[str]) -> float:
+    """What the workers at these addresses have spent on digests since they started."""
+    total = 0.0
+    for address in workers:
+        async with rpc.open_channel(address) as channel:
+            status = await WorkerStub(channel).GetStatus(w.GetStatusRequest())
+            total += status.kv.totals.get("digest_s", 0.0)
+    return total
+
+
+async def ask(name: str, client: Client, prompt: list[int], workers: Sequence[str]) -> Sample:
     """Sends one prompt and times its tokens."""
+    digested = await digest_seconds(workers)
     begun = time.perf_counter()
     times: list[float] = []
     receipt = None
@@ -110,20 +130,25 @@ async def ask(name: str, client: Client, prompt: list[int]) -> Sample:
         transfer_s=receipt.transfer_s,
         exposed_s=receipt.exposed_transfer_s,
         transfer_bytes=receipt.transfer_bytes,
+        prefill_s=receipt.prefill_s,
+        digest_s=await digest_seconds(workers) - digested,
     )
 
 
-async def measure(addresses: dict[str, str], lengths: Sequence[int], rounds: int) -> list[Sample]:
+async def measure(
+    stacks: dict[str, dict[str, Any]], lengths: Sequence[int], rounds: int
+) -> list[Sample]:
     """`rounds` prompts of each length through every arm, the first of each left out as warm-up."""
     rng = random.Random(0)
-    clients = {name: Client(address) for name, address in addresses.items()}
+    clients = {name: Client(ready["grpc"]) for name, ready in stacks.items()}
+    workers = {name: [x["address"] for x in ready["workers"]] for name, ready in stacks.items()}
     vocabulary = (await next(iter(clients.values())).list_models())[0].vocab_size
     samples: list[Sample] = []
     for length in lengths:
         for turn in range(rounds + 1):
             prompt = [rng.randrange(16, vocabulary) for _ in range(length)]
             order = list(clients) if turn % 2 else list(reversed(clients))
-            found = [await ask(name, clients[name], prompt) for name in order]
+            found = [await ask(name, clients[name], prompt, workers[name]) for name in order]
             samples += found if turn else []
     for client in clients.values():
         await client.close()
@@ -147,6 +172,8 @@ def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
         row["transfer_bytes"] = moved[0].transfer_bytes
         row["transfer_s"] = statistics.median(s.transfer_s for s in moved)
         row["exposed_s"] = statistics.median(s.exposed_s for s in moved)
+        row["digest_s"] = statistics.median(s.digest_s for s in moved)
+        row["digest_of_prefill"] = statistics.median(s.digest_s / s.prefill_s for s in moved)
         rows.append(row)
     return rows
 
@@ -155,7 +182,7 @@ def show(rows: Sequence[dict[str, Any]], ready: dict[str, float]) -> None:
     """The table, milliseconds."""
     table = Table(title="unloaded, 1P1D against one aggregated engine (medians, ms)")
     columns = ("prompt", "TTFT 1P1D / 1A", "ratio", "TT2T 1P1D / 1A", "TPOT 1P1D / 1A", "ratio")
-    for column in (*columns, "KV MiB", "moving", "exposed"):
+    for column in (*columns, "KV MiB", "moving", "exposed", "digest"):
         table.add_column(column, justify="right")
 
     def pair(row: dict[str, Any], metric: str) -> str:
@@ -172,6 +199,7 @@ def show(rows: Sequence[dict[str, Any]], ready: dict[str, float]) -> None:
             f"{row['transfer_bytes'] / 2**20:.1f}",
             f"{row['transfer_s'] * 1e3:.2f}",
             f"{row['exposed_s'] * 1e3:.2f}",
+            f"{row['digest_s'] * 1e3:.2f} ({row['digest_of_prefill']:.2%})",
         )
     console = Console()
     console.print(table)
@@ -189,12 +217,12 @@ def main() -> int:
     lengths = [int(x) for x in options.lengths.split(",")]
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        addresses, ready = {}, {}
+        stacks, ready = {}, {}
         for name, arguments in ARMS.items():
             arm = Arm(name, arguments, options.model, directory)
             stack.callback(arm.stop)
-            addresses[name], ready[name] = arm.wait()
-        rows = summary(asyncio.run(measure(addresses, lengths, options.rounds)))
+            stacks[name], ready[name] = arm.wait()
+        rows = summary(asyncio.run(measure(stacks, lengths, options.rounds)))
     if options.json:
         sys.stdout.write(json.dumps({"ready_s": ready, "rows": rows}, indent=1) + "\n")
     else:
