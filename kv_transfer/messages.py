@@ -1,11 +1,13 @@
-"""What travels on a link: small msgpack maps behind a four-byte length.
+"""What travels on a link: small msgpack maps behind a four-byte length, and a CRC-32 behind each
+once the handshake is over: a bit that flips in a token id or a block id must not pass for another.
 
 A link joins one target worker (it dialled, it receives KV) and one source worker. On connecting:
 target → Hello, source → Welcome or Refusal. Then target → Grant, Again, Cancel, Ack; source → Chunk
 (with the payload behind it where the transport sends bytes on the link), Done, Fail, Alive.
 
 PROTOCOL_VERSION history: 1 first version. 2 Hello names its worker; Grant and Cancel have a
-capability. 3 Chunk has a digest; Again; Grant says which heads, and how many readers.
+capability. 3 Chunk has a digest; Again; Grant says which heads, and how many readers; messages
+have a CRC.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import math
 import struct
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
+from zlib import crc32
 
 import msgpack
 
@@ -24,6 +27,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 # Of a peer that has not introduced itself, less is taken.
 MAX_HANDSHAKE_BYTES = 64 << 10
 HEADER = struct.Struct("<I")
+_CRC = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,8 @@ _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (Hello, Welcome, Refusal, Grant, Again, Cancel, Ack, Chunk, Done, Fail, Alive)
 }
+# Without a CRC, as in version 2: for these say which version it is.
+_HANDSHAKE = (Hello, Welcome, Refusal)
 _CHECKS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "str": (str,),
@@ -171,6 +177,8 @@ def encode(message: Message) -> bytes:
     """The message with its length in front."""
     values = {f.name: getattr(message, f.name) for f in fields(message)}
     body: bytes = msgpack.packb({"t": message.kind, **values})
+    if not isinstance(message, _HANDSHAKE):
+        body += _CRC.pack(crc32(body))
     if len(body) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a {message.kind} message of {len(body)} bytes is over the limit")
     return HEADER.pack(len(body)) + body
@@ -202,8 +210,11 @@ def _fits(value: Any, annotation: str) -> bool:
 def decode(body: bytes) -> Message:
     """The message in `body`; raises ProtocolError on anything else. Numbers are finite and not
     negative."""
+    # A limit of its size: a length inside must not make us allocate more than there is.
+    unpacker = msgpack.Unpacker(strict_map_key=True, max_buffer_size=len(body) or 1)
+    unpacker.feed(body)
     try:
-        raw = msgpack.unpackb(body, strict_map_key=True)
+        raw = unpacker.unpack()
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError("a message is not msgpack") from error
     if not isinstance(raw, dict):
@@ -211,6 +222,10 @@ def decode(body: bytes) -> Message:
     cls = _KINDS.get(str(raw.pop("t", "")))
     if cls is None:
         raise ProtocolError("a message is of no known kind")
+    end = unpacker.tell()
+    crc = b"" if cls in _HANDSHAKE else _CRC.pack(crc32(body[:end]))
+    if body[end:] != crc:
+        raise ProtocolError(f"a {cls.kind} message came damaged")
     names = {f.name: str(f.type) for f in fields(cls)}
     if raw.keys() != names.keys():
         raise ProtocolError(f"a {cls.kind} message has the wrong fields")

@@ -1,10 +1,13 @@
-"""A transport whose target finds bits flipped in what has just been put in place."""
+"""Bits that flip: in what a transport has just put in place, and on the wire."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import socket
+import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,3 +87,57 @@ class _FlippingTarget:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class FlippingWire:
+    """Stands between a target and the source at `address`, for one connection, and flips one bit
+    of what goes one way. `carried` counts bytes by way. Used by its `with`."""
+
+    def __init__(self, address: str, way: str = "", bit: int = 0) -> None:
+        host, _, port = address.rpartition(":")
+        self._source = (host, int(port))
+        self._way, self._bit = way, bit
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "{}:{}".format(*self._listener.getsockname())
+        self.carried = {"to source": 0, "to target": 0}
+        self._ends: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        self._spawn(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A thread that waits in accept is not woken by close: a connection wakes it.
+        with contextlib.suppress(OSError), socket.create_connection(self._listener.getsockname()):
+            self._listener.close()
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for end in self._ends:
+            end.close()
+
+    def _spawn(self, run: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=run, args=arguments)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        target, _ = self._listener.accept()
+        source = socket.create_connection(self._source)
+        self._ends += target, source
+        self._spawn(self._carry, "to source", target, source)
+        self._spawn(self._carry, "to target", source, target)
+
+    def _carry(self, way: str, from_: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := bytearray(from_.recv(1 << 16)):
+                at = self._bit // 8 - self.carried[way]
+                if way == self._way and 0 <= at < len(data):
+                    data[at] ^= 1 << self._bit % 8
+                self.carried[way] += len(data)
+                to.sendall(data)
+        with contextlib.suppress(OSError):
+            to.shutdown(socket.SHUT_RDWR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import pytest
 from kv_transfer.digest import SAMPLED_EVERY, DigestMode
 from pdserve.errors import TransferCorrupted
 from tests.unit.kv_transfer.caches import geometry
-from tests.unit.kv_transfer.flips import FlippingTransport, Flips
+from tests.unit.kv_transfer.flips import FlippingTransport, FlippingWire, Flips
 from tests.unit.kv_transfer.rig import (
     FROM,
     TO,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kv_transfer.transport.loopback import LoopbackTransport
 
 TRANSPORTS = ("loopback", "shm", "tcp")
+LAST_BYTES = 100
 LAST_BIT = 8 * geometry().block_bytes - 1
 
 
@@ -189,3 +191,31 @@ def test_a_target_checks_what_its_source_marked_whatever_its_own_setting(
     transfer(source, target)
     check_exact(source, target, before)
     assert target.half.counters.digest_mismatches == 1
+
+
+def over_wire(tcp_rig: Rig, way: str, bit: int) -> dict[str, int]:
+    """One transfer over a wire that flips a bit: exact, or failed. Returns what was carried."""
+    source, target = tcp_rig.pair(receive_timeout_s=0.5, cancel_timeout_s=0.2)
+    before = target.cache.blocks()
+    with FlippingWire(source.half.address, way, bit) as wire:
+        target.start(wire.address, "t", TO, N, epoch=source.epoch)
+        source.prefill("t", FROM, N)
+        until(lambda: target.ended, source, target)
+    if target.failed:
+        assert target.arrivals == {}
+    else:
+        check_exact(source, target, before)
+        assert target.arrivals["d-t"].token_ids == TOKENS
+    source.close()
+    target.close()
+    return wire.carried
+
+
+@pytest.mark.parametrize("way", ["to source", "to target"])
+def test_whatever_bit_flips_on_the_wire_what_is_received_is_exact(tcp_rig: Rig, way: str) -> None:
+    """In each byte of the last messages, Done among them, and here and there before."""
+    said = over_wire(tcp_rig, "", 0)[way]
+    rng = random.Random(way)
+    tail = range(said - LAST_BYTES, said)
+    for byte in (*rng.sample(range(said - LAST_BYTES), 20), *tail):
+        over_wire(tcp_rig, way, 8 * byte + rng.randrange(8))

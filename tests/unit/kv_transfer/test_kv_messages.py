@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any
+from zlib import crc32
 
 import msgpack
 import pytest
@@ -61,6 +62,23 @@ JSON_LIKE = st.recursive(
 )
 
 
+HANDSHAKE = {cls.kind for cls in (Hello, Welcome, Refusal)}
+
+
+def as_map(message: Message) -> dict[str, Any]:
+    """The body, without what guards it."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(encode(message)[HEADER.size :])
+    found: dict[str, Any] = unpacker.unpack()
+    return found
+
+
+def body_of(raw: dict[str, Any]) -> bytes:
+    """A body that holds anything at all, guarded as its kind is."""
+    body: bytes = msgpack.packb(raw)
+    return body if str(raw.get("t")) in HANDSHAKE else body + crc32(body).to_bytes(4, "little")
+
+
 def read(data: bytes) -> Message:
     """What a link does with the bytes it gets."""
     length = body_length(data[: HEADER.size])
@@ -99,12 +117,23 @@ def test_a_damaged_message_is_refused_or_is_a_message(message: Message, data: An
     read_or_refuse(bytes(body[:cut]))
 
 
+@given(MESSAGES.filter(lambda message: message.kind not in HANDSHAKE), st.data())
+def test_a_flipped_bit_is_always_found_once_the_handshake_is_over(
+    message: Message, data: Any
+) -> None:
+    body = bytearray(encode(message)[HEADER.size :])
+    at = data.draw(st.integers(0, 8 * len(body) - 1))
+    body[at // 8] ^= 1 << at % 8
+    with pytest.raises(ProtocolError):
+        decode(bytes(body))
+
+
 @given(MESSAGES, st.data())
 def test_a_field_of_any_other_value_is_refused_or_fits(message: Message, data: Any) -> None:
-    raw = msgpack.unpackb(encode(message)[HEADER.size :])
+    raw = as_map(message)
     name = data.draw(st.sampled_from(sorted(raw)))
     raw[name] = data.draw(JSON_LIKE)
-    found = read_or_refuse(msgpack.packb(raw))
+    found = read_or_refuse(body_of(raw))
     if found is not None and name != "t":
         assert getattr(found, name) == raw[name]
 
@@ -113,13 +142,13 @@ def test_a_field_of_any_other_value_is_refused_or_fits(message: Message, data: A
     "message", [Cancel("t"), Again("t", 0), Chunk("t", 0, 1, 64), Done("t", [1], 0.1, 0.2)]
 )
 def test_a_missing_or_added_field_is_refused(message: Message) -> None:
-    raw = msgpack.unpackb(encode(message)[HEADER.size :])
+    raw = as_map(message)
     for field in fields(message):
         less = {k: v for k, v in raw.items() if k != field.name}
         with pytest.raises(ProtocolError, match="wrong fields"):
-            decode(msgpack.packb(less))
+            decode(body_of(less))
     with pytest.raises(ProtocolError, match="wrong fields"):
-        decode(msgpack.packb({**raw, "more": 1}))
+        decode(body_of({**raw, "more": 1}))
 
 
 CHUNK = {"t": "chunk", "transfer_id": "x", "first": 0, "count": 1, "bytes": 8, "digest": 1}
@@ -187,7 +216,7 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_field(
     base: dict[str, Any], field: str, value: Any
 ) -> None:
     with pytest.raises(ProtocolError, match=f"{base['t']}.{field}"):
-        decode(msgpack.packb({**base, field: value}))
+        decode(body_of({**base, field: value}))
 
 
 @pytest.mark.parametrize(
@@ -195,11 +224,13 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_field(
     [
         msgpack.packb(1),
         msgpack.packb([]),
-        msgpack.packb({}),
-        msgpack.packb({"t": "nothing"}),
+        body_of({}),
+        body_of({"t": "nothing"}),
         msgpack.packb({"t": ["hello"]}),
         msgpack.packb({1: 2}),
-        msgpack.packb({"t": "ack", "transfer_id": "x"}) + b"\0",
+        msgpack.packb({"t": "ack", "transfer_id": "x"}),
+        body_of({"t": "ack", "transfer_id": "x"}) + b"\0",
+        msgpack.packb({"t": "refusal", "reason": "x"}) + b"\0",
         b"\xdd\xff\xff\xff\xff",
         b"\x91" * 2000,
         b"\xa4\xff\xff\xff\xff",
