@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_transfer.source import MAX_TOMBSTONES
+from tests.patience import HUNG_S
 from tests.soak.soak_driver import FATES, FROZEN_S, MAX_OPEN, Driver
 from tests.soak.soak_peer import Peer
 
@@ -109,7 +110,7 @@ def assert_nothing_is_left(driver: Driver) -> None:
         assert left == {"event": "closed", "threads": [], "descriptors": 0, "shared_memory": 0}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(HUNG_S)
 def test_no_storm_leaves_a_block_pinned(driver: Driver) -> None:
     storm(driver, TRANSFERS)
     assert driver.tally["over"] == TRANSFERS >= 2000
