@@ -258,7 +258,7 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """`clock` is the fleet's; `options` go to the coordinator. Ends by asserting that nothing
     leaked."""
-    settings = LinkSettings(backoff_min_s=0.005, backoff_max_s=0.02)
+    settings = LinkSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
     async with AsyncExitStack() as exits:
         for worker in workers:
             await exits.enter_async_context(worker.serving())

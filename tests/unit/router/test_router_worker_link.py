@@ -14,7 +14,7 @@ from router.worker_link import LinkSettings, WorkerLink
 from tests.fakes import WAIT_S, ScriptedWorker
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
-FAST = LinkSettings(backoff_min_s=0.005, backoff_max_s=0.02)
+FAST = LinkSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
 
 
 def token(token_id: int, text: str) -> StreamDelta:
@@ -222,7 +222,9 @@ async def test_what_cannot_be_handled_ends_the_stream_and_not_the_link(
 async def test_commands_that_wait_are_bounded_and_a_cancel_is_never_lost(
     worker: ScriptedWorker,
 ) -> None:
-    settings = LinkSettings(backoff_min_s=0.005, backoff_max_s=0.02, max_outgoing=2)
+    settings = LinkSettings(
+        attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02, max_outgoing=2
+    )
     async with Attached(worker, settings) as attached:
         await attached.observer.next()
         sinks = [Sink(), Sink()]
