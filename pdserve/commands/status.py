@@ -53,12 +53,13 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     from pdserve.commands.status_view import show
 
-    show(args.grpc, found["workers"], found["unpaired"])
+    show(args.grpc, found)
     return 0
 
 
 async def collect(address: str, timeout_s: float) -> dict[str, Any]:
-    """`workers`, a row each, and `unpaired`, a row for each two that cannot exchange KV. Raises
+    """`workers`, a row each; `unpaired`, a row for each two that cannot exchange KV; and
+    `quarantined`, one for each two that the router keeps apart because KV came damaged. Raises
     PdserveError where the router does not answer."""
     import grpc.aio
 
@@ -79,6 +80,7 @@ async def collect(address: str, timeout_s: float) -> dict[str, Any]:
     return {
         "workers": sorted(rows, key=lambda row: str(row["worker_id"])),
         "unpaired": _unpaired(listed.workers),
+        "quarantined": [_plain(pair) for pair in listed.quarantined],
     }
 
 

@@ -18,11 +18,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _EPOCH_SHOWN = 8
 
 
-def show(
-    address: str, workers: Sequence[Row], unpaired: Sequence[Row], console: Console | None = None
-) -> None:
-    """The rows of `pdserve status --json` as tables."""
+def show(address: str, found: dict[str, list[Row]], console: Console | None = None) -> None:
+    """What `pdserve status --json` prints, as tables."""
     console = console or Console(highlight=False)
+    workers = found["workers"]
     if not workers:
         console.print(f"workers of {address}\nNo worker is registered.")
         return
@@ -33,11 +32,32 @@ def show(
         console.print(_kv_table(moving))
         for row in moving:
             console.print(_whereabouts(row), soft_wrap=True)
-    if unpaired:
-        console.print("\n[bold]cannot exchange KV[/], and are never placed together:")
-        for row in unpaired:
-            pair = f"{row['prefill']} and {row['decode']} ({row['model']})"
-            console.print(f"  {escape(pair)}: {escape(row['reason'])}", soft_wrap=True)
+    _list(
+        console,
+        "[bold]cannot exchange KV[/], and are never placed together:",
+        [
+            f"{x['prefill']} and {x['decode']} ({x['model']}): {x['reason']}"
+            for x in found["unpaired"]
+        ],
+    )
+    _list(
+        console,
+        "[bold]kept apart[/], for KV between them came damaged:",
+        [_kept_apart(row) for row in found["quarantined"]],
+    )
+
+
+def _list(console: Console, title: str, lines: Sequence[str]) -> None:
+    if lines:
+        console.print(f"\n{title}")
+    for line in lines:
+        console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def _kept_apart(row: Row) -> str:
+    often = "once" if row["strikes"] == 1 else f"{row['strikes']} times"
+    then = f"for {_duration(row['remaining_s'])} more" if row["remaining_s"] else "tried next"
+    return f"{row['prefill_worker']} and {row['decode_worker']}: {often}; {then}"
 
 
 def load_table(title: str, rows: Sequence[Row]) -> Table:

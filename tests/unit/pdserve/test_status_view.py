@@ -45,10 +45,14 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def printed(
-    *workers: dict[str, Any], unpaired: tuple[dict[str, str], ...] = (), width: int = 200
+    *workers: dict[str, Any],
+    unpaired: tuple[dict[str, str], ...] = (),
+    quarantined: tuple[dict[str, Any], ...] = (),
+    width: int = 200,
 ) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    show("127.0.0.1:8001", workers, unpaired, console)
+    found = {"workers": [*workers], "unpaired": [*unpaired], "quarantined": [*quarantined]}
+    show("127.0.0.1:8001", found, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -85,6 +89,16 @@ def test_two_that_cannot_exchange_kv_are_named_with_the_reason() -> None:
     pair = {"model": "demo", "prefill": "prefill-0", "decode": "decode-1", "reason": "dtype: [a]"}
     lines = printed(row(), unpaired=(pair,))
     assert lines[-1] == "  prefill-0 and decode-1 (demo): dtype: [a]"
+
+
+@pytest.mark.parametrize(
+    ("strikes", "remaining_s", "said"),
+    [(1, 42.0, "once; for 42 s more"), (3, 0.0, "3 times; tried next")],
+)
+def test_two_that_are_kept_apart_are_named(strikes: int, remaining_s: float, said: str) -> None:
+    pair = {"prefill_worker": "prefill-0", "decode_worker": "decode-1"}
+    struck = {**pair, "strikes": strikes, "remaining_s": remaining_s}
+    assert printed(row(), quarantined=(struck,))[-1] == f"  prefill-0 and decode-1: {said}"
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(5.4, "5 s"), (150, "2 min"), (200_000, "2 d")])
