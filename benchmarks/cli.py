@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from benchmarks.result import ReplayResult
     from benchmarks.run import ReplaySettings, RunObserver
     from benchmarks.targets import Target
+    from benchmarks.workload import Shape
 
 EXIT_OK, EXIT_FAILED_REQUESTS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -80,6 +81,18 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_cut(replay: argparse.ArgumentParser) -> None:
     cut = replay.add_argument_group("what is sent")
+    _add_shape(cut)
+    cut.add_argument("--seed", type=whole_number, default=0, help="of prompts and tick jitter")
+    cut.add_argument(
+        "--warmup",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="requests sent beforehand, one by one, and not measured (default: 1)",
+    )
+
+
+def _add_shape(cut: argparse._ArgumentGroup) -> None:
     cut.add_argument("--limit", type=positive_int, metavar="N", help="only the first N requests")
     cut.add_argument(
         "--scale-lengths",
@@ -96,14 +109,6 @@ def _add_cut(replay: argparse.ArgumentParser) -> None:
         type=positive_int,
         metavar="N",
         help="drop requests whose input and output exceed N (default: what the model takes)",
-    )
-    cut.add_argument("--seed", type=whole_number, default=0, help="of prompts and tick jitter")
-    cut.add_argument(
-        "--warmup",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="requests sent beforehand, one by one, and not measured (default: 1)",
     )
 
 
@@ -153,6 +158,14 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     convert.add_argument("output", type=Path, metavar="OUTPUT", help="a new .jsonl file")
     convert.add_argument("--name", help="what results call the trace (default: OUTPUT's stem)")
     convert.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
+    _add_shape(convert.add_argument_group("as a replay would have it, for other clients"))
+    convert.add_argument("--rate", type=positive_float, metavar="R", help="requests a second")
+    convert.add_argument(
+        "--unique-blocks",
+        type=positive_int,
+        metavar="TOKENS",
+        help="give rows without prefix ids ids of their own, for blocks of so many tokens",
+    )
 
 
 def _add_describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -185,17 +198,11 @@ def _run_replay(args: argparse.Namespace) -> int:
     from benchmarks.report import render_result, stdout_console
     from benchmarks.result import write_result
     from benchmarks.run import ReplaySettings
-    from benchmarks.workload import Shape
 
     _check_writable(args.out)
     settings = ReplaySettings(
         trace=args.trace,
-        shape=Shape(
-            scale_lengths=args.scale_lengths,
-            max_output_tokens=args.max_output_tokens,
-            max_total_tokens=args.max_total_tokens,
-            limit=args.limit,
-        ),
+        shape=_shape(args),
         speedup=args.speedup,
         rate_per_s=args.rate,
         tick_jitter=args.tick_jitter,
@@ -215,6 +222,17 @@ def _run_replay(args: argparse.Namespace) -> int:
     else:
         render_result(result, stdout_console())
     return EXIT_OK if result.summary().ok == len(result.records) else EXIT_FAILED_REQUESTS
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    from benchmarks.workload import Shape
+
+    return Shape(
+        scale_lengths=args.scale_lengths,
+        max_output_tokens=args.max_output_tokens,
+        max_total_tokens=args.max_total_tokens,
+        limit=args.limit,
+    )
 
 
 def _drive(
@@ -275,12 +293,17 @@ def _convert(args: argparse.Namespace) -> int:
 def _run_convert(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
+    from benchmarks.convert import shape_trace
     from benchmarks.errors import BenchError
     from benchmarks.trace import load_trace, write_trace
+    from benchmarks.workload import Shape
 
     if args.output.exists() and not args.force:
         raise BenchError(f"{args.output} exists; --force replaces it")
     trace = load_trace(args.trace, file_format=args.file_format, block_size=args.block_size)
+    shape = _shape(args)
+    if shape != Shape() or args.rate or args.unique_blocks:
+        trace = shape_trace(trace, shape, rate_per_s=args.rate, unique_blocks=args.unique_blocks)
     meta = replace(trace.meta, name=args.name or args.output.stem)
     write_trace(replace(trace, meta=meta), args.output)
     sys.stdout.write(f"{args.output}: {len(trace.requests)} requests\n")

@@ -100,3 +100,14 @@ def test_uniform_jitter_is_the_seed_s() -> None:
     assert due(1) == due(1) != due(2)
     assert due_times_s(TICKS, tick_s=3.0, jitter="none") == TICKS
     assert due_times_s(TICKS, tick_s=None) == TICKS
+
+
+@pytest.mark.parametrize(
+    ("skip", "limit", "rows"),
+    [(0, 2, [0, 1]), (2, 2, [2, 3]), (3, 2, [0, 1]), (4, 2, [1, 2]), (1, None, [0, 1, 2, 3])],
+)
+def test_rows_are_passed_over_and_the_trace_begins_again(
+    skip: int, limit: int | None, rows: list[int]
+) -> None:
+    workload = shape_workload(TRACE, Shape(skip=skip, limit=limit))
+    assert [index for index, _ in workload.rows] == rows

@@ -1,0 +1,46 @@
+"""A short comparison of real engines, as `pdserve bench compare` makes it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_disaggregated_and_an_aggregated_service_are_compared(tmp_path: Path) -> None:
+    arms = ("--arms", "1P1D,1A", "--kv-cache-mib", "128")
+    short = ("--rounds", "1", "--requests", "6", "--rate", "3", "--scale-lengths", "1/16")
+    limits = ("--slo-ttft", "60000", "--slo-tpot", "10000")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pdserve", "bench", "compare"),
+            *(*arms, *short, *limits, "--out", str(tmp_path)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=350,
+        check=False,
+    )
+    # 3: a busy machine made the client late; then that is all that may be wrong.
+    assert done.returncode in (0, 3), done.stderr
+    whole = json.loads((tmp_path / "result.json").read_text())
+    assert all("sent late" in x for x in whole["summary"]["validity"]["invalid"])
+    pd, one = whole["arms"]
+    for name in ("max_num_batched_tokens", "dtype", "block_size", "cudagraph_mode", "device"):
+        assert pd["settings"]["of_workers"][name] == one["settings"]["of_workers"][name]
+    assert pd["settings"]["of_workers"]["engine"] == ["vllm 0.32.0"]
+    assert pd["settings"]["cores"] == one["settings"]["cores"]
+    assert pd["settings"]["kv_cache_tokens"] == pytest.approx(
+        one["settings"]["kv_cache_tokens"], rel=0.01
+    )
+    first, second = whole["summary"]["arms"]
+    assert (first["ok"], second["ok"]) == (6, 6)
+    assert (first["transferred"], second["transferred"]) == (6, 0)
+    assert first["figures"]["attainment"]["value"] == 1.0
