@@ -17,7 +17,7 @@
 #define LINE 64
 #define AHEAD 512
 #define VM_PAGE 4096
-/* Shorter parts end before the streaming has begun. */
+/* Shorter pages end before the streaming has begun. */
 #define MIN_STREAMED 1024
 /* Less is copied sooner than the lock is given away and taken back. */
 #define MIN_UNLOCKED (64 << 10)
@@ -28,11 +28,7 @@ typedef struct {
     Py_ssize_t *ids;
 } Pages;
 
-typedef struct {
-    Py_ssize_t to, from, size;
-} Part;
-
-static void copy_part(char *to, const char *from, size_t size, const char *next_to,
+static void copy_page(char *to, const char *from, size_t size, const char *next_to,
                       const char *next_from)
 {
 #ifdef __SSE2__
@@ -56,17 +52,14 @@ static void copy_part(char *to, const char *from, size_t size, const char *next_
 }
 
 static void copy_layer(char *to, const Pages *ours, const char *from, const Pages *theirs,
-                       Py_ssize_t blocks, const Part *parts, Py_ssize_t num_parts)
+                       Py_ssize_t blocks, size_t size)
 {
     for (Py_ssize_t b = 0; b < blocks; b++) {
         Py_ssize_t next = b + 1 < blocks ? b + 1 : b;
-        char *to_page = to + ours->ids[b] * ours->block_stride;
-        const char *from_page = from + theirs->ids[b] * theirs->block_stride;
-        const char *next_to = to + ours->ids[next] * ours->block_stride;
-        const char *next_from = from + theirs->ids[next] * theirs->block_stride;
-        for (const Part *p = parts; p < parts + num_parts; p++)
-            copy_part(to_page + p->to, from_page + p->from, (size_t)p->size, next_to + p->to,
-                      next_from + p->from);
+        copy_page(to + ours->ids[b] * ours->block_stride,
+                  from + theirs->ids[b] * theirs->block_stride, size,
+                  to + ours->ids[next] * ours->block_stride,
+                  from + theirs->ids[next] * theirs->block_stride);
     }
 }
 
@@ -86,56 +79,31 @@ static Py_ssize_t *ids_of(PyObject *list)
     return ids;
 }
 
-static Part *parts_of(PyObject *list, Py_ssize_t *page_bytes)
-{
-    Py_ssize_t count = PyList_GET_SIZE(list);
-    Part *parts = PyMem_New(Part, count ? count : 1);
-    if (parts == NULL)
-        return (Part *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; i++) {
-        Part *p = &parts[i];
-        PyObject *item = PyList_GET_ITEM(list, i);
-        if (!PyTuple_Check(item))
-            PyErr_SetString(PyExc_TypeError, "a part is a tuple of three");
-        else if (PyArg_ParseTuple(item, "nnn", &p->to, &p->from, &p->size) && p->size < 0)
-            PyErr_SetString(PyExc_ValueError, "a part has a negative size");
-        if (PyErr_Occurred()) {
-            PyMem_Free(parts);
-            return NULL;
-        }
-        *page_bytes += p->size;
-    }
-    return parts;
-}
-
 static PyObject *copy_pages(PyObject *self, PyObject *args)
 {
-    Py_ssize_t to, from, layers, page_bytes = 0;
+    Py_ssize_t to, from, layers, size;
     Pages ours, theirs;
-    PyObject *our_ids, *their_ids, *part_list, *result = NULL;
-    Part *parts = NULL;
+    PyObject *our_ids, *their_ids, *result = NULL;
     (void)self;
-    if (!PyArg_ParseTuple(args, "nnnO!nnnO!nO!", &to, &ours.layer_stride, &ours.block_stride,
+    if (!PyArg_ParseTuple(args, "nnnO!nnnO!nn", &to, &ours.layer_stride, &ours.block_stride,
                           &PyList_Type, &our_ids, &from, &theirs.layer_stride,
-                          &theirs.block_stride, &PyList_Type, &their_ids, &layers, &PyList_Type,
-                          &part_list))
+                          &theirs.block_stride, &PyList_Type, &their_ids, &layers, &size))
         return NULL;
     ours.address = (char *)to, theirs.address = (char *)from;
-    Py_ssize_t blocks = PyList_GET_SIZE(our_ids), num_parts = PyList_GET_SIZE(part_list);
-    if (PyList_GET_SIZE(their_ids) != blocks) {
-        PyErr_SetString(PyExc_ValueError, "as many blocks are needed as places");
+    Py_ssize_t blocks = PyList_GET_SIZE(our_ids);
+    if (PyList_GET_SIZE(their_ids) != blocks || size < 0) {
+        PyErr_SetString(PyExc_ValueError, "as many blocks as places, and pages of some size");
         return NULL;
     }
     ours.ids = ids_of(our_ids);
     theirs.ids = ours.ids == NULL ? NULL : ids_of(their_ids);
-    parts = theirs.ids == NULL ? NULL : parts_of(part_list, &page_bytes);
-    if (parts != NULL) {
-        int is_long = layers * blocks * page_bytes >= MIN_UNLOCKED;
+    if (theirs.ids != NULL) {
+        int is_long = layers * blocks * size >= MIN_UNLOCKED;
         PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
         for (Py_ssize_t layer = 0; layer < layers; layer++)
             copy_layer(ours.address + layer * ours.layer_stride, &ours,
-                       theirs.address + layer * theirs.layer_stride, &theirs, blocks, parts,
-                       num_parts);
+                       theirs.address + layer * theirs.layer_stride, &theirs, blocks,
+                       (size_t)size);
 #ifdef __SSE2__
         _mm_sfence(); /* whoever is told of the copy finds it */
 #endif
@@ -143,7 +111,6 @@ static PyObject *copy_pages(PyObject *self, PyObject *args)
             PyEval_RestoreThread(state);
         result = Py_NewRef(Py_None);
     }
-    PyMem_Free(parts);
     PyMem_Free(theirs.ids);
     PyMem_Free(ours.ids);
     return result;

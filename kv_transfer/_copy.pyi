@@ -8,6 +8,6 @@ def copy_pages(
     source_block_stride: int,
     source_ids: list[int],
     num_layers: int,
-    parts: list[tuple[int, int, int]],
+    page_bytes: int,
     /,
 ) -> None: ...

@@ -26,37 +26,33 @@ class Pages(NamedTuple):
     block_ids: list[int]
 
 
-# (where in the target's page, where in the source's, bytes)
-Part = tuple[int, int, int]
-
-
-def copy_in_c(to: Pages, source: Pages, num_layers: int, parts: list[Part]) -> None:
+def copy_in_c(to: Pages, source: Pages, num_layers: int, page_bytes: int) -> None:
     """See `copy_pages`. Holds the interpreter lock only for short copies."""
-    compiled.copy_pages(*to, *source, num_layers, parts)
+    compiled.copy_pages(*to, *source, num_layers, page_bytes)
 
 
-def copy_in_python(to: Pages, source: Pages, num_layers: int, parts: list[Part]) -> None:
+def copy_in_python(to: Pages, source: Pages, num_layers: int, page_bytes: int) -> None:
     """See `copy_pages`. A call of memmove, which lets go of the interpreter lock, for each run of
     neighbours."""
-    firsts, places, lengths = source.block_ids, to.block_ids, [1] * len(to.block_ids)
-    if parts == [(0, 0, to.block_stride)] and to.block_stride == source.block_stride:
+    firsts, places, sizes = source.block_ids, to.block_ids, [page_bytes] * len(to.block_ids)
+    if to.block_stride == source.block_stride == page_bytes:
         pieces = runs(firsts, places)
-        firsts, places, lengths = ([piece[i] for piece in pieces] for i in range(3))
+        firsts, places = [s for s, _, _ in pieces], [d for _, d, _ in pieces]
+        sizes = [count * page_bytes for _, _, count in pieces]
     for layer in range(num_layers):
-        for at, start, size in parts:
-            target_at = to.address + layer * to.layer_stride + at
-            source_at = source.address + layer * source.layer_stride + start
-            moves = map(
-                ctypes.memmove,
-                [target_at + block * to.block_stride for block in places],
-                [source_at + block * source.block_stride for block in firsts],
-                [count * size for count in lengths],
-            )
-            deque(moves, maxlen=0)  # runs through them without a step of Python between
+        target_at = to.address + layer * to.layer_stride
+        source_at = source.address + layer * source.layer_stride
+        moves = map(
+            ctypes.memmove,
+            [target_at + block * to.block_stride for block in places],
+            [source_at + block * source.block_stride for block in firsts],
+            sizes,
+        )
+        deque(moves, maxlen=0)  # runs through them without a step of Python between
 
 
-Copy = Callable[[Pages, Pages, int, list[Part]], None]
+Copy = Callable[[Pages, Pages, int, int], None]
 
-# Copies the parts of each page, layer by layer. The caller has checked that every part of every
-# page is memory: nothing is checked here. Pages that overlap give no particular result.
+# Copies `page_bytes` of each page, layer by layer. The caller has checked that all of it is memory:
+# nothing is checked here. Pages that overlap give no particular result.
 copy_pages: Copy = copy_in_python if compiled is None else copy_in_c

@@ -1,23 +1,21 @@
 """One connection between a target worker, which dialled, and a source worker.
 
-Two threads a link: a reader and a writer. The writer keeps everything in order: messages, chunks,
-and the message that says "done" behind them. Whatever breaks ends the link, once, through
-`on_down`.
+Two threads a link: a reader and a writer. The outbox keeps everything in order: messages, chunks,
+and the message that says "done" behind them; who has put something in may also write it, with
+`flush` (outbox.py). Whatever breaks ends the link, once, through `on_down`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import socket
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kv_transfer.errors import HandshakeRefused, KvTransferError, LinkClosed, ProtocolError
 from kv_transfer.messages import (
@@ -33,6 +31,7 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
+from kv_transfer.outbox import Job, Outbox
 from kv_transfer.transport.base import (
     LocalKv,
     SourceChannel,
@@ -42,11 +41,17 @@ from kv_transfer.transport.base import (
     Wire,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 logger = logging.getLogger(__name__)
 
 SOCKET_BUFFER_BYTES = 4 << 20
-
-Job = Callable[["Link"], None]
+READ_AHEAD_BYTES = 4 << 10
+# What a thread that flushes may push by itself: the reader, which nobody waits for, a chunk; any
+# other thread, an engine's step among them, what is copied sooner than the writer wakes.
+READER_BYTES = 16 << 20
+VISITOR_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +104,15 @@ class Link:
         self._transports = {t.name: t for t in transports}
         self._timeouts = timeouts
         self._handshake_end: float | None = None
-        self._outbox: queue.SimpleQueue[Message | Job | None] = queue.SimpleQueue()
-        self._urgent: deque[Message] = deque()
+        self._outbox = Outbox(self._write, self._write_some)
         self._sock: socket.socket | None = None
         self._down = threading.Event()
         self._down_lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._read_ahead = memoryview(bytearray(READ_AHEAD_BYTES))
+        self._ahead = self._read_ahead[:0]
+        self._reader_ident: int | None = None
+        self._writer: threading.Thread | None = None
         self.source: SourceChannel | None = None
         self.target: TargetChannel | None = None
         self.peer_epoch = ""
@@ -119,7 +127,7 @@ class Link:
     # -- making one
 
     def dial(self, address: str, identity: Identity, source_epoch: str, slot: int) -> None:
-        """Connects as the target, in the background; what is sent meanwhile waits its turn."""
+        """Connects as the target, in the background; what is queued meanwhile waits its turn."""
         self.peer_address, self.is_dialled = address, True
         self._begin(lambda: self._dial(address, identity, source_epoch, slot))
 
@@ -136,8 +144,9 @@ class Link:
 
     @property
     def is_over(self) -> bool:
-        """Down, and none of its threads touches memory any more."""
-        return self.is_down and not any(t.is_alive() for t in self._threads)
+        """Down, and no thread touches memory for it any more."""
+        is_busy = self._outbox.has_visitor or any(t.is_alive() for t in self._threads)
+        return self.is_down and not is_busy
 
     @property
     def transport(self) -> str:
@@ -146,26 +155,30 @@ class Link:
         return "" if channel is None else channel.name
 
     def send(self, message: Message) -> None:
-        """Queues a message behind whatever is queued."""
-        self._outbox.put(message)
+        """Queues a message behind whatever is queued. `flush` sets it going."""
+        self._outbox.put(Job(partial(self.write, message)))
 
     def send_next(self, message: Message) -> None:
         """Queues a message before all that waits, behind what is being written now."""
-        self._urgent.append(message)
-        self._outbox.put(_send_urgent)
+        self._outbox.put_next(Job(partial(self.write, message)))
 
-    def run(self, job: Job) -> None:
-        """Queues work for the writer thread, in order with the messages."""
-        self._outbox.put(job)
+    def run(self, work: Callable[[], None], size: int = 0) -> None:
+        """Queues work, in order with the messages, which moves `size` bytes of KV."""
+        self._outbox.put(Job(work, size))
 
-    def send_now(self, message: Message) -> None:
-        """For jobs on the writer thread."""
-        self._write(encode(message))
+    def write(self, message: Message) -> None:
+        """For queued work: the message comes next."""
+        self._outbox.write(encode(message))
 
-    def send_urgent(self) -> None:
-        """On the writer thread: what `send_next` has queued."""
-        while self._urgent:
-            self._write(encode(self._urgent.popleft()))
+    def flush(self) -> None:
+        """Sets going what is queued: on this thread as far as that is quick and waits for nobody,
+        else on the writer's. To be called without a lock that queued work takes."""
+        limit = 0
+        if self.source is not None:
+            is_reader = threading.get_ident() == self._reader_ident
+            limit = READER_BYTES if is_reader else VISITOR_BYTES
+            limit = min(limit, self.source.unwaited_bytes)
+        self._until_broken(lambda: self._outbox.flush(limit))
 
     def close(self, reason: str) -> None:
         """Ends the link; idempotent, does not wait for its threads."""
@@ -178,7 +191,7 @@ class Link:
             # shutdown wakes a reader or writer that is blocked in the kernel; close would not.
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-        self._outbox.put(None)
+        self._outbox.close()
         self._owner.on_down(self, reason)
 
     def join(self, timeout_s: float) -> None:
@@ -200,24 +213,14 @@ class Link:
         return thread
 
     def _run(self, connect: Callable[[], None]) -> None:
-        reason = "closed"
-        writer: threading.Thread | None = None
+        self._reader_ident = threading.get_ident()
         try:
-            connect()
-            self._handshake_end = None
-            self._owner.on_up(self)
-            writer = self._spawn(self._write_loop)
-            while not self._down.is_set():
-                self._owner.on_message(self, self._read())
-        except (OSError, KvTransferError) as error:
-            reason = str(error) or type(error).__name__
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            logger.exception("KV link to %s failed", self._peer())
+            self._until_broken(partial(self._read_loop, connect))
         finally:
-            self.close(reason)
-            if writer is not None:
-                writer.join()
+            self.close("closed")
+            if self._writer is not None:
+                self._writer.join()
+            self._outbox.wait_for_visitor()
             for channel in (self.source, self.target):
                 # A fenced target still asks its channel whether it is idle; that needs no socket.
                 if channel is not None:
@@ -225,24 +228,23 @@ class Link:
             if self._sock is not None:
                 self._sock.close()
 
-    def _write_loop(self) -> None:
-        reason = "closed"
+    def _read_loop(self, connect: Callable[[], None]) -> None:
+        connect()
+        self._handshake_end = None
+        self._owner.on_up(self)
+        self._writer = self._spawn(partial(self._until_broken, self._outbox.serve))
+        while not self._down.is_set():
+            self._owner.on_message(self, self._read())
+
+    def _until_broken(self, work: Callable[[], None]) -> None:
+        """Whatever it raises ends the link."""
         try:
-            while (item := self._outbox.get()) is not None:
-                if self._down.is_set():
-                    return
-                self.send_urgent()
-                if isinstance(item, Message):
-                    self._write(encode(item))
-                else:
-                    item(self)
+            work()
         except (OSError, KvTransferError) as error:
-            reason = str(error) or type(error).__name__
+            self.close(str(error) or type(error).__name__)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
             logger.exception("KV link to %s failed", self._peer())
-        finally:
-            self.close(reason)
+            self.close(f"{type(error).__name__}: {error}")
 
     def _peer(self) -> str:
         return self.peer_epoch or "a peer without a name"
@@ -261,7 +263,7 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._down.is_set():
             raise LinkClosed("closed before it was up")
-        return Wire(sock, self._write, self._fill)
+        return Wire(sock, self._outbox.write, self._fill, self._take)
 
     def _dial(self, address: str, identity: Identity, source_epoch: str, slot: int) -> None:
         host, _, port = address.rpartition(":")
@@ -334,15 +336,34 @@ class Link:
         except BlockingIOError as error:
             raise LinkClosed("the peer reads nothing") from error
 
-    def _fill(self, view: memoryview) -> None:
+    def _write_some(self, data: bytes) -> int:
         if self._sock is None:
             raise LinkClosed("the link is not up")
+        try:
+            return self._sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def _take(self, view: memoryview) -> int:
+        """Moves what was read ahead into the view, as much as there is and fits; how much it
+        was."""
+        count = min(view.nbytes, len(self._ahead))
+        view[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+        return count
+
+    def _fill(self, view: memoryview) -> None:
+        view = view[self._take(view) :]
         while view.nbytes:
-            self._limit_wait(self._sock)
-            count = self._sock.recv_into(view)
-            if not count:
-                raise LinkClosed("the peer closed the link")
-            view = view[count:]
+            view = view[self._receive_into(view) :]
+
+    def _receive_into(self, view: memoryview) -> int:
+        if self._sock is None:
+            raise LinkClosed("the link is not up")
+        self._limit_wait(self._sock)
+        count = self._sock.recv_into(view)
+        if not count:
+            raise LinkClosed("the peer closed the link")
+        return count
 
     def _limit_wait(self, sock: socket.socket) -> None:
         # The handshake as a whole has a deadline: a timeout a call would let a peer send one byte
@@ -355,15 +376,14 @@ class Link:
 
     def _read(self) -> Message:
         header = bytearray(HEADER.size)
+        if not self._ahead:
+            # Most messages are short, and some come in pairs: one call for all of it.
+            self._ahead = self._read_ahead[: self._receive_into(self._read_ahead)]
         self._fill(memoryview(header))
         limit = MAX_MESSAGE_BYTES if self._handshake_end is None else MAX_HANDSHAKE_BYTES
         body = bytearray(body_length(bytes(header), limit))
         self._fill(memoryview(body))
         return decode(bytes(body))
-
-
-def _send_urgent(link: Link) -> None:
-    link.send_urgent()
 
 
 def _refusal(hello: Hello, identity: Identity) -> str | None:

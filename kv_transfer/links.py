@@ -17,22 +17,13 @@ from typing import TYPE_CHECKING
 from kv_transfer import source_actions as src
 from kv_transfer import target as tgt
 from kv_transfer.counters import TransferCounters
+from kv_transfer.deciding import Deciding
 from kv_transfer.digest import NO_DIGEST, Sampler, digest
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.guard import Guard
 from kv_transfer.link import Identity, Link, LinkTimeouts
 from kv_transfer.listener import Listener
-from kv_transfer.messages import (
-    Ack,
-    Again,
-    Alive,
-    Cancel,
-    Chunk,
-    Done,
-    Fail,
-    Grant,
-    Message,
-)
+from kv_transfer.messages import Ack, Again, Alive, Cancel, Chunk, Done, Fail, Grant, Message
 from kv_transfer.snapshot import KvSnapshot, link_views, totals_of, transfer_views
 from kv_transfer.source import SourceTable
 
@@ -66,8 +57,8 @@ class Links:
         self._transports = transports
         self._local: LocalKv | None = None
         self._identity: Identity | None = None
-        self.lock = threading.RLock()
-        self._copies = threading.Condition(self.lock)
+        self.lock = Deciding()
+        self._copies = threading.Condition(self.lock.inner)
         self._outgoing: dict[tuple[str, str], Link] = {}
         self._all: set[Link] = set()
         self._fencing: set[Link] = set()
@@ -212,7 +203,7 @@ class Links:
                 return
             match message:
                 case Grant() | Cancel() if fail := self._refusal(link, message):
-                    link.send_next(fail)
+                    self.lock.queued(link).send_next(fail)
                 case Grant():
                     actions = self.sources.grant(link, message, now)
                     self.counters.refused_grants += any(type(a) is src.SendFail for a in actions)
@@ -229,7 +220,7 @@ class Links:
                     self.targets.fail(link, transfer_id, reason)
                 case Alive(transfer_ids):
                     self.targets.alive(link, transfer_ids, now)
-        self.wake()
+            self.wake()
 
     def _refusal(self, link: Link, message: Grant | Cancel) -> Fail | None:
         # What the link was given it may always give back: its target waits for that.
@@ -325,13 +316,15 @@ class Links:
         for action in actions:
             match action:
                 case src.PushChunk():
-                    action.link.run(partial(self._push, chunk=action))
+                    local, _ = self._registered()
+                    size = len(action.source_ids) * local.region.geometry.block_bytes
+                    self.lock.queued(action.link).run(partial(self._push, action), size)
                 case src.SendDone():
-                    action.link.run(partial(self._send_done, done=action))
+                    self.lock.queued(action.link).run(partial(self._send_done, action))
                 case src.SendFail(link, transfer_id, reason):
-                    link.send_next(Fail(transfer_id, reason))
+                    self.lock.queued(link).send_next(Fail(transfer_id, reason))
                 case src.SendAlive(link, transfer_id):
-                    link.send_next(Alive([transfer_id]))
+                    self.lock.queued(link).send_next(Alive([transfer_id]))
                 case src.Release(request_id):
                     self._released.add(request_id)
 
@@ -340,19 +333,19 @@ class Links:
         for action in actions:
             match action:
                 case tgt.SendGrant(link, grant):
-                    link.send(grant)
+                    self.lock.queued(link).send(grant)
                 case tgt.SendAgain(link, transfer_id, first):
-                    link.send(Again(transfer_id, first))
+                    self.lock.queued(link).send(Again(transfer_id, first))
                 case tgt.SendCancel(link, transfer_id, capability):
-                    link.send(Cancel(transfer_id, capability))
+                    self.lock.queued(link).send(Cancel(transfer_id, capability))
                 case tgt.SendAck(link, transfer_id):
-                    link.send(Ack(transfer_id))
+                    self.lock.queued(link).send(Ack(transfer_id))
                 case tgt.DropLink(link):
                     link.close("the source did not answer in time")
 
-    def _push(self, link: Link, chunk: src.PushChunk[Link]) -> None:
-        """On the writer thread of the link."""
-        channel, (local, _) = link.source, self._registered()
+    def _push(self, chunk: src.PushChunk[Link]) -> None:
+        """When it is the chunk's turn on its link."""
+        channel, (local, _) = chunk.link.source, self._registered()
         if channel is None:
             raise KvTransferError("a target was asked to push")
         with self.lock:
@@ -385,13 +378,13 @@ class Links:
                     self.counters.pushed_blocks += count
                     self.counters.push_s += seconds
 
-    def _send_done(self, link: Link, done: src.SendDone[Link]) -> None:
-        """On the writer thread, behind the last chunk."""
+    def _send_done(self, done: src.SendDone[Link]) -> None:
+        """Behind the last chunk."""
         with self.lock:
             figures = self.sources.done_figures(done, time.monotonic())
         if figures is not None:
             tokens, push_s, exposed_s = figures
-            link.send_now(Done(done.transfer_id, tokens, push_s, exposed_s))
+            done.link.write(Done(done.transfer_id, tokens, push_s, exposed_s))
 
     def _registered(self) -> tuple[LocalKv, Identity]:
         if self._local is None or self._identity is None:

@@ -85,12 +85,8 @@ class KvRegion:
             raise KvTransferError(f"{len(source_ids)} blocks for {len(own_ids)} places")
         if not (src.has_blocks(source_ids) and dst.has_blocks(own_ids)):
             raise KvTransferError("a block id is outside its KV cache")
-        copy_pages(
-            self._pages_of(own_ids),
-            source._pages_of(source_ids),
-            dst.num_layers,
-            [(0, 0, dst.page_bytes)],
-        )
+        to, start = self._pages_of(own_ids), source._pages_of(source_ids)
+        copy_pages(to, start, dst.num_layers, dst.page_bytes)
         return len(own_ids) * dst.block_bytes
 
     def _pages_of(self, block_ids: list[int]) -> Pages:

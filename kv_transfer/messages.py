@@ -171,12 +171,18 @@ _CHECKS: dict[str, tuple[type, ...]] = {
     "list[dict[str, Any]]": (list,),
 }
 _ITEMS: dict[str, type] = {"list[int]": int, "list[str]": str, "list[dict[str, Any]]": dict}
+# The names and types of each kind's fields.
+_FIELDS: dict[type[Message], dict[str, str]] = {
+    cls: {f.name: str(f.type) for f in fields(cls)} for cls in _KINDS.values()
+}
 
 
 def encode(message: Message) -> bytes:
     """The message with its length in front."""
-    values = {f.name: getattr(message, f.name) for f in fields(message)}
-    body: bytes = msgpack.packb({"t": message.kind, **values})
+    values: dict[str, Any] = {"t": message.kind}
+    for name in _FIELDS[type(message)]:
+        values[name] = getattr(message, name)
+    body: bytes = msgpack.packb(values)
     if not isinstance(message, _HANDSHAKE):
         body += _CRC.pack(crc32(body))
     if len(body) > MAX_MESSAGE_BYTES:
@@ -226,7 +232,7 @@ def decode(body: bytes) -> Message:
     crc = b"" if cls in _HANDSHAKE else _CRC.pack(crc32(body[:end]))
     if body[end:] != crc:
         raise ProtocolError(f"a {cls.kind} message came damaged")
-    names = {f.name: str(f.type) for f in fields(cls)}
+    names = _FIELDS[cls]
     if raw.keys() != names.keys():
         raise ProtocolError(f"a {cls.kind} message has the wrong fields")
     for name, annotation in names.items():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kv_transfer import target as tgt
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.links import Links
-from kv_transfer.messages import Cancel, Grant
+from kv_transfer.messages import Grant
 from kv_transfer.step import Arrival, WorkerOutput
 from pdserve.types import ErrorInfo
 
@@ -151,7 +151,8 @@ class WorkerHalf:
         """Tells these ranks of the source that nothing will be asked of them."""
         for rank in ranks:
             link = self.links.link_to(of.source_addresses[rank], of.source_epoch)
-            link.send(Cancel(of.transfer_id, of.capability))
+            cancel = tgt.SendCancel(link, of.transfer_id, of.capability)
+            self.links.do_target([cancel])
 
     def _known_shard(self) -> Shard:
         if self._shard is None:

@@ -6,9 +6,11 @@ payload of a chunk travels.
 
 * A chunk moves whole pages, or the same `PagePart` of each where the two workers hold different
   heads (kv_transfer/reshard.py); None means whole pages.
-* `SourceChannel.push` returns when the source's blocks may be overwritten. It runs on the link's
-  writer thread, one chunk at a time, in order. The ids come from a peer: one that is no block of
-  its cache, or a part that is not in its pages, raises KvTransferError before anything is written.
+* `SourceChannel.push` returns when the source's blocks may be overwritten. One chunk at a time, in
+  order, on the link's writer thread; on other threads, an engine's among them, where it moves no
+  more than `unwaited_bytes`, and then it must not wait for the peer. The ids come from a peer: one
+  that is no block of its cache, or a part that is not in its pages, raises KvTransferError before
+  anything is written.
 * `TargetChannel.receive` runs on the link's reader thread, once a chunk, in the same order, and
   returns when the bytes are in place. With `block_ids` None the payload is consumed and thrown
   away. The caller has checked that `chunk.bytes` is what moves of `chunk.count` blocks.
@@ -48,9 +50,11 @@ class LocalKv:
 
 
 class SourceChannel(Protocol):
-    """The sending end of one link."""
+    """The sending end of one link. `unwaited_bytes`: a push of so many bytes, and of fewer, does
+    not wait for the peer."""
 
     name: str
+    unwaited_bytes: int
 
     def push(
         self,
@@ -89,11 +93,15 @@ class TargetChannel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The link as a transport sees it."""
+    """The link as a transport sees it. `send` is for a push alone: the bytes follow all that was
+    sent before, soon. While a push of more than `unwaited_bytes` runs nothing else is on its way,
+    and it may use the socket itself. Who receives from the socket itself must first
+    `take_ahead` what the link has read of it already, until that brings nothing more."""
 
     sock: socket.socket
     send: Callable[[bytes], None]
     receive_into: Callable[[memoryview], None]
+    take_ahead: Callable[[memoryview], int]
 
 
 class Transport(Protocol):

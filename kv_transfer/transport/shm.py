@@ -7,6 +7,7 @@ when its memory is its own again.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.errors import LinkClosed
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 _MAX_SLOT = 1 << 62
 
 
-class _ShmSource:
+class ShmSource:
+    """Copies into the target's memory. Nothing in it waits for the target."""
+
     name = "shm"
+    unwaited_bytes = sys.maxsize
 
     def __init__(self, local: KvRegion, peer: PeerMemory, slot: int, wire: Wire) -> None:
         self._local = local
@@ -112,4 +116,4 @@ class ShmTransport:
             peer = PeerMemory(str(offer["path"]), inode, size, geometry)
         except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
             raise TransportUnavailable(f"cannot map the target's memory: {error}") from error
-        return _ShmSource(local.region, peer, slot, wire)
+        return ShmSource(local.region, peer, slot, wire)

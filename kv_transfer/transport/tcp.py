@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _IOV_MAX = 512
 _DISCARD_BYTES = 1 << 20
+# A chunk of so many bytes is copied and sent in one piece with what follows it.
+JOINED_BYTES = 256 << 10
 
 
 def send_all(sock: socket.socket, pages: Sequence[memoryview]) -> None:
@@ -33,10 +35,12 @@ def send_all(sock: socket.socket, pages: Sequence[memoryview]) -> None:
         at = _advance(rest, at, sent)
 
 
-def receive_all(sock: socket.socket, pages: Sequence[memoryview]) -> None:
+def receive_all(wire: Wire, pages: Sequence[memoryview]) -> None:
     """Fills the pages in order."""
-    rest = list(pages)
+    rest, sock = list(pages), wire.sock
     at = 0
+    while at < len(rest) and (got := wire.take_ahead(rest[at])):
+        at = _advance(rest, at, got)
     while at < len(rest):
         # MSG_WAITALL: else a call, with all its vectors, would bring only what is there already.
         got = sock.recvmsg_into(rest[at : at + _IOV_MAX], 0, socket.MSG_WAITALL)[0]
@@ -56,8 +60,11 @@ def _advance(pages: list[memoryview], at: int, count: int) -> int:
     return at
 
 
-class _TcpSource:
+class TcpSource:
+    """Sends a chunk behind its message, or in one piece with it."""
+
     name = "tcp"
+    unwaited_bytes = JOINED_BYTES
 
     def __init__(self, local: LocalKv, wire: Wire) -> None:
         self._region = local.region
@@ -70,11 +77,14 @@ class _TcpSource:
         target_ids: list[int],
         part: PagePart | None = None,
     ) -> None:
-        message = memoryview(encode(chunk))
         region = self._region
         if part is not None:
             region = region.narrowed(part.source_start, part.size)
-        send_all(self._wire.sock, [message, *region.pages(source_ids)])
+        message, pages = encode(chunk), region.pages(source_ids)
+        if chunk.bytes <= JOINED_BYTES:
+            self._wire.send(b"".join([message, *pages]))
+        else:
+            send_all(self._wire.sock, [memoryview(message), *pages])
 
     def close(self) -> None:
         pass
@@ -96,7 +106,7 @@ class _TcpTarget:
             region = self._region
             if part is not None:
                 region = region.narrowed(part.target_start, part.size)
-            receive_all(self._wire.sock, region.pages(block_ids))
+            receive_all(self._wire, region.pages(block_ids))
 
     def _discard(self, count: int) -> None:
         scratch = memoryview(bytearray(min(count, _DISCARD_BYTES)))
@@ -125,4 +135,4 @@ class TcpTransport:
         return _TcpTarget(local, wire)
 
     def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
-        return _TcpSource(local, wire)
+        return TcpSource(local, wire)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from kv_transfer import copying
 from kv_transfer.copying import Pages, copy_in_c, copy_in_python, copy_pages
 
 if TYPE_CHECKING:
-    from kv_transfer.copying import Copy, Part
+    from kv_transfer.copying import Copy
 
 COMPILED = pytest.mark.skipif(
     copying.compiled is None, reason="the extension was not built: no C compiler at install"
@@ -50,7 +49,7 @@ def pages(draw: Any, page: int, blocks: st.SearchStrategy[list[int]]) -> tuple[M
 
 @pytest.mark.parametrize("copy", WAYS)
 @given(data=st.data(), page=st.sampled_from([8, 64, 1000, 1024, 4096, 12352]))
-def test_the_parts_of_each_page_are_copied_and_nothing_else(
+def test_so_many_bytes_of_each_page_are_copied_and_nothing_else(
     copy: Copy, data: Any, page: int
 ) -> None:
     count = data.draw(st.integers(0, BLOCKS))
@@ -61,20 +60,14 @@ def test_the_parts_of_each_page_are_copied_and_nothing_else(
     theirs, source, source_start = pages(
         data.draw, page, st.lists(block, min_size=count, max_size=count)
     )
-    cuts = sorted(data.draw(st.lists(st.integers(0, page), max_size=4, unique=True)))
-    spans = list(itertools.pairwise(cuts)) or [(0, page)]
-    parts: list[Part] = [
-        (first, data.draw(st.integers(0, page - (end - first))), end - first)
-        for first, end in spans
-    ]
+    size = data.draw(st.one_of(st.just(page), st.integers(0, page)))
     want, given_bytes = ours.content(), theirs.content()
     for layer in range(LAYERS):
         for d, s in zip(to.block_ids, source.block_ids, strict=True):
-            for at, start, size in parts:
-                first = to_start + layer * to.layer_stride + d * to.block_stride + at
-                begin = source_start + layer * source.layer_stride + s * source.block_stride + start
-                want[first : first + size] = given_bytes[begin : begin + size]
-    copy(to, source, LAYERS, parts)
+            at = to_start + layer * to.layer_stride + d * to.block_stride
+            start = source_start + layer * source.layer_stride + s * source.block_stride
+            want[at : at + size] = given_bytes[start : start + size]
+    copy(to, source, LAYERS, size)
     assert ours.content() == want
     assert theirs.content() == given_bytes
 
@@ -86,22 +79,21 @@ def test_the_compiled_copy_is_the_one_in_use() -> None:
 
 @COMPILED
 @pytest.mark.parametrize(
-    ("to_ids", "source_ids", "parts", "error"),
+    ("to_ids", "source_ids", "size", "error"),
     [
-        ([0, 1], [0], [(0, 0, 8)], ValueError),
-        ([0], ["0"], [(0, 0, 8)], TypeError),
-        ([2**80], [0], [(0, 0, 8)], OverflowError),
-        ([0], [0], [(0, 8)], TypeError),
-        ([0], [0], [8], TypeError),
-        ([0], [0], [(0, 0, -8)], ValueError),
-        ((0,), [0], [(0, 0, 8)], TypeError),
+        ([0, 1], [0], 8, ValueError),
+        ([0], ["0"], 8, TypeError),
+        ([2**80], [0], 8, OverflowError),
+        ([0], [0], "8", TypeError),
+        ([0], [0], -8, ValueError),
+        ((0,), [0], 8, TypeError),
     ],
 )
-def test_what_is_no_list_of_blocks_or_parts_is_refused(
-    to_ids: Any, source_ids: Any, parts: Any, error: type[Exception]
+def test_what_is_no_list_of_blocks_is_refused(
+    to_ids: Any, source_ids: Any, size: Any, error: type[Exception]
 ) -> None:
     memory = Memory(64, 1, 0)
     before = memory.content()
     with pytest.raises(error):
-        copy_in_c(Pages(memory.address, 8, 8, to_ids), Pages(0, 8, 8, source_ids), 1, parts)
+        copy_in_c(Pages(memory.address, 8, 8, to_ids), Pages(0, 8, 8, source_ids), 1, size)
     assert memory.content() == before

@@ -177,8 +177,9 @@ def test_a_worker_closes_after_the_copies_of_links_that_are_already_down(
     assert link.is_over
 
 
+@pytest.mark.parametrize("who", ["reader", "step"])
 def test_a_target_stays_mapped_until_the_copy_into_it_has_returned(
-    rig_of: RigOf, monkeypatch: pytest.MonkeyPatch
+    rig_of: RigOf, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = rig_of("shm").pair()
     inside, go_on, mapped = threading.Event(), threading.Event(), []
@@ -196,14 +197,22 @@ def test_a_target_stays_mapped_until_the_copy_into_it_has_returned(
 
     monkeypatch.setattr(KvRegion, "copy_from", held)
     monkeypatch.setattr(PeerMemory, "close", noticed)
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
+    stepping = threading.Thread(target=source.prefill, args=["t", FROM, N])
+    if who == "step":
+        target.start(source, "t", TO, N)
+        until(lambda: len(source.half.links.sources), source)
+        stepping.start()
+    else:
+        stepping.start()
+        stepping.join(WAIT_S)
+        target.start(source, "t", TO, N)
     assert inside.wait(WAIT_S)
     (link,) = source.half.links._all
     link.close("broken by the test")
     link.join(0.05)
     assert not link.is_over
     go_on.set()
+    stepping.join(WAIT_S)
     until(lambda: link.is_over, source, target)
     settle(source, target)
     assert target.failed == ["d-t"]
@@ -215,7 +224,7 @@ def test_nothing_is_written_into_memory_that_a_target_has_taken_back(rig_of: Rig
     before = target.cache.snapshot()
     transport, sent = ShmTransport(), list[bytes]()
     ours, theirs = socket.socketpair()
-    wire = Wire(ours, sent.append, lambda view: None)
+    wire = Wire(ours, sent.append, lambda view: None, lambda view: 0)
     offer = transport.offer(target.cache.local, 9)
     assert offer is not None
     sending = transport.source(source.cache.local, offer, wire)
