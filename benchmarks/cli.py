@@ -14,6 +14,7 @@ from benchmarks.compare.cli import add_compare
 from benchmarks.options import (
     SLO_METRICS,
     TRACE_HELP,
+    columns,
     fraction,
     positive_float,
     positive_int,
@@ -34,6 +35,7 @@ EXIT_OK, EXIT_FAILED_REQUESTS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TICK_JITTERS = ("none", "uniform", "even")
+TIME_UNITS = ("s", "ms", "us", "ns", "iso")
 FORMATS = ("azure", "mooncake", "canonical")
 
 
@@ -158,6 +160,19 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     convert.add_argument("output", type=Path, metavar="OUTPUT", help="a new .jsonl file")
     convert.add_argument("--name", help="what results call the trace (default: OUTPUT's stem)")
     convert.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
+    other = convert.add_argument_group("a trace of another format")
+    other.add_argument(
+        "--columns",
+        type=columns,
+        metavar="TIME,INPUT,OUTPUT",
+        help="columns of a .csv, or fields of a .jsonl, that hold arrival and tokens",
+    )
+    other.add_argument(
+        "--time-unit", choices=TIME_UNITS, default="s", help="of the first column (default: s)"
+    )
+    other.add_argument(
+        "--drop-empty", action="store_true", help="leave out rows without input or output"
+    )
     _add_shape(convert.add_argument_group("as a replay would have it, for other clients"))
     convert.add_argument("--rate", type=positive_float, metavar="R", help="requests a second")
     convert.add_argument(
@@ -296,11 +311,17 @@ def _run_convert(args: argparse.Namespace) -> int:
     from benchmarks.convert import shape_trace
     from benchmarks.errors import BenchError
     from benchmarks.trace import load_trace, write_trace
+    from benchmarks.trace_columns import Columns, load_columns
     from benchmarks.workload import Shape
 
     if args.output.exists() and not args.force:
         raise BenchError(f"{args.output} exists; --force replaces it")
-    trace = load_trace(args.trace, file_format=args.file_format, block_size=args.block_size)
+    if args.columns is not None:
+        at, given, made = args.columns
+        named = Columns(at, given, made, args.time_unit)
+        trace = load_columns(Path(args.trace), named, drop_empty=args.drop_empty)
+    else:
+        trace = load_trace(args.trace, file_format=args.file_format, block_size=args.block_size)
     shape = _shape(args)
     if shape != Shape() or args.rate or args.unique_blocks:
         trace = shape_trace(trace, shape, rate_per_s=args.rate, unique_blocks=args.unique_blocks)

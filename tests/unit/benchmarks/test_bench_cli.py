@@ -17,6 +17,7 @@ from benchmarks import cli, options
 from benchmarks.cli import register
 from benchmarks.metrics import PER_REQUEST
 from benchmarks.schedule import TICK_JITTERS
+from benchmarks.trace_columns import TIME_UNITS
 from benchmarks.trace_formats import FORMATS
 
 if TYPE_CHECKING:
@@ -169,6 +170,7 @@ def test_convert_writes_a_trace_that_describes_alike(
 def test_the_parser_offers_what_there_is() -> None:
     assert tuple(PER_REQUEST) == options.SLO_METRICS
     assert cli.TICK_JITTERS == TICK_JITTERS
+    assert cli.TIME_UNITS == TIME_UNITS
     assert tuple(FORMATS) == cli.FORMATS
 
 
