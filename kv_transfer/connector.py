@@ -115,9 +115,15 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """See SchedulerHalf.release."""
         self._scheduler_half().release(request_id)
 
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """See WorkerHalf.wake_with."""
+    def wake_with(self, wake: Callable[[], None]) -> bool:
+        """See WorkerHalf.wake_with. True, for it will be called."""
         self._worker_half().wake_with(wake)
+        return True
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """See SchedulerHalf."""
+        return self._scheduler_half().addresses
 
     def ledger(self) -> KvLedger:
         """See SchedulerHalf.ledger."""
@@ -147,6 +153,11 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._handshake = PdHandshake(worker.address, key, layout, settings.transports)
 
     def get_handshake_metadata(self) -> PdHandshake | None:
+        return self._handshake
+
+    def handshake(self) -> PdHandshake:
+        """What this worker registers with."""
+        assert self._handshake is not None, "called before the KV cache was registered"
         return self._handshake
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:

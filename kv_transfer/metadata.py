@@ -40,6 +40,7 @@ __all__ = [
     "TargetStart",
     "Unneeded",
     "WorkerOutput",
+    "handshake_in",
     "snapshot_in",
 ]
 
@@ -48,6 +49,12 @@ def snapshot_in(_worker: Any) -> KvSnapshot:
     """For `Executor.collective_rpc`: the KV plane of the process that runs this."""
     snapshot: KvSnapshot = get_kv_transfer_group().snapshot()
     return snapshot
+
+
+def handshake_in(_worker: Any) -> PdHandshake:
+    """For `Executor.collective_rpc`: what the process that runs this registers with."""
+    handshake: PdHandshake = get_kv_transfer_group().handshake()
+    return handshake
 
 
 KVConnectorHandshakeMetadata.register(PdHandshake)

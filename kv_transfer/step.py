@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pdserve.types import HandoffStyle
+
 if TYPE_CHECKING:
     from pdserve.types import ErrorInfo, TransferReport
 
@@ -22,6 +24,7 @@ class PdHandshake:
     compatibility: str
     layout: dict[str, str]
     transports: tuple[str, ...]
+    handoff: HandoffStyle = HandoffStyle.AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)

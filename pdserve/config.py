@@ -69,6 +69,12 @@ class RouterConfig:
 class KvConfig:
     """How KV blocks travel between workers."""
 
+    connector: str = key(
+        "pdserve",
+        "What moves KV: pdserve's own connector, or vLLM's NixlConnector, which needs the package "
+        "`nixl`, takes of these keys `host` and `lease_s` alone, and asks for no rights.",
+        choices=("pdserve", "nixl"),
+    )
     host: str = key(
         "127.0.0.1", "Address at which the other workers reach this one's KV.", not_empty=True
     )

@@ -185,7 +185,8 @@ class ErrorInfo:
 
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
-    """What one engine step made for one request. The last one has a finish reason and a report."""
+    """What one engine step made for one request. The last one has a finish reason and a report;
+    that of a prefill also a `kv_handle`, where the handoff is in turn."""
 
     stream_id: int
     token_ids: tuple[int, ...] = ()
@@ -195,6 +196,7 @@ class StreamDelta:
     stop_reason: str | int | None = None
     report: PhaseReport | None = None
     error: ErrorInfo | None = None
+    kv_handle: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,14 @@ class ModelInfo:
     dtype: str
 
 
+class HandoffStyle(StrEnum):
+    """When decode is told of a request that it takes over: together with prefill, whose worker
+    pushes KV as it computes it; or when prefill has ended and said where its KV is."""
+
+    AT_ONCE = "at_once"
+    IN_TURN = "in_turn"
+
+
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
     """Where a worker's KV is reached: `addresses` by tensor-parallel rank. Only workers of equal
@@ -257,6 +267,7 @@ class KvEndpoint:
     compatibility: str
     layout: Mapping[str, str]
     transports: tuple[str, ...]
+    handoff: HandoffStyle = HandoffStyle.AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,6 +235,7 @@ def delta_to_pb(delta: t.StreamDelta) -> w.StreamDelta:
             out.report.CopyFrom(report_to_pb(delta.report))
         if delta.error is not None:
             out.error.CopyFrom(error_to_pb(delta.error))
+        out.kv_handle = delta.kv_handle
     return out
 
 
@@ -264,12 +265,8 @@ def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
     finish = message.finish_reason
     if not finish:
         # The common case, once per token: nothing optional is read.
-        return t.StreamDelta(
-            message.stream_id,
-            tuple(message.token_ids),
-            message.text,
-            logprobs_from_pb(message.logprobs) if message.logprobs else (),
-        )
+        logprobs = logprobs_from_pb(message.logprobs) if message.logprobs else ()
+        return t.StreamDelta(message.stream_id, tuple(message.token_ids), message.text, logprobs)
     return t.StreamDelta(
         message.stream_id,
         tuple(message.token_ids),
@@ -279,6 +276,7 @@ def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
         stop_reason_from_pb(message.stop_reason),
         report_from_pb(message.report) if message.HasField("report") else None,
         error_from_pb(message.error) if message.HasField("error") else None,
+        message.kv_handle,
     )
 
 
@@ -327,6 +325,7 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
             compatibility=info.kv.compatibility,
             layout=dict(info.kv.layout),
             transports=info.kv.transports,
+            in_turn=info.kv.handoff is t.HandoffStyle.IN_TURN,
         )
     return w.WorkerInfo(
         worker_id=info.worker_id,
@@ -357,7 +356,10 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
         x = message.kv
         if not x.addresses:
             raise InvalidRequest("worker.kv.addresses is missing", field="worker.kv.addresses")
-        kv = t.KvEndpoint(tuple(x.addresses), x.compatibility, dict(x.layout), tuple(x.transports))
+        style = t.HandoffStyle.IN_TURN if x.in_turn else t.HandoffStyle.AT_ONCE
+        kv = t.KvEndpoint(
+            tuple(x.addresses), x.compatibility, dict(x.layout), tuple(x.transports), style
+        )
     m = message.model
     return t.WorkerInfo(
         worker_id=message.worker_id,

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve import deadline as deadlines
@@ -20,7 +21,7 @@ from pdserve.errors import (
     TransferCorrupted,
     Unavailable,
 )
-from pdserve.types import StreamDelta
+from pdserve.types import HandoffStyle, StreamDelta
 from router.answer import AnswerDelta
 from router.handoff import (
     CancelLeg,
@@ -32,13 +33,14 @@ from router.handoff import (
     LegKind,
     Resubmit,
     Step,
+    SubmitDecode,
 )
 from router.placement import Demand
 from router.receipts import build_receipt, build_usage
 from router.submission import SubmissionBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from pdserve.types import GenerateRequest
     from pdserve.v1 import worker_pb2 as w
@@ -69,6 +71,9 @@ class _LegStream:
     def submit(self, message: w.Submit) -> None:
         """Send; a worker that does not take it is one that failed."""
         if not self._leg.open:
+            return
+        if self._member.lost:
+            self.on_lost(Unavailable(f"worker {self._member.worker_id} is gone"))
             return
         try:
             self._stream_id = self._flight.fleet.link(self._member).submit(message, self)
@@ -125,6 +130,7 @@ class Flight:
         self._streams: dict[Leg, _LegStream] = {}
         self._grant: Grant[Booking] | None = None
         self._booking: Booking | None = None
+        self._decode_message: Callable[..., w.Submit] | None = None  # until its turn comes
         self._timer: asyncio.TimerHandle | None = None
         self._arrived = time.monotonic()
         self._admission_s = 0.0
@@ -150,12 +156,23 @@ class Flight:
         transfer_id = uuid.uuid4().hex
         prefill_leg = Leg(LegKind.PREFILL, prefill.worker_id, prefill.info.role)
         decode_leg = Leg(LegKind.DECODE, decode.worker_id, decode.info.role)
-        self.handoff.open_pair(prefill_leg, decode_leg)
+        style = HandoffStyle.AT_ONCE if prefill.info.kv is None else prefill.info.kv.handoff
+        self.handoff.open_pair(prefill_leg, decode_leg, style)
         # Both streams are known before either is sent, so that a failure finds both to end.
         decode_stream = self._stream(decode_leg, decode, booking.decode_charge)
         prefill_stream = self._stream(prefill_leg, prefill, booking.prefill_charge)
-        decode_stream.submit(self._submissions.decode(transfer_id, prefill, decode, resume))
+        message = partial(self._submissions.decode, transfer_id, prefill, decode)
+        if style is HandoffStyle.IN_TURN:
+            self._decode_message = message
+        else:
+            decode_stream.submit(message(resume=resume))
         prefill_stream.submit(self._submissions.prefill(transfer_id, resume))
+
+    def _submit_decode(self, action: SubmitDecode) -> None:
+        message, self._decode_message = self._decode_message, None
+        assert message is not None, "a decode leg's turn comes once"
+        submit = message(resume=action.resume, kv_handle=action.kv_handle)
+        self._streams[action.leg].submit(submit)
 
     def _submit_whole(self, member: Member, charge: Charge, resume: tuple[int, ...]) -> None:
         leg = Leg(LegKind.WHOLE, member.worker_id, member.info.role)
@@ -198,6 +215,8 @@ class Flight:
                 self._fail(error)
             case Resubmit():
                 self._resubmit(action)
+            case SubmitDecode():
+                self._submit_decode(action)
 
     def deliver_token(self, leg: Leg, token_id: int, text: str) -> bool:
         """The short way for a token that changes nothing but the text; False where it is not."""

@@ -6,10 +6,12 @@ A leg is one stream on one worker. Events come in as method calls, actions come 
                         │                           │
     open_whole ─────────┴──── fall back ◄───────────┘
 
-Prefill samples the first token and decode goes on after it, over two streams that no clock orders.
-So whatever comes from decode before the first token, its failure included, waits for the first
-token: then either the answer ends with it, and decode's failure was its consequence, or the answer
-goes on from it.
+Prefill samples the first token and decode goes on after it. Where the handoff is at once, both are
+submitted together, over two streams that no clock orders. So whatever comes from decode before the
+first token, its failure included, waits for the first token: then either the answer ends with it,
+and decode's failure was its consequence, or the answer goes on from it. Where it is in turn, decode
+is placed with prefill and submitted when prefill has ended, with prefill's token and with what it
+says of its KV.
 
 Failures become bounded fallbacks. Prefill that fails before its token is tried once more, both
 sides anew, and so is one whose KV came damaged: by another pair, after the delivered tokens.
@@ -33,7 +35,7 @@ from pdserve.errors import (
     WorkerFailed,
     from_info,
 )
-from pdserve.types import FinishReason, PhaseReport, Role, StreamDelta
+from pdserve.types import FinishReason, HandoffStyle, PhaseReport, Role, StreamDelta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,6 +96,16 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitDecode:
+    """Prefill has ended: submit the decode leg, to go on after `resume` with the KV that
+    `kv_handle` tells of."""
+
+    leg: Leg
+    kv_handle: bytes
+    resume: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CancelLeg:
     """Tell the leg's worker to stop."""
 
@@ -111,7 +123,7 @@ class Resubmit:
     cause: PdserveError
 
 
-Action = Deliver | Finish | Fail | CancelLeg | Resubmit
+Action = Deliver | SubmitDecode | Finish | Fail | CancelLeg | Resubmit
 _NOTHING: tuple[Action, ...] = ()
 
 
@@ -130,11 +142,16 @@ class Handoff:
     # Decode's deltas, or its failure, that came before the first token.
     _early: list[StreamDelta | PdserveError] = field(default_factory=list)
     _holder: Leg | None = None
+    _unsubmitted: Leg | None = None  # a decode leg whose turn has not come
 
-    def open_pair(self, prefill: Leg, decode: Leg) -> None:
-        """Both phases were submitted, each to its worker."""
+    def open_pair(
+        self, prefill: Leg, decode: Leg, style: HandoffStyle = HandoffStyle.AT_ONCE
+    ) -> None:
+        """Both phases were placed, each on its worker; prefill was submitted, and decode too unless
+        the handoff is in turn."""
         self.legs += (prefill, decode)
         self._joining = True
+        self._unsubmitted = decode if style is HandoffStyle.IN_TURN else None
 
     def open_whole(self, leg: Leg) -> None:
         """Both phases were submitted to one worker."""
@@ -219,20 +236,28 @@ class Handoff:
                 error = InternalError(f"worker {leg.worker_id} ended prefill without a token")
                 return self._fail(error)
             leg.holds, self._holder = True, leg
-            return self._deliver(leg, delta)
+            return [*self._deliver(leg, delta), *self._take_turn(delta.kv_handle)]
         if not self.tokens and delta.token_ids:
             self.first_token_leg = leg
         self.tokens += delta.token_ids
         return self._finish(delta, reason)
 
+    def _take_turn(self, kv_handle: bytes) -> Sequence[Action]:
+        decode, self._unsubmitted = self._unsubmitted, None
+        if decode is None:
+            return _NOTHING
+        if not kv_handle:
+            return self._failed(decode, TransferFailed("prefill kept no KV"))
+        return (SubmitDecode(decode, kv_handle, tuple(self.tokens)),)
+
     def _failed(self, leg: Leg, error: PdserveError) -> Sequence[Action]:
         leg.open = False
-        if leg.kind is LegKind.PREFILL and not self._joining:
+        if leg.kind is LegKind.PREFILL and not self._joining and self._unsubmitted is None:
             # Decode has all that it needs, or will say that it has not.
             return _NOTHING
         if not isinstance(error, RETRYABLE):
             return self._fail(error)
-        if leg.kind is LegKind.PREFILL:
+        if leg.kind is LegKind.PREFILL and self._joining:
             return self._fall_back(Step.PREFILL_RETRY, leg, error)
         if isinstance(error, TransferCorrupted) and leg.kind is LegKind.DECODE:
             return self._on_corrupted(leg, error)
@@ -275,7 +300,7 @@ class Handoff:
 
     def _close_legs(self) -> list[CancelLeg]:
         ending = [leg for leg in self.legs if leg.open or leg is self._holder]
-        self._holder = None
+        self._holder = self._unsubmitted = None
         for leg in ending:
             leg.open = False
         return [CancelLeg(leg) for leg in ending]

@@ -46,10 +46,17 @@ class SubmissionBuilder:
         return submit
 
     def decode(
-        self, transfer_id: str, source: Member, target: Member, resume: Sequence[int] = ()
+        self,
+        transfer_id: str,
+        source: Member,
+        target: Member,
+        *,
+        resume: Sequence[int] = (),
+        kv_handle: bytes = b"",
     ) -> w.Submit:
         """`target` shall receive from `source` KV and the token after `resume`, by a right that
-        only it has, and go on."""
+        only it has, and go on. Where the handoff is in turn, prefill's token is the last of
+        `resume`, and `kv_handle` is what prefill has said of its KV."""
         if source.info.kv is None:
             raise AssertionError(f"worker {source.worker_id} was paired without a kv endpoint")
         submit = self._start(resume)
@@ -57,6 +64,7 @@ class SubmissionBuilder:
         submit.decode.source_addresses.extend(source.info.kv.addresses)
         submit.decode.source_epoch = source.info.epoch
         submit.decode.capability = self._capability(transfer_id, source, target)
+        submit.decode.kv_handle = kv_handle
         return submit
 
     def whole(self, resume: Sequence[int] = ()) -> w.Submit:

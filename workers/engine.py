@@ -49,12 +49,15 @@ class PrefillPhase:
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
     """Receive KV and first token from the worker at `source_addresses`, then go on. `capability` is
-    the router's word to that worker that this one may have them; "" where it asks for none."""
+    the router's word to that worker that this one may have them; "" where it asks for none. Where
+    the handoff is in turn there is `kv_handle`, which the prefill's last delta said, and the token
+    is one of `resume_token_ids`."""
 
     transfer_id: str
     source_addresses: tuple[str, ...]
     source_epoch: str
     capability: str = field(default="", repr=False)
+    kv_handle: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.capability import CapabilityKey
-    from pdserve.config import WorkerConfig
+    from pdserve.config import KvConfig, WorkerConfig
     from workers.engine import Engine
 
 
@@ -33,7 +35,7 @@ def _make_vllm(config: WorkerConfig, epoch: str, rights: dict[str, Any]) -> Engi
 
     kv = None
     if config.role is not Role.AGGREGATED:
-        kv = KvSettings(epoch, extra={**asdict(config.kv), **rights})
+        kv = KvSettings(epoch, _extra(config.kv, rights), config.kv.connector, config.kv.host)
     return VllmEngine(
         VllmSettings(
             model_path=str(config.model_path),
@@ -45,11 +47,25 @@ def _make_vllm(config: WorkerConfig, epoch: str, rights: dict[str, Any]) -> Engi
     )
 
 
+def _extra(kv: KvConfig, rights: dict[str, Any]) -> dict[str, Any]:
+    """What the connector itself is told. Raises ConfigError where it is not installed."""
+    if kv.connector == "nixl":
+        if find_spec("nixl") is None:
+            raise ConfigError("kv.connector: the package nixl is missing", field="kv.connector")
+        return {"kv_lease_duration": math.ceil(kv.lease_s)}
+    ours = {name: value for name, value in asdict(kv).items() if name != "connector"}
+    return {**ours, **rights}
+
+
 def _make_fake(config: WorkerConfig, epoch: str) -> Engine:
     from workers.fake_engine import FakeEngine
     from workers.fake_settings import FakeKv, settings_from_args
 
     kv = None
+    if config.kv.connector != "pdserve":
+        raise ConfigError(
+            f"kv.connector: the fake engine has no {config.kv.connector}", field="kv.connector"
+        )
     if config.role is not Role.AGGREGATED:
         kv = FakeKv(
             epoch,

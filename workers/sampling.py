@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from kv_transfer.params import SourceParams, TargetParams, TransferParams
-from kv_transfer.params import parse as parse_transfer
 from pdserve.errors import InvalidRequest
 from pdserve.types import Constraint, PositionLogprobs, TokenLogprob
-from workers.engine import DecodePhase, PrefillPhase
+from workers.engine import PrefillPhase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,18 +18,6 @@ if TYPE_CHECKING:
 
     from pdserve.types import SamplingParams, StructuredOutput
     from workers.engine import Work
-
-
-def transfer_params(work: Work) -> TransferParams:
-    """What the connector has to know about `work`."""
-    match work.phase:
-        case PrefillPhase(transfer_id):
-            part: SourceParams | TargetParams | None = SourceParams(transfer_id)
-        case DecodePhase(transfer_id, addresses, epoch, capability):
-            part = TargetParams(transfer_id, addresses, epoch, capability)
-        case _:
-            part = None
-    return TransferParams(part, work.resume_token_ids)
 
 
 def token_limits(work: Work) -> tuple[int, int]:
@@ -48,14 +34,13 @@ def token_limits(work: Work) -> tuple[int, int]:
     return sampling.min_tokens, sampling.max_tokens
 
 
-def to_vllm(work: Work) -> VllmSamplingParams:
-    """Raises InvalidRequest, or vLLM's validation error, for values that vLLM does not take."""
+def to_vllm(work: Work, transfer: Mapping[str, Any]) -> VllmSamplingParams:
+    """`transfer` is what the connector is told (workers/kv_params.py). Raises InvalidRequest, or
+    vLLM's validation error, for values that vLLM does not take."""
     sampling = work.sampling
     if sampling.n != 1:
         raise InvalidRequest(f"n must be 1 on a worker, not {sampling.n}", field="n")
     min_tokens, max_tokens = token_limits(work)
-    transfer = transfer_params(work).to_dict()
-    parse_transfer(transfer)
     return VllmSamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -77,7 +62,7 @@ def to_vllm(work: Work) -> VllmSamplingParams:
         structured_outputs=_structured(sampling),
         detokenize=True,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={"kv_transfer_params": transfer} if transfer else None,
+        extra_args={"kv_transfer_params": dict(transfer)} if transfer else None,
         skip_clone=True,
     )
 

@@ -54,7 +54,8 @@ class WorkerServer:
         max_frames: int = MAX_FRAMES,
     ) -> None:
         self.epoch = epoch or uuid.uuid4().hex
-        self.kv_key = None if config.role is Role.AGGREGATED else CapabilityKey.generate()
+        is_ours = config.role is not Role.AGGREGATED and config.kv.connector == "pdserve"
+        self.kv_key = CapabilityKey.generate() if is_ours else None
         self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.epoch[:6]}"
         engine = engine or make_engine(
             config, self.epoch, worker_id=self.worker_id, kv_key=self.kv_key

@@ -58,6 +58,7 @@ def _phase(submit: w.Submit, role: Role, *, has_kv: bool) -> Phase:
                 _addresses(submit.decode.source_addresses),
                 _present("decode.source_epoch", submit.decode.source_epoch),
                 submit.decode.capability,
+                submit.decode.kv_handle,
             )
         case "aggregated":
             phase = AggregatedPhase()

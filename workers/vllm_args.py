@@ -31,12 +31,20 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
+# By `kv.connector`: class and module.
+_CONNECTORS = {
+    "pdserve": ("PdConnector", "kv_transfer.connector"),
+    "nixl": ("PdNixlConnector", "kv_transfer.nixl_connector"),
+}
+
+
 def kv_transfer_config(kv: KvSettings) -> KVTransferConfig:
-    """Our connector, for both directions. A failed load must fail its request: recomputed in
+    """The connector, for both directions. A failed load must fail its request: recomputed in
     silence, the first token would be sampled twice and nobody could tell."""
+    name, module = _CONNECTORS[kv.connector]
     return KVTransferConfig(
-        kv_connector="PdConnector",
-        kv_connector_module_path="kv_transfer.connector",
+        kv_connector=name,
+        kv_connector_module_path=module,
         kv_role="kv_both",
         engine_id=kv.epoch,
         kv_load_failure_policy="fail",

@@ -18,7 +18,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from kv_transfer.metadata import snapshot_in
+from kv_transfer.metadata import handshake_in, snapshot_in
 from kv_transfer.vllm_patches import patch_runner_v1
 from pdserve.errors import (
     ContextLengthExceeded,
@@ -30,6 +30,7 @@ from pdserve.errors import (
 from pdserve.types import (
     ErrorInfo,
     FinishReason,
+    HandoffStyle,
     KvEndpoint,
     KvLedger,
     ModelInfo,
@@ -38,6 +39,7 @@ from pdserve.types import (
 )
 from workers import sampling, text_state
 from workers.engine import AggregatedPhase, DecodePhase, EngineInfo, PrefillPhase
+from workers.kv_params import handle_of, params_for
 from workers.load import LoadBoard, usable_blocks
 from workers.vllm_args import engine_args, settings_in_effect
 
@@ -85,6 +87,8 @@ class VllmCore:
         self.is_idle = False
         try:
             self.info = self._describe(settings)
+            kv = self.info.kv
+            self._handoff = HandoffStyle.AT_ONCE if kv is None else kv.handoff
         except BaseException:
             self.close()
             raise
@@ -111,16 +115,13 @@ class VllmCore:
     def _endpoint(self) -> KvEndpoint | None:
         if self._connector is None:
             return None
-        ranks: dict[Any, Any] = {}
-        for of_worker in self._executor.get_kv_connector_handshake_metadata():
-            ranks.update(of_worker or {})
-        handshakes = [ranks[rank] for rank in sorted(ranks)]
-        first = handshakes[0]
+        first = self._executor.collective_rpc(handshake_in)[0]
         return KvEndpoint(
-            addresses=tuple(handshake.address for handshake in handshakes),
+            addresses=self._connector.addresses,
             compatibility=first.compatibility,
             layout=dict(first.layout),
             transports=tuple(first.transports),
+            handoff=first.handoff,
         )
 
     def on_executor_death(self, callback: Callable[[], None]) -> None:
@@ -129,11 +130,9 @@ class VllmCore:
 
     def wake_on_transfers(self, wake: Callable[[], None]) -> bool:
         """`wake` is called, on a thread of the connector's, when the next step will find that a
-        transfer has moved on. False where the connector's worker half is in another process."""
-        if not has_kv_transfer_group():
-            return False
-        get_kv_transfer_group().wake_with(wake)
-        return True
+        transfer has moved on. False where the connector's worker half is in another process, or
+        does not know."""
+        return has_kv_transfer_group() and bool(get_kv_transfer_group().wake_with(wake))
 
     def kv_look(self) -> KvLook | None:
         """What shows the KV plane to any thread at any time. None where there is none, or where it
@@ -181,8 +180,9 @@ class VllmCore:
         key = f"{work.request_id}/{work.stream_id}"
         try:
             self._check(work)
+            transfer = params_for(work, self._handoff)
             vllm_id = self._engine.add_request(
-                key, tokens_input(list(work.prompt_token_ids)), sampling.to_vllm(work)
+                key, tokens_input(list(work.prompt_token_ids)), sampling.to_vllm(work, transfer)
             )
         except (PdserveError, VLLMClientError, ValueError) as error:
             self._engine.abort_request([key])  # what it may have registered before it refused
@@ -268,7 +268,7 @@ class VllmCore:
     def _delta(self, output: Any) -> StreamDelta:
         stream = self._streams[output.request_id]
         work, made = stream.work, output.outputs[0]
-        text, finish, error, report = made.text, None, None, None
+        text, finish, error, report, handle = made.text, None, None, None, b""
         if output.finished:
             del self._streams[output.request_id], self._keys[work.stream_id]
             finish = _finish_reason(made.finish_reason)
@@ -279,6 +279,7 @@ class VllmCore:
                 if finish is FinishReason.LENGTH:
                     text = text_state.held_back(stream.state, text)
                     self._remember_held(stream)
+                    handle = handle_of(output.kv_transfer_params)
                 else:
                     # A stop string is found after vLLM's scheduler called it a cut at max_tokens.
                     self._connector.release(stream.vllm_id)
@@ -293,6 +294,7 @@ class VllmCore:
             stop_reason=made.stop_reason,
             report=report,
             error=error,
+            kv_handle=handle,
         )
 
     def _remember_held(self, stream: _Stream) -> None:

@@ -36,6 +36,8 @@ def apply_environment(settings: VllmSettings) -> None:
         os.environ.setdefault(name, value)
     # A whole number of GiB that silently overrides kv_cache_memory_bytes.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if settings.kv is not None and settings.kv.connector == "nixl":
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.kv.host
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     if Path(settings.model_path).is_dir():

@@ -29,10 +29,13 @@ _RESERVED = frozenset(
 @dataclass(frozen=True, slots=True)
 class KvSettings:
     """How this engine takes part in KV transfers. `epoch` names one life of the process; `extra` is
-    handed to the connector as it is."""
+    handed to the connector as it is. `connector` is `pdserve` or `nixl`; `host` is where
+    NIXL's peers ask how to reach its memory."""
 
     epoch: str
     extra: Mapping[str, Any] = field(default_factory=dict)
+    connector: str = "pdserve"
+    host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)

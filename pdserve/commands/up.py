@@ -23,6 +23,7 @@ _FLAGS = {
     "--http-port": "router.http_port",
     "--grpc-host": "router.grpc_host",
     "--grpc-port": "router.grpc_port",
+    "--kv-connector": "worker.kv.connector",
     "--kv-transport": "worker.kv.transports",
     "--cores-per-worker": "up.cores_per_worker",
     "--ready-file": "up.ready_file",

@@ -25,6 +25,7 @@ _FLAGS = {
     "--port": "worker.port",
     "--router": "worker.routers",
     "--cores": "worker.cores",
+    "--kv-connector": "worker.kv.connector",
     "--kv-host": "worker.kv.host",
     "--kv-transport": "worker.kv.transports",
     "--log-level": "worker.log_level",

@@ -34,7 +34,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
-    __slots__ = ("addresses", "compatibility", "layout", "transports")
+    __slots__ = ("addresses", "compatibility", "layout", "transports", "in_turn")
     class LayoutEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -46,11 +46,13 @@ class KvEndpoint(_message.Message):
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    IN_TURN_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     compatibility: str
     layout: _containers.ScalarMap[str, str]
     transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    in_turn: bool
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., in_turn: _Optional[bool] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "epoch", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address")
@@ -292,16 +294,18 @@ class PrefillPhase(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class DecodePhase(_message.Message):
-    __slots__ = ("transfer_id", "source_addresses", "source_epoch", "capability")
+    __slots__ = ("transfer_id", "source_addresses", "source_epoch", "capability", "kv_handle")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     source_addresses: _containers.RepeatedScalarFieldContainer[str]
     source_epoch: str
     capability: str
-    def __init__(self, transfer_id: _Optional[str] = ..., source_addresses: _Optional[_Iterable[str]] = ..., source_epoch: _Optional[str] = ..., capability: _Optional[str] = ...) -> None: ...
+    kv_handle: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., source_addresses: _Optional[_Iterable[str]] = ..., source_epoch: _Optional[str] = ..., capability: _Optional[str] = ..., kv_handle: _Optional[bytes] = ...) -> None: ...
 
 class AggregatedPhase(_message.Message):
     __slots__ = ()
@@ -334,7 +338,7 @@ class PlainTokens(_message.Message):
     def __init__(self, stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StreamDelta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "report", "error")
+    __slots__ = ("stream_id", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "report", "error", "kv_handle")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -343,6 +347,7 @@ class StreamDelta(_message.Message):
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -351,7 +356,8 @@ class StreamDelta(_message.Message):
     stop_reason: _common_pb2.StopReason
     report: PhaseReport
     error: _common_pb2.Error
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    kv_handle: bytes
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., kv_handle: _Optional[bytes] = ...) -> None: ...
 
 class PhaseReport(_message.Message):
     __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer")

@@ -85,6 +85,7 @@ DELTA = st.one_of(
         st.none() | TEXT | UINT32,
         st.none() | REPORT,
         st.none() | ERROR,
+        st.binary(max_size=8),
     ),
 )
 MODEL = st.builds(t.ModelInfo, NAME, TEXT, st.integers(1, 1 << 31), st.integers(1, 1 << 31), TEXT)
@@ -94,6 +95,7 @@ KV = st.builds(
     TEXT,
     st.dictionaries(TEXT, TEXT, max_size=3),
     texts(max_size=2),
+    st.sampled_from(t.HandoffStyle),
 )
 COUNT = st.integers(1, (1 << 32) - 1)
 WORKER = st.builds(

@@ -16,7 +16,14 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
-from pdserve.types import ErrorInfo, FinishReason, PhaseReport, Role, StreamDelta
+from pdserve.types import (
+    ErrorInfo,
+    FinishReason,
+    HandoffStyle,
+    PhaseReport,
+    Role,
+    StreamDelta,
+)
 from router.handoff import (
     MAX_FALLBACKS,
     Action,
@@ -28,6 +35,7 @@ from router.handoff import (
     Leg,
     LegKind,
     Resubmit,
+    SubmitDecode,
 )
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -42,18 +50,22 @@ class Driver:
         self.legs: dict[str, Leg] = {}
         self.resubmits: list[Resubmit] = []
 
-    def pair(self, prefill: str = "p", decode: str = "d") -> None:
+    def pair(
+        self, prefill: str = "p", decode: str = "d", style: HandoffStyle = HandoffStyle.AT_ONCE
+    ) -> None:
         self.legs[prefill] = Leg(LegKind.PREFILL, prefill, Role.PREFILL)
         self.legs[decode] = Leg(LegKind.DECODE, decode, Role.DECODE)
-        self.handoff.open_pair(self.legs[prefill], self.legs[decode])
+        self.handoff.open_pair(self.legs[prefill], self.legs[decode], style)
 
     def whole(self, name: str, role: Role = Role.DECODE) -> None:
         self.legs[name] = Leg(LegKind.WHOLE, name, role)
         self.handoff.open_whole(self.legs[name])
 
-    def tokens(self, name: str, *token_ids: int, finish: FinishReason | None = None) -> list[str]:
+    def tokens(
+        self, name: str, *token_ids: int, finish: FinishReason | None = None, handle: bytes = b""
+    ) -> list[str]:
         report = None if finish is None else PhaseReport()
-        delta = StreamDelta(1, token_ids, finish_reason=finish, report=report)
+        delta = StreamDelta(1, token_ids, finish_reason=finish, report=report, kv_handle=handle)
         return self._say(self.handoff.on_delta(self.legs[name], delta))
 
     def error(self, name: str, error: PdserveError) -> list[str]:
@@ -83,6 +95,8 @@ class Driver:
                 return f"fail {error.code}"
             case CancelLeg(leg):
                 return f"cancel {leg.worker_id}"
+            case SubmitDecode(leg, handle, resume):
+                return f"submit {leg.worker_id} {handle.decode()} after {list(resume)}"
             case Resubmit(step, resume, avoid):
                 self.resubmits.append(action)
                 return f"{step} after {list(resume)} avoiding {avoid}"
@@ -122,6 +136,64 @@ def test_prefill_samples_first_and_decode_goes_on(pair: Driver) -> None:
     assert pair.handoff.done
     assert pair.handoff.fallbacks == []
     assert pair.handoff.first_token_leg is pair.legs["p"]
+
+
+@pytest.fixture
+def in_turn() -> Driver:
+    driver = Driver()
+    driver.pair(style=HandoffStyle.IN_TURN)
+    return driver
+
+
+def test_decode_gets_its_turn_when_prefill_has_ended(in_turn: Driver) -> None:
+    actions = in_turn.tokens("p", 1, finish=LENGTH, handle=b"kv")
+    assert actions == ["deliver [1]", "submit d kv after [1]"]
+    assert in_turn.legs["p"].holds
+    assert in_turn.tokens("d", 2) == ["deliver [2]"]
+    assert not in_turn.legs["p"].holds
+    assert in_turn.tokens("d", 3, finish=STOP) == ["finish [3] stop"]
+    assert in_turn.handoff.fallbacks == []
+
+
+def test_decode_gets_no_turn_where_the_first_token_ends_the_answer(in_turn: Driver) -> None:
+    assert in_turn.tokens("p", 1, finish=STOP) == ["finish [1] stop", "cancel d"]
+
+
+def test_a_prefill_that_fails_before_its_token_is_tried_again_in_turn(in_turn: Driver) -> None:
+    assert in_turn.lost("p") == ["cancel d", "prefill_retry after [] avoiding p"]
+    in_turn.pair("p2", "d2", HandoffStyle.IN_TURN)
+    actions = in_turn.tokens("p2", 1, finish=LENGTH, handle=b"kv")
+    assert actions == ["deliver [1]", "submit d2 kv after [1]"]
+
+
+def test_a_prefill_that_is_lost_with_its_kv_is_recomputed(in_turn: Driver) -> None:
+    assert in_turn.tokens("p", 1) == ["deliver [1]"]
+    assert in_turn.lost("p") == ["cancel d", "recompute after [1] avoiding p"]
+    in_turn.whole("w")
+    assert in_turn.tokens("w", 2, finish=STOP) == ["finish [2] stop"]
+
+
+def test_a_prefill_that_kept_no_kv_is_recomputed(in_turn: Driver) -> None:
+    assert in_turn.tokens("p", 1, finish=LENGTH) == [
+        "deliver [1]",
+        "cancel p",
+        "recompute after [1] avoiding d",
+    ]
+
+
+@pytest.mark.parametrize("how", ["error", "lost"])
+def test_a_decode_that_fails_in_its_turn_is_recomputed(in_turn: Driver, how: str) -> None:
+    in_turn.tokens("p", 1, finish=LENGTH, handle=b"kv")
+    failed = in_turn.error("d", TransferFailed("x")) if how == "error" else in_turn.lost("d")
+    assert failed == ["cancel p", "recompute after [1] avoiding d"]
+
+
+def test_a_client_that_leaves_between_the_turns_ends_both(in_turn: Driver) -> None:
+    assert in_turn.abandon() == ["cancel p", "cancel d"]
+    again = Driver()
+    again.pair(style=HandoffStyle.IN_TURN)
+    again.tokens("p", 1, finish=LENGTH, handle=b"kv")
+    assert again.abandon() == ["cancel p", "cancel d"]
 
 
 def test_tokens_of_decode_that_come_early_wait_for_the_first(pair: Driver) -> None:
@@ -381,7 +453,8 @@ def test_leaving_cancels_what_is_open(
 class Play:
     """Workers that count: each sends the token that follows those it was told of."""
 
-    def __init__(self) -> None:
+    def __init__(self, style: HandoffStyle) -> None:
+        self.style = style
         self.driver = Driver(max_tokens=100)
         self.handoff = self.driver.handoff
         self.delivered: list[int] = []
@@ -391,9 +464,15 @@ class Play:
         self._pair("0")
 
     def _pair(self, suffix: str, resumed: int = 0) -> None:
-        self.driver.pair(f"p{suffix}", f"d{suffix}")
-        self.current = {"p": f"p{suffix}", "d": f"d{suffix}"}
-        self.following |= {f"p{suffix}": resumed + 1, f"d{suffix}": resumed + 2}
+        self.driver.pair(f"p{suffix}", f"d{suffix}", self.style)
+        self.current = {"p": f"p{suffix}"}
+        self.following[f"p{suffix}"] = resumed + 1
+        if self.style is HandoffStyle.AT_ONCE:
+            self._decode(f"d{suffix}", resumed + 1)
+
+    def _decode(self, name: str, resumed: int) -> None:
+        self.current["d"] = name
+        self.following[name] = resumed + 1
 
     def event(self, kind: str, what: str) -> None:
         name = self.current.get(kind)
@@ -420,7 +499,9 @@ class Play:
         if what in ("token", "length", "stop"):
             finish = {"token": None, "length": LENGTH, "stop": STOP}[what]
             self.following[name] += 1
-            return StreamDelta(1, (self.following[name] - 1,), finish_reason=finish)
+            token_ids = (self.following[name] - 1,)
+            handle = b"kv" if what == "length" and name.startswith("p") else b""
+            return StreamDelta(1, token_ids, finish_reason=finish, kv_handle=handle)
         return StreamDelta(1, finish_reason=FinishReason.ERROR, error=ErrorInfo(what, what))
 
     def _perform(self, action: Action) -> None:
@@ -432,6 +513,8 @@ class Play:
                 self.ends += 1
             case Fail():
                 self.ends += 1
+            case SubmitDecode(leg, _, resume):
+                self._decode(leg.worker_id, len(resume))
             case Resubmit(step, resume):
                 name = str(len(self.handoff.legs))
                 if step == "prefill_retry":
@@ -455,12 +538,13 @@ class Play:
             ),
         ),
         max_size=14,
-    )
+    ),
+    st.sampled_from(HandoffStyle),
 )
 def test_whatever_happens_no_token_is_repeated_and_no_answer_is_forgotten(
-    events: list[tuple[str, str]],
+    events: list[tuple[str, str]], style: HandoffStyle
 ) -> None:
-    play = Play()
+    play = Play(style)
     for kind, what in events:
         play.event(kind, what)
     handoff = play.handoff

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kv_transfer.settings import from_extra_config
 from pdserve.capability import CapabilityKey
-from pdserve.config import WorkerConfig
+from pdserve.config import KvConfig, WorkerConfig
+from pdserve.errors import ConfigError
 from pdserve.types import Role
 from tests.unit.workers.router_side import FakeRegistry, RouterSide, a_worker
 from workers.server import WorkerServer
 from workers.vllm_engine import VllmEngine
+from workers.vllm_settings import KvSettings
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
@@ -43,6 +47,32 @@ async def test_a_worker_whose_kv_stays_has_no_key() -> None:
     async with a_worker(Role.AGGREGATED, registry=registry) as server:
         assert server.kv_key is None
     assert registry.kv_keys == [b""]
+
+
+NIXL = WorkerConfig(role=Role.PREFILL, kv=KvConfig(connector="nixl", host="::1", lease_s=1.5))
+
+
+async def test_nixl_asks_for_no_right_so_there_is_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engines.find_spec", lambda name: name)
+    server = WorkerServer(NIXL)
+    assert server.kv_key is None
+    engine = server.worker._engine
+    assert isinstance(engine, VllmEngine)
+    kv = engine._settings.kv
+    assert kv == KvSettings(server.epoch, {"kv_lease_duration": 2}, "nixl", "::1")
+
+
+async def test_nixl_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engines.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        WorkerServer(NIXL)
+    assert caught.value.field == "kv.connector"
+
+
+async def test_the_fake_engine_has_no_nixl() -> None:
+    with pytest.raises(ConfigError) as caught:
+        WorkerServer(replace(NIXL, engine="fake"))
+    assert caught.value.field == "kv.connector"
 
 
 @pytest.mark.parametrize("worker_id", ["p0", ""])

@@ -1,0 +1,211 @@
+"""PdNixlConnector: vLLM's own NixlConnector with what our workers ask of a connector beside moving
+KV. Tried on vLLM 0.32.0 (CPU) with nixl 1.5.1.
+
+How KV moves is NixlConnector's: decode pulls it when prefill has ended, told where it is by what
+the prefill request leaves behind. Added here are requests that go on after tokens generated
+elsewhere, the ledger, reports, and blocks that are given up before their lease ends.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
+
+from kv_transfer.continuation import Continuations
+from kv_transfer.layout import compatibility
+from kv_transfer.metadata import Arrival, PdHandshake
+from kv_transfer.snapshot import KvSnapshot
+from kv_transfer.vllm_layout import describe, shard_of
+from kv_transfer.vllm_patches import patch_runner_v1
+from pdserve.errors import TransferFailed
+from pdserve.types import ErrorInfo, HandoffStyle, KvLedger, TransferReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+NAME = "nixl"
+
+
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """KV on its way to a request; `began_at` is a monotonic time."""
+
+    blocks: int
+    began_at: float
+
+
+class PdNixlConnector(NixlConnector):
+    """State of the scheduler's half: pulls and leases by vLLM's request id. The worker's half has
+    the tokens that runner V1 reads (vllm_patches.py)."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = vllm_config
+        self._block_size = int(vllm_config.cache_config.block_size)
+        groups = kv_cache_config.kv_cache_groups
+        self._block_bytes = sum(
+            group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups
+        )
+        self._continuations = Continuations()
+        self._pulls: dict[str, _Pull] = {}
+        self._leased: dict[str, int] = {}
+        self._arrivals: dict[str, Arrival] = {}
+        self._failures: dict[str, ErrorInfo] = {}
+        self._layout: dict[str, str] = {}
+        self._resumed: dict[str, list[int]] = {}
+        if role == KVConnectorRole.WORKER:
+            patch_runner_v1(self._resumed)
+
+    # -- for the worker process that hosts the engine, as PdConnector has them
+
+    def take_arrivals(self) -> list[Arrival]:
+        """The pulls that have ended well since the last call."""
+        arrivals, self._arrivals = self._arrivals, {}
+        return list(arrivals.values())
+
+    def take_failure(self, request_id: str) -> ErrorInfo | None:
+        """Why the pull of this request failed, once."""
+        return self._failures.pop(request_id, None)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether an ended request's blocks are held for whoever pulls them."""
+        return request_id in self._leased
+
+    def release(self, request_id: str) -> None:
+        """Gives up an ended request whose blocks are held: its lease ends with the next step."""
+        if request_id in self._leased:
+            self.connector_scheduler._reqs_need_send[request_id] = 0.0
+
+    def ledger(self) -> KvLedger:
+        """Blocks pinned for transfers now; `engine_requests` is the engine's to fill in."""
+        in_flight = sum(pull.blocks for pull in self._pulls.values())
+        leased = sum(self._leased.values())
+        return KvLedger(
+            pinned_blocks=in_flight + leased,
+            in_flight_blocks=in_flight,
+            leased_blocks=leased,
+            transfers=len(self._pulls) + len(self._leased),
+        )
+
+    def wake_with(self, wake: Callable[[], None]) -> bool:
+        """False: NIXL has to be looked at."""
+        return False
+
+    def snapshot(self) -> KvSnapshot:
+        """NIXL keeps its links to itself, and its counts for vLLM's metrics."""
+        return KvSnapshot(time.monotonic())
+
+    def handshake(self) -> PdHandshake:
+        """What this worker registers with. The address is the scheduler half's to know."""
+        key = compatibility(self._layout)
+        return PdHandshake("", key, self._layout, (NAME,), HandoffStyle.IN_TURN)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others ask how to reach this worker's memory."""
+        half = self.connector_scheduler
+        return (f"{half.side_channel_host}:{half.side_channel_port}",)
+
+    # -- worker half
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        pool = shard_of(self._config, kv_caches).pool
+        self._layout = {
+            **describe(self._config, kv_caches, pool),
+            "connector": NAME,
+            "tensor_parallel_size": str(self._config.parallel_config.tensor_parallel_size),
+        }
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        super().handle_preemptions(kv_connector_metadata)
+        # Read in this very step, by runner V1 alone: what is left over is nobody's.
+        self._resumed.clear()
+        self._resumed.update(kv_connector_metadata.resumed)
+
+    # -- scheduler half
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        # Upstream starts its listener now, at a port that must be free: one that was free when the
+        # process began need not be.
+        half = self.connector_scheduler
+        with socket.create_server((half.side_channel_host, 0)) as server:
+            half.side_channel_port = server.getsockname()[1]
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+
+    def on_new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params or {}
+        if resume := params.pop("resume", None):
+            self._continuations.append(request, resume)
+        super().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._continuations.replay_grammar(request)
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        return matched
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens > 0:
+            prompt = request.num_prompt_tokens
+            cached = (prompt - num_external_tokens) // self._block_size
+            count = -(-prompt // self._block_size) - cached
+            self._pulls[request.request_id] = _Pull(count, time.monotonic())
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        metadata.resumed = self._continuations.take_resumed(scheduler_output)
+        return metadata
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = request.request_id
+        self._continuations.finished(request_id)
+        self._arrivals.pop(request_id, None)
+        held, params = super().request_finished_all_groups(request, block_ids)
+        if held:
+            self._leased[request_id] = sum(map(len, block_ids))
+        return held, params
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        failed = connector_output.failed_recving or ()
+        for request_id in connector_output.finished_recving or ():
+            pull = self._pulls.pop(request_id, None)
+            if pull is None:
+                continue
+            if request_id in failed:
+                error = ErrorInfo(TransferFailed.code, "NIXL could not fetch the KV")
+                self._failures[request_id] = error
+            else:
+                self._arrivals[request_id] = Arrival(request_id, (), self._report(pull))
+        for request_id in connector_output.finished_sending or ():
+            self._leased.pop(request_id, None)
+
+    def _report(self, pull: _Pull) -> TransferReport:
+        # A pull begins when prefill has ended, so nothing of it is hidden.
+        seconds = time.monotonic() - pull.began_at
+        size = pull.blocks * self._block_bytes
+        return TransferReport(seconds, seconds, size, pull.blocks, NAME)

@@ -1,0 +1,57 @@
+"""What a connector is told of a piece of work, and what comes back from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdserve.errors import InvalidRequest
+from pdserve.types import HandoffStyle, SamplingParams
+from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work
+from workers.kv_params import handle_of, params_for
+
+AT_ONCE, IN_TURN = HandoffStyle.AT_ONCE, HandoffStyle.IN_TURN
+LEFT = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5}
+
+
+def work(phase: Phase, *resume: int) -> Work:
+    return Work(1, "r", (5, 6), SamplingParams(), phase, resume)
+
+
+def decode(handle: bytes) -> DecodePhase:
+    return DecodePhase("t", ("h:1",), "e", kv_handle=handle)
+
+
+def test_what_prefill_left_is_what_decode_is_told() -> None:
+    assert params_for(work(decode(handle_of(LEFT)), 7), IN_TURN) == {**LEFT, "resume": [7]}
+
+
+def test_prefill_in_turn_is_told_to_keep_its_kv() -> None:
+    params = params_for(work(PrefillPhase("t")), IN_TURN)
+    assert params == {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.mark.parametrize("style", [AT_ONCE, IN_TURN])
+def test_a_whole_request_needs_no_more_than_its_tokens(style: HandoffStyle) -> None:
+    assert params_for(work(AggregatedPhase()), style) == {}
+    assert params_for(work(AggregatedPhase(), 7, 8), style) == {"resume": [7, 8]}
+
+
+def test_a_prefill_that_kept_nothing_has_no_handle() -> None:
+    assert handle_of(None) == b""
+
+
+@pytest.mark.parametrize(
+    "handle", [b"", b"{", b"[]", b"\xff", json.dumps({"do_remote_prefill": False}).encode()]
+)
+def test_a_handle_that_names_no_kv_is_refused(handle: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params_for(work(decode(handle)), IN_TURN)
+    assert caught.value.field == "decode.kv_handle"
+
+
+def test_an_address_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params_for(work(DecodePhase("t", ("nowhere",), "e")), AT_ONCE)
+    assert caught.value.field == "kv_transfer_params.source_addresses"

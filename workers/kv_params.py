@@ -1,0 +1,64 @@
+"""What an engine's connector is told of a piece of work, in the words of its kind.
+
+A connector that hands over in turn is one of vLLM's own (or speaks as they do): prefill is told to
+keep its KV, and what it says of it at its end is decode's to be told. In between it travels as the
+`kv_handle`, JSON in UTF-8, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.params import SourceParams, TargetParams, TransferParams, parse
+from pdserve.errors import InvalidRequest
+from pdserve.types import HandoffStyle
+from workers.engine import DecodePhase, PrefillPhase
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from workers.engine import Work
+
+
+def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:
+    """The request's `kv_transfer_params`; empty where there is nothing to tell. Raises
+    InvalidRequest naming the field."""
+    if style is HandoffStyle.AT_ONCE:
+        return _at_once(work)
+    params: dict[str, Any] = {}
+    match work.phase:
+        case PrefillPhase():
+            params = {"do_remote_decode": True, "do_remote_prefill": False}
+        case DecodePhase(kv_handle=handle):
+            params = _read_handle(handle)
+    if work.resume_token_ids:
+        params["resume"] = list(work.resume_token_ids)
+    return params
+
+
+def handle_of(params: Mapping[str, Any] | None) -> bytes:
+    """What a prefill's output says of its KV, as a handle; empty where it kept none."""
+    return json.dumps(params).encode() if params else b""
+
+
+def _at_once(work: Work) -> dict[str, Any]:
+    part: SourceParams | TargetParams | None = None
+    match work.phase:
+        case PrefillPhase(transfer_id):
+            part = SourceParams(transfer_id)
+        case DecodePhase(transfer_id, addresses, epoch, capability):
+            part = TargetParams(transfer_id, addresses, epoch, capability)
+    params = TransferParams(part, work.resume_token_ids).to_dict()
+    parse(params)
+    return params
+
+
+def _read_handle(handle: bytes) -> dict[str, Any]:
+    try:
+        params = json.loads(handle)
+    except ValueError:
+        params = None
+    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+        raise InvalidRequest("decode.kv_handle names no KV", field="decode.kv_handle")
+    return params
