@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_transfer import transport
 from kv_transfer.errors import UnsupportedLayout
+from kv_transfer.handshake import Identity
 from kv_transfer.layout import compatibility
-from kv_transfer.link import Identity
 from kv_transfer.memory import SharedMemory
 from kv_transfer.metadata import Arrival, PdHandshake, StepMetadata, WorkerOutput
 from kv_transfer.scheduler import SchedulerHalf
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kv_transfer.memory import KvRegion
     from kv_transfer.snapshot import KvSnapshot
+    from kv_transfer.transport.base import Transport
     from pdserve.types import ErrorInfo, KvLedger
 
 
@@ -63,6 +65,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = vllm_config
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._transports: list[Transport] = []
+        self._region: KvRegion | None = None
+        self._num_blocks = kv_cache_config.num_blocks
         self._shared: SharedMemory | None = None
         self._handshake: PdHandshake | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -75,17 +80,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_worker(self) -> WorkerHalf:
         transfer_config = self._kv_transfer_config
         settings = from_extra_config(transfer_config.kv_connector_extra_config)
-        known = transport.by_name()
-        for name in settings.transports:
-            if name not in known:
-                raise ConfigError(
-                    f"kv.transports: {name!r} is none of {', '.join(known)}", field="kv.transports"
-                )
+        self._transports = transport.make(settings)
         if "shm" in settings.transports:
             self._shared = SharedMemory("pdserve-kv")
-        worker = WorkerHalf(
-            settings, transfer_config.engine_id, [known[n] for n in settings.transports]
-        )
+        worker = WorkerHalf(settings, transfer_config.engine_id, self._transports)
         patch_runner_v1(worker.resumed)
         return worker
 
@@ -145,8 +143,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         layout = describe(self._config, kv_caches, shard.pool)
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
+        self._region = region_of(kv_caches, self._num_blocks)
+        transport.check(settings, self._region)
         worker.register(
-            LocalKv(region_of(kv_caches), shared),
+            LocalKv(self._region, shared),
             Identity(self._kv_transfer_config.engine_id, key, settings.worker_id),
             shard,
         )
@@ -161,6 +161,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._handshake
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        self._note_step()
         self._worker_half().before_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -177,7 +178,13 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata):
+            self._note_step()
             self._worker_half().after_step(metadata)
+
+    def _note_step(self) -> None:
+        # On a GPU a step is only enqueued by now: copies of its blocks must wait for it.
+        if self._region is not None:
+            self._region.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, received, failed = self._worker_half().take_results()
@@ -189,6 +196,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        for each in self._transports:
+            each.close()
         if self._shared is not None:
             self._shared.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import struct
 import threading
@@ -18,12 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kv_transfer.errors import HandshakeRefused, KvTransferError, LinkClosed, ProtocolError
+from kv_transfer.handshake import Identity, hello_of, refusal_of
 from kv_transfer.messages import (
     HEADER,
     MAX_HANDSHAKE_BYTES,
     MAX_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
     Hello,
+    Inner,
     Message,
     Refusal,
     Welcome,
@@ -35,6 +37,7 @@ from kv_transfer.outbox import Job, Outbox
 from kv_transfer.transport.base import (
     LocalKv,
     SourceChannel,
+    Talks,
     TargetChannel,
     Transport,
     TransportUnavailable,
@@ -52,16 +55,6 @@ READ_AHEAD_BYTES = 4 << 10
 # other thread, an engine's step among them, what is copied sooner than the writer wakes.
 READER_BYTES = 16 << 20
 VISITOR_BYTES = 256 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What a worker says of itself in a handshake. Its `worker_id` counts where capabilities are
-    checked."""
-
-    epoch: str
-    compatibility: str
-    worker_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +227,11 @@ class Link:
         self._owner.on_up(self)
         self._writer = self._spawn(partial(self._until_broken, self._outbox.serve))
         while not self._down.is_set():
-            self._owner.on_message(self, self._read())
+            message = self._read()
+            if isinstance(message, Inner):
+                self._tell_channel(message)
+            else:
+                self._owner.on_message(self, message)
 
     def _until_broken(self, work: Callable[[], None]) -> None:
         """Whatever it raises ends the link."""
@@ -245,6 +242,23 @@ class Link:
         except Exception as error:
             logger.exception("KV link to %s failed", self._peer())
             self.close(f"{type(error).__name__}: {error}")
+
+    def _tell_channel(self, message: Inner) -> None:
+        channel: object = self.source or self.target
+        if not isinstance(channel, Talks):
+            raise ProtocolError(f"an inner message where {self.transport} has none")
+        channel.told(message.body)
+
+    def _post(self, message: Message) -> None:
+        self.send_next(message)
+        self.flush()
+
+    def _can_read(self, timeout_s: float) -> bool:
+        if self._ahead or self._sock is None:
+            return True
+        waiting = select.poll()
+        waiting.register(self._sock, select.POLLIN)
+        return bool(waiting.poll(timeout_s * 1000))
 
     def _peer(self) -> str:
         return self.peer_epoch or "a peer without a name"
@@ -263,7 +277,16 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._down.is_set():
             raise LinkClosed("closed before it was up")
-        return Wire(sock, self._outbox.write, self._fill, self._take)
+        return Wire(
+            sock,
+            self._outbox.write,
+            self._fill,
+            self._take,
+            self._read,
+            self._can_read,
+            self._post,
+            self._down.is_set,
+        )
 
     def _dial(self, address: str, identity: Identity, source_epoch: str, slot: int) -> None:
         host, _, port = address.rpartition(":")
@@ -273,18 +296,7 @@ class Link:
             raise KvTransferError(f"{address!r} is no address") from error
         wire = self._open(sock)
         offers = [t.offer(self._local, slot) for t in self._transports.values()]
-        self._write(
-            encode(
-                Hello(
-                    PROTOCOL_VERSION,
-                    identity.epoch,
-                    source_epoch,
-                    identity.compatibility,
-                    [offer for offer in offers if offer is not None],
-                    identity.worker_id,
-                )
-            )
-        )
+        self._write(encode(hello_of(identity, source_epoch, offers)))
         answer = self._read()
         if isinstance(answer, Refusal):
             raise HandshakeRefused(answer.reason)
@@ -301,7 +313,7 @@ class Link:
         hello = self._read()
         if not isinstance(hello, Hello):
             raise ProtocolError("the target did not begin with a handshake")
-        refusal = _refusal(hello, identity)
+        refusal = refusal_of(hello, identity)
         if refusal is None:
             self.source = self._choose(hello.offers, wire)
             if self.source is None:
@@ -384,13 +396,3 @@ class Link:
         body = bytearray(body_length(bytes(header), limit))
         self._fill(memoryview(body))
         return decode(bytes(body))
-
-
-def _refusal(hello: Hello, identity: Identity) -> str | None:
-    if hello.version != PROTOCOL_VERSION:
-        return f"protocol version {hello.version}, not {PROTOCOL_VERSION}"
-    if hello.source_epoch != identity.epoch:
-        return "the source has been restarted"
-    if hello.compatibility != identity.compatibility:
-        return f"KV layout {hello.compatibility}, not {identity.compatibility}"
-    return None

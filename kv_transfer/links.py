@@ -21,7 +21,7 @@ from kv_transfer.deciding import Deciding
 from kv_transfer.digest import NO_DIGEST, Sampler, digest
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.guard import Guard
-from kv_transfer.link import Identity, Link, LinkTimeouts
+from kv_transfer.link import Link, LinkTimeouts
 from kv_transfer.listener import Listener
 from kv_transfer.messages import Ack, Again, Alive, Cancel, Chunk, Done, Fail, Grant, Message
 from kv_transfer.snapshot import KvSnapshot, link_views, totals_of, transfer_views
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterable, Sequence
 
+    from kv_transfer.handshake import Identity
     from kv_transfer.layout import PagePart
     from kv_transfer.settings import KvSettings
     from kv_transfer.shard import Shard
@@ -360,7 +361,7 @@ class Links:
         copied = False
         try:
             mark = NO_DIGEST
-            if self._sampler.takes(suspect=chunk.suspect):
+            if region.is_host and self._sampler.takes(suspect=chunk.suspect):
                 mark = digest(region.pages(chunk.source_ids))
                 begun = time.monotonic()
             message = Chunk(chunk.transfer_id, chunk.first, count, size, mark)

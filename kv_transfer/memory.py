@@ -45,6 +45,9 @@ def boot_id() -> str:
 class KvRegion:
     """The bytes of a KV cache, addressed by page. Does not own the memory: vLLM does."""
 
+    # Whether this process's CPU reaches the pages; see kv_transfer/device/region.py.
+    is_host = True
+
     def __init__(self, address: int, size: int, geometry: KvGeometry) -> None:
         if geometry.span_bytes > size:
             raise UnsupportedLayout(
@@ -60,6 +63,10 @@ class KvRegion:
         if (start, size) == (0, self.geometry.page_bytes):
             return self
         return KvRegion(self.address, self._view.nbytes, self.geometry.narrowed(start, size))
+
+    def computed(self) -> None:
+        """The engine has begun a step, and may not have ended it: what comes now waits for that.
+        In host memory a step has ended when it returns."""
 
     def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
         """The pages of these blocks, layer by layer, for scatter/gather socket calls. Raises

@@ -3,7 +3,8 @@ once the handshake is over: a bit that flips in a token id or a block id must no
 
 A link joins one target worker (it dialled, it receives KV) and one source worker. On connecting:
 target → Hello, source → Welcome or Refusal. Then target → Grant, Again, Cancel, Ack; source → Chunk
-(with the payload behind it where the transport sends bytes on the link), Done, Fail, Alive.
+(with the payload behind it where the transport sends bytes on the link), Done, Fail, Alive. Either
+end → Inner, which is the transport's own.
 
 PROTOCOL_VERSION history: 1 first version. 2 Hello names its worker; Grant and Cancel have a
 capability. 3 Chunk has a digest; Again; Grant says which heads, and how many readers; messages
@@ -15,12 +16,15 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 import msgpack
 
 from kv_transfer.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 4 << 20
@@ -156,35 +160,61 @@ class Alive(Message):
     transfer_ids: list[str]
 
 
-_KINDS: dict[str, type[Message]] = {
-    cls.kind: cls
-    for cls in (Hello, Welcome, Refusal, Grant, Again, Cancel, Ack, Chunk, Done, Fail, Alive)
-}
+@dataclass(frozen=True, slots=True)
+class Inner(Message):
+    """What the two ends of the link's transport tell each other: a message of the transport's own
+    kinds, as `pack` writes it."""
+
+    kind: ClassVar[str] = "inner"
+    body: bytes
+
+
+def kinds_of(*classes: type[Message]) -> dict[str, type[Message]]:
+    """A table that `decode` reads by."""
+    return {cls.kind: cls for cls in classes}
+
+
+_KINDS = kinds_of(
+    *(Hello, Welcome, Refusal, Grant, Again, Cancel, Ack, Chunk, Done, Fail, Alive, Inner)
+)
 # Without a CRC, as in version 2: for these say which version it is.
 _HANDSHAKE = (Hello, Welcome, Refusal)
 _CHECKS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "str": (str,),
+    "bytes": (bytes,),
     "float": (float, int),
     "list[int]": (list,),
     "list[str]": (list,),
     "list[dict[str, Any]]": (list,),
 }
 _ITEMS: dict[str, type] = {"list[int]": int, "list[str]": str, "list[dict[str, Any]]": dict}
+
+
 # The names and types of each kind's fields.
-_FIELDS: dict[type[Message], dict[str, str]] = {
-    cls: {f.name: str(f.type) for f in fields(cls)} for cls in _KINDS.values()
-}
+_FIELDS: dict[type[Message], dict[str, str]] = {}
 
 
-def encode(message: Message) -> bytes:
-    """The message with its length in front."""
+def _fields_of(cls: type[Message]) -> dict[str, str]:
+    if cls not in _FIELDS:
+        _FIELDS[cls] = {f.name: str(f.type) for f in fields(cls)}
+    return _FIELDS[cls]
+
+
+def pack(message: Message) -> bytes:
+    """The message by itself."""
     values: dict[str, Any] = {"t": message.kind}
-    for name in _FIELDS[type(message)]:
+    for name in _fields_of(type(message)):
         values[name] = getattr(message, name)
     body: bytes = msgpack.packb(values)
     if not isinstance(message, _HANDSHAKE):
         body += _CRC.pack(crc32(body))
+    return body
+
+
+def encode(message: Message) -> bytes:
+    """The message with its length in front."""
+    body = pack(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a {message.kind} message of {len(body)} bytes is over the limit")
     return HEADER.pack(len(body)) + body
@@ -213,9 +243,9 @@ def _fits(value: Any, annotation: str) -> bool:
     return annotation != "int" or value >= 0
 
 
-def decode(body: bytes) -> Message:
-    """The message in `body`; raises ProtocolError on anything else. Numbers are finite and not
-    negative."""
+def decode(body: bytes, kinds: Mapping[str, type[Message]] = _KINDS) -> Message:
+    """The message in `body`, of one of `kinds`; raises ProtocolError on anything else. Numbers are
+    finite and not negative."""
     # A limit of its size: a length inside must not make us allocate more than there is.
     unpacker = msgpack.Unpacker(strict_map_key=True, max_buffer_size=len(body) or 1)
     unpacker.feed(body)
@@ -225,14 +255,14 @@ def decode(body: bytes) -> Message:
         raise ProtocolError("a message is not msgpack") from error
     if not isinstance(raw, dict):
         raise ProtocolError("a message is not a map")
-    cls = _KINDS.get(str(raw.pop("t", "")))
+    cls = kinds.get(str(raw.pop("t", "")))
     if cls is None:
         raise ProtocolError("a message is of no known kind")
     end = unpacker.tell()
     crc = b"" if cls in _HANDSHAKE else _CRC.pack(crc32(body[:end]))
     if body[end:] != crc:
         raise ProtocolError(f"a {cls.kind} message came damaged")
-    names = _FIELDS[cls]
+    names = _fields_of(cls)
     if raw.keys() != names.keys():
         raise ProtocolError(f"a {cls.kind} message has the wrong fields")
     for name, annotation in names.items():

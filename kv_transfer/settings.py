@@ -20,7 +20,16 @@ _TIMES = (
     "handshake_timeout_s",
     "send_timeout_s",
     "preempt_timeout_s",
+    "nccl_init_timeout_s",
 )
+# Field: least and most.
+_SIZES = {
+    "chunk_bytes": (1, 1 << 40),
+    "staging_slots": (2, 256),
+    "staging_slot_bytes": (1, 1 << 32),
+    "nccl_budget_bytes": (1, 1 << 40),
+    "nccl_max_ctas": (1, 32),
+}
 MAX_WORKER_ID = 256
 
 
@@ -53,6 +62,15 @@ class KvSettings:
     # Which chunks this worker sends with a digest; it checks all that come to it with one. In the
     # extra config it is written as text.
     digest: DigestMode = DigestMode.ALWAYS
+    # Between GPUs: slots in each direction, and the size of each; memory beside the KV cache.
+    staging_slots: int = 4
+    staging_slot_bytes: int = 32 << 20
+    # Memory that all NCCL communicators may hold, thread blocks of each, and the library: empty
+    # takes the one that torch brings.
+    nccl_budget_bytes: int = 512 << 20
+    nccl_max_ctas: int = 4
+    nccl_init_timeout_s: float = 20.0
+    nccl_library: str = ""
     # This worker's name in capabilities, its peers' rights and its own.
     worker_id: str = ""
     # In the extra config it may be written in hexadecimal.
@@ -70,8 +88,10 @@ class KvSettings:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < math.inf:
                 raise _refuse(name, "must be a time above 0")
-        if type(self.chunk_bytes) is not int or self.chunk_bytes < 1:
-            raise _refuse("chunk_bytes", "must be a whole number above 0")
+        for name, (least, most) in _SIZES.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise _refuse(name, f"must be a whole number from {least} to {most}")
         if not isinstance(self.digest, DigestMode):
             raise _refuse("digest", f"must be one of {', '.join(DigestMode)}")
         if not isinstance(self.host, str) or not self.host:
@@ -80,6 +100,8 @@ class KvSettings:
             raise _refuse("transports", "must be a list that names a transport")
         if not all(isinstance(name, str) for name in self.transports):
             raise _refuse("transports", "must be a list of names")
+        if not isinstance(self.nccl_library, str):
+            raise _refuse("nccl_library", "must be the path of a file")
         self._check_rights()
 
     def _check_rights(self) -> None:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
 
+from kv_transfer.device.region import device_region
 from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
@@ -49,6 +50,7 @@ class _SharedZeros(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         is_cache = func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1
+        is_cache = is_cache and torch.device(kwargs.get("device") or "cpu").type == "cpu"
         if not is_cache or self._shared.size or int(args[0]) <= 0:
             return func(*args, **kwargs)
         size = int(args[0])
@@ -83,11 +85,16 @@ def _geometry(caches: list[torch.Tensor]) -> KvGeometry:
     return KvGeometry(len(caches), first.shape[0], page, stride, first.stride(0) * item, offsets[0])
 
 
-def region_of(caches: dict[str, torch.Tensor]) -> KvRegion:
-    """The KV cache that vLLM registered, as bytes. Raises UnsupportedLayout."""
+def region_of(caches: dict[str, torch.Tensor], num_blocks: int) -> KvRegion:
+    """The KV cache that vLLM registered, of which its scheduler counts `num_blocks` blocks. Raises
+    UnsupportedLayout."""
     tensors = list(caches.values())
-    if not tensors or tensors[0].device.type != "cpu":
-        raise UnsupportedLayout("no KV cache in host memory")
+    if not tensors:
+        raise UnsupportedLayout("the model has no KV cache")
+    if tensors[0].device.type == "cuda":
+        return device_region(tensors, num_blocks)
+    if tensors[0].device.type != "cpu":
+        raise UnsupportedLayout(f"the KV cache is on {tensors[0].device}")
     storage = tensors[0].untyped_storage()
     return KvRegion(storage.data_ptr(), storage.nbytes(), _geometry(tensors))
 
@@ -110,7 +117,7 @@ def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
         tp=parallel.tensor_parallel_size,
         stage_layers=(len(caches),),
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        head_bytes=first[0].numel() * first.element_size() // heads // block_size,
+        head_bytes=first.shape[3] * first.element_size(),
         block_size=block_size,
         dtype=_name(first.dtype),
         is_latent=model.use_mla,
@@ -140,7 +147,7 @@ def describe(
         "dtype": pool.dtype,
         "block_size": str(pool.block_size),
         "attention": str(get_current_attn_backend(config, list(caches)).get_name()),
-        "packing": _packing(first, pool.block_size),
+        "packing": _packing(first, pool.block_size) if first.device.type == "cpu" else "plain",
     }
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kv_transfer.counters import TransferCounters
-    from kv_transfer.link import Identity
+    from kv_transfer.handshake import Identity
     from kv_transfer.settings import KvSettings
     from kv_transfer.shard import Shard
     from kv_transfer.step import StepMetadata, TargetStart, Unneeded

@@ -81,7 +81,7 @@ class KvConfig:
     transports: tuple[str, ...] = key(
         ("shm", "tcp"),
         "Transports offered, the preferred one first.",
-        choices=("shm", "tcp"),
+        choices=("shm", "tcp", "nccl"),
         not_empty=True,
     )
     lease_s: float = key(
@@ -102,6 +102,34 @@ class KvConfig:
         "one in sixteen, or none.",
         choices=("always", "sampled", "off"),
     )
+    staging_slots: int = key(
+        4,
+        "With nccl: staging slots a direction, in GPU memory beside the KV cache.",
+        minimum=2,
+        maximum=256,
+    )
+    staging_slot_bytes: int = key(
+        32 << 20,
+        "Size of a staging slot; it must hold a block of all layers.",
+        minimum=1,
+        maximum=1 << 32,
+    )
+    nccl_budget_bytes: int = key(
+        512 << 20,
+        "GPU memory that all NCCL communicators may hold together, beside the KV cache.",
+        minimum=1,
+        maximum=1 << 40,
+    )
+    nccl_max_ctas: int = key(
+        4, "Thread blocks that one NCCL communicator may use.", minimum=1, maximum=32
+    )
+    nccl_init_timeout_s: float = key(
+        20.0,
+        "How long two workers may take to make an NCCL communicator.",
+        minimum=0.1,
+        maximum=3600,
+    )
+    nccl_library: str = key("", "NCCL's library file; empty takes the one that torch brings.")
 
     def __post_init__(self) -> None:
         check(self)

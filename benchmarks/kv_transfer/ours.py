@@ -7,11 +7,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.errors import KvTransferError
-from kv_transfer.link import Identity
+from kv_transfer.handshake import Identity
 from kv_transfer.settings import KvSettings
 from kv_transfer.shard import whole
 from kv_transfer.step import SourceEnded, SourceExpected, SourceProgress, StepMetadata, TargetStart
-from kv_transfer.transport import by_name
+from kv_transfer.transport import make
 from kv_transfer.transport.base import LocalKv
 from kv_transfer.worker import WorkerHalf
 
@@ -29,7 +29,8 @@ class _Watched(WorkerHalf):
     """Tells when a transfer may be over; vLLM asks after each step instead."""
 
     def __init__(self, transport: str, epoch: str) -> None:
-        super().__init__(KvSettings(transports=(transport,)), epoch, [by_name()[transport]])
+        settings = KvSettings(transports=(transport,))
+        super().__init__(settings, epoch, make(settings))
         self.over = threading.Event()
         self.wake_with(self.over.set)
 

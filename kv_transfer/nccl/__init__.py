@@ -6,7 +6,5 @@ configured.
     actions   what a pair is asked, and the work it answers with
     pair      one two-rank communicator: a state machine without I/O
     pool      a process's pairs, within a memory budget
-    slots     the staging ring's slots, and which of them are unsafe
-    streams   what we ask of CUDA: a stream a pair, and events
     thread    the one thread that makes every NCCL call
 """

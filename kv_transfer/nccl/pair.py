@@ -316,9 +316,10 @@ class Pair:
         return []
 
     def _offered(self, offer: Offer, now: float) -> list[PairAction]:
-        if self.op is not None and offer.op_id != self.op.op_id:
+        if self._offer is not None and offer.op_id != self._offer.op_id:
             return self._fail("two operations were offered at once", now, tell=True)
-        if self.op is None:
+        # The sender may see an operation's end before we do, and offer the next one.
+        if offer.op_id != self.op_id:
             self._offer = offer
         return []
 

@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from kv_transfer.device.base import StreamError
 from kv_transfer.nccl.actions import (
     AbortComm,
     Destroy,
@@ -30,17 +31,16 @@ from kv_transfer.nccl.actions import (
 from kv_transfer.nccl.binding import NcclUnavailable, Result
 from kv_transfer.nccl.messages import Identify
 from kv_transfer.nccl.pair import LIVE, SENDER, PairState
-from kv_transfer.nccl.streams import StreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kv_transfer.device.base import Event, StreamOps
     from kv_transfer.nccl.actions import Op, PairAction
     from kv_transfer.nccl.binding import Nccl
     from kv_transfer.nccl.messages import PairMessage
     from kv_transfer.nccl.pair import Pair
     from kv_transfer.nccl.pool import PairKey, Pool, PoolStats, Work
-    from kv_transfer.nccl.streams import Event, StreamOps
 
 logger = logging.getLogger(__name__)
 

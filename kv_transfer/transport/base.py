@@ -24,7 +24,7 @@ Errors: OSError and KvTransferError end the link.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kv_transfer.errors import KvTransferError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion, SharedMemory
-    from kv_transfer.messages import Chunk
+    from kv_transfer.messages import Chunk, Message
 
 
 class TransportUnavailable(KvTransferError):
@@ -91,6 +91,16 @@ class TargetChannel(Protocol):
         ...
 
 
+@runtime_checkable
+class Talks(Protocol):
+    """A channel whose two ends have messages of their own."""
+
+    def told(self, body: bytes) -> None:
+        """The other end's, on the link's reader thread, when no `receive` runs: `receive` reads its
+        own. Must not wait."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """The link as a transport sees it. `send` is for a push alone: the bytes follow all that was
@@ -102,6 +112,13 @@ class Wire:
     send: Callable[[bytes], None]
     receive_into: Callable[[memoryview], None]
     take_ahead: Callable[[memoryview], int]
+    # For `receive`: the link's next message, and whether one begins within so many seconds.
+    read: Callable[[], Message]
+    can_read: Callable[[float], bool]
+    # For any thread: sends a message before all that waits, behind what is being written now.
+    post: Callable[[Message], None]
+    # For any thread: True once the link has ended, and whoever waits for its peer must stop.
+    is_down: Callable[[], bool]
 
 
 class Transport(Protocol):
@@ -120,4 +137,9 @@ class Transport(Protocol):
 
     def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
         """Source: its end; raises TransportUnavailable."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the transport's channels have in common, when no link is left. Idempotent;
+        where there is nothing, it does nothing."""
         ...

@@ -49,6 +49,9 @@ class LoopbackTransport:
             raise TransportUnavailable("the other end is not in this process")
         return _LoopbackSource(self, local.region, region, wire)
 
+    def close(self) -> None:
+        pass
+
 
 class _LoopbackSource:
     name = "loopback"

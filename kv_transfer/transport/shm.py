@@ -117,3 +117,6 @@ class ShmTransport:
         except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
             raise TransportUnavailable(f"cannot map the target's memory: {error}") from error
         return ShmSource(local.region, peer, slot, wire)
+
+    def close(self) -> None:
+        pass

@@ -129,10 +129,13 @@ class TcpTransport:
     name = "tcp"
 
     def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
-        return {"transport": self.name}
+        return {"transport": self.name} if local.region.is_host else None
 
     def target(self, local: LocalKv, slot: int, wire: Wire) -> TargetChannel:
         return _TcpTarget(local, wire)
 
     def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
         return TcpSource(local, wire)
+
+    def close(self) -> None:
+        pass

@@ -10,8 +10,8 @@ import itertools
 import threading
 from dataclasses import dataclass, field
 
+from kv_transfer.device.base import StreamError
 from kv_transfer.nccl.binding import UNIQUE_ID_BYTES, CommConfig, NcclUnavailable, Result
-from kv_transfer.nccl.streams import StreamError
 
 GARBAGE = 0xEE
 
@@ -182,12 +182,13 @@ class FakeNccl:
     def abort(self, comm: int) -> Result:
         self._called("abort")
         found = self._comm(comm)
-        if found.move is not None:
-            if not found.move.is_send:  # half of it came
-                ctypes.memset(found.move.address, GARBAGE, found.move.size_bytes // 2 + 1)
-            found.move.is_over = True
-            found.move = None
-        return self._end(found)
+        with self.fabric.lock:
+            if found.move is not None:
+                if not found.move.is_send:  # half of it came
+                    ctypes.memset(found.move.address, GARBAGE, found.move.size_bytes // 2 + 1)
+                found.move.is_over = True
+                found.move = None
+            return self._end(found)
 
     def last_error(self, comm: int) -> str:
         return "as the test wanted"

@@ -68,6 +68,9 @@ class FlippingTransport:
     def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
         return self._inner.source(local, offer, wire)
 
+    def close(self) -> None:
+        self._inner.close()
+
 
 class _FlippingTarget:
     def __init__(self, inner: TargetChannel, strike: Callable[[list[int]], None]) -> None:

@@ -8,19 +8,18 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fake_nccl import Fabric, FakeNccl, FakeStreams
-
+from kv_transfer.device.slots import SlotRing
 from kv_transfer.nccl.actions import Op, PairTimeouts
 from kv_transfer.nccl.pair import LIVE, RECEIVER, SENDER, PairState
 from kv_transfer.nccl.pool import PairKey, Pool, PoolLimits
-from kv_transfer.nccl.slots import SlotRing
 from kv_transfer.nccl.thread import NcclThread
+from tests.unit.kv_transfer.fake_nccl import Fabric, FakeNccl, FakeStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kv_transfer.device.base import Event
     from kv_transfer.nccl.messages import PairMessage
-    from kv_transfer.nccl.streams import Event
 
 SLOT_BYTES = 64
 SLOTS = 4

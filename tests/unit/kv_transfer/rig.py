@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.link import Identity
+from kv_transfer.handshake import Identity
 from kv_transfer.settings import KvSettings
 from kv_transfer.shard import Shard, whole
 from kv_transfer.step import (
@@ -27,6 +27,7 @@ from kv_transfer.transport.tcp import TcpTransport
 from kv_transfer.worker import WorkerHalf
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.caches import Cache, geometry
+from tests.unit.kv_transfer.fake_device import NcclWorld, check_closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -190,6 +191,8 @@ class Worker:
         """Idempotent. A thread of a link may still read the cache for a moment."""
         self.half.close()
         until(lambda: all(link.is_over for link in self.half.links._all))
+        for transport in self.transports:
+            transport.close()
         self.cache.close()
 
 
@@ -222,6 +225,8 @@ class Rig:
         """Every worker, and the proof that nothing of them stays."""
         for worker in self.workers:
             worker.close()
+            for transport in worker.transports:
+                check_closed(transport)
         end = time.monotonic() + WAIT_S
         while own_threads():
             assert time.monotonic() < end, own_threads()
@@ -233,6 +238,7 @@ def by_name(name: str, loopback: Transport) -> Callable[[], Transport]:
         "loopback": lambda: loopback,
         "shm": ShmTransport,
         "tcp": TcpTransport,
+        "nccl": NcclWorld().transport,
     }
     return made[name]
 

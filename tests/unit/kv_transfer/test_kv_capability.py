@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kv_transfer.guard import MAX_STRIKES
+from kv_transfer.handshake import Identity
 from kv_transfer.layout import KvGeometry
-from kv_transfer.link import Identity
 from kv_transfer.memory import KvRegion
 from kv_transfer.messages import (
     HEADER,

@@ -25,6 +25,7 @@ from kv_transfer.messages import (
     Fail,
     Grant,
     Hello,
+    Inner,
     Message,
     Refusal,
     Welcome,
@@ -52,6 +53,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Chunk, TEXT, COUNT, COUNT, COUNT, st.integers(0, 2**64 - 1)),
     st.builds(Done, TEXT, COUNTS, SECONDS, SECONDS),
     st.builds(Fail, TEXT, TEXT),
+    st.builds(Inner, st.binary(max_size=60)),
     st.builds(Alive, st.lists(TEXT, max_size=5)),
 )
 JSON_LIKE = st.recursive(

@@ -18,8 +18,27 @@ from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, check_exact, settle, until
 
 if TYPE_CHECKING:
+    from kv_transfer.messages import Message
     from kv_transfer.transport.loopback import LoopbackTransport
     from tests.unit.kv_transfer.conftest import RigOf
+
+
+def wire_of(sock: socket.socket, sent: list[bytes]) -> Wire:
+    """A link's, of a link that nothing comes over."""
+
+    def read() -> Message:
+        raise LinkClosed("nothing comes")
+
+    return Wire(
+        sock,
+        sent.append,
+        lambda view: None,
+        lambda view: 0,
+        read,
+        lambda seconds: True,
+        lambda message: None,
+        lambda: False,
+    )
 
 
 def test_a_damaged_block_would_be_noticed(loopback_rig: Rig, loopback: LoopbackTransport) -> None:
@@ -224,7 +243,7 @@ def test_nothing_is_written_into_memory_that_a_target_has_taken_back(rig_of: Rig
     before = target.cache.snapshot()
     transport, sent = ShmTransport(), list[bytes]()
     ours, theirs = socket.socketpair()
-    wire = Wire(ours, sent.append, lambda view: None, lambda view: 0)
+    wire = wire_of(ours, sent)
     offer = transport.offer(target.cache.local, 9)
     assert offer is not None
     sending = transport.source(source.cache.local, offer, wire)

@@ -7,8 +7,10 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_nccl import FakeEvent
-from nccl_world import (
+
+from kv_transfer.nccl.binding import NcclUnavailable, Result, check_versions
+from tests.unit.kv_transfer.fake_nccl import FakeEvent
+from tests.unit.kv_transfer.nccl_world import (
     SLOT_BYTES,
     SLOTS,
     TIMEOUTS,
@@ -19,8 +21,6 @@ from nccl_world import (
     over,
     peer_is_lost,
 )
-
-from kv_transfer.nccl.binding import NcclUnavailable, Result, check_versions
 
 if TYPE_CHECKING:
     from nccl_world import Process

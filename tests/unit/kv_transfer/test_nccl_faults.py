@@ -7,12 +7,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from nccl_world import SLOT_BYTES, TIMEOUTS, Ended, World, begun, failed, over, peer_is_lost
 
 from kv_transfer.nccl.binding import Result
 from kv_transfer.nccl.messages import Abort, Clear, Finish, Identify, Offer, Refuse
 from kv_transfer.nccl.pair import PairState
 from kv_transfer.nccl.pool import PairKey
+from tests.unit.kv_transfer.nccl_world import (
+    SLOT_BYTES,
+    TIMEOUTS,
+    Ended,
+    World,
+    begun,
+    failed,
+    over,
+    peer_is_lost,
+)
 
 if TYPE_CHECKING:
     from nccl_world import Process

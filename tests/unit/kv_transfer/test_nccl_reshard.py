@@ -8,11 +8,11 @@ from itertools import product
 
 import pytest
 import torch
-from nccl_world import SLOT_BYTES, World
 
 from kv_transfer.gather import PageLayout, RankCache, gather, paged, scatter
 from kv_transfer.nccl.binding import Result
 from kv_transfer.reshard import Piece, PoolLayout, Span, plan_all, split
+from tests.unit.kv_transfer.nccl_world import SLOT_BYTES, World
 
 CHANNELS, LAYERS, HEADS, TOKENS = 2, 2, 4, 27
 TABLES = ([5, 0, 3, 2], [1, 2])

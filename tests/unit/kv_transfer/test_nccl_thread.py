@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from fake_nccl import Fabric, FakeNccl, FakeStreams
 
+from kv_transfer.device.slots import SlotRing
 from kv_transfer.errors import KvTransferError
 from kv_transfer.nccl.actions import Op, PairTimeouts
 from kv_transfer.nccl.messages import Identify, Offer
 from kv_transfer.nccl.pair import RECEIVER, SENDER
 from kv_transfer.nccl.pool import PairKey, Pool, PoolLimits
-from kv_transfer.nccl.slots import SlotRing
 from kv_transfer.nccl.thread import NcclThread
 from tests.patience import WAIT_S
+from tests.unit.kv_transfer.fake_nccl import Fabric, FakeNccl, FakeStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable

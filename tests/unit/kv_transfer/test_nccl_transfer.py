@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_nccl import FakeEvent
-from nccl_world import SLOT_BYTES, TIMEOUTS, Ended, World
 
 from kv_transfer.nccl.binding import CommConfig
 from kv_transfer.nccl.pair import PairState
 from kv_transfer.nccl.pool import CHANNEL_BYTES, PoolLimits
+from tests.unit.kv_transfer.fake_nccl import FakeEvent
+from tests.unit.kv_transfer.nccl_world import SLOT_BYTES, TIMEOUTS, Ended, World
 
 
 def test_bytes_arrive_over_a_communicator_made_on_demand() -> None:

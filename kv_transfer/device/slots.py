@@ -1,4 +1,4 @@
-"""The slots of a staging ring: who may fill which. The memory itself is its allocator's."""
+"""The slots of a staging ring: who may fill which. Their memory is in staging.py."""
 
 from __future__ import annotations
 
