@@ -48,7 +48,8 @@ class Outbox:
         """`send_all` waits for the peer; `send_some` returns how many bytes went without that."""
         self._send_all = send_all
         self._send_some = send_some
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._turn = Turn.WRITER
         self._urgent: deque[Job] = deque()
         self._waiting: deque[Job] = deque()
@@ -62,12 +63,12 @@ class Outbox:
 
     def put(self, job: Job) -> None:
         """Behind all that waits. Nothing happens before `flush`."""
-        with self._changed:
+        with self._lock:
             self._waiting.append(job)
 
     def put_next(self, job: Job) -> None:
         """Before all that waits, behind what is being done now."""
-        with self._changed:
+        with self._lock:
             self._urgent.append(job)
 
     def write(self, data: bytes) -> None:
@@ -77,7 +78,7 @@ class Outbox:
     def flush(self, limit: int) -> None:
         """Does what waits, without waiting for the peer and up to `limit` bytes of KV; the rest is
         the writer's. Nothing where somebody else has the turn. Raises what the jobs raise."""
-        with self._changed:
+        with self._lock:
             if self._turn is not Turn.NOBODY or self._closed:
                 return
             self._turn = Turn.VISITOR
@@ -87,14 +88,14 @@ class Outbox:
             self.close()  # what stands behind a job that failed must not be done
             raise
         finally:
-            with self._changed:
+            with self._lock:
                 if self._turn is Turn.VISITOR:
                     self._give(Turn.NOBODY)
 
     def serve(self) -> None:
         """The writer thread's life, until `close`. Raises what the jobs raise."""
         while True:
-            with self._changed:
+            with self._lock:
                 while self._turn is not Turn.WRITER and not self._closed:
                     self._changed.wait()
                 if self._closed:
@@ -103,13 +104,13 @@ class Outbox:
 
     def close(self) -> None:
         """Nothing more is begun. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 
     def wait_for_visitor(self) -> None:
         """After `close`: returns when no visitor is inside, which has no peer to wait for."""
-        with self._changed:
+        with self._lock:
             while self._turn is Turn.VISITOR:
                 self._changed.wait()
 
@@ -121,7 +122,7 @@ class Outbox:
     def _next(self, limit: float) -> Job | None:
         """The job to do now; None when the turn is given away."""
         while True:
-            with self._changed:
+            with self._lock:
                 if self._closed:
                     return None
                 queue = self._urgent or self._waiting
@@ -138,10 +139,12 @@ class Outbox:
             else:
                 del self._unsent[: self._send_some(bytes(self._unsent))]
                 if self._unsent:
-                    with self._changed:
+                    with self._lock:
                         self._give(Turn.WRITER)
                     return None
 
     def _give(self, turn: Turn) -> None:
         self._turn = turn
-        self._changed.notify_all()
+        # Nobody else waits for a turn that is free: do not wake the writer for it.
+        if turn is Turn.WRITER or self._closed:
+            self._changed.notify_all()

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.digest import DigestMode
 from kv_transfer.errors import KvTransferError
 from kv_transfer.handshake import Identity
 from kv_transfer.settings import KvSettings
@@ -29,7 +30,8 @@ class _Watched(WorkerHalf):
     """Tells when a transfer may be over; vLLM asks after each step instead."""
 
     def __init__(self, transport: str, epoch: str) -> None:
-        settings = KvSettings(transports=(transport,))
+        # Without digests, as the peers: this is about the transports.
+        settings = KvSettings(transports=(transport,), digest=DigestMode.OFF)
         super().__init__(settings, epoch, make(settings))
         self.over = threading.Event()
         self.wake_with(self.over.set)

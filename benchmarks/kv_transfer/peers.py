@@ -7,6 +7,7 @@ in place. The request and the answer go over a plain TCP connection, the blocks 
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from array import array
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kv_transfer.layout import KvGeometry
 
 MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
+_QUIET = {"NIXL_LOG_LEVEL": "ERROR", "MC_LOG_LEVEL": "ERROR"}
 _DEADLINE_S = 60.0
 # Its TCP transport refuses longer ones: its queue is full.
 _MOONCAKE_BATCH = 256
@@ -27,6 +29,8 @@ _MOONCAKE_BATCH = 256
 
 def missing(peer: str) -> str | None:
     """Why the peer cannot be measured here, or None."""
+    for name, quiet in _QUIET.items():  # read when the libraries are loaded, here or by a child
+        os.environ.setdefault(name, quiet)
     try:
         importlib.import_module(MODULES[peer])
     except ImportError as error:
