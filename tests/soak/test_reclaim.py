@@ -22,6 +22,7 @@ PATIENT = {
     "lease_s": HOUR_S,
     "receive_timeout_s": HOUR_S,
     "cancel_timeout_s": HOUR_S,
+    "handshake_timeout_s": HOUR_S,
     "send_timeout_s": HOUR_S,
 }
 
