@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+from tests.patience import HUNG_S, START_S
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(HUNG_S)]
+# What a busy machine does to a measurement, and the result says.
+OF_THE_MACHINE = ("sent late", "arms that should have waited used")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,13 +29,14 @@ def test_a_disaggregated_and_an_aggregated_service_are_compared(tmp_path: Path) 
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=350,
+        timeout=2 * START_S,
         check=False,
     )
-    # 3: a busy machine made the client late; then that is all that may be wrong.
+    # 3: the machine was busy; then that is all that may be wrong.
     assert done.returncode in (0, 3), done.stderr
     whole = json.loads((tmp_path / "result.json").read_text())
-    assert all("sent late" in x for x in whole["summary"]["validity"]["invalid"])
+    reasons = whole["summary"]["validity"]["invalid"]
+    assert [x for x in reasons if not any(said in x for said in OF_THE_MACHINE)] == []
     pd, one = whole["arms"]
     for name in ("max_num_batched_tokens", "dtype", "block_size", "cudagraph_mode", "device"):
         assert pd["settings"]["of_workers"][name] == one["settings"]["of_workers"][name]
