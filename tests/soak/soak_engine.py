@@ -51,7 +51,6 @@ class Prefill:
     preempt_at: int = 0
     block_ids: list[int] = field(default_factory=list)
     computed: int = 0
-    is_known: bool = False
 
     @property
     def request_id(self) -> str:
@@ -107,6 +106,7 @@ class SoakEngine:
     def prefill(self, work: Prefill) -> None:
         """Computes, and holds the blocks for the target."""
         self._waiting.append(work)
+        self._next.expected.append(SourceExpected(work.transfer_id, work.request_id))
 
     def decode(self, work: Decode) -> None:
         """Reserves blocks and grants them to the source."""
@@ -117,8 +117,7 @@ class SoakEngine:
         request_id = f"p-{transfer_id}"
         work = self._drop_waiting(request_id) or self._prefills.pop(request_id, None)
         if isinstance(work, Prefill):
-            if work.is_known:
-                self._next.ended.append(SourceEnded(transfer_id, (), False, request_id))
+            self._next.ended.append(SourceEnded(transfer_id, (), False, request_id))
             self._taken_away += work.block_ids
             self._say("freed", transfer_id)
         elif request_id in self._leased:
@@ -199,9 +198,6 @@ class SoakEngine:
 
     def _schedule(self, work: Prefill, metadata: StepMetadata) -> list[tuple[Prefill, int, int]]:
         """What of a running prefill this step fills."""
-        if not work.is_known:
-            work.is_known = True
-            metadata.expected.append(SourceExpected(work.transfer_id, work.request_id))
         if work.computed == work.blocks:
             del self._prefills[work.request_id]
             self._leased[work.request_id] = work

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from kv_transfer.transport.base import (
         LocalKv,
         SourceChannel,
-        TargetChannel,
         Transport,
         Wire,
     )
@@ -54,11 +53,8 @@ class Slow:
         self._rng = rng
         self._odds = odds
 
-    def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
-        return self._inner.offer(local, slot)
-
-    def target(self, local: LocalKv, slot: int, wire: Wire) -> TargetChannel:
-        return self._inner.target(local, slot, wire)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
         channel = self._inner.source(local, offer, wire)

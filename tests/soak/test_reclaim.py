@@ -109,6 +109,14 @@ def test_an_aborted_prefill_frees_both_sides(transport: str) -> None:
         driver.until(lambda: not transfer.is_open)
 
 
+def test_a_prefill_aborted_before_it_began_fails_its_decode(transport: str) -> None:
+    with pair(transport) as (driver, prefill, decode):
+        transfer = granted(driver, prefill, decode)
+        driver.prefill_late(transfer)
+        driver.abort(transfer, "prefill")
+        driver.until(lambda: not transfer.is_open)
+
+
 def test_a_prefill_that_nobody_takes_is_freed_by_its_abort(transport: str) -> None:
     with pair(transport) as (driver, prefill, decode):
         transfer = driver.launch("never taken", prefill, decode)
