@@ -1,4 +1,5 @@
-"""The transports of `kv_transfer`, driven as vLLM's worker process drives them."""
+"""The transports of `kv_transfer`, driven as vLLM's worker process drives them: without digests,
+as the peers, and with one of every chunk, as it is unless told otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
     from benchmarks.kv_transfer.ends import Cache
     from kv_transfer.layout import KvGeometry
 
-TRANSPORTS = ("shm", "tcp")
+# Each way's transport, and what it digests.
+WAYS = {
+    "shm": ("shm", DigestMode.OFF),
+    "shm digest": ("shm", DigestMode.ALWAYS),
+    "tcp": ("tcp", DigestMode.OFF),
+    "tcp digest": ("tcp", DigestMode.ALWAYS),
+}
 ARRIVAL_S = 60.0
 SOURCE, TARGET = "bench-source", "bench-target"
 
@@ -29,16 +36,16 @@ SOURCE, TARGET = "bench-source", "bench-target"
 class _Watched(WorkerHalf):
     """Tells when a transfer may be over; vLLM asks after each step instead."""
 
-    def __init__(self, transport: str, epoch: str) -> None:
-        # Without digests, as the peers: this is about the transports.
-        settings = KvSettings(transports=(transport,), digest=DigestMode.OFF)
+    def __init__(self, way: str, epoch: str) -> None:
+        transport, digest = WAYS[way]
+        settings = KvSettings(transports=(transport,), digest=digest)
         super().__init__(settings, epoch, make(settings))
         self.over = threading.Event()
         self.wake_with(self.over.set)
 
 
-def _half(transport: str, epoch: str, cache: Cache, geometry: KvGeometry) -> _Watched:
-    half = _Watched(transport, epoch)
+def _half(way: str, epoch: str, cache: Cache, geometry: KvGeometry) -> _Watched:
+    half = _Watched(way, epoch)
     # One token a block: what a token is does not matter here.
     half.register(
         LocalKv(cache.region(geometry), cache.shared), Identity(epoch, "bench"), whole(geometry, 1)
@@ -49,8 +56,8 @@ def _half(transport: str, epoch: str, cache: Cache, geometry: KvGeometry) -> _Wa
 class OurSource:
     """Has the blocks of a prefill that ended, and waits for the grant."""
 
-    def __init__(self, transport: str, cache: Cache, geometry: KvGeometry) -> None:
-        self._half = _half(transport, SOURCE, cache, geometry)
+    def __init__(self, way: str, cache: Cache, geometry: KvGeometry) -> None:
+        self._half = _half(way, SOURCE, cache, geometry)
 
     def facts(self) -> Any:
         return self._half.address
@@ -76,9 +83,9 @@ class OurSource:
 class OurTarget:
     """Grants its blocks; measures until the source's word that all are in place."""
 
-    def __init__(self, transport: str, cache: Cache, geometry: KvGeometry) -> None:
-        self._half = _half(transport, TARGET, cache, geometry)
-        self._transport = transport
+    def __init__(self, way: str, cache: Cache, geometry: KvGeometry) -> None:
+        self._half = _half(way, TARGET, cache, geometry)
+        self._transport, _ = WAYS[way]
         self._source = ""
 
     def facts(self) -> Any:

@@ -12,7 +12,7 @@ from benchmarks.errors import BenchError
 from benchmarks.kv_transfer.cases import Case, Trip, geometry, trip
 from benchmarks.kv_transfer.ends import Cache, WayEnd, serve
 from benchmarks.kv_transfer.floors import MemcpyEnd, StreamEnd
-from benchmarks.kv_transfer.ours import TRANSPORTS, OurSource, OurTarget
+from benchmarks.kv_transfer.ours import WAYS, OurSource, OurTarget
 from benchmarks.kv_transfer.peers import MODULES, PeerEnd
 
 if TYPE_CHECKING:
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 CEILING = {
     "memcpy": "memcpy",
     "shm": "memcpy",
+    "shm digest": "memcpy",
     "nixl": "memcpy",
     "loopback": "loopback",
     "tcp": "loopback",
+    "tcp digest": "loopback",
     "mooncake": "loopback",
 }
 FLOORS = ("memcpy", "loopback")
@@ -38,7 +40,7 @@ SHORT_BYTES, SHORT_FACTOR = 32 << 20, 4
 
 def make_end(way: str, role: str, cache: Cache, layout: KvGeometry) -> WayEnd:
     """One end of a way, in the process that it is for."""
-    if way in TRANSPORTS:
+    if way in WAYS:
         end = OurSource if role == "source" else OurTarget
         return end(way, cache, layout)
     if way in MODULES:

@@ -19,7 +19,10 @@ from benchmarks.kv_transfer.pair import Measured, ratio
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-WAYS = {"memcpy": "memcpy", "shm": "memcpy", "loopback": "loopback", "tcp": "loopback"}
+WAYS = {
+    **dict.fromkeys(("memcpy", "shm", "shm digest"), "memcpy"),
+    **dict.fromkeys(("loopback", "tcp", "tcp digest"), "loopback"),
+}
 
 
 @pytest.fixture
