@@ -61,6 +61,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 engine.cancel(stream_id)
             case ("status",):
                 write_frame(writer, ("status", (engine.load(), engine.ledger())))
+            case ("kv",):
+                write_frame(writer, ("kv", engine.kv_state()))
             case ("close",):
                 await engine.close()
                 threads = [t.name for t in threading.enumerate() if t.name == "vllm-step"]

@@ -22,6 +22,7 @@ from workers.vllm_settings import KvSettings, VllmSettings
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kv_transfer.snapshot import KvState
     from pdserve.types import (
         ErrorInfo,
         FinishReason,
@@ -234,6 +235,11 @@ class EngineProcess:
     async def status(self) -> tuple[WorkerLoad | None, KvLedger]:
         """Load and ledger now."""
         value: tuple[WorkerLoad | None, KvLedger] = await self._ask("status", WAIT_S)
+        return value
+
+    async def kv_state(self) -> KvState | None:
+        """The KV plane, as each process that runs the model was last seen."""
+        value: KvState | None = await self._ask("kv", 30.0)
         return value
 
     async def until_empty(self, timeout_s: float = WAIT_S) -> tuple[WorkerLoad | None, KvLedger]:
