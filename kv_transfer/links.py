@@ -175,7 +175,7 @@ class Links:
                 taken_at=now,
                 transfers=tuple(transfer_views(self.sources, self.targets, geometry, now)),
                 links=tuple(link_views(self._all, now)),
-                quarantined_slots=len(self._fencing),
+                quarantined_slots=len(self._fencing) + sum(t.lost_slots for t in self._transports),
                 totals=totals_of(self.counters, self.sources, self.targets),
             )
 

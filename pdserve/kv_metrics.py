@@ -42,7 +42,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[KvReport], float]], ...] = (
     ("transfers", "Transfers that hold blocks.", lambda report: report.ledger.transfers),
     (
         "quarantined_slots",
-        "Ways into this worker's memory that are given up and not known to be idle.",
+        "Ways into this worker's memory, and staging, given up and not known to be idle.",
         lambda report: report.quarantined_slots,
     ),
 )

@@ -319,7 +319,7 @@ class KvLedger:
 class KvReport:
     """A worker's KV plane in figures. `links` counts those that are up, by transport; `totals` what
     has happened since the worker started, by name. A quarantined slot is a peer's way into this
-    worker's memory that was given up and is not yet known to be idle."""
+    worker's memory, or staging of a transport, that was given up and is not known to be idle."""
 
     ledger: KvLedger
     quarantined_slots: int = 0

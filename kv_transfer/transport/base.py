@@ -126,6 +126,11 @@ class Transport(Protocol):
 
     name: str
 
+    @property
+    def lost_slots(self) -> int:
+        """Staging that may yet be written to, and is not given out again."""
+        ...
+
     def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
         """Target: what a source needs to use this transport here, or None where it cannot be used.
         `slot` is this link's number, never used twice."""

@@ -28,6 +28,7 @@ class LoopbackTransport:
     """One instance serves both ends. `on_push` runs before each copy and may raise OSError."""
 
     name = "loopback"
+    lost_slots = 0
 
     def __init__(self, on_push: PushHook | None = None) -> None:
         self.on_push = on_push

@@ -83,6 +83,7 @@ class ShmTransport:
     """Works between processes of one user on one running kernel."""
 
     name = "shm"
+    lost_slots = 0
 
     def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
         if local.shared is None:

@@ -127,6 +127,7 @@ class TcpTransport:
     """Works between any two hosts."""
 
     name = "tcp"
+    lost_slots = 0
 
     def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
         return {"transport": self.name} if local.region.is_host else None

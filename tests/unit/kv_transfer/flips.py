@@ -51,6 +51,8 @@ class Flips:
 class FlippingTransport:
     """`inner`, and `flips` at the receiving end."""
 
+    lost_slots = 0
+
     def __init__(self, inner: Transport, flips: Flips) -> None:
         self.name = inner.name
         self._inner = inner

@@ -108,6 +108,12 @@ def test_a_way_into_memory_is_quarantined_until_it_is_idle(
     assert look(target).quarantined_slots == 0
 
 
+def test_staging_that_a_transport_has_lost_stays_quarantined(loopback_rig: Rig) -> None:
+    worker = loopback_rig.worker()
+    worker.transports[0].lost_slots = 2  # type: ignore[misc]
+    assert look(worker).quarantined_slots == 2
+
+
 def test_ranks_are_added_up_and_only_links_that_are_up_are_counted() -> None:
     def link(state: str, transport: str) -> LinkView:
         return LinkView(SOURCE, state, transport, "", "", "", 1.0)
