@@ -2,7 +2,8 @@
 own memory then. What differs was damaged by copy, mapping, network or memory.
 
 xxh3 is quick and not a signature: it finds accidents, not forgeries. It depends on the bytes alone,
-not on the pieces they come in, so the two ends may cut their memory differently.
+not on the pieces they come in, so the two ends may cut their memory differently. KV in GPU memory
+gets none: there the bytes are out of this process's reach.
 """
 
 from __future__ import annotations
