@@ -67,6 +67,11 @@ class Cache:
             start = g.page_offset(layer, block)
             self._memory[start : start + g.page_bytes] = page
 
+    def put(self, block: int, layer: int, page: bytes) -> None:
+        """One page's content."""
+        start = self.region.geometry.page_offset(layer, block)
+        self._memory[start : start + len(page)] = page
+
     def close(self) -> None:
         """Idempotent; when nobody touches the region any more."""
         if self.shared is not None and isinstance(self._memory, mmap.mmap):
