@@ -72,8 +72,9 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def _main(fd: int) -> None:
-    if "PDSERVE_TEST_CORRUPT" in os.environ:
-        importlib.import_module("tests.vllm.corrupt")
+    for name in ("corrupt", "overlap"):
+        if f"PDSERVE_TEST_{name.upper()}" in os.environ:
+            importlib.import_module(f"tests.vllm.{name}")
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
     try:
         await _serve(reader, writer)

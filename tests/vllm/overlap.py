@@ -1,0 +1,64 @@
+"""Loaded into a prefill engine's process: the last chunk of each prompt computes until every block
+before it has been copied, and what happened is written to a file.
+
+However slow the machine is, the copies have the time of one chunk; were they made only when the
+prompt is computed, or did they need the step that waits for them, that would never be over.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.source import SourceTable
+from kv_transfer.worker import WorkerHalf
+from tests.patience import WAIT_S
+
+if TYPE_CHECKING:
+    from kv_transfer.source_actions import PushChunk
+    from kv_transfer.step import StepMetadata
+
+_EVENTS = Path(os.environ["PDSERVE_TEST_OVERLAP"])
+_PROMPT = int(os.environ["PDSERVE_TEST_OVERLAP_TOKENS"])
+_grant, _end_copy, _after_step = SourceTable.grant, SourceTable.end_copy, WorkerHalf.after_step
+_copied: dict[str, int] = {}
+_computed: dict[str, int] = {}
+
+
+def _note(*words: object) -> None:
+    with _EVENTS.open("a", encoding="ascii") as file:
+        file.write(" ".join(str(word) for word in (*words, time.monotonic())) + "\n")
+
+
+def _noted_grant(self: SourceTable[Any], link: Any, grant: Any, now: float) -> Any:
+    actions = _grant(self, link, grant, now)
+    _note("granted", len(grant.block_ids))
+    return actions
+
+
+def _noted_copy(
+    self: SourceTable[Any], chunk: PushChunk[Any], now: float, seconds: float, *, copied: bool
+) -> Any:
+    actions = _end_copy(self, chunk, now, seconds, copied=copied)
+    _copied[chunk.transfer_id] = chunk.first + len(chunk.source_ids)
+    _note("copied", _copied[chunk.transfer_id])
+    return actions
+
+
+def _noted_step(self: WorkerHalf, metadata: StepMetadata) -> None:
+    for part in metadata.progress:
+        before = _computed.get(part.transfer_id, 0)
+        _computed[part.transfer_id] = part.ready_tokens
+        if part.ready_tokens == _PROMPT:
+            end = time.monotonic() + WAIT_S
+            while _copied.get(part.transfer_id, 0) < before // 32 and time.monotonic() < end:
+                time.sleep(0.001)
+        _note("computed", part.ready_tokens)
+    _after_step(self, metadata)
+
+
+SourceTable.grant = _noted_grant  # type: ignore[method-assign]
+SourceTable.end_copy = _noted_copy  # type: ignore[method-assign]
+WorkerHalf.after_step = _noted_step  # type: ignore[method-assign]
