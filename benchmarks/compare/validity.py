@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
     from benchmarks.compare.result import CompareResult, Measurement
 
-# Cores that waiting arms may use together, and that others may before it is said.
+# Cores that waiting arms may use together.
 IDLE_ARMS_CORES: Final = 0.1
-OTHERS_CORES: Final = 0.2
+# The share of the cores that other processes may use before it is said, and before it spoils a run:
+# then arms do not have the cores that they are said to have.
+OTHERS_SHARE: Final = 0.1
+OTHERS_SHARE_LIMIT: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,12 @@ def _reasons(result: CompareResult) -> Iterator[str]:
         if use.idle_arms_s > IDLE_ARMS_CORES * use.window_s:
             cores = use.idle_arms_s / use.window_s
             yield f"{where}: arms that should have waited used {cores:.2f} cores"
+    share = _others_share(result)
+    if share > OTHERS_SHARE_LIMIT:
+        yield (
+            f"other processes used {share:.0%} of the cores, so that the arms did not have theirs; "
+            "measure on a quieter machine"
+        )
     yield from _unequal_rounds(result)
     for arm in result.arms:
         records = [r for m in result.of(arm.name, "round") for r in m.records]
@@ -84,11 +93,19 @@ def _cautions(result: CompareResult) -> Iterator[str]:
     if repeated:
         total = len(result.measurements)
         yield f"{repeated} of {total} replays were repeated because the client had been late"
-    window_s = sum(m.processor.window_s for m in result.measurements)
-    others = sum(m.processor.others_s for m in result.measurements) / window_s if window_s else 0.0
-    if others > OTHERS_CORES:
-        yield f"other processes used {others:.1f} of the cores meanwhile; absolute times suffer"
+    share = _others_share(result)
+    if OTHERS_SHARE < share <= OTHERS_SHARE_LIMIT:
+        yield f"other processes used {share:.0%} of the cores meanwhile"
     yield from _shared_cores(result)
+
+
+def _others_share(result: CompareResult) -> float:
+    """The share of this process's cores that neither an arm nor this client used, on average."""
+    cores = result.host.get("cores")
+    window_s = sum(m.processor.window_s for m in result.measurements)
+    if not isinstance(cores, int) or not cores or not window_s:
+        return 0.0
+    return sum(m.processor.others_s for m in result.measurements) / window_s / cores
 
 
 def _shared_cores(result: CompareResult) -> Iterator[str]:

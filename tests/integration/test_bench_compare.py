@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(HUNG_S)
 # What a busy machine does to a measurement, and the result says.
-OF_THE_MACHINE = ("sent late", "arms that should have waited used")
+OF_THE_MACHINE = ("sent late", "arms that should have waited used", "other processes used")
 FAST = ("--engine", "fake", "--rate", "20", "--set", "worker.engine_args.step_s=0.002")
 
 
