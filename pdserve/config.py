@@ -81,7 +81,7 @@ class KvConfig:
     transports: tuple[str, ...] = key(
         ("shm", "tcp"),
         "Transports offered, the preferred one first.",
-        choices=("shm", "tcp", "nccl"),
+        choices=("shm", "tcp", "nccl", "cuda_ipc"),
         not_empty=True,
     )
     lease_s: float = key(
@@ -104,7 +104,7 @@ class KvConfig:
     )
     staging_slots: int = key(
         4,
-        "With nccl: staging slots a direction, in GPU memory beside the KV cache.",
+        "With nccl and cuda_ipc: staging slots a direction, in GPU memory beside the KV cache.",
         minimum=2,
         maximum=256,
     )

@@ -6,5 +6,6 @@ needs it is configured.
     cuda     a GPU: the runtime's memory, streams and events, and the gather kernels
     region   a KV cache in GPU memory, as vLLM lays it out
     slots    a staging ring's slots, and which of them are unsafe
+    waiting  for a copy, by asking
     staging  a ring of them with its memory, shared by the links of a process
 """

@@ -46,8 +46,8 @@ class StreamOps(Protocol):
 class Mover(Protocol):
     """Copies whole blocks between a KV cache and staging memory, where they lie one behind the
     other in one form, whatever the cache's strides. Neither call waits for the copy: the event
-    fires when it is done. Both raise StreamError, and KvTransferError, having begun nothing, where
-    an id is no block of the cache."""
+    fires when it is done. Both raise, having begun nothing, StreamError, and
+    KvTransferError where an id is no block of the cache."""
 
     def gather(self, block_ids: Sequence[int], address: int) -> Event:
         """Blocks → staging."""
@@ -75,4 +75,24 @@ class Device(StreamOps, Protocol):
 
     def mover(self, region: KvRegion) -> Mover:
         """For one KV cache. Raises UnsupportedLayout where the cache is not on this device."""
+        ...
+
+
+class SharingDevice(Device, Protocol):
+    """One whose memory other processes of the host may map. All raise StreamError."""
+
+    def copy(self, target: int, source: int, size_bytes: int) -> Event:
+        """Begins a copy from memory of this process to any that it has mapped."""
+        ...
+
+    def export_memory(self, address: int) -> bytes:
+        """By which another process maps what `allocate` gave."""
+        ...
+
+    def open_memory(self, handle: bytes) -> int:
+        """Maps another process's memory; once a handle until `close_memory`."""
+        ...
+
+    def close_memory(self, address: int) -> None:
+        """Unmaps it."""
         ...

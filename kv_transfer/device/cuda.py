@@ -100,6 +100,18 @@ class CudaDevice:
         self.runtime.copy(target, source, size_bytes, stream)
         return self.runtime.record(stream)
 
+    def export_memory(self, address: int) -> bytes:
+        self.bind()
+        return self.runtime.export_memory(address)
+
+    def open_memory(self, handle: bytes) -> int:
+        self.bind()
+        return self.runtime.open_memory(handle)
+
+    def close_memory(self, address: int) -> None:
+        self.bind()
+        self.runtime.close_memory(address)
+
     def move(self, region: DeviceRegion, block_ids: Sequence[int], address: int, how: str) -> Event:
         """Begins a gather or a scatter. It waits, on the GPU, for what the engine had begun when
         its last step was noted: that may still write, or read, the blocks."""

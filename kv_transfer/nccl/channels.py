@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kv_transfer.device.staging import LOOK_S, parts
+from kv_transfer.device.waiting import wait_for
 from kv_transfer.errors import KvTransferError, LinkClosed, ProtocolError
 from kv_transfer.messages import Inner, decode, encode, pack
 from kv_transfer.nccl.actions import Op
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from kv_transfer.nccl.thread import NcclThread
     from kv_transfer.transport.base import Wire
 
-# How long a copy between slot and blocks may take, and how often it is asked.
-COPY_S = 10.0
-ASK_S = 0.0002
 # How often who waits for bytes looks whether a message has come.
 READ_S = 0.001
 
@@ -69,15 +67,6 @@ class Kv:
     region: KvRegion
     staging: Staging
     slot_bytes: int
-
-
-def wait_for(device: Device, event: Event) -> None:
-    """Until the event has fired. Raises StreamError, and KvTransferError when it takes too long."""
-    end = time.monotonic() + COPY_S
-    while not device.query(event):
-        if time.monotonic() >= end:
-            raise KvTransferError(f"a copy on the GPU did not end in {COPY_S:g} s")
-        time.sleep(ASK_S)
 
 
 class _End:
@@ -242,7 +231,7 @@ class NcclSource(_End):
         try:
             gathered = mover.gather(block_ids, staging.address(slot))
         except KvTransferError:
-            staging.lose(slot)
+            staging.release(slot)
             raise
         op_id = str(next(self._numbers))
         self._submit(op_id, slot, len(block_ids) * block_bytes, gathered)

@@ -29,13 +29,21 @@ def _nccl(settings: KvSettings) -> Transport:
     )
 
 
+def _cuda_ipc(settings: KvSettings) -> Transport:
+    from kv_transfer.device.cuda import current_device
+    from kv_transfer.transport import cuda_ipc
+
+    return cuda_ipc.CudaIpcTransport(current_device(), cuda_ipc.limits_from(settings))
+
+
 _MAKERS: dict[str, Callable[[KvSettings], Transport]] = {
     "shm": lambda settings: ShmTransport(),
     "tcp": lambda settings: TcpTransport(),
     "nccl": _nccl,
+    "cuda_ipc": _cuda_ipc,
 }
 # Those that move a cache in GPU memory; the others move one in host memory.
-ON_GPU = frozenset({"nccl"})
+ON_GPU = frozenset({"nccl", "cuda_ipc"})
 
 
 def make(settings: KvSettings) -> list[Transport]:

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.errors import ProtocolError
+from kv_transfer.ipc import messages as ipc
 from kv_transfer.messages import HEADER, Cancel, Inner, Message, decode, encode, pack
 from kv_transfer.nccl import messages as nccl
 
 COUNT = st.integers(0, 2**63)
 TEXT = st.text(max_size=20)
-TABLES = {"nccl": nccl.KINDS}
+TABLES = {"nccl": nccl.KINDS, "cuda_ipc": ipc.KINDS}
 MESSAGES: dict[str, st.SearchStrategy[Message]] = {
     "nccl": st.one_of(
         st.builds(nccl.Identify, COUNT, st.binary(max_size=130)),
@@ -27,6 +28,11 @@ MESSAGES: dict[str, st.SearchStrategy[Message]] = {
         st.builds(nccl.Abort, COUNT, TEXT),
         st.builds(nccl.Finish, COUNT),
         st.builds(nccl.Moved),
+    ),
+    "cuda_ipc": st.one_of(
+        st.builds(ipc.Begin, COUNT),
+        st.builds(ipc.Credit, COUNT),
+        st.builds(ipc.Landed, COUNT, COUNT),
     ),
 }
 ANYTHING = st.recursive(

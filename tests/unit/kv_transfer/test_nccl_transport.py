@@ -171,7 +171,7 @@ def test_blocks_are_not_free_before_a_scatter_has_ended(
     nccl_rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link is down and its reader is gone; the GPU may still write into the blocks."""
-    monkeypatch.setattr("kv_transfer.nccl.channels.COPY_S", 0.0)
+    monkeypatch.setattr("kv_transfer.device.waiting.COPY_S", 0.0)
     source, target = nccl_rig.pair(lease_s=3600.0)
     device_of(target).holds = True
     target.start(source, "t", TO, N)
