@@ -41,7 +41,7 @@ CPU_MEAN_INPUT: Final = 512
 class CompareSettings:
     """Everything that decides what is compared, and how.
 
-    ``scale_lengths`` None is 1 on an accelerator and a power of a half on a processor. ``probes``
+    ``scale_lengths`` None is a power of a half where arms started here have no accelerator, else 1. ``probes``
     0 makes no sweep; otherwise every arm has that many at the most.
     """
 
@@ -157,7 +157,8 @@ async def _start(
     devices = {d for x in facts if x.settings for d in x.settings.of_workers.get("device", ())}
     scale = settings.scale_lengths
     if scale is None:
-        scale = fitting_scale(trace) if devices <= {"cpu"} else Fraction(1)
+        is_on_cpu = any(x.settings for x in facts) and devices <= {"cpu"}
+        scale = fitting_scale(trace) if is_on_cpu else Fraction(1)
     limits = [settings.max_total_tokens, *(model.max_model_len for model in served)]
     return replace(
         settings,

@@ -76,7 +76,7 @@ def _arm_text(arm: ArmFacts) -> str:
     chosen = ("engine", "dtype", "block_size", "max_num_batched_tokens", "cudagraph_mode")
     facts = [f"{name} {'/'.join(s.of_workers[name])}" for name in chosen if name in s.of_workers]
     return (
-        f"{workers} worker(s) on {s.cores} cores over {arm.face}, {arm.model}, {', '.join(facts)}, "
+        f"{workers} on {s.cores} cores over {arm.face}, {arm.model}, {', '.join(facts)}, "
         f"KV cache {s.kv_cache_tokens:,} tokens"
     )
 
