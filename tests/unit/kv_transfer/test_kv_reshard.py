@@ -3,6 +3,7 @@ the ranks that have them; and what happens where one rank of several breaks off.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import pytest
 from kv_transfer.reshard import PoolLayout
 from kv_transfer.shard import Shard
 from kv_transfer.step import SourceEnded, SourceExpected, SourceProgress, TargetStart, Unneeded
+from pdserve.capability import KEY_BYTES, Capability, CapabilityKey, WorkerStart, mint
 from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import BLOCK_SIZE, FROM, TO, TOKENS, N, Rig, Worker, until
 
@@ -230,3 +232,30 @@ def test_a_source_of_so_many_ranks_that_no_plan_fits_is_refused(tcp_rig: Rig) ->
     target.step(starts=[TargetStart("t", "d-t", addresses, "e", 0, N, TO)])
     assert target.ranks[0].failures == {"d-t": "num_kv_heads 4 over tp 3"}
     settle(target)
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2), (4, 2)])
+def test_every_rank_asks_for_the_one_right_to_the_transfer(
+    tcp_rig: Rig, source_tp: int, target_tp: int
+) -> None:
+    """One capability for all: the ranks of a worker have its name and its one epoch."""
+    key = CapabilityKey(b"k" * KEY_BYTES)
+    source = pool(tcp_rig, source_tp, name="s", worker_id="p0", kv_key=key)
+    target = pool(tcp_rig, target_tp, name="t", worker_id="d0")
+    ends = (WorkerStart("p0", source.epoch), WorkerStart("d0", target.epoch))
+    right = mint(key, Capability("t", *ends, int(time.time()) + 3600))
+    source.prefill()
+    for transfer_id, capability in (("t", ""), ("other", right), ("t", right)):
+        start = TargetStart(
+            transfer_id, f"d-{capability}", source.addresses, source.epoch, 0, N, TO, capability
+        )
+        target.step(starts=[start])
+        until(lambda: all(rank.is_empty for rank in target.ranks), *target.ranks, *source.ranks)
+    for rank in target.ranks:
+        assert rank.failed == ["d-", f"d-{right}"]
+        assert list(rank.arrivals) == [f"d-{right}"]
+        assert rank.failures["d-"] == "refused: no capability was presented"
+    settle(source, target)
+    assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
+    refused = sum(rank.half.counters.refused_capabilities for rank in source.ranks)
+    assert refused >= 2 * max(source_tp, target_tp)
