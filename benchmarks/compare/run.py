@@ -41,8 +41,8 @@ CPU_MEAN_INPUT: Final = 512
 class CompareSettings:
     """Everything that decides what is compared, and how.
 
-    ``scale_lengths`` None is a power of a half where arms started here have no accelerator, else 1. ``probes``
-    0 makes no sweep; otherwise every arm has that many at the most.
+    ``scale_lengths`` None is a power of a half where arms started here have no accelerator, else 1.
+    ``probes`` 0 makes no sweep; otherwise every arm has that many at the most.
     """
 
     trace: str
