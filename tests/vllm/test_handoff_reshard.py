@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -24,7 +25,6 @@ from workers.vllm_settings import KvSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
     from kv_transfer.snapshot import KvState
     from pdserve.types import FinishReason
@@ -207,11 +207,15 @@ async def test_a_rank_that_is_killed_half_way_costs_no_request(
 ) -> None:
     source, decode, ids = await wide(tiny_model), pair_tcp.decode, prompt(600, 33)
     middle, first, stream = await held_half_way(source, decode, ids)
-    rank_at(source, source.addresses[1]).kill()
+    victim = rank_at(source, source.addresses[1])
+    shared = {Path(m.path) for m in victim.memory_maps() if m.path.startswith("/dev/shm/vllm")}
+    victim.kill()
     await falls_back(aggregated, decode, ids, stream, first)
     await all_empty(decode)
     await middle.close()
     await source.close()
+    for path in shared:  # of vLLM's collectives, which a killed rank leaves behind
+        path.unlink(missing_ok=True)
 
 
 def rank_at(engine: EngineProcess, address: str) -> psutil.Process:
