@@ -24,8 +24,8 @@ PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 CODE := pdserve router workers kv_transfer benchmarks
 
-.PHONY: help install run test test-unit test-vllm lint format typecheck proto proto-check docs check \
-	bench clean
+.PHONY: help install run test test-unit test-vllm test-gpu lint format typecheck proto proto-check \
+	docs check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,10 +40,13 @@ test: check ## everything: lint, types, protos and all tests, those on real vLLM
 	$(BIN)/python -m pytest $(ARGS)
 
 test-unit: $(STAMP) ## the tests that need no vLLM
-	$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+	$(BIN)/python -m pytest -m "not vllm and not gpu" $(ARGS)
 
 test-vllm: $(STAMP) ## the tests on real vLLM engines
 	$(BIN)/python -m pytest -m vllm $(ARGS)
+
+test-gpu: $(STAMP) ## the tests on a CUDA GPU; they say why where they skip
+	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
 
 check: lint typecheck proto-check ## all that can be said without running the code
 

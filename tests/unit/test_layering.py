@@ -26,6 +26,8 @@ TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "router": (frozenset({"pdserve"}), frozenset()),
     "benchmarks": (frozenset({"pdserve"}), frozenset()),
 }
+# Measure the KV plane without engines; on a GPU, with torch.
+MEASURES_KV = ("benchmarks/kv_transfer/", "benchmarks/gpu/")
 # The demo model is trained with torch, and by nothing that serves.
 TRAINING = frozenset({"pdserve/demo/train.py", "pdserve/demo/batches.py"})
 
@@ -66,10 +68,10 @@ def trespasses(package: str) -> Iterator[str]:
                 if name.startswith("pdserve/commands/") and is_late:
                     continue
                 # Measures the KV plane without engines: an HTTP endpoint does not show it.
-                if name.startswith("benchmarks/kv_transfer/") and top == "kv_transfer":
+                if name.startswith(MEASURES_KV) and top == "kv_transfer":
                     continue
                 yield f"{name}:{line} imports {module}"
-            if top in HEAVY and top not in heavy:
+            if top in HEAVY and top not in heavy and not name.startswith("benchmarks/gpu/"):
                 yield f"{name}:{line} imports {module}"
 
 

@@ -1,0 +1,1 @@
+"""How fast blocks get in and out of staging on a GPU."""
