@@ -93,6 +93,7 @@ def _ours(stack: ExitStack, directory: Path, step_s: float, streams: int) -> Rou
     command = [
         *(sys.executable, "-m", "pdserve", "up", "--engine", "fake"),
         *("--set", f"worker.engine_args={engine}, clock_text: true}}"),
+        *("--set", f"router.max_running_requests={streams + 16}"),
         *("--http-port", "0", "--grpc-port", "0"),
         *("--ready-file", str(ready), "--run-dir", str(directory / "run")),
     ]
