@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SCHEMA: Final = "pdserve.bench.standard/1"
+_KEPT: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-*.json"
 _LIMITS: Final = ("--slo-ttft", "1000", "--slo-tpot", "100")
 
 SETS: Final[Mapping[str, tuple[str, ...]]] = {
     "chat": (
-        *("--trace", "chat", "--rate", "2", "--requests", "20", "--rounds", "5"),
-        *("--sweep", "5", "--probe-seconds", "10"),
+        *("--trace", "chat", "--rate", "6", "--requests", "60", "--rounds", "5"),
+        *("--sweep", "5", "--probe-seconds", "8"),
         *_LIMITS,
     ),
     "longchat": (
-        *("--trace", "longchat", "--rate", "1", "--requests", "12", "--rounds", "5"),
+        *("--trace", "longchat", "--rate", "4", "--requests", "40", "--rounds", "5"),
         *_LIMITS,
     ),
 }
@@ -80,5 +81,5 @@ def read_standard(path: Path) -> StandardResult:
 
 def newest(directory: Path) -> StandardResult | None:
     """The run that was made last of those that are kept; raises :class:`BenchError`."""
-    runs = [read_standard(path) for path in sorted(directory.glob("*.json"))]
+    runs = [read_standard(path) for path in sorted(directory.glob(_KEPT))]
     return max(runs, key=lambda run: run.created, default=None)

@@ -75,7 +75,9 @@ def test_a_kept_run_is_named_by_day_and_machine_and_the_newest_is_found(tmp_path
     found = newest(tmp_path)
     assert found is not None
     assert found.created == RUN.created
-    (tmp_path / "wrong.json").write_text("{}")
+    (tmp_path / "other.json").write_text("{}")
+    assert newest(tmp_path) == found
+    (tmp_path / "2026-01-01-wrong.json").write_text("{}")
     with pytest.raises(BenchError, match="not a run of the standard set"):
         newest(tmp_path)
 
@@ -136,5 +138,5 @@ def test_options_go_to_every_comparison(root: Path, monkeypatch: pytest.MonkeyPa
     status, made = run(root, monkeypatch, RUN.results["chat"], "--rounds", "9", "--seed", "4")
     assert status == 0
     assert {(settings.rounds, settings.seed) for settings in made} == {(9, 4)}
-    assert {settings.requests for settings in made} == {20, 12}
+    assert {settings.requests for settings in made} == {60, 40}
     assert run(root, monkeypatch, LATE, "--baseline", "9A")[0] == 2
