@@ -56,7 +56,7 @@ class Vllm:
             external_req_id="r",
             prompt_token_ids=[1, 2, 3],
             mm_features=None,
-            sampling_params=to_vllm(work),
+            sampling_params=to_vllm(work, {}),
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
