@@ -125,7 +125,7 @@ def _start(stack: ExitStack, command: Sequence[str], log: Path) -> psutil.Proces
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
