@@ -22,7 +22,7 @@ from benchmarks.compare.table import render_compare
 from benchmarks.errors import BenchError
 from benchmarks.report import stdout_console
 from benchmarks.standard.readme import with_table
-from benchmarks.standard.sets import SETS, StandardResult, newest, write_standard
+from benchmarks.standard.sets import ROOT, SETS, StandardResult, newest, write_standard
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from benchmarks.compare.result import CompareResult
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 EXIT_BAD_INPUT: Final = 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.compare.result import CompareResult, dump, from_json, to_json, write_text
@@ -12,8 +13,8 @@ from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
+ROOT: Final = Path(__file__).resolve().parents[2]
 SCHEMA: Final = "pdserve.bench.standard/1"
 _KEPT: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-*.json"
 _LIMITS: Final = ("--slo-ttft", "1000", "--slo-tpot", "100")
@@ -63,7 +64,9 @@ def write_standard(run: StandardResult, directory: Path) -> Path:
     path = directory / run.file_name
     directory.mkdir(parents=True, exist_ok=True)
     results = {name: to_json(result) for name, result in run.results.items()}
-    write_text(path, dump({"schema": SCHEMA, "created": run.created, "results": results}))
+    text = dump({"schema": SCHEMA, "created": run.created, "results": results})
+    # What is kept is published: where this checkout lies is nobody's business.
+    write_text(path, text.replace(f"{ROOT}/", ""))
     return path
 
 

@@ -140,3 +140,10 @@ def test_options_go_to_every_comparison(root: Path, monkeypatch: pytest.MonkeyPa
     assert {(settings.rounds, settings.seed) for settings in made} == {(9, 4)}
     assert {settings.requests for settings in made} == {60, 40}
     assert run(root, monkeypatch, LATE, "--baseline", "9A")[0] == 2
+
+
+def test_a_kept_run_does_not_say_where_the_checkout_lies(tmp_path: Path) -> None:
+    results = {name: replace(r, baseline=f"{ROOT}/model") for name, r in RUN.results.items()}
+    kept = write_standard(StandardResult(RUN.created, results), tmp_path)
+    assert str(ROOT) not in kept.read_text(encoding="utf-8")
+    assert {r.baseline for r in read_standard(kept).results.values()} == {"model"}
