@@ -15,6 +15,7 @@ from pdserve.config_schema import overlay as overlay_keys
 from pdserve.types import Role
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+POLICIES = ("least_loaded", "power_of_two", "round_robin")
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "pdserve-demo"
 
@@ -33,6 +34,7 @@ class RouterConfig:
     grpc_port: int = key(
         8001, "Port of the gRPC face; 0 takes a free one.", minimum=0, maximum=65535
     )
+    policy: str = key("least_loaded", "How requests are placed on workers.", choices=POLICIES)
     max_running_requests: int = key(256, "Requests placed on workers at one time.", minimum=1)
     max_queued_requests: int = key(
         1024, "Requests that may wait; one more is refused with 429.", minimum=0

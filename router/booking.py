@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import ContextLengthExceeded
 from pdserve.types import Role
-from router.placement import Demand, check_known, place_recompute
+from router.placement.context import NO_CONTEXT
+from router.placement.pairing import check_known
+from router.placement.recompute import place_recompute
+from router.placement.values import Demand
 from router.pool import Charge
 
 if TYPE_CHECKING:
     from pdserve.types import GenerateRequest
     from router.fleet import Fleet
-    from router.placement import Placement, Policy
-    from router.pool import Member
+    from router.placement.context import PlacementContext
+    from router.placement.policies.by_name import Policy
+    from router.placement.values import Decision, Placement
+    from router.pool import Member, WorkerPool
     from router.quarantine import Pair
 
 
@@ -22,18 +27,21 @@ class Booking:
     """A placement and its charges. Releasing again does nothing. `is_trial` says that a pair which
     was quarantined is tried with it."""
 
-    __slots__ = ("decode", "decode_charge", "is_trial", "prefill", "prefill_charge")
+    __slots__ = ("decision", "decode", "decode_charge", "is_trial", "prefill", "prefill_charge")
 
-    def __init__(self, placement: Placement, demand: Demand) -> None:
+    def __init__(self, decision: Decision, placement: Placement, pool: WorkerPool) -> None:
+        demand = decision.demand
+        self.decision = decision
         self.is_trial = False
-        self.decode: Member = placement.decode
-        self.prefill: Member | None = placement.prefill
+        self.decode: Member = pool.members[placement.decode.worker_id]
+        self.prefill: Member | None = None
         self.prefill_charge: Charge | None = None
         if placement.prefill is None:
-            self.decode_charge = whole_charge(placement.decode, demand)
+            self.decode_charge = whole_charge(self.decode, demand)
         else:
-            self.prefill_charge = Charge(placement.prefill, prompt_tokens=demand.prompt_tokens)
-            self.decode_charge = Charge(placement.decode, kv_tokens=demand.kv_tokens)
+            self.prefill = pool.members[placement.prefill.worker_id]
+            self.prefill_charge = Charge(self.prefill, prompt_tokens=demand.prompt_tokens)
+            self.decode_charge = Charge(self.decode, kv_tokens=demand.kv_tokens)
 
     @property
     def pair(self) -> Pair | None:
@@ -56,8 +64,11 @@ def whole_charge(member: Member, demand: Demand) -> Charge:
 class Booker:
     """Places requests over a fleet by a policy. State: the count of placements, to break ties."""
 
-    def __init__(self, fleet: Fleet, policy: Policy) -> None:
+    def __init__(
+        self, fleet: Fleet, policy: Policy, context: PlacementContext = NO_CONTEXT
+    ) -> None:
         self._fleet = fleet
+        self._context = context
         self._pool = fleet.pool
         self._policy = policy
         self._turn = 0
@@ -86,6 +97,8 @@ class Booker:
             prompt_tokens=prompt_tokens,
             kv_tokens=min(prompt_tokens + max_tokens, capacity),
             prefill_only=prefill_only,
+            request_id=request.request_id,
+            token_ids=request.prompt_token_ids,
         )
 
     def book(self, demand: Demand) -> Booking | None:
@@ -94,17 +107,20 @@ class Booker:
         barred = self._fleet.quarantine.closed(now)
         if barred:
             demand = replace(demand, barred=barred)
-        placement = self._policy(self._pool.of_model(demand.model), demand, self._turn)
-        if placement is None:
+        candidates = self._pool.candidates(demand.model)
+        decision = self._policy(candidates, demand, self._turn, self._context)
+        if decision.placement is None:
             return None
         self._turn += 1
-        booking = Booking(placement, demand)
+        booking = Booking(decision, decision.placement, self._pool)
         if booking.pair is not None:
             booking.is_trial = self._fleet.quarantine.tries(booking.pair, now)
         return booking
 
     def book_recompute(self, demand: Demand) -> tuple[Member, Charge]:
         """A worker that goes on with an admitted request alone. Raises Unavailable."""
-        member = place_recompute(self._pool.of_model(demand.model), demand, self._turn)
+        decision = place_recompute(self._pool.candidates(demand.model), demand, self._turn)
+        assert decision.placement is not None, "a recompute does not wait"
         self._turn += 1
+        member = self._pool.members[decision.placement.decode.worker_id]
         return member, whole_charge(member, demand)

@@ -18,7 +18,8 @@ from router.answer import AnswerStream
 from router.booking import Booker
 from router.flight import Flight
 from router.metrics import RouterMetrics
-from router.placement import check_servable, least_loaded
+from router.placement.pairing import check_servable
+from router.placement.policies.least_loaded import least_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pdserve.types import GenerateRequest, ModelInfo
     from router.answer import AnswerBuffer, BufferLimits
     from router.fleet import Fleet
-    from router.placement import Policy
+    from router.placement.policies.by_name import Policy
 
 
 class Coordinator:
@@ -90,7 +91,7 @@ class Coordinator:
         if not models:
             raise Unavailable("no worker is registered")
         for name in models:
-            check_servable(self._fleet.pool.of_model(name), name)
+            check_servable(self._fleet.pool.candidates(name), name)
 
     def generate(self, request: GenerateRequest) -> AnswerStream:
         """The answer to `request`; nothing happens until it is entered.

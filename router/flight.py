@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,6 @@ from router.handoff import (
     Step,
     SubmitDecode,
 )
-from router.placement import Demand
 from router.receipts import build_receipt, build_usage
 from router.submission import SubmissionBuilder
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from router.fleet import Fleet
     from router.handoff import Action
     from router.metrics import RouterMetrics
+    from router.placement.values import Demand
     from router.pool import Charge, Member
 
 logger = logging.getLogger(__name__)
@@ -271,10 +272,11 @@ class Flight:
             len(action.resume),
             action.cause.message,
         )
-        demand = Demand(
-            model=self._demand.model,
+        demand = replace(
+            self._demand,
             prompt_tokens=self._demand.prompt_tokens + len(action.resume),
-            kv_tokens=self._demand.kv_tokens,
+            prefill_only=False,
+            token_ids=self._demand.token_ids + action.resume,
             avoid=frozenset((action.avoid,)),
         )
         try:

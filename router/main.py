@@ -25,6 +25,7 @@ from router.generation import Generation
 from router.http.app import HttpApp, Services
 from router.intake import Intake
 from router.open_requests import OpenRequests
+from router.placement.policies.by_name import POLICIES
 from router.registry import Registry
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class RouterServer:
             fleet,
             limits=AdmissionLimits(config.max_running_requests, config.max_queued_requests),
             request_timeout_s=config.request_timeout_s,
+            policy=POLICIES[config.policy],
         )
         intake = Intake(coordinator.models, timeout_s=config.request_timeout_s)
         services = Services(coordinator, intake, self._open_requests, coordinator.metrics.render)

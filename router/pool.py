@@ -15,7 +15,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InvalidRequest
+from pdserve.kv_pairs import kind_of
 from pdserve.types import Role
+from router.placement.values import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,6 +58,12 @@ class Member:
     reserved_blocks: int = 0
     kv: KvReport | None = None
     kv_key: CapabilityKey | None = None
+    _seen: Candidate | None = field(default=None, init=False, repr=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Whoever changes anything makes the next decision look again.
+        object.__setattr__(self, name, value)
+        object.__setattr__(self, "_seen", None)
 
     @property
     def state(self) -> MemberState:
@@ -70,10 +78,6 @@ class Member:
         return self.info.worker_id
 
     @property
-    def is_ready(self) -> bool:
-        return self.attached and not self.draining and not self.lost
-
-    @property
     def capacity_tokens(self) -> int:
         """Tokens whose KV fits this worker."""
         return self.info.total_blocks * self.info.block_size
@@ -86,9 +90,24 @@ class Member:
         """Blocks that `tokens` take, never more than there are."""
         return min(-(-tokens // self.info.block_size), self.info.total_blocks)
 
-    def has_room(self, tokens: int) -> bool:
-        """Whether the blocks for `tokens` are promised to nobody else."""
-        return self.reserved_blocks + self.blocks_for(tokens) <= self.info.total_blocks
+    def seen(self) -> Candidate:
+        """The worker as a decision made now sees it; the same one until something changes."""
+        seen = self._seen
+        if seen is None:
+            seen = Candidate(
+                self.info.worker_id,
+                self.info.role,
+                kind_of(self.info),
+                self.capacity_tokens,
+                self.info,
+                self.state,
+                self.load,
+                self.outstanding_requests,
+                self.outstanding_tokens,
+                self.reserved_blocks,
+            )
+            object.__setattr__(self, "_seen", seen)
+        return seen
 
 
 class Charge:
@@ -270,3 +289,7 @@ class WorkerPool:
     def of_model(self, name: str) -> list[Member]:
         """The members of a model, lost ones too, in the order in which they registered."""
         return [m for m in self.members.values() if m.info.model.name == name]
+
+    def candidates(self, model: str) -> list[Candidate]:
+        """The members of a model as a decision made now sees them."""
+        return [m.seen() for m in self.members.values() if m.info.model.name == model]

@@ -8,16 +8,12 @@ import pytest
 
 from pdserve.errors import ModelNotFound, Unavailable
 from pdserve.types import Role, WorkerLoad
-from router.placement import (
-    Demand,
-    Placement,
-    check_known,
-    check_servable,
-    decode_scores,
-    least_loaded,
-    place_recompute,
-    prefill_scores,
-)
+from router.placement.context import NO_CONTEXT
+from router.placement.pairing import check_known, check_servable
+from router.placement.policies import least_loaded as policy
+from router.placement.recompute import place_recompute
+from router.placement.scorers import outstanding, quiet, room, seats
+from router.placement.values import NO_TOKENS_CACHED, Demand, Placement
 from router.pool import Charge, Member
 from tests.fakes import worker_info
 
@@ -40,6 +36,11 @@ def member(
     if info.kv is not None:
         info = replace(info, kv=replace(info.kv, transports=transports))
     return Member(info, lease_end=1.0, attached=True, load=load)
+
+
+def least_loaded(members: list[Member], demand: Demand, turn: int) -> Placement | None:
+    seen = [m.seen() for m in members]
+    return policy.least_loaded(seen, demand, turn, NO_CONTEXT).placement
 
 
 def names(placement: Placement | None) -> tuple[str, str | None] | None:
@@ -169,7 +170,7 @@ def test_a_blind_worker_among_busy_ones_does_not_attract_all_traffic() -> None:
     for turn in range(12):
         placement = least_loaded(members, Demand("demo", 100, 100), turn)
         assert placement is not None
-        Charge(placement.decode, kv_tokens=100)
+        Charge(next(m for m in members if m.seen() is placement.decode), kv_tokens=100)
         placed.append(placement.decode.worker_id)
     assert {name: placed.count(name) for name in set(placed)} == {
         "d0": 3,
@@ -255,7 +256,7 @@ def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
     with pytest.raises(Unavailable, match=message):
         least_loaded(members, DEMAND, 0)
     with pytest.raises(Unavailable, match=message):
-        check_servable(members, "demo")
+        check_servable([m.seen() for m in members], "demo")
 
 
 @pytest.mark.parametrize(
@@ -270,12 +271,13 @@ def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
 )
 def test_a_recompute_prefers_workers_that_decode(members: list[Member], expected: str) -> None:
     demand = replace(DEMAND, avoid=frozenset({"d1"}))
-    assert place_recompute(members, demand, 0).worker_id == expected
+    decision = place_recompute([m.seen() for m in members], demand, 0)
+    assert names(decision.placement) == (expected, None)
 
 
 def test_a_recompute_without_workers_is_refused() -> None:
     with pytest.raises(Unavailable, match="no worker is ready for model demo"):
-        place_recompute([not_ready("d", D, attached=False)], DEMAND, 0)
+        place_recompute([not_ready("d", D, attached=False).seen()], DEMAND, 0)
 
 
 def test_an_unknown_model_is_not_a_missing_worker() -> None:
@@ -289,5 +291,6 @@ def test_an_unknown_model_is_not_a_missing_worker() -> None:
 def test_scores_stay_between_zero_and_one(load: WorkerLoad | None) -> None:
     members = [member("x", D, load), member("y", D)]
     Charge(members[1], prompt_tokens=9000, kv_tokens=9000)
-    for score in (*decode_scores(members), *prefill_scores(members, 100)):
-        assert 0.0 <= score <= 1.0
+    seen = [m.seen() for m in members]
+    for scorer in (room, seats, outstanding, quiet):
+        assert all(0.0 <= x <= 1.0 for x in scorer(seen, DEMAND, NO_TOKENS_CACHED))

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from pdserve.types import Role, WorkerLoad
-from router.placement import Demand, Placement, least_loaded
+from router.placement.context import NO_CONTEXT
+from router.placement.policies.least_loaded import least_loaded
+from router.placement.values import Demand, Placement
 from router.pool import Charge, Member
 from router.quarantine import Quarantine, QuarantinedPair
 from tests.fakes import worker_info
@@ -94,7 +96,7 @@ def member(worker_id: str, role: Role, *, busy: int = 0, compatibility: str = "a
 
 def place(members: list[Member], *barred: tuple[str, str]) -> tuple[str, str | None]:
     demand = Demand("demo", prompt_tokens=100, kv_tokens=150, barred=frozenset(barred))
-    placement = least_loaded(members, demand, 0)
+    placement = least_loaded([m.seen() for m in members], demand, 0, NO_CONTEXT).placement
     assert isinstance(placement, Placement)
     prefill = placement.prefill
     return placement.decode.worker_id, None if prefill is None else prefill.worker_id
@@ -141,4 +143,6 @@ def test_a_full_decode_worker_is_waited_for_as_before() -> None:
     Charge(full, kv_tokens=full.capacity_tokens)
     demand = Demand("demo", 100, 150)
     for barred in (frozenset(), frozenset({("p1", "d1")})):
-        assert least_loaded([member("p1", P), full], replace(demand, barred=barred), 0) is None
+        seen = [member("p1", P).seen(), full.seen()]
+        decision = least_loaded(seen, replace(demand, barred=barred), 0, NO_CONTEXT)
+        assert decision.placement is None

@@ -1,0 +1,1 @@
+"""Placement: which workers serve a request. Pure functions of what is known of each worker."""

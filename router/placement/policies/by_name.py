@@ -1,0 +1,25 @@
+"""The policies by the names that the configuration gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from router.placement.policies.least_loaded import least_loaded
+from router.placement.policies.power_of_two import power_of_two
+from router.placement.policies.round_robin import round_robin
+
+if TYPE_CHECKING:
+    from router.placement.context import PlacementContext
+    from router.placement.values import Candidate, Decision, Demand
+
+# A policy places a demand among the candidates of its model: `turn` counts placements, breaks ties
+# and seeds draws. Equal arguments give equal decisions. A decision without a placement means that
+# room must be waited for. Raises Unavailable where waiting would not help.
+Policy = Callable[[Sequence["Candidate"], "Demand", int, "PlacementContext"], "Decision"]
+
+POLICIES: Mapping[str, Policy] = {
+    "least_loaded": least_loaded,
+    "power_of_two": power_of_two,
+    "round_robin": round_robin,
+}

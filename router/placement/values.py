@@ -1,0 +1,87 @@
+"""What a request asks, what is known of a worker, and what was decided of the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.kv_pairs import KvKind
+    from pdserve.types import Role, WorkerInfo, WorkerLoad
+    from router.placement.context import Prediction
+    from router.placement.scoreboard import Scoreboard
+    from router.pool import MemberState
+
+NO_TOKENS_CACHED: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of the pool, in tokens. `prefill_only` asks for one token alone; `avoid`
+    are workers to be taken only for want of others; `barred` are pairs (prefill, decode) that must
+    not exchange KV now. `token_ids` is the prompt, for those who know what is cached of it."""
+
+    model: str
+    prompt_tokens: int
+    kv_tokens: int
+    prefill_only: bool = False
+    avoid: frozenset[str] = frozenset()
+    barred: frozenset[tuple[str, str]] = frozenset()
+    request_id: str = ""
+    token_ids: tuple[int, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """One worker as a decision sees it; it never changes afterwards. `kind` says with whom it can
+    exchange KV. What this router placed itself is always known (`outstanding_tokens` of prompts
+    not yet prefilled, `reserved_blocks` of KV promised); `load` is None until it was reported."""
+
+    worker_id: str
+    role: Role
+    kind: KvKind
+    capacity_tokens: int
+    info: WorkerInfo
+    state: MemberState
+    load: WorkerLoad | None
+    outstanding_requests: int
+    outstanding_tokens: int
+    reserved_blocks: int
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether the blocks for `tokens` are promised to nobody else."""
+        info = self.info
+        blocks = min(-(-tokens // info.block_size), info.total_blocks)
+        return self.reserved_blocks + blocks <= info.total_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes. Without `prefill`, `decode` does both phases."""
+
+    decode: Candidate
+    prefill: Candidate | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What a policy made of what it was given, with its reasons.
+
+    `placement` is None where room must be waited for. The scoreboards hold those that were scored,
+    `totals` what was compared in the end, `cached` and `predictions` what the lookups answered. Why
+    another candidate was passed over follows from it and the demand: `filters.why_not`.
+    """
+
+    policy: str
+    candidates: Sequence[Candidate]
+    demand: Demand
+    turn: int
+    placement: Placement | None
+    decode: Scoreboard | None = None
+    prefill: Scoreboard | None = None
+    totals: Mapping[Candidate, float] = field(default_factory=dict)
+    cached: Mapping[str, int] = field(default_factory=dict)
+    predictions: Sequence[Prediction] = ()
