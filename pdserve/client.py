@@ -15,6 +15,7 @@ import grpc.aio
 from pdserve import rpc, wire
 from pdserve.errors import InvalidRequest
 from pdserve.tokenizer import ChatMessage
+from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 
@@ -83,15 +84,21 @@ class Client:
         model: str = "",
         request_id: str = "",
         timeout_s: float | None = None,
+        priority: int = 0,
+        service_class: ServiceClass = ServiceClass.INTERACTIVE,
     ) -> AsyncIterator[Delta]:
         """The answer to text, token ids or a conversation, piece by piece.
 
         Without `sampling`, or with `fill_context`, the answer may be as long as the context allows.
+        A lower `priority` is served earlier; a batch's requests wait for all others.
         Closing the iterator (`aclosing`) cancels the request. Raises PdserveError.
         """
         request = _request(prompt)
         request.model = model
         request.request_id = request_id
+        request.priority = priority
+        if service_class is ServiceClass.BATCH:
+            request.service_class = g.SERVICE_CLASS_BATCH
         if sampling is not None:
             request.sampling.CopyFrom(wire.sampling_to_pb(sampling))
         if fill_context:

@@ -4,6 +4,7 @@ PdserveError
 ├── ClientError                 the request is at fault
 │   ├── InvalidRequest          400  a field is wrong, unknown or unsupported
 │   │   └── ContextLengthExceeded
+│   ├── Unauthenticated         401  no API key, or one that is not known
 │   ├── ModelNotFound           404
 │   ├── RequestTooLarge         413
 │   └── Cancelled               499  the client went away
@@ -20,6 +21,7 @@ PdserveError
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 import grpc
@@ -28,18 +30,33 @@ if TYPE_CHECKING:
     from pdserve.types import ErrorInfo
 
 
+class Refusal(StrEnum):
+    """Why a request was refused before any work was done for it, for programs to read."""
+
+    QUEUE_FULL = "queue_full"
+    NO_ROOM = "no_room"
+    DEADLINE_UNREACHABLE = "deadline_unreachable"
+    TENANT_REQUEST_RATE = "tenant_request_rate"
+    TENANT_TOKEN_RATE = "tenant_token_rate"
+    TENANT_CONCURRENCY = "tenant_concurrency"
+
+
 class PdserveError(Exception):
-    """Base of all our errors. `field` names the request field or the configuration key at fault."""
+    """Base of all our errors. `field` names the request field or the configuration key at fault;
+    `reason` is a Refusal's value, or empty."""
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
-    def __init__(self, message: str, *, field: str = "", retry_after_s: float = 0.0) -> None:
+    def __init__(
+        self, message: str, *, field: str = "", retry_after_s: float = 0.0, reason: str = ""
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class ClientError(PdserveError):
@@ -70,6 +87,14 @@ class ContextLengthExceeded(InvalidRequest):
     """Prompt and answer do not fit the model; the message has both lengths."""
 
     code = "context_length_exceeded"
+
+
+class Unauthenticated(ClientError):
+    """API keys are asked for, and the request has none that is known."""
+
+    code = "invalid_api_key"
+    http_status = 401
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
 
 
 class ModelNotFound(ClientError):
@@ -161,6 +186,7 @@ _BY_CODE: dict[str, type[PdserveError]] = {
         UnsupportedField,
         UnknownField,
         ContextLengthExceeded,
+        Unauthenticated,
         ModelNotFound,
         RequestTooLarge,
         Cancelled,
@@ -179,4 +205,4 @@ _BY_CODE: dict[str, type[PdserveError]] = {
 def from_info(info: ErrorInfo) -> PdserveError:
     """The error that `info` describes; an unknown code is an internal error."""
     cls = _BY_CODE.get(info.code, InternalError)
-    return cls(info.message, field=info.field, retry_after_s=info.retry_after_s)
+    return cls(info.message, field=info.field, retry_after_s=info.retry_after_s, reason=info.reason)

@@ -30,6 +30,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.PdserveError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: errors.InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
     grpc.StatusCode.UNIMPLEMENTED: errors.InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.NOT_FOUND: errors.ModelNotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,

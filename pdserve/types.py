@@ -20,6 +20,13 @@ class Role(StrEnum):
     AGGREGATED = "aggregated"
 
 
+class ServiceClass(StrEnum):
+    """Who waits for the answer: a person, or a program that has time."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 class FinishReason(StrEnum):
     """Why a stream ended."""
 
@@ -181,6 +188,7 @@ class ErrorInfo:
     message: str
     field: str = ""
     retry_after_s: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +238,17 @@ class Receipt:
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One request as the router works on it: tokenised, checked, with its deadline as a point on
-    the monotonic clock (see pdserve.deadline)."""
+    the monotonic clock (see pdserve.deadline). A lower `priority` is served earlier, as in vLLM;
+    `tenant` is empty where no API keys are asked for."""
 
     request_id: str
     model: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     deadline: float | None = None
+    priority: int = 0
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

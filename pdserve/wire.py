@@ -168,16 +168,11 @@ def stop_reason_from_pb(message: c.StopReason) -> str | int | None:
 
 
 def error_to_pb(error: PdserveError | t.ErrorInfo) -> c.Error:
-    return c.Error(
-        code=error.code,
-        message=error.message,
-        field=error.field,
-        retry_after_s=error.retry_after_s,
-    )
+    return c.Error(**{f.name: getattr(error, f.name) for f in fields(t.ErrorInfo)})
 
 
 def error_from_pb(message: c.Error) -> t.ErrorInfo:
-    return t.ErrorInfo(message.code, message.message, message.field, message.retry_after_s)
+    return t.ErrorInfo(**{f.name: getattr(message, f.name) for f in fields(t.ErrorInfo)})
 
 
 def usage_to_pb(usage: t.Usage) -> c.Usage:

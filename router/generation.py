@@ -10,6 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from pdserve import rpc, wire
 from pdserve.errors import InternalError, InvalidRequest, PdserveError, UnknownField
 from pdserve.tokenizer import ChatMessage
+from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationServicer
 from router.intake import (
@@ -99,6 +100,8 @@ def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> Ask:
         fills_context=not request.sampling.HasField("max_tokens"),
         timeout_s=timeout_s,
         prompt_field=prompt_field,
+        priority=request.priority,
+        service_class=_service_class(request.service_class),
     )
 
 
@@ -112,6 +115,14 @@ def _prompt(request: g.GenerateRequest) -> tuple[Prompt, str]:
             return ChatPrompt(_messages(request.messages)), "messages"
         case _:
             raise InvalidRequest("prompt: text, messages or token_ids is needed", field="prompt")
+
+
+def _service_class(number: g.ServiceClass) -> ServiceClass:
+    if number == g.SERVICE_CLASS_UNSPECIFIED:
+        return ServiceClass.INTERACTIVE
+    if number not in g.ServiceClass.values():
+        raise InvalidRequest(f"service_class {number} is not known", field="service_class")
+    return ServiceClass[g.ServiceClass.Name(number).removeprefix("SERVICE_CLASS_")]
 
 
 def _messages(chat: g.ChatMessages) -> tuple[ChatMessage, ...]:

@@ -17,7 +17,7 @@ from pdserve.errors import (
     Unavailable,
     UnsupportedField,
 )
-from pdserve.types import GenerateRequest
+from pdserve.types import GenerateRequest, ServiceClass
 from router.tokenizers import TokenizerCache
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class Ask:
     timeout_s: float | None = None
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
+    priority: int = 0
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
 
 
 def new_request_id(prefix: str) -> str:
@@ -106,7 +108,7 @@ class Intake:
         self._timeout_s = timeout_s
         self._tokenizers = tokenizers or TokenizerCache()
 
-    async def make(self, ask: Ask) -> GenerateRequest:
+    async def make(self, ask: Ask, *, tenant: str = "") -> GenerateRequest:
         """Raises ClientError naming the field at fault, or Unavailable without any worker."""
         seconds = self._timeout_s if ask.timeout_s is None else min(ask.timeout_s, self._timeout_s)
         until = deadline.after(seconds)
@@ -120,6 +122,9 @@ class Intake:
             prompt_token_ids=prompt,
             sampling=_fit(ask, len(prompt), model.max_model_len),
             deadline=until,
+            priority=ask.priority,
+            service_class=ask.service_class,
+            tenant=tenant,
         )
 
     def _find(self, name: str) -> ModelInfo:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.errors import UnsupportedField
+from pdserve.types import ServiceClass
 from router.http.reading import Fields, refuse
 
 if TYPE_CHECKING:
@@ -25,6 +27,34 @@ class Asked:
 
     ask: Ask
     streaming: Streaming
+
+
+# OpenAI's tiers; its flex is slower and cheaper, for work that nobody waits for.
+_SERVICE_TIERS = {
+    None: ServiceClass.INTERACTIVE,
+    "auto": ServiceClass.INTERACTIVE,
+    "default": ServiceClass.INTERACTIVE,
+    "flex": ServiceClass.BATCH,
+}
+
+
+def read_priority(fields: Fields) -> int:
+    """vLLM's field, of 64 bits."""
+    priority = fields.integer("priority") or 0
+    if not -(1 << 63) <= priority < 1 << 63:
+        refuse("priority", f"must fit 64 bits, not {priority}")
+    return priority
+
+
+def read_service_class(fields: Fields) -> ServiceClass:
+    """Raises UnsupportedField for a tier that there is not."""
+    tier = fields.string("service_tier")
+    if tier not in _SERVICE_TIERS:
+        known = ", ".join(name for name in _SERVICE_TIERS if name)
+        raise UnsupportedField(
+            f"service_tier must be one of {known}, not {tier!r}", field="service_tier"
+        )
+    return _SERVICE_TIERS[tier]
 
 
 def read_model(fields: Fields) -> str:

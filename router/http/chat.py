@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 from pdserve.errors import UnsupportedField
 from pdserve.tokenizer import ChatMessage
 from pdserve.types import MAX_LOGPROBS
-from router.http.asked import Asked, read_model, read_streaming
+from router.http.asked import (
+    Asked,
+    read_model,
+    read_priority,
+    read_service_class,
+    read_streaming,
+)
 from router.http.fields import CHAT, check_names
 from router.http.reading import Fields, kind_of, refuse
 from router.http.sampling import read_sampling
@@ -38,6 +44,8 @@ def read_chat(body: dict[str, object], request_id: str) -> Asked:
         fills_context=max_tokens is None,
         prompt_field="messages",
         max_tokens_field=max_tokens_field,
+        priority=read_priority(fields),
+        service_class=read_service_class(fields),
     )
     return Asked(ask, read_streaming(fields))
 

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import UnsupportedField
 from pdserve.types import MAX_LOGPROBS
-from router.http.asked import Asked, read_model, read_streaming
+from router.http.asked import (
+    Asked,
+    read_model,
+    read_priority,
+    read_service_class,
+    read_streaming,
+)
 from router.http.fields import COMPLETIONS, check_names
 from router.http.reading import Fields, as_token_ids, kind_of, refuse
 from router.http.sampling import read_sampling
@@ -35,6 +41,8 @@ def read_completion(body: dict[str, object], request_id: str) -> Asked:
         ),
         request_id=request_id,
         fills_context=False,
+        priority=read_priority(fields),
+        service_class=read_service_class(fields),
     )
     return Asked(ask, read_streaming(fields))
 

@@ -22,22 +22,28 @@ def to_json(value: object) -> bytes:
 
 
 def error_body(error: PdserveError) -> bytes:
-    """`{"error": {message, type, param, code}}`; `param` is null where no field is at fault."""
+    """`{"error": {message, type, param, code}}`; `param` is null where no field is at fault. A
+    refusal has its `reason` beside them."""
     default = "invalid_request_error" if isinstance(error, ClientError) else "server_error"
     return error_json(
         error.message,
         kind=_TYPES.get(error.http_status, default),
         param=error.field or None,
         code=error.code,
+        reason=error.reason,
     )
 
 
-def error_json(message: str, *, kind: str, param: str | None, code: str) -> bytes:
-    return to_json({"error": {"message": message, "type": kind, "param": param, "code": code}})
+def error_json(message: str, *, kind: str, param: str | None, code: str, reason: str = "") -> bytes:
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return to_json({"error": {**error, "reason": reason} if reason else error})
 
 
 def error_headers(error: PdserveError) -> Headers:
-    """`Retry-After`, in whole seconds, where trying again makes sense."""
+    """`Retry-After`, in whole seconds, where trying again makes sense; and what was missing where a
+    key was."""
+    if error.http_status == 401:
+        return [(b"www-authenticate", b"Bearer")]
     if error.http_status not in (429, 503):
         return []
     return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]

@@ -59,6 +59,8 @@ _SHARED: dict[str, Rule] = {
     **_honoured("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
     **_honoured("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
     **_honoured("response_format", "structured_outputs"),
+    # The order in the queue: vLLM's field and OpenAI's.
+    **_honoured("priority", "service_tier"),
     "user": _without_effect("a label of the caller's"),
 }
 
@@ -77,7 +79,6 @@ CHAT: dict[str, Rule] = {
     "safety_identifier": _without_effect("a label of the caller's"),
     "prompt_cache_key": _without_effect("prefixes are found by their content"),
     "store": _only(False, why=_NOT_KEPT),
-    "service_tier": _only("auto", "default", why="there is one tier"),
     "modalities": _only(["text"], why=_TEXT_ONLY),
     "tool_choice": _only("none", why=_NO_TOOLS),
     "function_call": _only("none", why=_NO_TOOLS),

@@ -18,7 +18,9 @@ from pdserve.errors import (
     InvalidRequest,
     Overloaded,
     PdserveError,
+    Refusal,
     TransferFailed,
+    Unauthenticated,
     Unavailable,
 )
 from tests.patience import WAIT_S
@@ -65,7 +67,8 @@ async def call(behavior: Behavior) -> None:
     [
         InvalidRequest("top_p must be above 0", field="top_p"),
         ContextLengthExceeded("too long", field="prompt"),
-        Overloaded("full", retry_after_s=1.5),
+        Overloaded("full", retry_after_s=1.5, reason=Refusal.QUEUE_FULL),
+        Unauthenticated("an API key is needed"),
         TransferFailed("no blocks"),
         Cancelled("gone"),
         InternalError("bug: \u00e9"),
@@ -80,11 +83,7 @@ async def test_an_error_arrives_as_what_it_was(error: PdserveError) -> None:
     assert caught.value.code() is error.grpc_status
     arrived = rpc.error_from_rpc(caught.value)
     assert type(arrived) is type(error)
-    assert (arrived.message, arrived.field, arrived.retry_after_s) == (
-        error.message,
-        error.field,
-        error.retry_after_s,
-    )
+    assert vars(arrived) == vars(error)
 
 
 async def test_the_status_can_be_another_than_the_error_has() -> None:

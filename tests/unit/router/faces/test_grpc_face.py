@@ -26,6 +26,7 @@ from pdserve.types import (
     FinishReason,
     PositionLogprobs,
     SamplingParams,
+    ServiceClass,
     StructuredOutput,
     TokenLogprob,
     Usage,
@@ -87,6 +88,7 @@ BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
     (sampled(max_tokens=63), INVALID, TOO_LONG, "max_tokens"),
     (ask(model="none"), grpc.StatusCode.NOT_FOUND, "model_not_found", "model"),
     (ask(request_id="a b"), INVALID, VALUE, "request_id"),
+    (ask(service_class=9), INVALID, VALUE, "service_class"),
     (with_unknown_field(ask()), INVALID, UNKNOWN, "99"),
     (with_unknown_sampling(), INVALID, UNKNOWN, "sampling.99"),
     (sampled(n=2), INVALID, UNSUPPORTED, "n"),
@@ -179,6 +181,13 @@ async def test_each_kind_of_prompt_is_tokenised_once_here(
         assert (made.prompt_token_ids, made.model) == (expected, "demo")
         # No length was given: the answer may fill the context.
         assert made.sampling == SamplingParams(max_tokens=MAX_MODEL_LEN - len(expected))
+
+
+async def test_the_order_is_asked_for(faces: Faces) -> None:
+    answer = faces.client.generate("hi", priority=-2, service_class=ServiceClass.BATCH)
+    assert [delta.text async for delta in answer]
+    made = faces.generator.requests.pop()
+    assert (made.priority, made.service_class) == (-2, ServiceClass.BATCH)
 
 
 async def test_sampling_arrives_as_it_was_given(faces: Faces) -> None:

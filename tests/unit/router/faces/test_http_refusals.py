@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from scripted import CHAT, COMPLETIONS, chat, completion
 
-from pdserve.errors import Overloaded, Unavailable
+from pdserve.errors import Overloaded, Refusal, Unavailable
 
 if TYPE_CHECKING:
     from scripted import Faces
+
+    from pdserve.errors import PdserveError
 
 
 def messages(*values: Any) -> dict[str, Any]:
@@ -62,7 +64,10 @@ BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
     (CHAT, chat(modalities=["text", "audio"]), UNSUPPORTED, "modalities"),
     (CHAT, chat(prediction={"type": "content"}), UNSUPPORTED, "prediction"),
     (CHAT, chat(reasoning_effort="low"), UNSUPPORTED, "reasoning_effort"),
-    (CHAT, chat(service_tier="flex"), UNSUPPORTED, "service_tier"),
+    (CHAT, chat(service_tier="priority"), UNSUPPORTED, "service_tier"),
+    (COMPLETIONS, completion(service_tier=1), VALUE, "service_tier"),
+    (CHAT, chat(priority=1 << 63), VALUE, "priority"),
+    (COMPLETIONS, completion(priority="low"), VALUE, "priority"),
     (CHAT, chat(store=True), UNSUPPORTED, "store"),
     (CHAT, chat(store=0), UNSUPPORTED, "store"),
     (CHAT, chat(verbosity="low"), UNSUPPORTED, "verbosity"),
@@ -287,19 +292,25 @@ async def test_bad_header_is_refused(faces: Faces, headers: dict[str, str], fiel
 @pytest.mark.parametrize(
     ("error", "status", "kind", "retry_after"),
     [
-        (Overloaded("full", retry_after_s=2.2), 429, "rate_limit_error", "3"),
+        (
+            Overloaded("full", retry_after_s=2.2, reason=Refusal.QUEUE_FULL),
+            429,
+            "rate_limit_error",
+            "3",
+        ),
         (Unavailable("none", retry_after_s=0.0), 503, "service_unavailable_error", "1"),
     ],
 )
-async def test_refusal_of_the_service_says_when_to_retry(
-    faces: Faces, error: Overloaded, status: int, kind: str, retry_after: str
+async def test_refusal_of_the_service_says_why_and_when_to_retry(
+    faces: Faces, error: PdserveError, status: int, kind: str, retry_after: str
 ) -> None:
     faces.generator.refusal = error
     data = json.dumps(chat(stream=True))
     async with faces.session.post(faces.url + CHAT, data=data) as response:
         assert response.status == status
         assert response.headers["retry-after"] == retry_after
-        assert json.loads(await response.read())["error"]["type"] == kind
+        told = json.loads(await response.read())["error"]
+        assert (told["type"], told.get("reason", "")) == (kind, error.reason)
 
 
 async def test_body_of_100_mb_is_refused(faces: Faces) -> None:

@@ -12,6 +12,7 @@ from pdserve.types import (
     FinishReason,
     PositionLogprobs,
     SamplingParams,
+    ServiceClass,
     StructuredOutput,
     TokenLogprob,
     Usage,
@@ -155,6 +156,16 @@ async def test_sampling_reaches_the_generator_as_it_was_asked_for(faces: Faces) 
         sampling = faces.generator.requests.pop().sampling
         plain = {"max_tokens": MAX_MODEL_LEN - 4, **expected}
         assert sampling == SamplingParams(**plain), asked
+
+
+async def test_the_order_is_asked_for_under_the_names_of_vllm_and_openai(faces: Faces) -> None:
+    for body in (chat(priority=-3, service_tier="flex"), chat(service_tier="default")):
+        status, answer = await faces.post(CHAT, body)
+        assert status == 200, answer
+    await faces.post(COMPLETIONS, completion(priority=7, service_tier="flex"))
+    interactive, batch = ServiceClass.INTERACTIVE, ServiceClass.BATCH
+    asked = [(r.priority, r.service_class) for r in faces.generator.requests]
+    assert asked == [(-3, batch), (0, interactive), (7, batch)]
 
 
 async def test_completion_without_a_length_makes_16_tokens(faces: Faces) -> None:
