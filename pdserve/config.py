@@ -15,7 +15,7 @@ from pdserve.config_schema import overlay as overlay_keys
 from pdserve.types import Role
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-POLICIES = ("least_loaded", "power_of_two", "round_robin")
+POLICIES = ("least_loaded", "power_of_two", "prefix_aware", "round_robin")
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "pdserve-demo"
 

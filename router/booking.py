@@ -14,6 +14,8 @@ from router.placement.values import Demand
 from router.pool import Charge
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.types import GenerateRequest
     from router.fleet import Fleet
     from router.placement.context import PlacementContext
@@ -37,10 +39,11 @@ class Booking:
         self.prefill: Member | None = None
         self.prefill_charge: Charge | None = None
         if placement.prefill is None:
-            self.decode_charge = whole_charge(self.decode, demand)
+            self.decode_charge = whole_charge(self.decode, demand, decision.cached)
         else:
             self.prefill = pool.members[placement.prefill.worker_id]
-            self.prefill_charge = Charge(self.prefill, prompt_tokens=demand.prompt_tokens)
+            to_compute = _to_compute(self.prefill, demand, decision.cached)
+            self.prefill_charge = Charge(self.prefill, prompt_tokens=to_compute)
             self.decode_charge = Charge(self.decode, kv_tokens=demand.kv_tokens)
 
     @property
@@ -54,11 +57,16 @@ class Booking:
             self.prefill_charge.release()
 
 
-def whole_charge(member: Member, demand: Demand) -> Charge:
+def whole_charge(member: Member, demand: Demand, cached: Mapping[str, int]) -> Charge:
     """What both phases on one worker take. A prefill worker's blocks are not promised to anyone:
     it holds them for the time of a prefill, and its engine queues."""
     kv_tokens = 0 if member.info.role is Role.PREFILL else demand.kv_tokens
-    return Charge(member, prompt_tokens=demand.prompt_tokens, kv_tokens=kv_tokens)
+    return Charge(member, prompt_tokens=_to_compute(member, demand, cached), kv_tokens=kv_tokens)
+
+
+def _to_compute(member: Member, demand: Demand, cached: Mapping[str, int]) -> int:
+    """Prompt tokens that are not cached there: an engine computes the last one in any case."""
+    return max(1, demand.prompt_tokens - cached.get(member.worker_id, 0))
 
 
 class Booker:
@@ -123,4 +131,4 @@ class Booker:
         assert decision.placement is not None, "a recompute does not wait"
         self._turn += 1
         member = self._pool.members[decision.placement.decode.worker_id]
-        return member, whole_charge(member, demand)
+        return member, whole_charge(member, demand, decision.cached)

@@ -71,6 +71,14 @@ def quiet(
     )
 
 
+def cached_share(
+    candidates: Sequence[Candidate], demand: Demand, cached: Mapping[str, int]
+) -> list[float]:
+    """1 with the whole prompt cached, 0 with none of it or where nobody knows."""
+    tokens = max(1, demand.prompt_tokens)
+    return [min(1.0, cached.get(c.worker_id, 0) / tokens) for c in candidates]
+
+
 def _fill(known: list[float | None]) -> list[float]:
     found = [x for x in known if x is not None]
     if len(found) == len(known):

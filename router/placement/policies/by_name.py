@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from router.placement.policies.least_loaded import least_loaded
 from router.placement.policies.power_of_two import power_of_two
+from router.placement.policies.prefix_aware import prefix_aware
 from router.placement.policies.round_robin import round_robin
 
 if TYPE_CHECKING:
@@ -21,5 +22,6 @@ Policy = Callable[[Sequence["Candidate"], "Demand", int, "PlacementContext"], "D
 POLICIES: Mapping[str, Policy] = {
     "least_loaded": least_loaded,
     "power_of_two": power_of_two,
+    "prefix_aware": prefix_aware,
     "round_robin": round_robin,
 }
