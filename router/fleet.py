@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pdserve.capability import CapabilityKey
+    from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
     from router.pool import Member, PoolAction
     from router.worker_link import LinkSettings
@@ -134,6 +135,9 @@ class Fleet:
 
     def reported(self, member: Member, load: WorkerLoad) -> None:
         self.pool.reported(member, load)
+
+    def measured(self, member: Member, steps: StepMoments) -> None:
+        self.pool.measured(member, steps)
 
     def _apply(self, actions: Iterable[PoolAction]) -> None:
         for action in actions:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pdserve.capability import CapabilityKey
+    from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, ModelInfo, WorkerInfo, WorkerLoad
 
 FORGET_AFTER_S = 60.0
@@ -42,9 +43,10 @@ class Member:
     """One start of one worker. Changed by `WorkerPool` and by `Charge` alone.
 
     `outstanding_tokens` are prompt tokens placed here whose prefill has not ended;
-    `reserved_blocks` are KV blocks promised to requests placed here. `load` and `kv` are None
-    until the worker has reported them. `lease_end` is on the pool's clock; for a lost member it is
-    when it was lost. With `kv_key` the router makes capabilities for the worker's KV.
+    `reserved_blocks` are KV blocks promised to requests placed here. `load`, `kv` and `steps`
+    (what its steps cost) are None until the worker has reported them. `lease_end` is on the pool's
+    clock; for a lost member it is when it was lost. With `kv_key` the router makes capabilities for
+    the worker's KV.
     """
 
     info: WorkerInfo
@@ -58,6 +60,7 @@ class Member:
     reserved_blocks: int = 0
     kv: KvReport | None = None
     kv_key: CapabilityKey | None = None
+    steps: StepMoments | None = None
     _seen: Candidate | None = field(default=None, init=False, repr=False)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -244,6 +247,10 @@ class WorkerPool:
     def reported(self, member: Member, load: WorkerLoad) -> None:
         """A member said how loaded it is."""
         member.load = load
+
+    def measured(self, member: Member, steps: StepMoments) -> None:
+        """A member said what its steps have cost."""
+        member.steps = steps
 
     def expire(self, now: float) -> list[PoolAction]:
         """Lose the members whose lease is over; forget those lost for a while."""

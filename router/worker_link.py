@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Protocol
 import grpc.aio
 
 from pdserve import rpc, wire
+from pdserve.cost_wire import moments_from_pb
 from pdserve.errors import Overloaded, WorkerFailed
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
+    from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerLoad
     from router.pool import Member
 
@@ -56,6 +58,8 @@ class LinkObserver(Protocol):
     def detached(self, member: Member) -> None: ...
 
     def reported(self, member: Member, load: WorkerLoad) -> None: ...
+
+    def measured(self, member: Member, steps: StepMoments) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,8 @@ class WorkerLink:
     def _dispatch(self, frame: w.StepFrame) -> None:
         if frame.HasField("load"):
             self._observer.reported(self._member, wire.load_from_pb(frame.load))
+        if frame.HasField("steps"):
+            self._observer.measured(self._member, moments_from_pb(frame.steps))
         sinks = self._sinks
         plain = frame.tokens
         # Lists of different lengths are no frame: strict raises, and the stream ends.

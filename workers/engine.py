@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
+    from pdserve.step_moments import StepMoments
     from pdserve.types import (
         KvEndpoint,
         KvLedger,
@@ -124,6 +125,10 @@ class Engine(Protocol):
     def kv_state(self) -> KvState | None:
         """The KV plane now, or as it was last seen; None where KV cannot leave the engine. Cheap,
         and nothing waits for it."""
+        ...
+
+    def step_moments(self) -> StepMoments | None:
+        """What its steps have cost, as far as it remembers; None before it has started. Cheap."""
         ...
 
     async def close(self) -> None:

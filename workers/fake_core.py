@@ -18,6 +18,7 @@ from pdserve.errors import (
     UnsupportedField,
     WorkerFailed,
 )
+from pdserve.step_moments import StepShape
 from pdserve.types import ErrorInfo, FinishReason, KvLedger, StreamDelta, WorkerLoad
 from workers.engine import AggregatedPhase, PrefillPhase
 from workers.fake_sequence import FakeSequence, Handoff
@@ -34,7 +35,7 @@ class StepPlan:
     """What `plan` decided: decode requests that now wait for KV, and the step's work, if any."""
 
     fetches: tuple[Work, ...]
-    prefill_tokens: int
+    shape: StepShape
     has_step: bool
 
 
@@ -94,8 +95,19 @@ class FakeCore:
         self._planned = list(self._running)
         return StepPlan(
             tuple(fetches),
-            prefill_tokens=sum(x.prefill_tokens for x in self._running.values()),
+            shape=self._shape_of_step(),
             has_step=bool(self._running or self._ended),
+        )
+
+    def _shape_of_step(self) -> StepShape:
+        prompts = [x.prefill_tokens for x in self._running.values() if x.prefill_tokens]
+        contexts = [x.context for x in self._running.values() if not x.prefill_tokens]
+        return StepShape(
+            prefill_tokens=sum(prompts),
+            prefill_pairs=sum(x * x / 2 for x in prompts),
+            prefill_end=max(prompts, default=0),
+            decode_reqs=len(contexts),
+            decode_kv_tokens=sum(contexts),
         )
 
     def step(self, now: float) -> list[StreamDelta]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.snapshot import KvSnapshot, KvState
 from pdserve.errors import ConfigError, TransferFailed, WorkerFailed
+from pdserve.step_moments import StepRecorder
 from pdserve.types import KvEndpoint, KvLedger, TransferReport
 from workers.engine import DecodePhase, EngineInfo
 from workers.fake_core import FakeCore, ended_by
@@ -25,6 +26,7 @@ from workers.fake_tokens import MIN_VOCAB_SIZE
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from pdserve.step_moments import StepMoments
     from pdserve.types import ModelInfo, WorkerLoad
     from workers.engine import FailureCallback, StepCallback, Work
     from workers.fake_sequence import Handoff
@@ -60,6 +62,7 @@ class FakeEngine:
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[str, asyncio.TimerHandle] = {}
         self._steps = 0
+        self._recorder = StepRecorder()
         self._ended = False
         self._on_step: StepCallback
         self._on_failure: FailureCallback
@@ -105,6 +108,9 @@ class FakeEngine:
 
     def load(self) -> WorkerLoad | None:
         return None if self._stepper is None else self._core.load
+
+    def step_moments(self) -> StepMoments | None:
+        return None if self._stepper is None else self._recorder.moments(self._clock())
 
     def ledger(self) -> KvLedger:
         return KvLedger() if self._ended else self._core.ledger
@@ -207,7 +213,10 @@ class FakeEngine:
             self._fetches[work.stream_id] = task
         if not plan.has_step:
             return False
-        await self._sleep(self._settings.timing.of_step(plan.prefill_tokens))
+        took_s = self._settings.timing.of_step(plan.shape.prefill_tokens)
+        await self._sleep(took_s)
+        # As it was told, not as this process came to it: what is learnt of a fake is exact.
+        self._recorder.observe(plan.shape, took_s, self._clock())
         self._steps += 1
         if self._steps == self._core.faults.crash_at_step:
             raise WorkerFailed(_KILLED)

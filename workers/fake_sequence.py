@@ -50,7 +50,12 @@ class FakeSequence:
     @property
     def prefill_tokens(self) -> int:
         """Tokens whose KV the next step has to compute before it samples."""
-        return 0 if self.kv is not None else len(self.work.prompt_token_ids) + len(self.generated)
+        return 0 if self.kv is not None else self.context
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.work.prompt_token_ids) + len(self.generated)
 
     @property
     def is_decode(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ _MAX_HELD = 4096
 
 class Session:
     """State: engine stream ids by the router's own, those of prefills that ended and may hold
-    blocks, the outgoing queue, and why the session was cut, once it was.
+    blocks, the outgoing queue, when the router was told what steps cost, and why the session was
+    cut, once it was.
 
     The queue is bounded: a router that stops reading is cut rather than remembered without end.
     """
@@ -26,6 +28,7 @@ class Session:
     def __init__(self, router_id: str, *, max_frames: int) -> None:
         self.router_id = router_id
         self.engine_ids: dict[int, int] = {}
+        self.steps_told_at = -math.inf  # on the loop's clock
         self._held: OrderedDict[int, int] = OrderedDict()
         self.cut_by: asyncio.Future[PdserveError] = asyncio.get_running_loop().create_future()
         self._frames: asyncio.Queue[w.StepFrame | None] = asyncio.Queue(max_frames)

@@ -8,6 +8,7 @@ executor runs the model; its processes watch a pipe to this one and end with it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from pdserve.errors import (
     TransferFailed,
     WorkerFailed,
 )
+from pdserve.step_moments import StepRecorder
 from pdserve.types import (
     ErrorInfo,
     FinishReason,
@@ -42,9 +44,11 @@ from workers.engine import AggregatedPhase, DecodePhase, EngineInfo, PrefillPhas
 from workers.kv_params import handle_of, params_for
 from workers.load import LoadBoard, usable_blocks
 from workers.vllm_args import engine_args, settings_in_effect
+from workers.vllm_steps import StepWatch
 
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
+    from pdserve.step_moments import StepMoments
     from pdserve.types import TransferReport
     from workers.engine import Work
     from workers.vllm_settings import VllmSettings
@@ -81,6 +85,8 @@ class VllmCore:
         self._scheduler = core.scheduler
         self._executor = core.model_executor
         self._connector = self._scheduler.get_kv_connector()
+        self._recorder = StepRecorder()
+        StepWatch(self._scheduler, self._recorder, time.monotonic)
         self._streams: dict[str, _Stream] = {}
         self._keys: dict[int, str] = {}
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
@@ -153,6 +159,10 @@ class VllmCore:
         if self._connector is None:
             return False
         return bool(self._connector.ledger().transfers == len(self._scheduler.requests))
+
+    def step_moments(self) -> StepMoments:
+        """What steps have cost; to any thread at any time."""
+        return self._recorder.moments(time.monotonic())
 
     @property
     def open_streams(self) -> list[int]:

@@ -21,9 +21,10 @@ from pdserve.types import ErrorInfo, FinishReason, KvLedger, StreamDelta
 from workers.vllm_env import apply_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kv_transfer.snapshot import KvSnapshot
+    from pdserve.step_moments import StepMoments
     from pdserve.types import WorkerLoad
     from workers.engine import EngineInfo, FailureCallback, StepCallback, Work
     from workers.load import LoadBoard
@@ -70,6 +71,7 @@ class VllmEngine:
         self._ledger = KvLedger()
         self._has_kv = False
         self._kv_look: KvLook | None = None
+        self._moments: Callable[[], StepMoments] | None = None
         self._kv_ranks: tuple[KvSnapshot, ...] = ()
         self._is_looking = False
         self._loop: asyncio.AbstractEventLoop
@@ -107,6 +109,9 @@ class VllmEngine:
 
     def load(self) -> WorkerLoad | None:
         return None if self._board is None else self._board.latest
+
+    def step_moments(self) -> StepMoments | None:
+        return None if self._moments is None else self._moments()
 
     def ledger(self) -> KvLedger:
         return self._ledger
@@ -167,6 +172,7 @@ class VllmEngine:
         core.on_executor_death(self._note_executor_death)
         self._board = board
         self._has_kv, self._kv_look = core.has_kv, core.kv_look()
+        self._moments = core.step_moments
         return core
 
     def _note_executor_death(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve import deadline, wire
+from pdserve.cost_wire import moments_to_pb
 from pdserve.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 # The engine tells nobody when a lease ends, so that an empty ledger has to be looked for.
 _LEDGER_LOOK_S = 0.02
 MAX_FRAMES = 1024
+# How often, at most, a router is told anew what steps cost.
+STEPS_PERIOD_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,9 @@ class Worker:
         session = self._sessions[router_id] = Session(router_id, max_frames=self._max_frames)
         load = self.load()
         if load is not None:
-            session.put(w.StepFrame(load=wire.load_to_pb(load)))
+            frame = w.StepFrame(load=wire.load_to_pb(load))
+            self._tell_steps(session, frame, asyncio.get_running_loop().time())
+            session.put(frame)
         return session
 
     def detach(self, session: Session) -> None:
@@ -211,8 +216,18 @@ class Worker:
                 if stream.is_prefill:
                     stream.session.hold(stream.router_stream_id)
                 self._forget(delta.stream_id)
+        now = asyncio.get_running_loop().time()
         for session, frame in frames.items():
+            if now - session.steps_told_at >= STEPS_PERIOD_S:
+                self._tell_steps(session, frame, now)
             session.put(frame)
+
+    def _tell_steps(self, session: Session, frame: w.StepFrame, now: float) -> None:
+        """Adds to the frame what steps cost; its router has known it since `now`."""
+        moments = self._engine.step_moments()
+        if moments is not None and (moments.prefill.steps or moments.decode.steps):
+            session.steps_told_at = now
+            frame.steps.CopyFrom(moments_to_pb(moments))
 
     def _on_failure(self, error: BaseException) -> None:
         self._draining = True

@@ -318,14 +318,38 @@ class Cancel(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("deltas", "load", "tokens")
+    __slots__ = ("deltas", "load", "tokens", "steps")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[StreamDelta]
     load: WorkerLoad
     tokens: PlainTokens
-    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ...) -> None: ...
+    steps: StepMoments
+    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ...) -> None: ...
+
+class StepMoments(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: Moments
+    decode: Moments
+    def __init__(self, prefill: _Optional[_Union[Moments, _Mapping]] = ..., decode: _Optional[_Union[Moments, _Mapping]] = ...) -> None: ...
+
+class Moments(_message.Message):
+    __slots__ = ("steps", "end", "xx", "xy", "yy")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    XX_FIELD_NUMBER: _ClassVar[int]
+    XY_FIELD_NUMBER: _ClassVar[int]
+    YY_FIELD_NUMBER: _ClassVar[int]
+    steps: float
+    end: int
+    xx: _containers.RepeatedScalarFieldContainer[float]
+    xy: _containers.RepeatedScalarFieldContainer[float]
+    yy: float
+    def __init__(self, steps: _Optional[float] = ..., end: _Optional[int] = ..., xx: _Optional[_Iterable[float]] = ..., xy: _Optional[_Iterable[float]] = ..., yy: _Optional[float] = ...) -> None: ...
 
 class PlainTokens(_message.Message):
     __slots__ = ("stream_ids", "token_ids", "texts")

@@ -98,9 +98,9 @@ class TestRoom:
     def test_the_first_step_of_a_prompt_counts_all_its_tokens(self) -> None:
         core = FakeCore(MODEL, SHAPE, has_kv=False)
         core.submit(work(1, tokens=30, max_tokens=4), 0.0)
-        assert core.plan(0.0).prefill_tokens == 30
+        assert core.plan(0.0).shape.prefill_tokens == 30
         core.step(0.0)
-        assert core.plan(0.0).prefill_tokens == 0
+        assert core.plan(0.0).shape.prefill_tokens == 0
 
     def test_phases_that_move_kv_are_refused_where_it_cannot_move(self) -> None:
         core = FakeCore(MODEL, SHAPE, has_kv=False)

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from pdserve import wire
+from pdserve.cost_wire import moments_from_pb
 from pdserve.types import FinishReason, Role
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
@@ -49,6 +50,21 @@ class TestStreams:
         async with a_worker() as server, RouterSide(server) as router:
             await router.until(lambda: router.frames)
             assert router.frames[0].load.free_blocks == FakeShape().total_blocks
+
+    async def test_a_router_that_comes_later_knows_at_once_what_steps_cost(self) -> None:
+        timing = FakeTiming(step_s=0.001)
+        async with a_worker(timing=timing) as server:
+            async with RouterSide(server) as first:
+                await first.submit(1)
+                await first.finish(1)
+                told = [frame for frame in first.frames if frame.HasField("steps")]
+                assert told[0] is next(x for x in first.frames if deltas_of(x))
+            async with RouterSide(server) as second:
+                await second.until(lambda: second.frames)
+                steps = moments_from_pb(second.frames[0].steps)
+            assert steps.prefill.steps == pytest.approx(1, rel=0.5)
+            assert steps.decode.steps > 0
+            assert steps.decode.xy[0] * timing.step_s == pytest.approx(steps.decode.steps, rel=0.01)
 
     async def test_one_frame_a_step_carries_all_streams_of_a_router(self) -> None:
         async with a_worker() as server, RouterSide(server) as router:

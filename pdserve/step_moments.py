@@ -1,0 +1,184 @@
+"""What engine steps cost, as sums that least squares needs: a worker gathers, its routers fit.
+
+A step is described by five features, scaled to be near 1, and by the seconds that it took:
+
+    1 · prefill tokens / 1e3 · attended pairs / 1e6 · decoding requests / 10 · their context / 1e4
+
+Attended pairs are what attention costs: a chunk of m prompt tokens behind p others has m·(p + m/2).
+Sums (moments) are bounded, add up over workers, and hold all that a fit can ask for; whoever has
+them need not have seen the steps, so that a router that has just started knows what others know.
+Each step weighs by the inverse square of how long its like take, so that fits err by a like share
+of short steps and of long ones.
+
+What an engine does most must not wipe out what it did before, so steps are kept in cells by their
+kind and size, and each cell forgets for itself: with its own new steps, and with age.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+FEATURES = 5
+PAIRS = tuple((i, j) for i in range(FEATURES) for j in range(i, FEATURES))
+# Steps that a cell remembers, and the age at which their weight has halved.
+CELL_STEPS = 64.0
+HALF_LIFE_S = 600.0
+# A step this many times as long as its cell's mean counts as one this long: a pause of the machine
+# is no property of the engine, and a lasting change gets through by growing the mean.
+OUTLIER_RATIO = 4.0
+_TRUSTED_STEPS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What one engine step computes. `decode_kv_tokens` is the context of its decoding requests,
+    all together; `prefill_end` the longest context that a prompt reaches in it."""
+
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    prefill_end: int = 0
+    decode_reqs: int = 0
+    decode_kv_tokens: int = 0
+
+    @property
+    def features(self) -> tuple[float, float, float, float, float]:
+        return (
+            1.0,
+            self.prefill_tokens / 1e3,
+            self.prefill_pairs / 1e6,
+            self.decode_reqs / 10,
+            self.decode_kv_tokens / 1e4,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Weighted sums over steps: `xx` of the features' products (upper triangle, by rows), in 1/s²;
+    `xy` of features times seconds, in 1/s; `yy` of seconds squared, bare. `steps` is their weight,
+    `end` the longest prompt in them, in tokens."""
+
+    steps: float = 0.0
+    end: int = 0
+    xx: tuple[float, ...] = (0.0,) * len(PAIRS)
+    xy: tuple[float, ...] = (0.0,) * FEATURES
+    yy: float = 0.0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether they can be sums over steps: what a peer sends may be anything."""
+        return (
+            len(self.xx) == len(PAIRS)
+            and len(self.xy) == FEATURES
+            and all(0 <= x < math.inf for x in (*self.xx, *self.xy, self.yy, self.steps))
+        )
+
+    def scaled(self, factor: float) -> Moments:
+        """The same steps with another weight."""
+        return Moments(
+            self.steps * factor,
+            self.end,
+            tuple(x * factor for x in self.xx),
+            tuple(x * factor for x in self.xy),
+            self.yy * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepMoments:
+    """Of the steps with a prompt in them, and of those that only decode."""
+
+    prefill: Moments = Moments()
+    decode: Moments = Moments()
+
+
+def total(parts: Iterable[Moments]) -> Moments:
+    """Of all steps together."""
+    found = list(parts)
+    if not found:
+        return Moments()
+    return Moments(
+        sum(x.steps for x in found),
+        max(x.end for x in found),
+        tuple(map(sum, zip(*(x.xx for x in found), strict=True))),
+        tuple(map(sum, zip(*(x.xy for x in found), strict=True))),
+        sum(x.yy for x in found),
+    )
+
+
+def pooled(workers: Iterable[StepMoments]) -> StepMoments:
+    """Of the steps of several workers."""
+    found = list(workers)
+    return StepMoments(total(x.prefill for x in found), total(x.decode for x in found))
+
+
+class _Cell:
+    """Steps alike: their weight and sums. Every new one takes a little of the others' weight."""
+
+    __slots__ = ("at", "prefill_end", "sums", "weight", "y")
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+        self.y = 0.0
+        self.at = 0.0
+        self.prefill_end = 0
+        self.sums = [0.0] * (len(PAIRS) + FEATURES + 1)
+
+    def add(self, features: Sequence[float], seconds: float, end: int, now: float) -> None:
+        if self.weight >= _TRUSTED_STEPS:
+            seconds = min(seconds, OUTLIER_RATIO * self.y / self.weight)
+        kept = (1.0 - 1.0 / CELL_STEPS) * self._age_factor(now)
+        self.weight = self.weight * kept + 1.0
+        self.y = self.y * kept + seconds
+        self.at = now
+        self.prefill_end = max(self.prefill_end, end)
+        values = [features[i] * features[j] for i, j in PAIRS]
+        values += [x * seconds for x in features]
+        values.append(seconds * seconds)
+        self.sums = [s * kept + v for s, v in zip(self.sums, values, strict=True)]
+
+    def moments(self, now: float) -> Moments:
+        factor = self._age_factor(now)
+        weight = self.weight * factor
+        mean_s = self.y / self.weight
+        sums = [s * factor / mean_s**2 for s in self.sums]
+        xx, xy = sums[: len(PAIRS)], sums[len(PAIRS) : -1]
+        return Moments(weight, self.prefill_end, tuple(xx), tuple(xy), sums[-1])
+
+    def _age_factor(self, now: float) -> float:
+        return float(0.5 ** (max(0.0, now - self.at) / HALF_LIFE_S)) if self.weight else 1.0
+
+
+class StepRecorder:
+    """Gathers steps; `observe` and `moments` may be called from different threads. State: one cell
+    for each power of four of prompt tokens and of two of decoding requests."""
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[bool, int], _Cell] = {}
+        self._lock = threading.Lock()
+
+    def observe(self, shape: StepShape, seconds: float, now: float) -> None:
+        """A step of `shape` took `seconds`; one without tokens or time says nothing."""
+        if seconds <= 0 or not (shape.prefill_tokens or shape.decode_reqs):
+            return
+        has_prompt = shape.prefill_tokens > 0
+        size = shape.prefill_tokens.bit_length() // 2 if has_prompt else shape.decode_reqs
+        key = (has_prompt, size if has_prompt else size.bit_length())
+        with self._lock:
+            cell = self._cells.get(key)
+            if cell is None:
+                cell = self._cells[key] = _Cell()
+            cell.add(shape.features, seconds, shape.prefill_end, now)
+
+    def moments(self, now: float) -> StepMoments:
+        """All that is remembered at `now`, on the clock of `observe`."""
+        with self._lock:
+            kinds = {True: list[Moments](), False: list[Moments]()}
+            for (has_prompt, _), cell in self._cells.items():
+                kinds[has_prompt].append(cell.moments(now))
+        return StepMoments(total(kinds[True]), total(kinds[False]))
