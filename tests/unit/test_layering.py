@@ -28,6 +28,7 @@ TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 # Measure the KV plane without engines; on a GPU, with torch.
 MEASURES_KV = ("benchmarks/kv_transfer/", "benchmarks/gpu/")
+MEASURES_PLACEMENT = "benchmarks/placement/"
 # The demo model is trained with torch, and by nothing that serves.
 TRAINING = frozenset({"pdserve/demo/train.py", "pdserve/demo/batches.py"})
 
@@ -69,6 +70,9 @@ def trespasses(package: str) -> Iterator[str]:
                     continue
                 # Measures the KV plane without engines: an HTTP endpoint does not show it.
                 if name.startswith(MEASURES_KV) and top == "kv_transfer":
+                    continue
+                # Times decisions by themselves: the router's faces hide what they cost.
+                if name.startswith(MEASURES_PLACEMENT) and top == "router":
                     continue
                 yield f"{name}:{line} imports {module}"
             if top in HEAVY and top not in heavy and not name.startswith("benchmarks/gpu/"):

@@ -1,0 +1,1 @@
+"""What placing a request costs the router."""
