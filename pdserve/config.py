@@ -21,6 +21,30 @@ DEMO_MODEL_NAME = "pdserve-demo"
 
 
 @dataclass(frozen=True, slots=True)
+class FallbackConfig:
+    """What is computed again when a worker fails, and when to give up."""
+
+    max_fallbacks: int = key(
+        16, "Times one request goes on elsewhere, in all.", minimum=0, maximum=1000
+    )
+    progress_tokens: int = key(
+        16, "Tokens of progress after which all ways to go on are tried anew.", minimum=1
+    )
+    tokens_per_s: float = key(
+        20000.0,
+        "Tokens of prompts and answers that may be computed again for a model, on average; what "
+        "is beyond fails with 503. 0 for no bound.",
+        minimum=0,
+    )
+    burst_s: float = key(
+        30.0, "How many seconds of that may be used at once.", minimum=0.001, maximum=86400
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The router: its two faces and what it admits."""
 
@@ -57,6 +81,9 @@ class RouterConfig:
     )
     max_body_bytes: int = key(
         8 * 1024 * 1024, "Largest HTTP body or gRPC message taken from a client.", minimum=1024
+    )
+    fallback: FallbackConfig = section(
+        FallbackConfig, "What is computed again when a worker fails, and when to give up."
     )
     stop_grace_s: float = key(
         10.0, "How long running requests may go on after a stop was asked for.", minimum=0

@@ -11,6 +11,7 @@ PdserveError
 ├── ServiceError                the service is at fault, or busy
 │   ├── Overloaded              429  with the seconds after which a retry makes sense
 │   ├── Unavailable             503  no worker for this model now
+│   │   └── BudgetExhausted     too much was computed again of late, for workers that failed
 │   ├── DeadlineExceeded        504
 │   ├── WorkerFailed            502  a worker broke off
 │   │   └── TransferFailed      its KV did not arrive
@@ -141,6 +142,12 @@ class Unavailable(ServiceError):
     grpc_status = grpc.StatusCode.UNAVAILABLE
 
 
+class BudgetExhausted(Unavailable):
+    """A worker failed, and what may be computed again for its model is used up."""
+
+    code = "retry_budget_exhausted"
+
+
 class DeadlineExceeded(ServiceError):
     """The request's deadline passed."""
 
@@ -192,6 +199,7 @@ _BY_CODE: dict[str, type[PdserveError]] = {
         Cancelled,
         Overloaded,
         Unavailable,
+        BudgetExhausted,
         DeadlineExceeded,
         WorkerFailed,
         TransferFailed,

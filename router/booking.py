@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pdserve.errors import ContextLengthExceeded
+from pdserve.errors import ContextLengthExceeded, Unavailable
 from pdserve.types import Role
+from router.ladder import Step
 from router.placement.context import NO_CONTEXT
 from router.placement.pairing import check_known
 from router.placement.recompute import place_recompute
@@ -14,13 +15,14 @@ from router.placement.values import Demand
 from router.pool import Charge
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pdserve.types import GenerateRequest
     from router.fleet import Fleet
+    from router.ladder import Rung
     from router.placement.context import PlacementContext
     from router.placement.policies.by_name import Policy
-    from router.placement.values import Decision, Placement
+    from router.placement.values import Candidate, Decision, Placement
     from router.pool import Member, WorkerPool
     from router.quarantine import Pair
 
@@ -111,11 +113,25 @@ class Booker:
 
     def book(self, demand: Demand) -> Booking | None:
         """A placement now, or None where room must be waited for. Raises Unavailable."""
+        return self._book(demand, self._pool.candidates(demand.model))
+
+    def book_again(self, demand: Demand, rung: Rung) -> Booking:
+        """A placement of an admitted request that a worker has failed, as `rung` has it. Raises
+        Unavailable where it leads nowhere."""
+        demand = replace(demand, avoid=rung.avoid)
+        candidates = self._pool.candidates(demand.model)
+        if rung.step is Step.ONE_WORKER:
+            return self._whole(place_recompute(candidates, demand, self._turn))
+        booking = self._book(demand, [c for c in candidates if _takes_part(c, rung)])
+        if booking is None:
+            raise Unavailable(f"no decode worker of model {demand.model} has room")
+        return booking
+
+    def _book(self, demand: Demand, candidates: Sequence[Candidate]) -> Booking | None:
         now = self._fleet.now()
         barred = self._fleet.quarantine.closed(now)
         if barred:
             demand = replace(demand, barred=barred)
-        candidates = self._pool.candidates(demand.model)
         decision = self._policy(candidates, demand, self._turn, self._context)
         if decision.placement is None:
             return None
@@ -125,10 +141,14 @@ class Booker:
             booking.is_trial = self._fleet.quarantine.tries(booking.pair, now)
         return booking
 
-    def book_recompute(self, demand: Demand) -> tuple[Member, Charge]:
-        """A worker that goes on with an admitted request alone. Raises Unavailable."""
-        decision = place_recompute(self._pool.candidates(demand.model), demand, self._turn)
+    def _whole(self, decision: Decision) -> Booking:
         assert decision.placement is not None, "a recompute does not wait"
         self._turn += 1
-        member = self._pool.members[decision.placement.decode.worker_id]
-        return member, whole_charge(member, demand, decision.cached)
+        return Booking(decision, decision.placement, self._pool)
+
+
+def _takes_part(candidate: Candidate, rung: Rung) -> bool:
+    if candidate.worker_id in rung.without:
+        return False
+    is_first = candidate.role is not Role.DECODE
+    return not (rung.prefill and is_first) or candidate.worker_id == rung.prefill

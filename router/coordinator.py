@@ -12,14 +12,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from pdserve.config import FallbackConfig
 from pdserve.errors import PdserveError, Unavailable
 from router.admission import Admission, AdmissionLimits
 from router.answer import AnswerStream
 from router.booking import Booker
 from router.flight import Flight
+from router.ladder import LadderLimits
 from router.metrics import RouterMetrics
 from router.placement.pairing import check_servable
 from router.placement.policies.least_loaded import least_loaded
+from router.retry_budget import RetryBudget
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,8 +46,12 @@ class Coordinator:
         buffer_limits: BufferLimits | None = None,
         metrics: RouterMetrics | None = None,
         policy: Policy = least_loaded,
+        fallback: FallbackConfig | None = None,
     ) -> None:
+        fallback = fallback or FallbackConfig()
         self.metrics = metrics or RouterMetrics()
+        self._ladder_limits = LadderLimits(fallback.max_fallbacks, fallback.progress_tokens)
+        self._budget = RetryBudget(fallback.tokens_per_s, fallback.burst_s)
         self._fleet = fleet
         self._admission = Admission(limits or AdmissionLimits())
         self._booker = Booker(fleet, policy)
@@ -119,6 +126,8 @@ class Coordinator:
                 fleet=self._fleet,
                 booker=self._booker,
                 metrics=self.metrics,
+                budget=self._budget,
+                limits=self._ladder_limits,
             )
             grant = await self._admission.acquire(
                 request.model, lambda: self._booker.book(demand), deadline=deadline

@@ -20,7 +20,6 @@ from pdserve.errors import (
     DeadlineExceeded,
     PdserveError,
     TransferCorrupted,
-    Unavailable,
 )
 from pdserve.types import HandoffStyle, StreamDelta
 from router.answer import AnswerDelta
@@ -33,9 +32,10 @@ from router.handoff import (
     Leg,
     LegKind,
     Resubmit,
-    Step,
     SubmitDecode,
 )
+from router.ladder import RETRYABLE, Ladder
+from router.leg_stream import LegStream
 from router.receipts import build_receipt, build_usage
 from router.submission import SubmissionBuilder
 
@@ -49,62 +49,13 @@ if TYPE_CHECKING:
     from router.booking import Booker, Booking
     from router.fleet import Fleet
     from router.handoff import Action
+    from router.ladder import LadderLimits
     from router.metrics import RouterMetrics
     from router.placement.values import Demand
     from router.pool import Charge, Member
+    from router.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)
-
-
-class _LegStream:
-    """The sink of one leg: its stream on a link and its charge, both gone when the leg ends."""
-
-    __slots__ = ("_charge", "_flight", "_leg", "_member", "_prefilling", "_stream_id")
-
-    def __init__(self, flight: Flight, leg: Leg, member: Member, charge: Charge) -> None:
-        self._flight = flight
-        self._leg = leg
-        self._member = member
-        self._charge = charge
-        self._prefilling = True
-        self._stream_id: int | None = None
-
-    def submit(self, message: w.Submit) -> None:
-        """Send; a worker that does not take it is one that failed."""
-        if not self._leg.open:
-            return
-        if self._member.lost:
-            self.on_lost(Unavailable(f"worker {self._member.worker_id} is gone"))
-            return
-        try:
-            self._stream_id = self._flight.fleet.link(self._member).submit(message, self)
-        except PdserveError as error:
-            self.on_lost(error)
-
-    def on_delta(self, delta: StreamDelta) -> None:
-        if self._prefilling:
-            self._prefilling = False
-            self._charge.prefilled()
-        if delta.finish_reason is not None:
-            self._charge.release()
-            if self._leg.kind is LegKind.DECODE:
-                self._flight.judge_pair(delta)
-        self._flight.perform(self._flight.handoff.on_delta(self._leg, delta))
-
-    def on_token(self, token_id: int, text: str) -> None:
-        if self._prefilling or not self._flight.deliver_token(self._leg, token_id, text):
-            self.on_delta(StreamDelta(0, (token_id,), text))
-
-    def on_lost(self, error: PdserveError) -> None:
-        self._charge.release()
-        self._flight.perform(self._flight.handoff.on_lost(self._leg, error))
-
-    def cancel(self) -> None:
-        """Stop the leg, where it has not ended; again does nothing."""
-        self._charge.release()
-        if self._stream_id is not None and not self._member.lost:
-            link = self._flight.fleet.link(self._member)
-            link.cancel(self._stream_id, ended=self._leg.holds)
 
 
 class Flight:
@@ -119,16 +70,19 @@ class Flight:
         fleet: Fleet,
         booker: Booker,
         metrics: RouterMetrics,
+        budget: RetryBudget,
+        limits: LadderLimits,
     ) -> None:
         self.fleet = fleet
-        self.handoff = Handoff(request.sampling.max_tokens)
+        self.handoff = Handoff(request.sampling.max_tokens, ladder=Ladder(limits))
+        self._budget = budget
         self._request = request
         self._deadline = deadline
         self._buffer = buffer
         self._booker = booker
         self._metrics = metrics
         self._submissions = SubmissionBuilder(request, deadline)
-        self._streams: dict[Leg, _LegStream] = {}
+        self._streams: dict[Leg, LegStream] = {}
         self._grant: Grant[Booking] | None = None
         self._booking: Booking | None = None
         self._decode_message: Callable[..., w.Submit] | None = None  # until its turn comes
@@ -180,8 +134,8 @@ class Flight:
         self.handoff.open_whole(leg)
         self._stream(leg, member, charge).submit(self._submissions.whole(resume))
 
-    def _stream(self, leg: Leg, member: Member, charge: Charge) -> _LegStream:
-        stream = self._streams[leg] = _LegStream(self, leg, member, charge)
+    def _stream(self, leg: Leg, member: Member, charge: Charge) -> LegStream:
+        stream = self._streams[leg] = LegStream(self, leg, member, charge)
         return stream
 
     def judge_pair(self, last: StreamDelta) -> None:
@@ -213,6 +167,8 @@ class Flight:
             case Finish():
                 self._finish(action)
             case Fail(error):
+                if isinstance(error, RETRYABLE):
+                    self._metrics.fell_back(self._request.model, "error", error.code)
                 self._fail(error)
             case Resubmit():
                 self._resubmit(action)
@@ -265,34 +221,42 @@ class Flight:
         logger.info("request %s failed: %s", self._request.request_id, error.message)
 
     def _resubmit(self, action: Resubmit) -> None:
+        demand = self._demand_after(action.resume)
+        try:
+            self._budget.take(demand.model, demand.prompt_tokens, self.fleet.now())
+        except PdserveError as error:
+            self.perform(self.handoff.give_up(error))
+            return
+        try:
+            booking = self._booker.book_again(demand, action.rung)
+        except PdserveError as error:
+            self._budget.give_back(demand.model, demand.prompt_tokens)
+            self.perform(self.handoff.unplaced(action, error))
+            return
+        self._go_on(booking, action)
+
+    def _demand_after(self, resume: tuple[int, ...]) -> Demand:
+        return replace(
+            self._demand,
+            prompt_tokens=self._demand.prompt_tokens + len(resume),
+            prefill_only=False,
+            token_ids=self._demand.token_ids + resume,
+        )
+
+    def _go_on(self, booking: Booking, action: Resubmit) -> None:
+        prefill = booking.prefill
+        step = self.handoff.step_of(None if prefill is None else prefill.worker_id)
+        self._metrics.fell_back(self._request.model, step, action.reason)
+        workers = [m.worker_id for m in (prefill, booking.decode) if m is not None]
         logger.info(
-            "request %s: %s after %d tokens: %s",
+            "request %s: %s on %s after %d tokens: %s",
             self._request.request_id,
-            action.step,
+            step,
+            " and ".join(workers),
             len(action.resume),
             action.cause.message,
         )
-        demand = replace(
-            self._demand,
-            prompt_tokens=self._demand.prompt_tokens + len(action.resume),
-            prefill_only=False,
-            token_ids=self._demand.token_ids + action.resume,
-            avoid=frozenset((action.avoid,)),
-        )
-        try:
-            if action.step is Step.PREFILL_RETRY:
-                booking = self._booker.book(demand)
-                if booking is None:
-                    raise Unavailable(f"no decode worker of model {demand.model} has room")
-                if action.resume and booking.prefill is None:
-                    booking.release()
-                    raise Unavailable(f"no other pair of model {demand.model} is ready")
-                self._submit_booking(booking, action.resume)
-            else:
-                member, charge = self._booker.book_recompute(demand)
-                self._submit_whole(member, charge, action.resume)
-        except PdserveError as error:
-            self.perform(self.handoff.unplaced(action, error))
+        self._submit_booking(booking, action.resume)
 
     def _expire(self) -> None:
         self.handoff.abandon()
@@ -309,7 +273,7 @@ class Flight:
         self._streams.clear()
         if self._grant is not None:
             self._grant.release()
-            self._metrics.ended(self._request.model, outcome, tuple(self.handoff.fallbacks))
+            self._metrics.ended(self._request.model, outcome)
 
     def close(self) -> None:
         """The reader is gone: end what it did not wait for."""

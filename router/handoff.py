@@ -13,10 +13,8 @@ and decode's failure was its consequence, or the answer goes on from it. Where i
 is placed with prefill and submitted when prefill has ended, with prefill's token and with what it
 says of its KV.
 
-Failures become bounded fallbacks. Prefill that fails before its token is tried once more, both
-sides anew, and so is one whose KV came damaged: by another pair, after the delivered tokens.
-Everything else is recomputed elsewhere from prompt and delivered tokens. Tokens that were delivered
-are never repeated or changed.
+A failure becomes a fallback: the request is placed anew, to go on after the tokens that were
+delivered, which are never repeated or changed. `router/ladder.py` says how, and when to give up.
 """
 
 from __future__ import annotations
@@ -27,22 +25,19 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import (
     InternalError,
-    Overloaded,
     PdserveError,
     TransferCorrupted,
     TransferFailed,
-    Unavailable,
     WorkerFailed,
     from_info,
 )
 from pdserve.types import FinishReason, HandoffStyle, PhaseReport, Role, StreamDelta
+from router.ladder import RETRYABLE, Failure, Ladder, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_FALLBACKS = 2
-# Failures of a worker or of a moment; others would meet the request again elsewhere.
-RETRYABLE = (WorkerFailed, TransferFailed, Unavailable, Overloaded)
+    from router.ladder import Rung
 
 
 class LegKind(StrEnum):
@@ -51,13 +46,6 @@ class LegKind(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     WHOLE = "whole"
-
-
-class Step(StrEnum):
-    """Rungs of the fallback ladder, as receipts and metrics name them."""
-
-    PREFILL_RETRY = "prefill_retry"
-    RECOMPUTE = "recompute"
 
 
 @dataclass(slots=True, eq=False)
@@ -114,12 +102,13 @@ class CancelLeg:
 
 @dataclass(frozen=True, slots=True)
 class Resubmit:
-    """Place and submit the request anew, after the tokens of `resume`; then call `open_pair` or
-    `open_whole`, or `unplaced` where there is no worker. `avoid` is the worker that failed."""
+    """Place and submit the request anew by `rung`, after the tokens of `resume`; then call
+    `open_pair` or `open_whole`, or `unplaced` where the rung leads nowhere, or `give_up`. `reason`
+    is a word for receipts."""
 
-    step: Step
+    rung: Rung
     resume: tuple[int, ...]
-    avoid: str
+    reason: str
     cause: PdserveError
 
 
@@ -134,7 +123,7 @@ class Handoff:
     max_tokens: int
     tokens: list[int] = field(default_factory=list)
     legs: list[Leg] = field(default_factory=list)
-    fallbacks: list[str] = field(default_factory=list)
+    ladder: Ladder = field(default_factory=Ladder)
     first_token_leg: Leg | None = None
     done: bool = False
     # The pair's prefill has not given its token yet.
@@ -143,19 +132,44 @@ class Handoff:
     _early: list[StreamDelta | PdserveError] = field(default_factory=list)
     _holder: Leg | None = None
     _unsubmitted: Leg | None = None  # a decode leg whose turn has not come
+    _falling: Resubmit | None = None  # until it is placed
+
+    @property
+    def fallbacks(self) -> Sequence[str]:
+        """What was done, as step:reason."""
+        return self.ladder.done
+
+    @property
+    def prefill(self) -> str:
+        """The worker that prefilled last, "" where none did for another."""
+        legs = reversed(self.legs)
+        return next((leg.worker_id for leg in legs if leg.kind is LegKind.PREFILL), "")
 
     def open_pair(
         self, prefill: Leg, decode: Leg, style: HandoffStyle = HandoffStyle.AT_ONCE
     ) -> None:
         """Both phases were placed, each on its worker; prefill was submitted, and decode too unless
         the handoff is in turn."""
+        self._took(self.step_of(prefill.worker_id))
         self.legs += (prefill, decode)
         self._joining = True
         self._unsubmitted = decode if style is HandoffStyle.IN_TURN else None
 
     def open_whole(self, leg: Leg) -> None:
         """Both phases were submitted to one worker."""
+        self._took(self.step_of(None))
         self.legs.append(leg)
+
+    def step_of(self, prefill: str | None) -> Step:
+        """What it is called to go on with this prefill worker, or with one worker."""
+        if prefill is None:
+            return Step.ONE_WORKER
+        return Step.SAME_PREFILL if prefill == self.prefill else Step.OTHER_PREFILL
+
+    def _took(self, step: Step) -> None:
+        falling, self._falling = self._falling, None
+        if falling is not None:
+            self.ladder.took(step, falling.reason, len(self.tokens))
 
     def on_delta(self, leg: Leg, delta: StreamDelta) -> Sequence[Action]:
         """A delta of a leg; those of closed legs are stale and dropped."""
@@ -187,11 +201,12 @@ class Handoff:
         return self._failed(leg, error)
 
     def unplaced(self, resubmit: Resubmit, error: PdserveError) -> Sequence[Action]:
-        """No worker took a resubmission: the next rung, or the end."""
-        if resubmit.step is not Step.PREFILL_RETRY:
-            return self._fail(error)
-        self.fallbacks[-1] = f"{Step.RECOMPUTE}:{resubmit.cause.code}"
-        return [Resubmit(Step.RECOMPUTE, tuple(self.tokens), resubmit.avoid, resubmit.cause)]
+        """The rung of a resubmission leads nowhere: the next one, or the end."""
+        return self._climb(resubmit.reason, resubmit.cause) or self._fail(error)
+
+    def give_up(self, error: PdserveError) -> Sequence[Action]:
+        """A resubmission is not to be: the answer ends with `error`."""
+        return self._fail(error)
 
     def abandon(self) -> Sequence[CancelLeg]:
         """End without an answer: the client left, or the deadline passed."""
@@ -257,38 +272,33 @@ class Handoff:
             return _NOTHING
         if not isinstance(error, RETRYABLE):
             return self._fail(error)
-        if leg.kind is LegKind.PREFILL and self._joining:
-            return self._fall_back(Step.PREFILL_RETRY, leg, error)
-        if isinstance(error, TransferCorrupted) and leg.kind is LegKind.DECODE:
-            return self._on_corrupted(leg, error)
-        return self._fall_back(Step.RECOMPUTE, leg, error)
+        return self._fall_back(leg, error)
 
-    def _on_corrupted(self, leg: Leg, error: PdserveError) -> Sequence[Action]:
-        # Another pair's prefill would give one token, and its decode at least one more.
-        if self._has_retried or len(self.tokens) + 1 >= self.max_tokens:
-            return self._fall_back(Step.RECOMPUTE, leg, error)
-        source = next(x for x in reversed(self.legs) if x.kind is LegKind.PREFILL)
-        return self._fall_back(Step.PREFILL_RETRY, source, error)
-
-    @property
-    def _has_retried(self) -> bool:
-        return any(name.startswith(Step.PREFILL_RETRY) for name in self.fallbacks)
-
-    def _fall_back(self, step: Step, leg: Leg, error: PdserveError) -> Sequence[Action]:
+    def _fall_back(self, leg: Leg, error: PdserveError) -> Sequence[Action]:
         self._early.clear()
         self._joining = False
         if len(self.tokens) >= self.max_tokens:
             # All tokens came; only the word that they were the last is missing.
             return self._finish(StreamDelta(0), FinishReason.LENGTH)
-        if len(self.fallbacks) == MAX_FALLBACKS:
-            return self._fail(
-                type(error)(f"{error.message} (after {' and '.join(self.fallbacks)})")
-            )
-        if self._has_retried:
-            step = Step.RECOMPUTE
-        self.fallbacks.append(f"{step}:{error.code}")
-        resubmit = Resubmit(step, tuple(self.tokens), leg.worker_id, error)
-        return [*self._close_legs(), resubmit]
+        prefill = self.prefill
+        # Either of the two may have damaged KV; the prefill worker is the likelier to be replaced.
+        is_corrupted = isinstance(error, TransferCorrupted) and leg.kind is LegKind.DECODE
+        failed = prefill if is_corrupted else leg.worker_id
+        self.ladder.failed(Failure(failed, prefill, error), len(self.tokens))
+        resubmits = self._climb(error.code, error)
+        if resubmits:
+            return [*self._close_legs(), *resubmits]
+        done = self.fallbacks
+        after = f" (after {' and '.join(done)})" if done else ""
+        return self._fail(type(error)(f"{error.message}{after}"))
+
+    def _climb(self, reason: str, cause: PdserveError) -> Sequence[Resubmit]:
+        pair_helps = len(self.tokens) + 1 < self.max_tokens
+        rung = self.ladder.climb(self.prefill, pair_helps=pair_helps)
+        if rung is None:
+            return ()
+        self._falling = Resubmit(rung, tuple(self.tokens), reason, cause)
+        return (self._falling,)
 
     def _finish(self, delta: StreamDelta, reason: FinishReason) -> Sequence[Action]:
         self.done = True

@@ -79,6 +79,7 @@ class RouterServer:
             limits=AdmissionLimits(config.max_running_requests, config.max_queued_requests),
             request_timeout_s=config.request_timeout_s,
             policy=POLICIES[config.policy],
+            fallback=config.fallback,
         )
         intake = Intake(coordinator.models, timeout_s=config.request_timeout_s)
         services = Services(coordinator, intake, self._open_requests, coordinator.metrics.render)

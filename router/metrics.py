@@ -102,12 +102,13 @@ class RouterMetrics:
         """A request ended before anything was sent to a worker."""
         self._refusals.labels(model, code).inc()
 
-    def ended(self, model: str, outcome: str, fallbacks: tuple[str, ...]) -> None:
+    def ended(self, model: str, outcome: str) -> None:
         """A started request ended: `outcome` is its finish reason or its error's code."""
         self._requests.labels(model, outcome).inc()
-        for fallback in fallbacks:
-            step, _, reason = fallback.partition(":")
-            self._fallbacks.labels(model, step, reason).inc()
+
+    def fell_back(self, model: str, step: str, reason: str) -> None:
+        """A request goes on elsewhere, or not at all."""
+        self._fallbacks.labels(model, step, reason).inc()
 
     def answered(
         self, model: str, usage: Usage, receipt: Receipt, *, ttft_s: float, e2e_s: float

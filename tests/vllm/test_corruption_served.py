@@ -201,7 +201,7 @@ async def test_a_pair_that_damages_each_time_is_replaced_and_kept_apart(
     # Two idle prefill workers take turns, so that one of two requests meets the bad pair.
     receipts = [await ask(service, aggregated) for _ in range(2)]
     fallbacks = [receipt.fallbacks for receipt in receipts if receipt.fallbacks]
-    assert fallbacks == [("prefill_retry:transfer_corrupted",)]
+    assert fallbacks == [("other_prefill:transfer_corrupted",)]
     assert all(receipt.transport == "shm" for receipt in receipts)
     assert await service.quarantined() == [("prefill-0", "decode-0")]
     for _ in range(3):
@@ -214,7 +214,7 @@ async def test_without_a_whole_pair_the_decode_worker_computes(
 ) -> None:
     service.order("flip", "prefill-1")
     receipt = await ask(service, aggregated)
-    assert receipt.fallbacks == ("recompute:transfer_corrupted",)
+    assert receipt.fallbacks == ("one_worker:transfer_corrupted",)
     assert receipt.decode_worker == "decode-0"
     pairs = {("prefill-0", "decode-0"), ("prefill-1", "decode-0")}
     assert set(await service.quarantined()) == pairs

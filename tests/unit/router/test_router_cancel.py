@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.errors import WorkerFailed
+from pdserve.errors import Overloaded, WorkerFailed
 from pdserve.types import FinishReason, GenerateRequest, Role, SamplingParams
 from router.admission import AdmissionLimits
 from tests.fakes import ScriptedWorker, Stack, running_stack
@@ -77,7 +77,7 @@ async def while_decoding(scene: Scene) -> None:
 
 async def while_prefill_is_retried(scene: Scene) -> None:
     to_prefill, to_decode = await scene.submitted()
-    scene.prefill.fail(to_prefill, WorkerFailed("dead"))
+    scene.prefill.fail(to_prefill, Overloaded("full"))
     assert await scene.decode.cancelled() == to_decode.stream_id
     await scene.submitted()
 
@@ -85,7 +85,7 @@ async def while_prefill_is_retried(scene: Scene) -> None:
 async def while_recomputing(scene: Scene) -> None:
     await while_decoding(scene)
     assert scene.to_decode is not None
-    scene.decode.fail(scene.to_decode, WorkerFailed("dead"))
+    scene.decode.fail(scene.to_decode, WorkerFailed("dead"))  # there is no other
     scene.to_decode = await scene.decode.submitted()
     assert list(scene.to_decode.resume_token_ids) == [7, 8]
 

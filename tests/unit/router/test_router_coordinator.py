@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.errors import InvalidRequest, TransferFailed, Unavailable, WorkerFailed
+from pdserve.config import FallbackConfig
+from pdserve.errors import (
+    BudgetExhausted,
+    InvalidRequest,
+    TransferFailed,
+    Unavailable,
+    WorkerFailed,
+)
 from pdserve.types import FinishReason, Role, SamplingParams, TransferReport, Usage
 from router.answer import AnswerDelta
 from tests.fakes import ScriptedWorker, running_stack
@@ -140,24 +147,28 @@ async def test_an_aggregated_worker_does_both() -> None:
         assert last.receipt.first_token_source == "aggregated"
 
 
-async def test_a_failed_transfer_is_recomputed_without_repeating_a_token(
+async def test_a_failed_transfer_is_tried_again_without_repeating_a_token(
     prefill: ScriptedWorker, decode: ScriptedWorker
 ) -> None:
     async with running_stack(prefill, decode) as stack:
         async with stack.coordinator.generate(request()) as answer:
-            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            first = await prefill.submitted()
+            prefill.send(first, 7, finish=LENGTH)
             decode.fail(await decode.submitted(), TransferFailed("no blocks"))
-            again = await decode.submitted()
-            assert again.WhichOneof("phase") == "aggregated"
-            assert list(again.resume_token_ids) == [7]
-            decode.send(again, 8, finish=STOP)
+            second, again = await prefill.submitted(), await decode.submitted()
+            assert list(second.resume_token_ids) == list(again.resume_token_ids) == [7]
+            assert second.prefill.transfer_id == again.decode.transfer_id
+            assert second.prefill.transfer_id != first.prefill.transfer_id
+            prefill.send(second, 8, finish=LENGTH)
+            decode.send(again, 9, finish=STOP)
             last = await read(answer)
-        assert last.token_ids == (7, 8)
+        assert last.token_ids == (7, 8, 9)
+        assert last.usage == Usage(40, 3, 4), "each token counts once"
         assert last.receipt is not None
-        assert last.receipt.fallbacks == ("recompute:transfer_failed",)
+        assert last.receipt.fallbacks == ("same_prefill:transfer_failed",)
         text = stack.coordinator.metrics.render().decode()
         assert (
-            'pdserve_fallbacks_total{model="demo",reason="transfer_failed",step="recompute"} 1.0'
+            'pdserve_fallbacks_total{model="demo",reason="transfer_failed",step="same_prefill"} 1.0'
             in text
         )
         assert 'pdserve_requests_total{model="demo",outcome="stop"} 1.0' in text
@@ -181,7 +192,7 @@ async def test_prefill_that_fails_is_tried_again_under_a_new_transfer(
             last = await read(answer)
         assert last.token_ids == (7, 8)
         assert last.receipt is not None
-        assert last.receipt.fallbacks == ("prefill_retry:worker_failed",)
+        assert last.receipt.fallbacks == ("other_prefill:worker_failed",)
         assert last.receipt.prefill_worker == "p2"
 
 
@@ -196,14 +207,15 @@ async def test_a_decode_worker_that_breaks_off_is_replaced_mid_answer(
             decode.send(await decode.submitted(), 8)
             assert (await anext(answer)).token_ids == (8,)
             decode.break_link()
-            again = await other.submitted()
-            assert list(again.resume_token_ids) == [7, 8]
-            other.send(again, 9, finish=STOP)
+            first, again = await prefill.submitted(), await other.submitted()
+            assert list(first.resume_token_ids) == list(again.resume_token_ids) == [7, 8]
+            prefill.send(first, 9, finish=LENGTH)
+            other.send(again, 10, finish=STOP)
             last = await read(answer)
         assert last.receipt is not None
-        assert last.receipt.fallbacks == ("recompute:worker_failed",)
+        assert last.receipt.fallbacks == ("same_prefill:worker_failed",)
         assert last.receipt.decode_worker == "d2"
-        assert last.usage == Usage(40, 3, 4)
+        assert last.usage == Usage(40, 4, 4)
         await stack.until_state(decode, "ready")
 
 
@@ -249,3 +261,24 @@ async def test_what_an_engine_refuses_reaches_the_client(
         prefill.fail(await prefill.submitted(), InvalidRequest("no such grammar", field="g"))
         with pytest.raises(InvalidRequest, match="no such grammar"):
             await anext(answer)
+
+
+async def test_what_is_beyond_the_budget_fails_with_the_reason(
+    prefill: ScriptedWorker, decode: ScriptedWorker
+) -> None:
+    """There are 30 tokens, of which 41 are taken; nobody waits for more at this rate."""
+    fallback = FallbackConfig(tokens_per_s=0.001, burst_s=30_000)
+    async with running_stack(prefill, decode, fallback=fallback) as stack:
+        async with stack.coordinator.generate(request()) as answer:
+            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            decode.fail(await decode.submitted(), TransferFailed("no blocks"))
+            prefill.send(await prefill.submitted(), 8, finish=LENGTH)
+            again = await decode.submitted()
+            assert (await anext(answer)).token_ids == (7,)
+            assert (await anext(answer)).token_ids == (8,)
+            decode.fail(again, TransferFailed("no blocks"))
+            with pytest.raises(BudgetExhausted, match=r"\(0\.001 tokens/s\)") as caught:
+                await anext(answer)
+            assert caught.value.retry_after_s > 1000
+        text = stack.coordinator.metrics.render().decode()
+        assert 'reason="retry_budget_exhausted",step="error"} 1.0' in text

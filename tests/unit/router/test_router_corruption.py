@@ -103,13 +103,13 @@ async def test_another_prefill_worker_goes_on_after_the_first_token(
         assert last.token_ids == (7, 8, 9)
         assert last.text == "<7><8><9>"
         assert last.receipt is not None
-        assert last.receipt.fallbacks == ("prefill_retry:transfer_corrupted",)
+        assert last.receipt.fallbacks == ("other_prefill:transfer_corrupted",)
         assert last.receipt.prefill_worker == "p"
         assert last.receipt.transport == "loopback"
         assert stack.fleet.quarantine.closed(stack.fleet.now()) == {("p", "d")}
         assert "KV from worker p to d: blocks 0+3 came damaged" in caplog.text
         text = stack.coordinator.metrics.render().decode()
-        assert 'reason="transfer_corrupted",step="prefill_retry"} 1.0' in text
+        assert 'reason="transfer_corrupted",step="other_prefill"} 1.0' in text
 
 
 async def test_without_another_pair_the_decode_worker_recomputes(
@@ -119,7 +119,7 @@ async def test_without_another_pair_the_decode_worker_recomputes(
         last = await corrupted(stack, prefill, decode)
         assert last.token_ids == (7, 8)
         assert last.receipt is not None
-        assert last.receipt.fallbacks == ("recompute:transfer_corrupted",)
+        assert last.receipt.fallbacks == ("one_worker:transfer_corrupted",)
         assert last.receipt.decode_worker == "d"
 
 
@@ -194,7 +194,7 @@ async def test_the_last_rung_still_strikes(prefill: ScriptedWorker, decode: Scri
         assert last.token_ids == (7, 8, 9)
         assert last.receipt is not None
         assert last.receipt.fallbacks == (
-            "prefill_retry:transfer_corrupted",
-            "recompute:transfer_corrupted",
+            "other_prefill:transfer_corrupted",
+            "one_worker:transfer_corrupted",
         )
         assert gauge(stack) == "2.0"

@@ -25,7 +25,6 @@ from pdserve.types import (
     StreamDelta,
 )
 from router.handoff import (
-    MAX_FALLBACKS,
     Action,
     CancelLeg,
     Deliver,
@@ -37,6 +36,7 @@ from router.handoff import (
     Resubmit,
     SubmitDecode,
 )
+from router.ladder import Ladder, LadderLimits, Step
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 CORRUPTED = TransferCorrupted("blocks 0+4 came damaged")
@@ -45,8 +45,8 @@ CORRUPTED = TransferCorrupted("blocks 0+4 came damaged")
 class Driver:
     """A handoff with its legs by letter, whose actions read as text."""
 
-    def __init__(self, *, max_tokens: int = 8) -> None:
-        self.handoff = Handoff(max_tokens)
+    def __init__(self, *, max_tokens: int = 8, limits: LadderLimits | None = None) -> None:
+        self.handoff = Handoff(max_tokens, ladder=Ladder(limits or LadderLimits()))
         self.legs: dict[str, Leg] = {}
         self.resubmits: list[Resubmit] = []
 
@@ -97,9 +97,14 @@ class Driver:
                 return f"cancel {leg.worker_id}"
             case SubmitDecode(leg, handle, resume):
                 return f"submit {leg.worker_id} {handle.decode()} after {list(resume)}"
-            case Resubmit(step, resume, avoid):
+            case Resubmit(rung, resume):
                 self.resubmits.append(action)
-                return f"{step} after {list(resume)} avoiding {avoid}"
+                words = [rung.step.value, *filter(None, [rung.prefill]), f"after {list(resume)}"]
+                if rung.without:
+                    words.append(f"without {' '.join(sorted(rung.without))}")
+                elif rung.avoid:
+                    words.append(f"avoiding {' '.join(sorted(rung.avoid))}")
+                return " ".join(words)
 
 
 @pytest.fixture
@@ -160,32 +165,33 @@ def test_decode_gets_no_turn_where_the_first_token_ends_the_answer(in_turn: Driv
 
 
 def test_a_prefill_that_fails_before_its_token_is_tried_again_in_turn(in_turn: Driver) -> None:
-    assert in_turn.lost("p") == ["cancel d", "prefill_retry after [] avoiding p"]
+    assert in_turn.lost("p") == ["cancel d", "other_prefill after [] without p"]
     in_turn.pair("p2", "d2", HandoffStyle.IN_TURN)
     actions = in_turn.tokens("p2", 1, finish=LENGTH, handle=b"kv")
     assert actions == ["deliver [1]", "submit d2 kv after [1]"]
 
 
-def test_a_prefill_that_is_lost_with_its_kv_is_recomputed(in_turn: Driver) -> None:
+def test_a_prefill_that_is_lost_with_its_kv_is_replaced(in_turn: Driver) -> None:
     assert in_turn.tokens("p", 1) == ["deliver [1]"]
-    assert in_turn.lost("p") == ["cancel d", "recompute after [1] avoiding p"]
+    assert in_turn.lost("p") == ["cancel d", "other_prefill after [1] without p"]
     in_turn.whole("w")
     assert in_turn.tokens("w", 2, finish=STOP) == ["finish [2] stop"]
 
 
-def test_a_prefill_that_kept_no_kv_is_recomputed(in_turn: Driver) -> None:
+def test_a_prefill_that_kept_no_kv_is_asked_again(in_turn: Driver) -> None:
     assert in_turn.tokens("p", 1, finish=LENGTH) == [
         "deliver [1]",
         "cancel p",
-        "recompute after [1] avoiding d",
+        "same_prefill p after [1] avoiding d",
     ]
 
 
 @pytest.mark.parametrize("how", ["error", "lost"])
-def test_a_decode_that_fails_in_its_turn_is_recomputed(in_turn: Driver, how: str) -> None:
+def test_a_decode_that_fails_in_its_turn_is_replaced(in_turn: Driver, how: str) -> None:
     in_turn.tokens("p", 1, finish=LENGTH, handle=b"kv")
     failed = in_turn.error("d", TransferFailed("x")) if how == "error" else in_turn.lost("d")
-    assert failed == ["cancel p", "recompute after [1] avoiding d"]
+    word = "avoiding" if how == "error" else "without"
+    assert failed == ["cancel p", f"same_prefill p after [1] {word} d"]
 
 
 def test_a_client_that_leaves_between_the_turns_ends_both(in_turn: Driver) -> None:
@@ -230,27 +236,28 @@ def test_the_failed_transfer_that_an_end_at_the_first_token_causes_is_no_failure
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_failed_transfer_is_recomputed_from_what_was_delivered(pair: Driver, early: bool) -> None:
+def test_a_failed_transfer_is_tried_again(pair: Driver, early: bool) -> None:
     failed = TransferFailed("no blocks")
-    recompute = "recompute after [1] avoiding d"
+    again = "same_prefill p after [1] avoiding d"
     if early:
         assert pair.error("d", failed) == []
-        assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]", "cancel p", recompute]
+        assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]", "cancel p", again]
     else:
         assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]"]
         # The prefill has ended, and still holds its blocks for a decode that will not come.
-        assert pair.error("d", failed) == ["cancel p", recompute]
-    pair.whole("d2")
-    assert pair.tokens("d2", 2) == ["deliver [2]"]
+        assert pair.error("d", failed) == ["cancel p", again]
+    pair.legs["p1"] = pair.legs["p"]
+    pair.pair("p", "d2")
+    assert pair.tokens("p", 2, finish=LENGTH) == ["deliver [2]"]
     assert pair.tokens("d2", 3, finish=STOP) == ["finish [3] stop"]
     assert pair.handoff.tokens == [1, 2, 3]
-    assert pair.handoff.fallbacks == ["recompute:transfer_failed"]
-    assert pair.handoff.first_token_leg is pair.legs["p"]
+    assert pair.handoff.fallbacks == ["same_prefill:transfer_failed"]
+    assert pair.handoff.first_token_leg is pair.legs["p1"]
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_damaged_kv_goes_to_another_pair_after_the_first_token(pair: Driver, early: bool) -> None:
-    retry = ["cancel p", "prefill_retry after [1] avoiding p"]
+    retry = ["cancel p", "other_prefill after [1] avoiding p"]
     if early:
         assert pair.error("d", CORRUPTED) == []
         assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]", *retry]
@@ -262,7 +269,7 @@ def test_damaged_kv_goes_to_another_pair_after_the_first_token(pair: Driver, ear
     assert pair.tokens("p2", 2, finish=LENGTH) == ["deliver [2]", "deliver [3]"]
     assert pair.tokens("d2", 4, finish=STOP) == ["finish [4] stop"]
     assert pair.handoff.tokens == [1, 2, 3, 4]
-    assert pair.handoff.fallbacks == ["prefill_retry:transfer_corrupted"]
+    assert pair.handoff.fallbacks == ["other_prefill:transfer_corrupted"]
     assert pair.handoff.first_token_leg is pair.legs["p"]
 
 
@@ -278,22 +285,23 @@ def test_what_another_pair_cannot_bring_is_recomputed(pair: Driver, how: str) ->
     pair.tokens("p", 1, finish=LENGTH)
     pair.error("d", CORRUPTED)
     if how == "no other pair":
-        assert pair.unplaced() == ["recompute after [1] avoiding p"]
-        assert pair.handoff.fallbacks == ["recompute:transfer_corrupted"]
+        assert pair.unplaced() == ["one_worker after [1] avoiding p"]
+        pair.whole("d3")
+        assert pair.handoff.fallbacks == ["one_worker:transfer_corrupted"]
         return
     pair.pair("p2", "d2")
     if how == "damaged again":
         pair.tokens("p2", 2, finish=LENGTH)
         actions, delivered = pair.error("d2", CORRUPTED), [1, 2]
-        again = f"recompute after {delivered} avoiding d2"
+        again = f"one_worker after {delivered} avoiding p p2"
     else:
         actions, delivered = pair.lost("p2"), [1]
-        again = f"recompute after {delivered} avoiding p2"
+        again = f"one_worker after {delivered} avoiding p p2"
     assert actions[-1] == again
     pair.whole("d3")
     assert pair.tokens("d3", 9, finish=STOP) == ["finish [9] stop"]
     assert pair.handoff.tokens == [*delivered, 9]
-    assert len(pair.handoff.fallbacks) == MAX_FALLBACKS
+    assert len(pair.handoff.fallbacks) == 2
 
 
 def test_a_pair_is_not_asked_for_the_last_token() -> None:
@@ -301,13 +309,13 @@ def test_a_pair_is_not_asked_for_the_last_token() -> None:
     driver = Driver(max_tokens=2)
     driver.pair()
     driver.tokens("p", 1, finish=LENGTH)
-    assert driver.error("d", CORRUPTED) == ["cancel p", "recompute after [1] avoiding d"]
+    assert driver.error("d", CORRUPTED) == ["cancel p", "one_worker after [1] avoiding p"]
 
 
 def test_a_whole_leg_cannot_say_that_kv_came_damaged() -> None:
     driver = Driver()
     driver.whole("a", Role.AGGREGATED)
-    assert driver.error("a", CORRUPTED) == ["recompute after [] avoiding a"]
+    assert driver.error("a", CORRUPTED) == ["other_prefill after [] avoiding a"]
 
 
 @pytest.mark.parametrize("delivered", [1, 2, 3])
@@ -317,12 +325,12 @@ def test_a_decode_worker_that_is_lost_is_replaced(pair: Driver, delivered: int) 
         pair.tokens("d", token)
     so_far = list(range(1, delivered + 1))
     released = ["cancel p"] if delivered == 1 else []
-    assert pair.lost("d") == [*released, f"recompute after {so_far} avoiding d"]
+    assert pair.lost("d") == [*released, f"same_prefill p after {so_far} without d"]
     pair.whole("d2")
     assert pair.tokens("d", 99) == [], "the lost worker is not heard again"
     assert pair.tokens("d2", 9, finish=STOP) == ["finish [9] stop"]
     assert pair.handoff.tokens == [*so_far, 9]
-    assert pair.handoff.fallbacks == ["recompute:worker_failed"]
+    assert pair.handoff.fallbacks == ["one_worker:worker_failed"]
 
 
 @pytest.mark.parametrize("how", ["lost", "error", "abort"])
@@ -334,22 +342,22 @@ def test_prefill_that_fails_is_tried_once_more_on_both_sides(pair: Driver, how: 
         actions = pair.error("p", WorkerFailed("dead"))
     else:
         actions = pair.tokens("p", finish=FinishReason.ABORT)
-    assert actions == ["cancel d", "prefill_retry after [] avoiding p"]
+    assert actions == ["cancel d", "other_prefill after [] without p"]
     pair.pair("p2", "d2")
     assert pair.tokens("d", 2) == []
     assert pair.tokens("p2", 11, finish=LENGTH) == ["deliver [11]"], "early tokens are forgotten"
     assert pair.tokens("d2", 12, finish=STOP) == ["finish [12] stop"]
-    assert pair.handoff.fallbacks == ["prefill_retry:worker_failed"]
+    assert pair.handoff.fallbacks == ["other_prefill:worker_failed"]
     assert pair.handoff.first_token_leg is pair.legs["p2"]
 
 
 def test_prefill_that_fails_again_is_recomputed_and_then_no_more(pair: Driver) -> None:
     pair.lost("p")
     pair.pair("p2", "d2")
-    assert pair.lost("p2") == ["cancel d2", "recompute after [] avoiding p2"]
+    assert pair.lost("p2") == ["cancel d2", "one_worker after [] avoiding p p2"]
     pair.whole("d3")
     assert pair.lost("d3") == ["fail worker_failed"]
-    assert pair.handoff.fallbacks == ["prefill_retry:worker_failed", "recompute:worker_failed"]
+    assert pair.handoff.fallbacks == ["other_prefill:worker_failed", "one_worker:worker_failed"]
 
 
 def test_the_last_error_names_the_fallbacks(pair: Driver) -> None:
@@ -360,7 +368,7 @@ def test_the_last_error_names_the_fallbacks(pair: Driver) -> None:
     (action,) = pair.handoff.on_lost(pair.legs["d3"], WorkerFailed("d3 is gone"))
     assert isinstance(action, Fail)
     assert action.error.message == (
-        "d3 is gone (after prefill_retry:worker_failed and recompute:worker_failed)"
+        "d3 is gone (after other_prefill:worker_failed and one_worker:worker_failed)"
     )
 
 
@@ -372,13 +380,13 @@ def test_prefill_that_is_lost_after_the_first_token_changes_nothing(pair: Driver
 
 def test_both_sides_lost_before_the_first_token_are_retried_as_one(pair: Driver) -> None:
     assert pair.lost("d") == []
-    assert pair.lost("p") == ["cancel d", "prefill_retry after [] avoiding p"]
+    assert pair.lost("p") == ["cancel d", "other_prefill after [] without p"]
 
 
-def test_a_retry_without_workers_becomes_a_recompute(pair: Driver) -> None:
+def test_a_rung_that_leads_nowhere_is_passed_over(pair: Driver) -> None:
     pair.lost("p")
-    assert pair.unplaced() == ["recompute after [] avoiding p"]
-    assert pair.handoff.fallbacks == ["recompute:worker_failed"]
+    assert pair.unplaced() == ["one_worker after [] avoiding p"]
+    assert pair.handoff.fallbacks == [], "nothing was done"
     assert pair.unplaced() == ["fail unavailable"]
 
 
@@ -418,10 +426,10 @@ def test_an_aggregated_answer() -> None:
 def test_an_aggregated_worker_that_is_lost_is_replaced() -> None:
     driver = Driver()
     driver.whole("a", Role.AGGREGATED)
-    assert driver.lost("a") == ["recompute after [] avoiding a"]
+    assert driver.lost("a") == ["other_prefill after [] without a"]
     driver.whole("b", Role.AGGREGATED)
     driver.tokens("b", 1)
-    assert driver.lost("b") == ["recompute after [1] avoiding b"]
+    assert driver.lost("b") == ["one_worker after [1] avoiding a b"]
     driver.whole("c", Role.AGGREGATED)
     assert driver.tokens("c", 2, finish=STOP) == ["finish [2] stop"]
     assert driver.handoff.first_token_leg is driver.legs["b"]
@@ -515,9 +523,9 @@ class Play:
                 self.ends += 1
             case SubmitDecode(leg, _, resume):
                 self._decode(leg.worker_id, len(resume))
-            case Resubmit(step, resume):
+            case Resubmit(rung, resume):
                 name = str(len(self.handoff.legs))
-                if step == "prefill_retry":
+                if rung.step is not Step.ONE_WORKER:
                     self._pair(name, len(resume))
                 else:
                     self.driver.whole(f"w{name}")
@@ -549,7 +557,7 @@ def test_whatever_happens_no_token_is_repeated_and_no_answer_is_forgotten(
         play.event(kind, what)
     handoff = play.handoff
     assert play.delivered == list(range(1, len(play.delivered) + 1)) == handoff.tokens
-    assert len(handoff.fallbacks) <= MAX_FALLBACKS
+    assert len(handoff.fallbacks) <= len(Step), "no answer here gets on by much"
     assert play.ends == (1 if handoff.done else 0)
     if not handoff.done:
         assert any(leg.open for leg in handoff.legs), "nobody is left who could end the answer"

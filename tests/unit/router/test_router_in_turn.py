@@ -96,11 +96,13 @@ async def test_a_decode_worker_that_left_before_its_turn_is_replaced(
         await stack.join(other)
         stack.fleet.deregister("d", "e1")
         prefill.send(submit, 7, finish=LENGTH, kv_handle=HANDLE)
+        second = await prefill.submitted()
+        assert list(second.resume_token_ids) == [7]
+        prefill.send(second, 8, finish=LENGTH, kv_handle=HANDLE)
         again = await other.submitted()
-        assert again.WhichOneof("phase") == "aggregated"
-        assert list(again.resume_token_ids) == [7]
-        other.send(again, 8, finish=STOP)
+        assert list(again.resume_token_ids) == [7, 8]
+        other.send(again, 9, finish=STOP)
         last = await read(answer)
-        assert last.token_ids == (7, 8)
+        assert last.token_ids == (7, 8, 9)
         assert last.receipt is not None
-        assert last.receipt.fallbacks == ("recompute:unavailable",)
+        assert last.receipt.fallbacks == ("same_prefill:unavailable",)

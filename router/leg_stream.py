@@ -1,0 +1,66 @@
+"""One leg of a flight at its worker: the sink of its stream, and what it takes of the worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdserve.errors import PdserveError, Unavailable
+from pdserve.types import StreamDelta
+from router.handoff import LegKind
+
+if TYPE_CHECKING:
+    from pdserve.v1 import worker_pb2 as w
+    from router.flight import Flight
+    from router.handoff import Leg
+    from router.pool import Charge, Member
+
+
+class LegStream:
+    """The sink of one leg: its stream on a link and its charge, both gone when the leg ends."""
+
+    __slots__ = ("_charge", "_flight", "_leg", "_member", "_prefilling", "_stream_id")
+
+    def __init__(self, flight: Flight, leg: Leg, member: Member, charge: Charge) -> None:
+        self._flight = flight
+        self._leg = leg
+        self._member = member
+        self._charge = charge
+        self._prefilling = True
+        self._stream_id: int | None = None
+
+    def submit(self, message: w.Submit) -> None:
+        """Send; a worker that does not take it is one that failed."""
+        if not self._leg.open:
+            return
+        if self._member.lost:
+            self.on_lost(Unavailable(f"worker {self._member.worker_id} is gone"))
+            return
+        try:
+            self._stream_id = self._flight.fleet.link(self._member).submit(message, self)
+        except PdserveError as error:
+            self.on_lost(error)
+
+    def on_delta(self, delta: StreamDelta) -> None:
+        if self._prefilling:
+            self._prefilling = False
+            self._charge.prefilled()
+        if delta.finish_reason is not None:
+            self._charge.release()
+            if self._leg.kind is LegKind.DECODE:
+                self._flight.judge_pair(delta)
+        self._flight.perform(self._flight.handoff.on_delta(self._leg, delta))
+
+    def on_token(self, token_id: int, text: str) -> None:
+        if self._prefilling or not self._flight.deliver_token(self._leg, token_id, text):
+            self.on_delta(StreamDelta(0, (token_id,), text))
+
+    def on_lost(self, error: PdserveError) -> None:
+        self._charge.release()
+        self._flight.perform(self._flight.handoff.on_lost(self._leg, error))
+
+    def cancel(self) -> None:
+        """Stop the leg, where it has not ended; again does nothing."""
+        self._charge.release()
+        if self._stream_id is not None and not self._member.lost:
+            link = self._flight.fleet.link(self._member)
+            link.cancel(self._stream_id, ended=self._leg.holds)
