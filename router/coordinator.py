@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.config import FallbackConfig
 from pdserve.errors import PdserveError, Unavailable
-from router.admission import Admission, AdmissionLimits
+from router.admission import Admission, AdmissionLimits, bid_of
 from router.answer import AnswerStream
 from router.booking import Booker
 from router.flight import Flight
@@ -130,7 +130,8 @@ class Coordinator:
                 limits=self._ladder_limits,
             )
             grant = await self._admission.acquire(
-                request.model, lambda: self._booker.book(demand), deadline=deadline
+                bid_of(request, kv_tokens=demand.kv_tokens, deadline=deadline),
+                lambda: self._booker.book(demand),
             )
         except PdserveError as error:
             # A name that is not served would make a label of whatever clients send.

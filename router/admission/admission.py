@@ -1,0 +1,100 @@
+"""Admission as tasks see it: a request waits for its turn, its deadline or its cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Generic
+
+from pdserve import deadline as deadlines
+from pdserve.errors import DeadlineExceeded
+from router.admission.gate import Gate, Grant, R
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.errors import PdserveError
+    from router.admission.drain import DrainPredictor
+    from router.admission.limits import AdmissionLimits, Bid
+    from router.admission.tenants import Tenants
+
+
+class _Turn(Generic[R]):
+    """Hands the end of a wait to the task that waits."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self) -> None:
+        self._end: asyncio.Future[Grant[R]] | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        return self._end is None or self._end.done()
+
+    def granted(self, grant: Grant[R]) -> None:
+        assert self._end is not None
+        self._end.set_result(grant)
+
+    def refused(self, error: PdserveError) -> None:
+        assert self._end is not None
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    def future(self) -> asyncio.Future[Grant[R]]:
+        self._end = asyncio.get_running_loop().create_future()
+        return self._end
+
+
+class Admission:
+    """State: a gate. `drain` predicts how its queue drains; `tenants` are those it knows."""
+
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        drain: DrainPredictor | None = None,
+        tenants: Tenants | None = None,
+    ) -> None:
+        self._gate = Gate(limits, clock=clock, drain=drain, tenants=tenants)
+
+    @property
+    def running(self) -> int:
+        return self._gate.running
+
+    @property
+    def queued(self) -> int:
+        return self._gate.queued
+
+    @property
+    def drain(self) -> DrainPredictor:
+        return self._gate.drain
+
+    def wake(self) -> None:
+        """Admit whom seats and room allow; called when either grew."""
+        self._gate.wake()
+
+    async def acquire(self, bid: Bid, reserve: Callable[[], R | None]) -> Grant[R]:
+        """The right to run with what `reserve` returned; the caller releases it.
+
+        `reserve` returns None where room must be waited for, and is tried again; what it raises is
+        raised here, as is what `Gate.offer` raises. Raises DeadlineExceeded where the turn did not
+        come in time.
+        """
+        turn: _Turn[R] = _Turn()
+        outcome = self._gate.offer(bid, reserve, turn)
+        if isinstance(outcome, Grant):
+            return outcome
+        granted = turn.future()
+        self._gate.settle(outcome)
+        try:
+            async with deadlines.timeout(bid.deadline):
+                return await granted
+        except BaseException as error:
+            # Give back what was granted in the same breath as the cancellation.
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                granted.result().release()
+            self._gate.leave(outcome)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded("the deadline passed while the request was queued") from None
+            raise
