@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StreamDelta,
         WorkerLoad,
     )
+    from workers.cache_mirror import CacheChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,20 @@ class EngineInfo:
 
 StepCallback = Callable[[Sequence["StreamDelta"]], None]
 FailureCallback = Callable[[BaseException], None]
+CacheCallback = Callable[["CacheChange"], None]
+
+
+def ignore_cache(change: CacheChange) -> None:
+    """For who does not want to know."""
 
 
 class Engine(Protocol):
     """See the promises at the top of this file."""
+
+    def on_cache(self, callback: CacheCallback) -> None:
+        """Called before `start`: `callback` is called, on the loop, with every change of the prefix
+        cache; before the deltas of the step that made it. Never where the cache cannot be told."""
+        ...
 
     async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
         """Load the model. `on_failure` is called once, on the loop, if the engine dies later."""

@@ -21,12 +21,14 @@ from pdserve.errors import (
 from pdserve.step_moments import StepShape
 from pdserve.types import ErrorInfo, FinishReason, KvLedger, StreamDelta, WorkerLoad
 from workers.engine import AggregatedPhase, PrefillPhase
+from workers.fake_cache import FakeCache
 from workers.fake_sequence import FakeSequence, Handoff
 from workers.fake_settings import FakeFaults, FakeShape
 from workers.fake_transfers import SourceTransfers, TransferState
 
 if TYPE_CHECKING:
     from pdserve.types import ModelInfo, TransferReport
+    from workers.cache_mirror import CacheChange
     from workers.engine import Work
 
 
@@ -57,6 +59,13 @@ class FakeCore:
         self._running: dict[int, FakeSequence] = {}
         self._planned: list[int] = []
         self._ended: list[StreamDelta] = []
+        self._cache = None
+        if shape.prefix_cache:
+            self._cache = FakeCache(model.name, shape.block_size, shape.total_blocks)
+
+    def cache_change(self) -> CacheChange | None:
+        """What changed in the prefix cache since the last call, or None."""
+        return None if self._cache is None else self._cache.take()
 
     def submit(self, work: Work, now: float) -> None:
         try:
@@ -91,6 +100,8 @@ class FakeCore:
                 self._receiving[sequence.work.stream_id] = sequence
                 fetches.append(sequence.work)
             else:
+                if self._cache is not None:
+                    sequence.cached_tokens = self._cache.hit(sequence.work.prompt_token_ids)
                 self._running[sequence.work.stream_id] = sequence
         self._planned = list(self._running)
         return StepPlan(
@@ -124,6 +135,7 @@ class FakeCore:
         sequence = self._receiving.pop(stream_id, None)
         if sequence is not None:
             sequence.receive(handoff, report)
+            self._remember(sequence)
             self._running[stream_id] = sequence
 
     def fail_transfer(self, stream_id: int, reason: str) -> None:
@@ -185,12 +197,18 @@ class FakeCore:
             self._leave(sequence, None)
             error = WorkerFailed("a scripted fault failed the prefill")
             return ended_by(work.stream_id, error)
+        if sequence.kv is None:
+            self._remember(sequence)
         delta, handoff = sequence.advance(now)
         if self._shape.clock_text and delta.token_ids:
             delta = replace(delta, text=f"{now:.6f} ")
         if delta.finish_reason is not None:
             self._leave(sequence, handoff)
         return delta
+
+    def _remember(self, sequence: FakeSequence) -> None:
+        if self._cache is not None:
+            self._cache.store(sequence.work.prompt_token_ids)
 
     def _leave(self, sequence: FakeSequence, handoff: Handoff | None) -> None:
         phase = sequence.work.phase

@@ -17,7 +17,7 @@ from kv_transfer.snapshot import KvSnapshot, KvState
 from pdserve.errors import ConfigError, TransferFailed, WorkerFailed
 from pdserve.step_moments import StepRecorder
 from pdserve.types import KvEndpoint, KvLedger, TransferReport
-from workers.engine import DecodePhase, EngineInfo
+from workers.engine import DecodePhase, EngineInfo, ignore_cache
 from workers.fake_core import FakeCore, ended_by
 from workers.fake_link import LinkClient, LinkServer
 from workers.fake_settings import FakeFaults, FakeSettings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from pdserve.step_moments import StepMoments
     from pdserve.types import ModelInfo, WorkerLoad
-    from workers.engine import FailureCallback, StepCallback, Work
+    from workers.engine import CacheCallback, FailureCallback, StepCallback, Work
     from workers.fake_sequence import Handoff
 
 _KILLED = "a scripted fault killed the engine"
@@ -64,8 +64,12 @@ class FakeEngine:
         self._steps = 0
         self._recorder = StepRecorder()
         self._ended = False
+        self._on_cache: CacheCallback = ignore_cache
         self._on_step: StepCallback
         self._on_failure: FailureCallback
+
+    def on_cache(self, callback: CacheCallback) -> None:
+        self._on_cache = callback
 
     async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
         """Takes `start_s`. Raises OSError when the KV address cannot be listened on."""
@@ -222,9 +226,14 @@ class FakeEngine:
             raise WorkerFailed(_KILLED)
         deltas = self._core.step(self._clock())
         self._start_leases()
+        self._tell_cache()
         if deltas:
             self._on_step(deltas)
         return True
+
+    def _tell_cache(self) -> None:
+        if change := self._core.cache_change():
+            self._on_cache(change)
 
     def _start_leases(self) -> None:
         kv, leased = self._settings.kv, self._core.transfers.take_leased()
@@ -273,6 +282,7 @@ class FakeEngine:
             size = handoff.blocks * self._settings.shape.block_bytes
             report = TransferReport(took, exposed_s, size, handoff.blocks, "fake")
             self._core.receive(work.stream_id, handoff, report)
+            self._tell_cache()
         finally:
             self._fetches.pop(work.stream_id, None)
             self._wake.set()

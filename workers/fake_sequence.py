@@ -29,6 +29,7 @@ class FakeSequence:
     """Mutable state of one request; only the core changes it.
 
     `kv` covers the prompt and all of `generated`; None until it was computed or received.
+    `cached_tokens` of the prompt were in the engine's prefix cache.
     """
 
     work: Work
@@ -40,6 +41,7 @@ class FakeSequence:
     kv: bytes | None = None
     generated: list[int] = field(default_factory=list)
     transfer: TransferReport | None = None
+    cached_tokens: int = 0
     text: FakeText = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +52,7 @@ class FakeSequence:
     @property
     def prefill_tokens(self) -> int:
         """Tokens whose KV the next step has to compute before it samples."""
-        return 0 if self.kv is not None else self.context
+        return 0 if self.kv is not None else self.context - self.cached_tokens
 
     @property
     def context(self) -> int:
@@ -127,6 +129,7 @@ class FakeSequence:
             queue_s=self.admitted_at - self.submitted_at,
             prefill_s=0.0 if self.is_decode else first - self.admitted_at,
             decode_s=now - first,
+            cached_tokens=0 if self.is_decode else self.cached_tokens,
             transfer=self.transfer,
         )
         text = self.text.take(finished=not goes_on)

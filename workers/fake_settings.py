@@ -24,13 +24,15 @@ def _refuse_negative(settings: DataclassInstance) -> None:
 @dataclass(frozen=True, slots=True)
 class FakeShape:
     """Size of the engine. `block_bytes` is what transfers report for a block. With `clock_text`
-    tokens read as the time of their step (CLOCK_MONOTONIC, s): how old they are can be told."""
+    tokens read as the time of their step (CLOCK_MONOTONIC, s): how old they are can be told. With
+    `prefix_cache` prompts' blocks are cached, and a step computes what is not."""
 
     block_size: int = 16
     total_blocks: int = 4096
     max_num_seqs: int = 64
     block_bytes: int = 4096
     clock_text: bool = False
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for item in fields(self):

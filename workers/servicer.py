@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _HELLO_S = 10.0
 _MAX_DRAIN_S = 86400.0
+_MAX_INTERVAL_S = 60.0
 
 
 class WorkerService(WorkerServicer):
@@ -80,6 +81,36 @@ class WorkerService(WorkerServicer):
         drained = await self._worker.drain(request.timeout_s)
         return w.DrainResponse(drained=drained, ledger=wire.ledger_to_pb(self._worker.ledger()))
 
+    async def WatchCache(  # noqa: N802
+        self, request: w.WatchCacheRequest, context: Context
+    ) -> AsyncIterator[w.CacheUpdate]:
+        """One router's watch of the prefix cache, until either side leaves."""
+        if not request.router_id:
+            await rpc.abort(context, InvalidRequest("router_id is missing", field="router_id"))
+        if not 0 <= request.min_interval_s <= _MAX_INTERVAL_S:
+            error = InvalidRequest(
+                f"min_interval_s must be between 0 and {_MAX_INTERVAL_S:g}", field="min_interval_s"
+            )
+            await rpc.abort(context, error)
+        await self._check_epoch(request.worker_epoch, "worker_epoch", context)
+        try:
+            watcher = self._worker.watch_cache(request.router_id)
+        except PdserveError as error:
+            await rpc.abort(context, error)
+        try:
+            while True:
+                yield await watcher.next_update()
+                await asyncio.sleep(request.min_interval_s)
+        except PdserveError as error:
+            await rpc.abort(context, error)
+        finally:
+            self._worker.cache.leave(watcher)
+
+    async def _check_epoch(self, epoch: str, field: str, context: Context) -> None:
+        if epoch != self._info.epoch:
+            stale = InvalidRequest(f"this worker's epoch is {self._info.epoch}", field=field)
+            await rpc.abort(context, stale, status=grpc.StatusCode.FAILED_PRECONDITION)
+
     async def _greet(self, commands: AsyncIterator[w.Command], context: Context) -> Session:
         try:
             async with asyncio.timeout(_HELLO_S):
@@ -90,11 +121,7 @@ class WorkerService(WorkerServicer):
             await rpc.abort(context, InvalidRequest("no hello came", field="hello"))
         except InvalidRequest as error:
             await rpc.abort(context, error)
-        if command.hello.worker_epoch != self._info.epoch:
-            stale = InvalidRequest(
-                f"this worker's epoch is {self._info.epoch}", field="hello.worker_epoch"
-            )
-            await rpc.abort(context, stale, status=grpc.StatusCode.FAILED_PRECONDITION)
+        await self._check_epoch(command.hello.worker_epoch, "hello.worker_epoch", context)
         try:
             return self._worker.attach(command.hello.router_id)
         except PdserveError as error:

@@ -10,6 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from pdserve.errors import ConfigError
+from workers.vllm_cache import events_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,6 +73,7 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         disable_log_stats=False,
         distributed_executor_backend="mp" if args.get("tensor_parallel_size", 1) > 1 else "uni",
         kv_transfer_config=None if settings.kv is None else kv_transfer_config(settings.kv),
+        kv_events_config=events_config(enabled=bool(args["enable_prefix_caching"])),
         **args,
     )
 

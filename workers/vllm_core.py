@@ -39,7 +39,7 @@ from pdserve.types import (
     PhaseReport,
     StreamDelta,
 )
-from workers import sampling, text_state
+from workers import sampling, text_state, vllm_cache
 from workers.engine import AggregatedPhase, DecodePhase, EngineInfo, PrefillPhase
 from workers.kv_params import handle_of, params_for
 from workers.load import LoadBoard, usable_blocks
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.step_moments import StepMoments
     from pdserve.types import TransferReport
+    from workers.cache_mirror import CacheChange
     from workers.engine import Work
     from workers.vllm_settings import VllmSettings
 
@@ -91,6 +92,9 @@ class VllmCore:
         self._keys: dict[int, str] = {}
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
         self.is_idle = False
+        self._cache_events = vllm_cache.watch(
+            self._scheduler, self._engine.vllm_config, settings.model_name
+        )
         try:
             self.info = self._describe(settings)
             kv = self.info.kv
@@ -239,6 +243,10 @@ class VllmCore:
             self._engine.abort_request([self._streams.pop(key).vllm_id], internal=True)
         elif (held := self._held.pop(stream_id, None)) is not None:
             self._connector.release(held)
+
+    def cache_change(self) -> CacheChange | None:
+        """What changed in the prefix cache since the last call, or None."""
+        return None if self._cache_events is None else self._cache_events.take()
 
     def step(self) -> list[StreamDelta]:
         """One step of the engine; the deltas of all requests that it moved."""

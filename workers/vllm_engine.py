@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kv_transfer.snapshot import KvState
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import ErrorInfo, FinishReason, KvLedger, StreamDelta
+from workers.engine import ignore_cache
 from workers.vllm_env import apply_environment
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.step_moments import StepMoments
     from pdserve.types import WorkerLoad
-    from workers.engine import EngineInfo, FailureCallback, StepCallback, Work
+    from workers.engine import CacheCallback, EngineInfo, FailureCallback, StepCallback, Work
     from workers.load import LoadBoard
     from workers.vllm_core import KvLook, VllmCore
     from workers.vllm_settings import VllmSettings
@@ -74,9 +75,13 @@ class VllmEngine:
         self._moments: Callable[[], StepMoments] | None = None
         self._kv_ranks: tuple[KvSnapshot, ...] = ()
         self._is_looking = False
+        self._on_cache: CacheCallback = ignore_cache
         self._loop: asyncio.AbstractEventLoop
         self._on_step: StepCallback
         self._on_failure: FailureCallback
+
+    def on_cache(self, callback: CacheCallback) -> None:
+        self._on_cache = callback
 
     async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
         """Raises what loading raises: ConfigError for our settings, vLLM's errors for its own."""
@@ -190,7 +195,10 @@ class VllmEngine:
                 self._pause(None)
                 continue
             deltas = core.step()
-            self._ledger = core.ledger()  # before the deltas: who has seen them sees it too
+            # Before the deltas: who has seen them sees these too.
+            self._ledger = core.ledger()
+            if change := core.cache_change():
+                self._call(self._on_cache, change)
             self._emit(deltas)
             if core.is_idle:
                 woken = is_woken and core.waits_for_transfers_alone()

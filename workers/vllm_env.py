@@ -18,6 +18,8 @@ _ALWAYS = {
     # Threads are shared out by whoever starts the worker. vLLM's own binder would take a core per
     # rank for itself, and one more because a KV connector is configured.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # KV events name blocks as the block pool does; workers/vllm_cache.py looks them up there.
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
 }
 _UNLESS_SET = {
     "VLLM_LOGGING_LEVEL": "WARNING",

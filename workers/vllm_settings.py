@@ -16,6 +16,7 @@ _RESERVED = frozenset(
         "model",
         "served_model_name",
         "kv_transfer_config",
+        "kv_events_config",
         "distributed_executor_backend",
         "disable_log_stats",
         "data_parallel_size",

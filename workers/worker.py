@@ -23,6 +23,7 @@ from pdserve.errors import (
 )
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
+from workers.cache_feed import CacheFeed
 from workers.engine import PrefillPhase
 from workers.session import Session
 from workers.submissions import deadline_s, work_from_pb
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.snapshot import KvState
     from pdserve.types import KvLedger, KvReport, Role, StreamDelta, WorkerLoad
+    from workers.cache_feed import CacheWatcher
     from workers.engine import Engine, EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class Worker:
     def __init__(self, engine: Engine, role: Role, *, max_frames: int = MAX_FRAMES) -> None:
         self.role = role
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.cache = CacheFeed()
         self._engine = engine
         self._max_frames = max_frames
         self._has_kv = False
@@ -73,6 +76,7 @@ class Worker:
 
     async def start(self) -> EngineInfo:
         """Starts the engine; raises what that raises."""
+        self._engine.on_cache(self.cache.changed)
         info = await self._engine.start(self._on_step, self._on_failure)
         self._has_kv = info.kv is not None
         return info
@@ -117,6 +121,13 @@ class Worker:
             self._tell_steps(session, frame, asyncio.get_running_loop().time())
             session.put(frame)
         return session
+
+    def watch_cache(self, router_id: str) -> CacheWatcher:
+        """A router's watch of the prefix cache; `cache.leave` ends it. Raises Unavailable while the
+        worker closes, and Overloaded where too many watch."""
+        if self._closing:
+            raise Unavailable("this worker is closing")
+        return self.cache.watch(router_id)
 
     def detach(self, session: Session) -> None:
         """The session is over: cancels all its work. Idempotent."""
@@ -184,12 +195,14 @@ class Worker:
     def close_sessions(self) -> None:
         """Lets every session end behind the frames that are queued, and takes no new one."""
         self._draining = self._closing = True
+        self.cache.close()
         for session in self._sessions.values():
             session.finish()
 
     async def close(self) -> None:
         """Cancels what is left and ends the engine. Idempotent."""
         self._draining = self._closing = True
+        self.cache.close()
         for session in list(self._sessions.values()):
             session.cut(Unavailable("this worker has closed"))
             self.detach(session)

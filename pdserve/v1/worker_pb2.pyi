@@ -450,3 +450,27 @@ class DrainResponse(_message.Message):
     drained: bool
     ledger: KvLedger
     def __init__(self, drained: _Optional[bool] = ..., ledger: _Optional[_Union[KvLedger, _Mapping]] = ...) -> None: ...
+
+class WatchCacheRequest(_message.Message):
+    __slots__ = ("router_id", "worker_epoch", "min_interval_s")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MIN_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    worker_epoch: str
+    min_interval_s: float
+    def __init__(self, router_id: _Optional[str] = ..., worker_epoch: _Optional[str] = ..., min_interval_s: _Optional[float] = ...) -> None: ...
+
+class CacheUpdate(_message.Message):
+    __slots__ = ("sequence", "reset", "more", "removed", "stored")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    reset: bool
+    more: bool
+    removed: bytes
+    stored: bytes
+    def __init__(self, sequence: _Optional[int] = ..., reset: _Optional[bool] = ..., more: _Optional[bool] = ..., removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ...) -> None: ...

@@ -256,6 +256,11 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.WatchCache = channel.unary_stream(
+                '/pdserve.v1.Worker/WatchCache',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.CacheUpdate.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -284,6 +289,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCache(self, request, context):
+        """What this worker's prefix cache holds, and from then on what changes. One stream a router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -301,6 +313,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.CacheUpdate.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -385,6 +402,33 @@ class Worker:
             '/pdserve.v1.Worker/Drain',
             pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Worker/WatchCache',
+            pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.CacheUpdate.FromString,
             options,
             channel_credentials,
             insecure,

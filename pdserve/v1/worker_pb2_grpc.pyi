@@ -102,6 +102,8 @@ class WorkerStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """No new work; returns when the last request and the last held block are gone, or at the deadline."""
+    WatchCache: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]
+    """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -116,6 +118,8 @@ class WorkerAsyncStub(WorkerStub):
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """No new work; returns when the last request and the last held block are gone, or at the deadline."""
+    WatchCache: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]  # type: ignore[assignment]
+    """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """Served by a worker."""
@@ -145,5 +149,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """No new work; returns when the last request and the last held block are gone, or at the deadline."""
+
+    @_abc_1.abstractmethod
+    def WatchCache(
+        self,
+        request: _worker_pb2.WatchCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.CacheUpdate], _abc.AsyncIterator[_worker_pb2.CacheUpdate]]:
+        """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

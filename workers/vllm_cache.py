@@ -1,0 +1,104 @@
+"""vLLM's prefix cache as its own KV events tell it. Tried with vLLM 0.32.0.
+
+The scheduler collects the events of a step and gives them to its `kv_event_publisher`;
+`CacheEvents` stands in that place, so that they stay in this process. Two blocks can hold the same
+tokens, and vLLM then says `BlockRemoved` for the first to go, although the other still serves: so
+what is said to be gone is looked up in the block pool first.
+
+Used: vllm/distributed/kv_events.py (EventPublisher, the events), vllm/v1/core/sched/scheduler.py
+(`kv_event_publisher`, `kv_cache_manager`), vllm/v1/core/block_pool.py (`get_cached_block`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventPublisher,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from workers.cache_mirror import CacheMirror
+
+if TYPE_CHECKING:
+    from workers.cache_mirror import CacheChange
+
+_log = logging.getLogger(__name__)
+
+
+def events_config(*, enabled: bool) -> KVEventsConfig:
+    """For the engine's arguments: events, and no publisher of vLLM's."""
+    return KVEventsConfig(enable_kv_cache_events=enabled, publisher="null")
+
+
+class CacheEvents(EventPublisher):
+    """State: events since the last `take`, and the mirror that they keep true."""
+
+    def __init__(self, mirror: CacheMirror, block_pool: Any, block_size: int) -> None:
+        super().__init__()
+        self._mirror = mirror
+        self._pool = block_pool
+        self._block_size = block_size
+        self._events: list[Any] = []
+
+    def publish(self, events: EventBatch) -> None:
+        self._events += events.events
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+    def take(self) -> CacheChange | None:
+        """What has changed, or None."""
+        if not self._events:
+            return None
+        events, self._events = self._events, []
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self._mirror.clear()
+            elif isinstance(event, BlockRemoved):
+                self._remove(event)
+            elif isinstance(event, BlockStored) and self._is_plain(event):
+                self._mirror.store(event.block_hashes, event.parent_block_hash, event.token_ids)
+        return self._mirror.take() or None
+
+    def _remove(self, event: BlockRemoved) -> None:
+        for key in event.block_hashes:
+            if key in self._mirror and self._pool.get_cached_block(key, [0]) is None:
+                self._mirror.remove(key)
+
+    def _is_plain(self, event: BlockStored) -> bool:
+        """Whether the blocks are in this cache and told by their tokens alone. `extra_keys` hold
+        what else went into their hashes: adapter, images, salt, embeddings."""
+        return (
+            event.medium == self._pool.medium
+            and event.block_size == self._block_size
+            and event.lora_id is None
+            and not any(event.extra_keys or ())
+        )
+
+
+def watch(scheduler: Any, config: Any, model: str) -> CacheEvents | None:
+    """Take the events of this scheduler from now on. None where its cache cannot be told by the
+    tokens of one kind of block: sliding windows, hybrid models, drafts that drop a block."""
+    if not scheduler.enable_kv_cache_events:
+        return None
+    size = int(config.cache_config.block_size)
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
+    if (
+        type(spec) not in (FullAttentionSpec, MLAAttentionSpec)
+        or spec.sliding_window is not None
+        or spec.block_size != size
+        or scheduler.use_eagle_block_drop
+    ):
+        _log.info("the prefix cache of this model is not told to routers")
+        return None
+    events = CacheEvents(CacheMirror(model, size), scheduler.kv_cache_manager.block_pool, size)
+    scheduler.kv_event_publisher = events
+    return events
