@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
     from router.pool import Member, PoolAction
+    from router.prefix.watch import CacheWatches
     from router.worker_link import LinkSettings
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,9 @@ SWEEP_S = 0.5
 
 
 class Fleet:
-    """Owns the pool, one link a member and the task that ends leases. An async context manager:
-    leaving closes every link and waits for it."""
+    """Owns the pool, one link a member, one watch of its prefix cache where there are `watches`,
+    and the task that ends leases. An async context manager: leaving closes every link and watch and
+    waits for it."""
 
     def __init__(
         self,
@@ -37,12 +39,14 @@ class Fleet:
         router_id: str,
         lease_s: float = 5.0,
         quarantine_s: float = 60.0,
+        watches: CacheWatches | None = None,
         link_settings: LinkSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = WorkerPool(lease_s)
         self.quarantine = Quarantine(quarantine_s)
         self._router_id = router_id
+        self._watches = watches
         self._link_settings = link_settings
         self._clock = clock
         self._links: dict[Member, WorkerLink] = {}
@@ -66,6 +70,8 @@ class Fleet:
         self._apply(self.pool.close(self._clock()))
         if self._closing:
             await asyncio.wait(self._closing)
+        if self._watches is not None:
+            await self._watches.aclose()
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` whenever a member came, went, or changed its state."""
@@ -151,13 +157,19 @@ class Fleet:
                     )
                     self._links[member] = link
                     link.start()
+                    if self._watches is not None:
+                        self._watches.open(member)
                 case CloseLink(member, reason):
                     logger.info("%s", reason)
-                    task = self._links.pop(member).close(reason)
-                    if task is not None:
-                        self._closing.add(task)
-                        task.add_done_callback(self._closing.discard)
+                    self._see_closed(self._links.pop(member).close(reason))
+                    if self._watches is not None:
+                        self._see_closed(self._watches.close(member))
         self._changed()
+
+    def _see_closed(self, task: asyncio.Task[None] | None) -> None:
+        if task is not None:
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def _changed(self) -> None:
         for on_change in self._subscribers:

@@ -37,7 +37,7 @@ def events_config(*, enabled: bool) -> KVEventsConfig:
     return KVEventsConfig(enable_kv_cache_events=enabled, publisher="null")
 
 
-class CacheEvents(EventPublisher):
+class CacheEvents(EventPublisher):  # type: ignore[misc]
     """State: events since the last `take`, and the mirror that they keep true."""
 
     def __init__(self, mirror: CacheMirror, block_pool: Any, block_size: int) -> None:
@@ -90,7 +90,7 @@ def watch(scheduler: Any, config: Any, model: str) -> CacheEvents | None:
         return None
     size = int(config.cache_config.block_size)
     groups = scheduler.kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
+    spec: Any = groups[0].kv_cache_spec if len(groups) == 1 else None
     if (
         type(spec) not in (FullAttentionSpec, MLAAttentionSpec)
         or spec.sliding_window is not None

@@ -1,0 +1,70 @@
+"""What is cached of a prompt, and where: the placement's question to the index."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+from pdserve import prefix_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from router.placement.values import Demand
+    from router.prefix.index import PrefixIndex
+
+# Prompts whose hashes are kept: a request that waits for room asks again and again.
+_MAX_PROMPTS = 2048
+
+
+# Token ids, and their hashes by model and block size.
+_Chains = tuple[tuple[int, ...], dict[tuple[str, int], list[int]]]
+
+
+class IndexLookup:
+    """A `PrefixLookup` over the index. State: which block sizes the workers of each model have, and
+    the chain hashes of the latest prompts, by the identity of their token ids."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._sizes: dict[str, Counter[int]] = {}
+        self._chains: OrderedDict[int, _Chains] = OrderedDict()
+
+    def joined(self, model: str, block_size: int) -> None:
+        """A worker's blocks can be found from now on."""
+        self._sizes.setdefault(model, Counter())[block_size] += 1
+
+    def left(self, model: str, block_size: int) -> None:
+        """That worker's blocks are gone."""
+        sizes = self._sizes[model]
+        sizes[block_size] -= 1
+        if not sizes[block_size]:
+            del sizes[block_size]
+        if not sizes:
+            del self._sizes[model]
+
+    def cached_tokens(self, demand: Demand) -> Mapping[str, int]:
+        """Tokens of the prompt that each worker would take from its cache, by worker id; workers
+        without any are left out."""
+        cached: dict[str, int] = {}
+        for block_size in self._sizes.get(demand.model, ()):
+            chain = self._chain(demand, block_size)
+            for blocks, mask in self._index.match(chain):
+                names = self._index.names(mask)
+                cached.update(dict.fromkeys(names, blocks * block_size))
+        return cached
+
+    def _chain(self, demand: Demand, block_size: int) -> list[int]:
+        token_ids, key = demand.token_ids, (demand.model, block_size)
+        _, chains = self._chains.setdefault(id(token_ids), (token_ids, {}))
+        self._chains.move_to_end(id(token_ids))
+        if len(self._chains) > _MAX_PROMPTS:
+            self._chains.popitem(last=False)
+        if key not in chains:
+            chains[key] = prefix_hash.chain(
+                token_ids,
+                block_size,
+                prefix_hash.root(*key),
+                blocks=prefix_hash.usable_blocks(len(token_ids), block_size),
+            )
+        return chains[key]

@@ -1,0 +1,125 @@
+"""The mirror of an engine's prefix cache against a naive account of it, and the fake engine's."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve import prefix_hash
+from workers.cache_mirror import CacheChange, CacheMirror
+from workers.fake_cache import FakeCache
+
+SIZE = 2
+ROOT = prefix_hash.root("m", SIZE)
+# Prompts that share beginnings: blocks are digits, a prompt is a string of them.
+PROMPTS = st.text("01", min_size=1, max_size=6)
+
+
+def key(prefix: str) -> bytes:
+    """An engine's name for the last block of `prefix`."""
+    return prefix.encode()
+
+
+def tokens(prompt: str) -> list[int]:
+    return [int(digit) for digit in prompt for _ in range(SIZE)]
+
+
+def hash_of(prefix: str) -> int:
+    return prefix_hash.chain(tokens(prefix), SIZE, ROOT)[-1]
+
+
+class Reader:
+    """Holds what changes said, and that each block came behind its parent."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, None] = {}
+
+    def read(self, change: CacheChange) -> None:
+        for gone in change.removed:
+            del self.blocks[gone]
+        for new in change.stored:
+            assert new not in self.blocks
+            self.blocks[new] = None
+
+
+def store(mirror: CacheMirror, prompt: str, start: int) -> None:
+    keys = [key(prompt[: i + 1]) for i in range(start, len(prompt))]
+    mirror.store(keys, key(prompt[:start]) if start else None, tokens(prompt[start:]))
+
+
+def shown(cached: set[str]) -> set[str]:
+    """Blocks that a lookup can reach."""
+    return {x for x in cached if all(x[:i] in cached for i in range(1, len(x)))}
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_what_is_shown_is_what_a_lookup_reaches(data: st.DataObject) -> None:
+    mirror, reader, cached = CacheMirror("m", SIZE), Reader(), set[str]()
+    for _ in range(data.draw(st.integers(1, 25))):
+        act = data.draw(st.sampled_from(("store", "store", "remove", "take", "clear")))
+        if act == "store":
+            prompt = data.draw(PROMPTS)
+            # An engine computes a prompt behind what it has of it.
+            missing = [i for i in range(len(prompt)) if prompt[: i + 1] not in cached]
+            start = missing[0] if missing else len(prompt)
+            store(mirror, prompt, start)
+            cached |= {prompt[: i + 1] for i in range(start, len(prompt))}
+        elif act == "remove" and cached:
+            gone = data.draw(st.sampled_from(sorted(cached)))
+            cached.discard(gone)
+            mirror.remove(key(gone))
+        elif act == "clear":
+            cached.clear()
+            mirror.clear()
+        else:
+            reader.read(mirror.take())
+            assert set(reader.blocks) == {hash_of(x) for x in shown(cached)}
+            assert len(mirror) == len(reader.blocks)
+    reader.read(mirror.take())
+    assert set(reader.blocks) == {hash_of(x) for x in shown(cached)}
+    order = {x: i for i, x in enumerate(reader.blocks)}
+    for prefix in shown(cached):
+        if len(prefix) > 1:
+            assert order[hash_of(prefix[:-1])] < order[hash_of(prefix)]
+    assert mirror.left_out == 0
+
+
+def test_blocks_behind_an_unknown_one_are_left_out() -> None:
+    mirror = CacheMirror("m", SIZE)
+    # What stands behind a salted block has no salt of its own: only its parent tells.
+    mirror.store([key("01"), key("010")], key("0"), tokens("10"))
+    assert not mirror.take()
+    assert (len(mirror), mirror.left_out) == (0, 2)
+
+
+def test_hashes_tell_models_and_block_sizes_and_places_apart() -> None:
+    ids = tuple(range(8))
+    chains = [
+        prefix_hash.chain(ids, 2, prefix_hash.root("m", 2)),
+        prefix_hash.chain(ids, 2, prefix_hash.root("other", 2)),
+        prefix_hash.chain(ids, 4, prefix_hash.root("m", 4)),
+        prefix_hash.chain((0, 1) * 4, 2, prefix_hash.root("m", 2))[1:],
+    ]
+    found = [x for chain in chains for x in chain]
+    assert len(set(found)) == len(found) == 4 + 4 + 2 + 3
+    assert prefix_hash.unpack(prefix_hash.pack(found)) == found
+    assert prefix_hash.chain(ids, 2, prefix_hash.root("m", 2), blocks=3) == chains[0][:3]
+    # The last token is computed in any case.
+    assert [prefix_hash.usable_blocks(n, 4) for n in (0, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
+
+
+@settings(max_examples=100)
+@given(st.lists(PROMPTS, max_size=20), st.integers(1, 8))
+def test_the_fake_cache_is_bounded_and_closed(prompts: list[str], room: int) -> None:
+    cache, reader = FakeCache("m", SIZE, room), Reader()
+    for prompt in prompts:
+        ids = tuple(tokens(prompt))
+        cache.store(ids)
+        reader.read(cache.take() or CacheChange())
+        assert len(reader.blocks) <= room
+        chain = [hash_of(prompt[: i + 1]) for i in range(len(prompt))]
+        held = [x in reader.blocks for x in chain]
+        assert held == sorted(held, reverse=True)
+        # One more token, so that the whole prompt may be taken from the cache.
+        assert cache.hit((*ids, 0)) == sum(held) * SIZE == min(len(prompt), room) * SIZE
