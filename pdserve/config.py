@@ -59,6 +59,12 @@ class RouterConfig:
         8001, "Port of the gRPC face; 0 takes a free one.", minimum=0, maximum=65535
     )
     policy: str = key("least_loaded", "How requests are placed on workers.", choices=POLICIES)
+    prefix_max_blocks: int = key(
+        10_000_000,
+        "Most KV blocks that the index of the workers' prefix caches remembers, at about 100 bytes "
+        "each; 0 keeps no index.",
+        minimum=0,
+    )
     max_running_requests: int = key(256, "Requests placed on workers at one time.", minimum=1)
     max_queued_requests: int = key(
         1024, "Requests that may wait; one more is refused with 429.", minimum=0

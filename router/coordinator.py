@@ -20,6 +20,7 @@ from router.booking import Booker
 from router.flight import Flight
 from router.ladder import LadderLimits
 from router.metrics import RouterMetrics
+from router.placement.context import PlacementContext
 from router.placement.pairing import check_servable
 from router.placement.policies.least_loaded import least_loaded
 from router.retry_budget import RetryBudget
@@ -54,13 +55,17 @@ class Coordinator:
         self._budget = RetryBudget(fallback.tokens_per_s, fallback.burst_s)
         self._fleet = fleet
         self._admission = Admission(limits or AdmissionLimits())
-        self._booker = Booker(fleet, policy)
+        watches = fleet.watches
+        context = PlacementContext(prefix=None if watches is None else watches.lookup)
+        self._booker = Booker(fleet, policy, context)
         self._request_timeout_s = request_timeout_s
         self._buffer_limits = buffer_limits
         self._open_requests = 0
         # Room or a worker may have come: those who wait try again.
         fleet.subscribe(self._admission.wake)
         self.metrics.watch_pool(fleet.pool)
+        if watches is not None:
+            self.metrics.prefix.watch(watches)
         self.metrics.watch_gauge(
             "kv_quarantined_pairs",
             "Pairs of workers that are kept apart because KV between them came damaged.",

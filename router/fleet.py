@@ -46,7 +46,7 @@ class Fleet:
         self.pool = WorkerPool(lease_s)
         self.quarantine = Quarantine(quarantine_s)
         self._router_id = router_id
-        self._watches = watches
+        self.watches = watches
         self._link_settings = link_settings
         self._clock = clock
         self._links: dict[Member, WorkerLink] = {}
@@ -70,8 +70,8 @@ class Fleet:
         self._apply(self.pool.close(self._clock()))
         if self._closing:
             await asyncio.wait(self._closing)
-        if self._watches is not None:
-            await self._watches.aclose()
+        if self.watches is not None:
+            await self.watches.aclose()
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` whenever a member came, went, or changed its state."""
@@ -157,13 +157,13 @@ class Fleet:
                     )
                     self._links[member] = link
                     link.start()
-                    if self._watches is not None:
-                        self._watches.open(member)
+                    if self.watches is not None:
+                        self.watches.open(member)
                 case CloseLink(member, reason):
                     logger.info("%s", reason)
                     self._see_closed(self._links.pop(member).close(reason))
-                    if self._watches is not None:
-                        self._see_closed(self._watches.close(member))
+                    if self.watches is not None:
+                        self._see_closed(self.watches.close(member))
         self._changed()
 
     def _see_closed(self, task: asyncio.Task[None] | None) -> None:

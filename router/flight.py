@@ -213,6 +213,9 @@ class Flight:
         self._metrics.answered(
             self._request.model, usage, receipt, ttft_s=self._ttft_s or elapsed_s, e2e_s=elapsed_s
         )
+        if self._booking is not None:
+            cached = self._booking.decision.cached
+            self._metrics.prefix.judge(self._request.model, cached, receipt)
         self._ended(action.reason.value)
 
     def _fail(self, error: PdserveError, *, drop: bool = False) -> None:

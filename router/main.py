@@ -26,6 +26,7 @@ from router.http.app import HttpApp, Services
 from router.intake import Intake
 from router.open_requests import OpenRequests
 from router.placement.policies.by_name import POLICIES
+from router.prefix.watch import CacheWatches
 from router.registry import Registry
 
 if TYPE_CHECKING:
@@ -67,9 +68,14 @@ class RouterServer:
 
     async def _start(self) -> RouterAddresses:
         config = self._config
+        router_id = f"router-{uuid.uuid4().hex[:12]}"
+        watches = None
+        if config.prefix_max_blocks:
+            watches = CacheWatches(router_id, max_blocks=config.prefix_max_blocks)
         fleet = await self._stack.enter_async_context(
             Fleet(
-                router_id=f"router-{uuid.uuid4().hex[:12]}",
+                router_id=router_id,
+                watches=watches,
                 lease_s=config.lease_s,
                 quarantine_s=config.quarantine_s,
             )

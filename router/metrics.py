@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.kv_metrics import KvCollector
+from router.prefix.metrics import PrefixMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.prefix = PrefixMetrics(self.registry)
         self._ttft = self._seconds("time_to_first_token", "From arrival to the first token.")
         self._tpot = self._seconds(
             "time_per_output_token", "Mean gap between tokens after the first.", _TOKEN_SECONDS
