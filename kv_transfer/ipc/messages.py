@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from kv_transfer.messages import Message, kinds_of
+from kv_transfer.messages import Count, Message, kinds_of
 
 
-@dataclass(frozen=True, slots=True)
-class Begin(Message):
+class Begin(Message, frozen=True):
     """Source: the chunk comes in so many parts."""
 
-    kind: ClassVar[str] = "begin"
-    parts: int
+    parts: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Credit(Message):
+class Credit(Message, frozen=True):
     """Target: fill this slot of my ring, once."""
 
-    kind: ClassVar[str] = "credit"
-    slot: int
+    slot: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Landed(Message):
+class Landed(Message, frozen=True):
     """Source: a part lies in the slot, and I write to it no more."""
 
-    kind: ClassVar[str] = "landed"
-    slot: int
-    size_bytes: int
+    slot: Count
+    size_bytes: Count
 
 
 KINDS = kinds_of(Begin, Credit, Landed)

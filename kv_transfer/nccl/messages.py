@@ -4,76 +4,58 @@ an Inner message (kv_transfer/messages.py)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-from kv_transfer.messages import Message, kinds_of
+from kv_transfer.messages import Count, Message, kinds_of
 
 
-@dataclass(frozen=True, slots=True)
-class Identify(Message):
+class Identify(Message, frozen=True):
     """Sender: join the communicator of this id."""
 
-    kind: ClassVar[str] = "identify"
-    generation: int
+    generation: Count
     unique_id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Offer(Message):
+class Offer(Message, frozen=True):
     """Sender: the bytes are staged and will be posted at your word."""
 
-    kind: ClassVar[str] = "offer"
-    generation: int
+    generation: Count
     op_id: str
-    size_bytes: int
+    size_bytes: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Clear(Message):
+class Clear(Message, frozen=True):
     """Receiver: posted; post yours."""
 
-    kind: ClassVar[str] = "clear"
-    generation: int
+    generation: Count
     op_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse(Message):
+class Refuse(Message, frozen=True):
     """Receiver: this offer is not what was agreed; nothing was posted."""
 
-    kind: ClassVar[str] = "refuse"
-    generation: int
+    generation: Count
     op_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abort(Message):
+class Abort(Message, frozen=True):
     """Either: I abort my side; abort yours."""
 
-    kind: ClassVar[str] = "abort"
-    generation: int
+    generation: Count
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finish(Message):
+class Finish(Message, frozen=True):
     """Either: I end my side in order; end yours."""
 
-    kind: ClassVar[str] = "finish"
-    generation: int
+    generation: Count
 
 
 PairMessage = Identify | Offer | Clear | Refuse | Abort | Finish
 
 
-@dataclass(frozen=True, slots=True)
-class Moved(Message):
+class Moved(Message, frozen=True):
     """Sender, of a chunk: all its operations have ended well, and what follows on the link is no
     part of it."""
-
-    kind: ClassVar[str] = "moved"
 
 
 KINDS = kinds_of(Identify, Offer, Clear, Refuse, Abort, Finish, Moved)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 from zlib import crc32
 
-import msgpack
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +46,7 @@ CRC_BYTES = 4
 
 def signed(raw: object) -> bytes:
     """As a message that came whole."""
-    body: bytes = msgpack.packb(raw)
+    body = msgspec.msgpack.encode(raw)
     return body + crc32(body).to_bytes(CRC_BYTES, "little")
 
 
@@ -72,13 +72,13 @@ def test_damage_is_refused_or_is_a_message(transport: str, data: Any) -> None:
         found = decode(bytes(body[: data.draw(st.integers(0, len(body)))]), TABLES[transport])
     except ProtocolError:
         return
-    assert type(found) in TABLES[transport].values()
+    assert decode(pack(found), TABLES[transport]) == found
 
 
 @transports
 @given(data=st.data())
 def test_a_field_of_any_other_value_is_refused_or_fits(transport: str, data: Any) -> None:
-    raw = msgpack.unpackb(pack(data.draw(MESSAGES[transport]))[:-CRC_BYTES])
+    raw = msgspec.msgpack.decode(pack(data.draw(MESSAGES[transport]))[:-CRC_BYTES])
     name = data.draw(st.sampled_from(sorted(raw)))
     raw[name] = data.draw(ANYTHING)
     try:
@@ -91,11 +91,11 @@ def test_a_field_of_any_other_value_is_refused_or_fits(transport: str, data: Any
 
 @transports
 def test_a_message_of_the_link_is_none_of_a_transports(transport: str) -> None:
-    with pytest.raises(ProtocolError, match="no known kind"):
+    with pytest.raises(ProtocolError, match="makes no sense"):
         decode(pack(Cancel("t")), TABLES[transport])
 
 
 @pytest.mark.parametrize("kind", ["identify", "offer", "moved"])
 def test_a_transports_message_is_none_of_the_link(kind: str) -> None:
-    with pytest.raises(ProtocolError, match="no known kind"):
+    with pytest.raises(ProtocolError, match="makes no sense"):
         decode(signed({"t": kind}))
