@@ -269,7 +269,7 @@ def inner(message: Message) -> Inner:
         ([inner(Moved())], "0 blocks came of a chunk of 4"),
         ([Chunk("t", 0, 1, 192)], "a chunk message inside a chunk"),
         ([Inner(b"\xc1")], "came damaged"),
-        ([Inner(pack(Chunk("t", 0, 1, 192)))], "no known kind"),
+        ([Inner(pack(Chunk("t", 0, 1, 192)))], "makes no sense"),
         ([inner(Offer(1, "1", 191))], "191 bytes were offered with 4 blocks to come"),
         ([inner(Offer(1, "1", 0))], "0 bytes were offered"),
         ([inner(Offer(1, "1", 3 * 192))], "576 bytes were offered"),
