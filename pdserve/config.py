@@ -15,7 +15,7 @@ from pdserve.config_schema import overlay as overlay_keys
 from pdserve.types import Role
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-POLICIES = ("least_loaded", "power_of_two", "prefix_aware", "round_robin")
+POLICIES = ("least_loaded", "power_of_two", "prefix_aware", "round_robin", "slo_aware")
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "pdserve-demo"
 
@@ -39,6 +39,19 @@ class FallbackConfig:
     burst_s: float = key(
         30.0, "How many seconds of that may be used at once.", minimum=0.001, maximum=86400
     )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class SloConfig:
+    """What clients were promised. Only the policy `slo_aware` acts on it."""
+
+    ttft_s: float = key(
+        1.0, "Seconds from a request's placement to its first token.", minimum=0.001, maximum=3600
+    )
+    tpot_s: float = key(0.1, "Seconds between two tokens.", minimum=0.0001, maximum=3600)
 
     def __post_init__(self) -> None:
         check(self)
@@ -93,6 +106,9 @@ class RouterConfig:
     )
     stop_grace_s: float = key(
         10.0, "How long running requests may go on after a stop was asked for.", minimum=0
+    )
+    slo: SloConfig = section(
+        SloConfig, "What clients were promised: `slo_aware` places by it, `pdserve status` judges."
     )
     log_level: str = key("info", "Least level that is logged.", choices=LOG_LEVELS)
 

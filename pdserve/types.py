@@ -218,7 +218,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What one request cost, phase by phase, and where each phase ran."""
+    """What one request cost, phase by phase, and where each phase ran. `predicted_ttft_s` is what
+    was expected from its placement to its first token, 0 where too little was known."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -233,6 +234,7 @@ class Receipt:
     cached_tokens: int = 0
     first_token_source: str = ""
     fallbacks: tuple[str, ...] = ()
+    predicted_ttft_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import ContextLengthExceeded, Unavailable
 from pdserve.types import Role
+from router.cost.outcome import outcome_of
 from router.ladder import Step
 from router.placement.context import NO_CONTEXT
 from router.placement.pairing import check_known
@@ -17,10 +18,11 @@ from router.pool import Charge
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdserve.types import GenerateRequest
+    from pdserve.types import GenerateRequest, Receipt, Usage
+    from router.cost.book import CostBook
     from router.fleet import Fleet
     from router.ladder import Rung
-    from router.placement.context import PlacementContext
+    from router.placement.context import PlacementContext, Prediction
     from router.placement.policies.by_name import Policy
     from router.placement.values import Candidate, Decision, Placement
     from router.pool import Member, WorkerPool
@@ -29,14 +31,23 @@ if TYPE_CHECKING:
 
 class Booking:
     """A placement and its charges. Releasing again does nothing. `is_trial` says that a pair which
-    was quarantined is tried with it."""
+    was quarantined is tried with it; `prediction` is what it is expected to cost."""
 
-    __slots__ = ("decision", "decode", "decode_charge", "is_trial", "prefill", "prefill_charge")
+    __slots__ = (
+        "decision",
+        "decode",
+        "decode_charge",
+        "is_trial",
+        "prediction",
+        "prefill",
+        "prefill_charge",
+    )
 
     def __init__(self, decision: Decision, placement: Placement, pool: WorkerPool) -> None:
         demand = decision.demand
         self.decision = decision
         self.is_trial = False
+        self.prediction: Prediction | None = None
         self.decode: Member = pool.members[placement.decode.worker_id]
         self.prefill: Member | None = None
         self.prefill_charge: Charge | None = None
@@ -75,9 +86,14 @@ class Booker:
     """Places requests over a fleet by a policy. State: the count of placements, to break ties."""
 
     def __init__(
-        self, fleet: Fleet, policy: Policy, context: PlacementContext = NO_CONTEXT
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        context: PlacementContext = NO_CONTEXT,
+        costs: CostBook | None = None,
     ) -> None:
         self._fleet = fleet
+        self._costs = costs
         self._context = context
         self._pool = fleet.pool
         self._policy = policy
@@ -135,16 +151,49 @@ class Booker:
         decision = self._policy(candidates, demand, self._turn, self._context)
         if decision.placement is None:
             return None
-        self._turn += 1
-        booking = Booking(decision, decision.placement, self._pool)
+        booking = self._take(decision, decision.placement)
         if booking.pair is not None:
             booking.is_trial = self._fleet.quarantine.tries(booking.pair, now)
         return booking
 
     def _whole(self, decision: Decision) -> Booking:
         assert decision.placement is not None, "a recompute does not wait"
+        return self._take(decision, decision.placement)
+
+    def _take(self, decision: Decision, placement: Placement) -> Booking:
+        """The prompt counts as ahead of later ones, on its worker, until it is computed."""
         self._turn += 1
-        return Booking(decision, decision.placement, self._pool)
+        booking = Booking(decision, placement, self._pool)
+        if self._costs is not None:
+            booking.prediction = self._costs.decided(decision)
+            member = booking.prefill or booking.decode
+            charge = booking.prefill_charge or booking.decode_charge
+            cached = decision.cached.get(member.worker_id, 0)
+            tokens = decision.demand.prompt_tokens
+            charge.on_prefilled = self._costs.enter(member.worker_id, tokens, cached)
+        return booking
+
+    def answered(
+        self,
+        prediction: Prediction | None,
+        model: str,
+        usage: Usage,
+        receipt: Receipt,
+        *,
+        ttft_s: float,
+        e2e_s: float,
+    ) -> None:
+        """A request was answered at its first attempt; times count from its placement."""
+        if self._costs is not None:
+            outcome = outcome_of(
+                model,
+                usage,
+                receipt,
+                ended_at=self._fleet.now(),
+                ttft_s=ttft_s,
+                e2e_s=e2e_s,
+            )
+            self._costs.answered(prediction, outcome)
 
 
 def _takes_part(candidate: Candidate, rung: Rung) -> bool:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from pdserve.types import GenerateRequest, ModelInfo
     from router.answer import AnswerBuffer, BufferLimits
+    from router.cost.book import CostBook
     from router.fleet import Fleet
     from router.placement.policies.by_name import Policy
 
@@ -48,6 +49,7 @@ class Coordinator:
         metrics: RouterMetrics | None = None,
         policy: Policy = least_loaded,
         fallback: FallbackConfig | None = None,
+        costs: CostBook | None = None,
     ) -> None:
         fallback = fallback or FallbackConfig()
         self.metrics = metrics or RouterMetrics()
@@ -56,8 +58,8 @@ class Coordinator:
         self._fleet = fleet
         self._admission = Admission(limits or AdmissionLimits())
         watches = fleet.watches
-        context = PlacementContext(prefix=None if watches is None else watches.lookup)
-        self._booker = Booker(fleet, policy, context)
+        prefix = None if watches is None else watches.lookup
+        self._booker = Booker(fleet, policy, PlacementContext(prefix, costs), costs)
         self._request_timeout_s = request_timeout_s
         self._buffer_limits = buffer_limits
         self._open_requests = 0

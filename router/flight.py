@@ -197,7 +197,8 @@ class Flight:
         elapsed_s = time.monotonic() - self._arrived
         delta = action.delta
         usage = build_usage(self.handoff, len(self._request.prompt_token_ids))
-        receipt = build_receipt(self.handoff, admission_s=self._admission_s)
+        prediction = None if self._booking is None else self._booking.prediction
+        receipt = build_receipt(self.handoff, admission_s=self._admission_s, prediction=prediction)
         self._buffer.push(
             AnswerDelta(
                 token_ids=delta.token_ids,
@@ -210,12 +211,20 @@ class Flight:
             )
         )
         self._buffer.end()
-        self._metrics.answered(
-            self._request.model, usage, receipt, ttft_s=self._ttft_s or elapsed_s, e2e_s=elapsed_s
-        )
+        model, ttft_s = self._request.model, self._ttft_s or elapsed_s
+        self._metrics.answered(model, usage, receipt, ttft_s=ttft_s, e2e_s=elapsed_s)
         if self._booking is not None:
-            cached = self._booking.decision.cached
-            self._metrics.prefix.judge(self._request.model, cached, receipt)
+            self._metrics.prefix.judge(model, self._booking.decision.cached, receipt)
+        if not self.handoff.fallbacks:
+            waited_s = self._admission_s
+            self._booker.answered(
+                prediction,
+                model,
+                usage,
+                receipt,
+                ttft_s=ttft_s - waited_s,
+                e2e_s=elapsed_s - waited_s,
+            )
         self._ended(action.reason.value)
 
     def _fail(self, error: PdserveError, *, drop: bool = False) -> None:

@@ -20,10 +20,13 @@ from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
 from pdserve.web_server import WebServer, bind
 from router.admission import AdmissionLimits
 from router.coordinator import Coordinator
+from router.cost.book import CostBook
+from router.cost.objective import Slo
 from router.fleet import Fleet
 from router.generation import Generation
 from router.http.app import HttpApp, Services
 from router.intake import Intake
+from router.metrics import RouterMetrics
 from router.open_requests import OpenRequests
 from router.placement.policies.by_name import POLICIES
 from router.prefix.watch import CacheWatches
@@ -80,8 +83,13 @@ class RouterServer:
                 quarantine_s=config.quarantine_s,
             )
         )
+        metrics = RouterMetrics()
+        slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
+        costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
         coordinator = Coordinator(
             fleet,
+            metrics=metrics,
+            costs=costs,
             limits=AdmissionLimits(config.max_running_requests, config.max_queued_requests),
             request_timeout_s=config.request_timeout_s,
             policy=POLICIES[config.policy],

@@ -33,6 +33,9 @@ _TOKEN_SECONDS = (
 )
 
 
+_RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
 class _Workers(Collector):
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
@@ -75,6 +78,13 @@ class RouterMetrics:
         self._decode = self._seconds("request_decode", "Decoding.")
         self._transfer = self._seconds("kv_transfer", "Moving KV from grant to last byte.")
         self._exposed = self._seconds("kv_transfer_exposed", "Moving KV after prefill had ended.")
+        self._predictions = Histogram(
+            "pdserve_prediction_ratio",
+            "Predicted over actual: of ttft, prefill, transfer (its exposed part) and itl.",
+            ["model", "what"],
+            buckets=_RATIOS,
+            registry=self.registry,
+        )
         self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
         self._refusals = self._counter("refusals", "Requests refused before any work.", "code")
         self._fallbacks = self._counter("fallbacks", "Fallbacks used.", "step", "reason")
@@ -131,6 +141,10 @@ class RouterMetrics:
         self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
         self._cached_tokens.labels(model).inc(usage.cached_tokens)
         self._generated_tokens.labels(model).inc(usage.completion_tokens)
+
+    def predicted(self, model: str, what: str, ratio: float) -> None:
+        """What was predicted, over what came."""
+        self._predictions.labels(model, what).observe(ratio)
 
     def render(self) -> bytes:
         """The text that Prometheus reads, of type CONTENT_TYPE."""

@@ -20,7 +20,7 @@ from pdserve.types import Role
 from router.placement.values import Candidate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pdserve.capability import CapabilityKey
     from pdserve.step_moments import StepMoments
@@ -116,9 +116,10 @@ class Member:
 class Charge:
     """What one stream takes of one member. Released once; releasing again does nothing."""
 
-    __slots__ = ("_blocks", "_member", "_prompt_tokens", "_released")
+    __slots__ = ("_blocks", "_member", "_prompt_tokens", "_released", "on_prefilled")
 
     def __init__(self, member: Member, *, prompt_tokens: int = 0, kv_tokens: int = 0) -> None:
+        self.on_prefilled: Callable[[], None] | None = None
         self._member = member
         self._prompt_tokens = prompt_tokens
         self._blocks = member.blocks_for(kv_tokens)
@@ -131,6 +132,9 @@ class Charge:
         """The prompt is computed: its tokens are no longer outstanding."""
         self._member.outstanding_tokens -= self._prompt_tokens
         self._prompt_tokens = 0
+        if self.on_prefilled is not None:
+            self.on_prefilled()
+            self.on_prefilled = None
 
     def release(self) -> None:
         if self._released:

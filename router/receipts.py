@@ -9,6 +9,7 @@ from router.handoff import LegKind
 
 if TYPE_CHECKING:
     from router.handoff import Handoff
+    from router.placement.context import Prediction
 
 
 def build_usage(handoff: Handoff, prompt_tokens: int) -> Usage:
@@ -21,7 +22,9 @@ def _cached_tokens(handoff: Handoff) -> int:
     return 0 if first is None or first.report is None else first.report.cached_tokens
 
 
-def build_receipt(handoff: Handoff, *, admission_s: float) -> Receipt:
+def build_receipt(
+    handoff: Handoff, *, admission_s: float, prediction: Prediction | None = None
+) -> Receipt:
     """What the request cost. Seconds of all attempts are summed, except that decode's wait in its
     engine passes beside prefill's; workers and transfer are those that the answer came from."""
     reported = [(leg, leg.report) for leg in handoff.legs if leg.report is not None]
@@ -46,4 +49,5 @@ def build_receipt(handoff: Handoff, *, admission_s: float) -> Receipt:
         cached_tokens=_cached_tokens(handoff),
         first_token_source="" if first is None else first.role.value,
         fallbacks=tuple(handoff.fallbacks),
+        predicted_ttft_s=0.0 if prediction is None else prediction.ttft_s,
     )

@@ -22,7 +22,12 @@ class PrefixLookup(Protocol):
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What placing a request so would come to. `prefill` is None where `decode` does both phases.
-    `itl_harm_s` is what streams that run on the decode worker lose to it, summed over them."""
+
+    `ttft_s` is from placement to the first token, `queue_s` its part behind other prompts. `itl_s`
+    is the gap between tokens that the decode worker's streams see now; `itl_harm_s` what they lose
+    to this prompt, summed over them. `transfer_s` is what decode waits for KV after prefill.
+    `cost_s` is all of it in one figure (router/cost/objective.py), and `is_habit` says that the
+    last request of this size went this way."""
 
     prefill: str | None
     decode: str
@@ -30,6 +35,9 @@ class Prediction:
     itl_harm_s: float
     transfer_s: float = 0.0
     queue_s: float = 0.0
+    itl_s: float = 0.0
+    cost_s: float = 0.0
+    is_habit: bool = False
 
 
 class CostModel(Protocol):

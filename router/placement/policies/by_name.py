@@ -9,6 +9,7 @@ from router.placement.policies.least_loaded import least_loaded
 from router.placement.policies.power_of_two import power_of_two
 from router.placement.policies.prefix_aware import prefix_aware
 from router.placement.policies.round_robin import round_robin
+from router.placement.policies.slo_aware import slo_aware
 
 if TYPE_CHECKING:
     from router.placement.context import PlacementContext
@@ -24,4 +25,5 @@ POLICIES: Mapping[str, Policy] = {
     "power_of_two": power_of_two,
     "prefix_aware": prefix_aware,
     "round_robin": round_robin,
+    "slo_aware": slo_aware,
 }

@@ -1,0 +1,232 @@
+"""What this router knows of its workers' costs, and the predictions that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdserve.step_moments import StepMoments, pooled
+from pdserve.types import Role
+from router.cost.accuracy import Accuracy, ratios
+from router.cost.backlog import Backlog
+from router.cost.objective import Slo, cost_s
+from router.cost.step_model import Batch, fit_steps, prompt_work
+from router.cost.transfer_model import TransferModel
+from router.placement.context import Prediction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from router.cost.outcome import Outcome
+    from router.cost.step_model import PromptWork, StepModel
+    from router.placement.values import Candidate, Decision, Demand
+    from router.pool import WorkerPool
+
+# A model is fitted anew when its worker has reported since and this long has passed.
+REFIT_S = 2.0
+PRIOR_S = 5.0
+
+# A model, and the size of a prompt in powers of two: habits are kept by it.
+SizeClass = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Fitted:
+    model: StepModel
+    moments: StepMoments
+    prior: StepMoments
+    at: float
+
+
+class CostBook:
+    """The router's `CostModel`. State: the models fitted so far, the priors of each model name, the
+    backlog, transfers, how far predictions were off, and which way requests of a size went last.
+    `on_ratio` is told each predicted over actual, with its model and kind."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        slo: Slo,
+        clock: Callable[[], float],
+        *,
+        on_ratio: Callable[[str, str, float], None] = lambda model, kind, ratio: None,
+    ) -> None:
+        self.slo = slo
+        self.accuracy = Accuracy()
+        self._on_ratio = on_ratio
+        self.transfers = TransferModel()
+        self.backlog = Backlog()
+        self._pool = pool
+        self._clock = clock
+        self._fitted: dict[str, _Fitted] = {}
+        self._priors: dict[str, tuple[StepMoments, float]] = {}
+        self._local: dict[SizeClass, bool] = {}
+
+    def step_model(self, worker: str) -> StepModel | None:
+        """What is known of a worker's steps; None of one that is not registered."""
+        member = self._pool.members.get(worker)
+        if member is None:
+            self._fitted.pop(worker, None)
+            return None
+        now = self._clock()
+        known = self._fitted.get(worker)
+        if known is not None and now - known.at < REFIT_S:
+            return known.model
+        own = member.steps or StepMoments()
+        prior = self._prior(member.info.model.name, now)
+        if known is not None and known.moments is own and known.prior is prior:
+            return known.model
+        chunk = member.info.settings.get("max_num_batched_tokens", "")
+        model = fit_steps(own, prior, chunk_tokens=int(chunk) if chunk.isdecimal() else 0)
+        self._fitted[worker] = _Fitted(model, own, prior, now)
+        return model
+
+    def _prior(self, model: str, now: float) -> StepMoments:
+        known = self._priors.get(model)
+        if known is not None and known[0].prefill.steps and now - known[1] < PRIOR_S:
+            return known[0]
+        self._forget()
+        found = pooled(m.steps for m in self._pool.of_model(model) if m.steps is not None)
+        self._priors[model] = (found, now)
+        return found
+
+    def _forget(self) -> None:
+        for worker in self._fitted.keys() - self._pool.members.keys():
+            del self._fitted[worker]
+
+    def predict(
+        self,
+        demand: Demand,
+        prefill: Candidate | None,
+        decode: Candidate,
+        cached: Mapping[str, int],
+    ) -> Prediction | None:
+        """None while too little was measured to say."""
+        model = self.step_model(decode.worker_id)
+        if model is None or not model.knows_decode:
+            return None
+        if prefill is None:
+            return self._local_prediction(demand, decode, model, cached)
+        return self._remote_prediction(demand, prefill, decode, model, cached)
+
+    def _remote_prediction(
+        self,
+        demand: Demand,
+        prefill: Candidate,
+        decode: Candidate,
+        decode_model: StepModel,
+        cached: Mapping[str, int],
+    ) -> Prediction | None:
+        model = self.step_model(prefill.worker_id)
+        if model is None:
+            return None
+        work = _work(demand, prefill, cached)
+        pair = (prefill.worker_id, decode.worker_id)
+        waits = self.backlog.first_token_s(
+            prefill.worker_id, work, model, batch_of(prefill), self._clock()
+        )
+        transfer_s = self.transfers.exposed_s(demand.model, pair, demand.prompt_tokens)
+        if waits is None or transfer_s is None:
+            return None
+        queue_s, prefill_s = waits
+        itl_s = decode_model.decode_step_s(batch_of(decode))
+        return Prediction(
+            prefill.worker_id,
+            decode.worker_id,
+            queue_s + prefill_s,
+            0.0,
+            transfer_s,
+            queue_s,
+            itl_s,
+            cost_s(queue_s + prefill_s, self.slo.ttft_s)
+            + cost_s(transfer_s + itl_s, self.slo.tpot_s),
+            not self._is_local(demand),
+        )
+
+    def _local_prediction(
+        self, demand: Demand, decode: Candidate, model: StepModel, cached: Mapping[str, int]
+    ) -> Prediction | None:
+        work = _work(demand, decode, cached)
+        beside = batch_of(decode)
+        if beside.reqs >= decode.info.max_num_seqs:
+            return None  # it would wait for a seat, nobody knows how long
+        waits = self.backlog.first_token_s(decode.worker_id, work, model, beside, self._clock())
+        if waits is None:
+            return None
+        queue_s, prefill_s = waits
+        itl_s = model.decode_step_s(beside)
+        steps = model.steps_of(work)
+        # Whoever decodes here waits for each of its steps longer by this.
+        longer_s = model.prompt_s(work) / steps
+        tpot_s = self.slo.tpot_s
+        harm = cost_s(itl_s + longer_s, tpot_s) - cost_s(itl_s, tpot_s)
+        return Prediction(
+            None,
+            decode.worker_id,
+            queue_s + prefill_s,
+            beside.reqs * steps * longer_s,
+            0.0,
+            queue_s,
+            itl_s,
+            cost_s(queue_s + prefill_s, self.slo.ttft_s)
+            + cost_s(itl_s, tpot_s)
+            + beside.reqs * steps * harm,
+            self._is_local(demand),
+        )
+
+    def _is_local(self, demand: Demand) -> bool:
+        return self._local.get(_size_class(demand), False)
+
+    def decided(self, decision: Decision) -> Prediction | None:
+        """What was predicted of the decision. From now on requests of this size go this way until
+        the other is better by a margin, if there was a choice."""
+        placement, demand = decision.placement, decision.demand
+        if placement is None or demand.prefill_only:
+            return None
+        ways = {prediction.prefill is None for prediction in decision.predictions}
+        if len(ways) == 2:
+            self._local[_size_class(demand)] = placement.prefill is None
+        for prediction in decision.predictions:
+            prefill = None if placement.prefill is None else placement.prefill.worker_id
+            if (prediction.prefill, prediction.decode) == (prefill, placement.decode.worker_id):
+                return prediction
+        return self.predict(demand, placement.prefill, placement.decode, decision.cached)
+
+    def enter(self, worker: str, prompt_tokens: int, cached: int) -> Callable[[], None]:
+        """A prompt was placed on `worker`; call what is returned when it is computed or given
+        up."""
+        ticket = self.backlog.enter(worker, prompt_work(prompt_tokens, cached), self._clock())
+        return lambda: self.backlog.leave(ticket, self._clock())
+
+    def answered(self, prediction: Prediction | None, outcome: Outcome) -> None:
+        """A request ended well, at its first attempt."""
+        model = outcome.model
+        if outcome.exposed_transfer_s is not None:
+            pair = (outcome.prefill_worker, outcome.decode_worker)
+            self.transfers.observe(model, pair, outcome.prompt_tokens, outcome.exposed_transfer_s)
+        if prediction is not None:
+            for kind, ratio in ratios(prediction, outcome):
+                self.accuracy.add(model, kind, ratio)
+                self._on_ratio(model, kind, ratio)
+
+
+def batch_of(candidate: Candidate) -> Batch:
+    """What a worker decodes now: as it said last, or as far as this router knows."""
+    load, info = candidate.load, candidate.info
+    if load is None:
+        return Batch(
+            candidate.outstanding_requests if candidate.role is not Role.PREFILL else 0,
+            candidate.reserved_blocks * info.block_size,
+        )
+    if candidate.role is Role.PREFILL:
+        return Batch()
+    used = max(0, info.total_blocks - load.free_blocks)
+    return Batch(load.num_running_reqs, used * info.block_size)
+
+
+def _size_class(demand: Demand) -> SizeClass:
+    return demand.model, demand.prompt_tokens.bit_length()
+
+
+def _work(demand: Demand, worker: Candidate, cached: Mapping[str, int]) -> PromptWork:
+    return prompt_work(demand.prompt_tokens, cached.get(worker.worker_id, 0))

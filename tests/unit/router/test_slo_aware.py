@@ -1,0 +1,151 @@
+"""The default policy: prefill goes where everybody together is predicted to wait least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.types import Role, WorkerLoad
+from router.cost.objective import EARLY, MARGIN, cost_s
+from router.placement.context import PlacementContext, Prediction
+from router.placement.policies.prefix_aware import prefix_aware
+from router.placement.policies.slo_aware import TRIED, slo_aware
+from router.placement.values import Candidate, Demand
+from router.pool import Member
+from tests.fakes import worker_info
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
+
+
+def worker(worker_id: str, role: Role, busy: int = 0, **changes: str) -> Candidate:
+    load = WorkerLoad(busy, busy, busy / 100, 100 - busy)
+    info = worker_info(worker_id, role, **changes)
+    return Member(info, lease_end=1.0, attached=True, load=load).seen()
+
+
+P0, P1 = (worker(f"p{i}", Role.PREFILL) for i in range(2))
+D0, D1 = worker("d0", Role.DECODE), worker("d1", Role.DECODE, busy=4)
+A0 = worker("a0", Role.AGGREGATED, busy=6)
+
+
+@dataclass
+class Costs:
+    """Predicts as it is told, by (prefill, decode); what is not told is unknown."""
+
+    costs: Mapping[tuple[str | None, str], float]
+    is_local: bool = False
+    asked: list[str | None] = field(default_factory=list)
+
+    def predict(
+        self,
+        demand: Demand,
+        prefill: Candidate | None,
+        decode: Candidate,
+        cached: Mapping[str, int],
+    ) -> Prediction | None:
+        name = None if prefill is None else prefill.worker_id
+        self.asked.append(name)
+        cost = self.costs.get((name, decode.worker_id))
+        if cost is None:
+            return None
+        habit = (prefill is None) == self.is_local
+        return Prediction(name, decode.worker_id, cost, 0.0, cost_s=cost, is_habit=habit)
+
+
+def placed(
+    candidates: list[Candidate], costs: Costs, demand: Demand = DEMAND, turn: int = 0
+) -> tuple[str | None, str]:
+    decision = slo_aware(candidates, demand, turn, PlacementContext(cost=costs))
+    assert decision.policy == "slo_aware"
+    assert decision.placement is not None
+    prefill = decision.placement.prefill
+    return (None if prefill is None else prefill.worker_id), decision.placement.decode.worker_id
+
+
+@pytest.mark.parametrize(
+    ("remote", "local", "is_local", "expected"),
+    [
+        (1.0, 2.0, False, "p0"),
+        (2.0, 1.0, False, None),
+        # A little better is no reason to leave the habit, on either side.
+        (1.0, 1.0 - MARGIN / 2, False, "p0"),
+        (1.0 - MARGIN / 2, 1.0, True, None),
+        (1.0, 1.0 - 2 * MARGIN, False, None),
+        (1.0 - 2 * MARGIN, 1.0, True, "p0"),
+        # Nor is a share of next to nothing.
+        (2e-4, 1e-4, False, "p0"),
+        (1e-4, 2e-4, True, None),
+        # What is not known is not chosen, and without the one the other is not judged.
+        (1.0, None, False, "p0"),
+        (1.0, None, True, "p0"),
+        (None, 1.0, False, "p0"),
+        (None, None, True, "p0"),
+    ],
+)
+def test_the_lower_cost_is_taken_by_a_margin(
+    remote: float | None, local: float | None, is_local: bool, expected: str | None
+) -> None:
+    told = {("p0", "d0"): remote, (None, "d0"): local}
+    costs = Costs({k: v for k, v in told.items() if v is not None}, is_local)
+    assert placed([P0, D0], costs) == (expected, "d0")
+
+
+def test_prefill_goes_where_the_first_token_comes_soonest() -> None:
+    costs = {("p0", "d0"): 3.0, ("p1", "d0"): 1.0, (None, "d0"): 2.0}
+    assert placed([P0, P1, D0], Costs(costs)) == ("p1", "d0")
+    # A prefill worker that nothing is known of is passed over where another is known.
+    assert placed([P0, P1, D0], Costs({("p1", "d0"): 9.0})) == ("p1", "d0")
+
+
+def test_equal_prefill_workers_take_turns() -> None:
+    costs = Costs({("p0", "d0"): 1.0, ("p1", "d0"): 1.0})
+    assert {placed([P0, P1, D0], costs, turn=turn)[0] for turn in range(2)} == {"p0", "p1"}
+
+
+def test_decode_is_placed_first_and_by_load() -> None:
+    costs = Costs({("p0", "d0"): 5.0, ("p0", "d1"): 1.0, (None, "d1"): 0.5})
+    assert placed([P0, D1, D0], costs) == ("p0", "d0")
+
+
+def test_without_predictions_it_places_as_its_rules_do() -> None:
+    candidates = [P0, P1, D0, D1, A0]
+    for turn in range(6):
+        ours = slo_aware(candidates, DEMAND, turn, PlacementContext(cost=Costs({})))
+        rules = prefix_aware(candidates, DEMAND, turn, PlacementContext())
+        assert ours.placement == rules.placement
+
+
+def test_a_barred_pair_and_a_strange_layout_are_not_asked_of() -> None:
+    strange = worker("px", Role.PREFILL, compatibility="layout-b")
+    costs = Costs({("p0", "d0"): 1.0, ("p1", "d0"): 2.0, ("px", "d0"): 0.1})
+    demand = replace(DEMAND, barred=frozenset({("p0", "d0")}))
+    assert placed([P0, P1, strange, D0, worker("dx", Role.DECODE, 9, compatibility="layout-b")],
+                  costs, demand) == ("p1", "d0")  # fmt: skip
+    assert set(costs.asked) == {"p1", None}
+    # With all pairs barred the decode worker does both phases, whatever that costs.
+    everything = replace(DEMAND, barred=frozenset({("p0", "d0")}))
+    assert placed([P0, D0], Costs({("p0", "d0"): 1.0}), everything) == (None, "d0")
+
+
+def test_only_some_prefill_workers_are_asked_of_in_a_large_pool() -> None:
+    many = [worker(f"p{i}", Role.PREFILL, busy=i) for i in range(40)]
+    costs = Costs({(c.worker_id, "d0"): 1.0 for c in many})
+    placed([*many, D0], costs)
+    assert len(costs.asked) == TRIED + 1
+
+
+def test_a_single_token_and_an_aggregated_worker_are_placed_by_the_rules() -> None:
+    costs = Costs({(None, "d0"): 0.0, ("p0", "d0"): 0.0})
+    assert placed([P0, D0], costs, replace(DEMAND, prefill_only=True)) == (None, "p0")
+    assert placed([A0], Costs({(None, "a0"): 1.0})) == (None, "a0")
+    assert costs.asked == []
+
+
+def test_a_second_past_the_promise_costs_ten_within_it() -> None:
+    assert cost_s(0.5, 1.0) == pytest.approx(EARLY * 0.5)
+    assert cost_s(3.0, 1.0) == pytest.approx(EARLY * 1.0 + 2.0)
