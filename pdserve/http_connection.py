@@ -79,6 +79,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
+        self.write: Callable[[bytes], None] = self._transport.write
         self._connections.add(self)
         self._wait(self._limits.head_s)
 
@@ -176,10 +177,7 @@ class HttpConnection(asyncio.Protocol):
         if cycle.response_complete:
             self._next()
 
-    # -- Wire, for the cycles
-
-    def write(self, data: bytes) -> None:
-        self._transport.write(data)
+    # -- Wire, for the cycles; `write` is the transport's
 
     async def drained(self) -> None:
         await self._drained.wait()

@@ -1,7 +1,8 @@
 """One request and its response, as ASGI (asgi.readthedocs.io, HTTP 2.x) has an application see it.
 
-Beside ASGI there is one way more: the scope's extension TRY_WRITE has `write(body) -> bool`, which
-writes a piece of a response's body at once, without a coroutine, or refuses where that would wait.
+Beside ASGI there is one way more: the scope's extension TRY_WRITE has `between(before, after)`,
+which makes a function of a piece of bytes. It writes the piece, between the two, as a part of the
+response's body at once, without a coroutine, or returns False where that would wait.
 """
 
 from __future__ import annotations
@@ -33,10 +34,8 @@ _LAST_CHUNK = b"0\r\n\r\n"
 class Wire(Protocol):
     """The connection as its exchanges see it."""
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether the client reads slower than is written."""
-        ...
+    is_paused: bool
+    """Whether the client reads slower than is written."""
 
     def write(self, data: bytes) -> None:
         """Never waits; what cannot go yet is kept."""
@@ -72,13 +71,14 @@ class Cycle:
         self._waits_for_continue = (b"expect", b"100-continue") in scope["headers"]
         self._head = b""  # of the response, until it goes with the first piece of the body
         self._chunked = False
+        self._takes_pieces = False  # the head has gone, the end has not
         self._bodiless = scope["method"] == "HEAD"
         self.keep_alive = keep_alive
         self.request_complete = False
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
-        scope["extensions"] = {TRY_WRITE: {"write": self._try_write}}
+        scope["extensions"] = {TRY_WRITE: {"between": self._between}}
 
     async def run(self) -> None:
         """Runs the application; its failure is a 500, or a connection that breaks off."""
@@ -115,6 +115,7 @@ class Cycle:
     def disconnect(self) -> None:
         """The client is gone."""
         self.disconnected = True
+        self._takes_pieces = False
         self._wake.set()
 
     async def _receive(self) -> Message:
@@ -137,12 +138,17 @@ class Cycle:
 
     # -- the response
 
-    def _try_write(self, body: bytes) -> bool:
-        is_open = self._chunked and not (self._head or self.response_complete or self.disconnected)
-        if not is_open or self._wire.is_paused:
-            return False
-        self._wire.write(b"%x\r\n%b\r\n" % (len(body), body))
-        return True
+    def _between(self, before: bytes, after: bytes) -> Callable[[bytes], bool]:
+        wire, fixed = self._wire, len(before) + len(after)
+        write, template = wire.write, b"%%x\r\n%b%%b%b\r\n" % (_literal(before), _literal(after))
+
+        def try_write(piece: bytes) -> bool:
+            if not self._takes_pieces or wire.is_paused:
+                return False
+            write(template % (fixed + len(piece), piece))
+            return True
+
+        return try_write
 
     async def _send(self, message: Message) -> None:
         if self.disconnected or self.response_complete:
@@ -166,6 +172,7 @@ class Cycle:
             data = head + body
         if data:
             self._wire.write(data)
+        self._takes_pieces = self._chunked and not (is_last or self._bodiless)
         if is_last:
             self.response_complete = True
             self._body.clear()
@@ -188,6 +195,10 @@ class Cycle:
                 self.keep_alive = False
         lines = [b"%b: %b\r\n" % item for item in headers]
         return b"%b%b%b\r\n" % (_status_line(status), _date_line(int(time.time())), b"".join(lines))
+
+
+def _literal(data: bytes) -> bytes:
+    return data.replace(b"%", b"%%")
 
 
 @functools.cache

@@ -44,6 +44,7 @@ _OPTIONAL_SAMPLING = (
     "skip_special_tokens",
 )
 _TOTAL_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
+_LOAD = tuple(f.name for f in fields(t.WorkerLoad))
 _FLAG_SAMPLING = ("include_stop_str_in_output", "ignore_eos")
 
 
@@ -276,11 +277,11 @@ def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
 
 
 def load_to_pb(load: t.WorkerLoad) -> w.WorkerLoad:
-    return w.WorkerLoad(**{f.name: getattr(load, f.name) for f in fields(load)})
+    return w.WorkerLoad(**{name: getattr(load, name) for name in _LOAD})
 
 
 def load_from_pb(message: w.WorkerLoad) -> t.WorkerLoad:
-    return t.WorkerLoad(**{f.name: getattr(message, f.name) for f in fields(t.WorkerLoad)})
+    return t.WorkerLoad(**{name: getattr(message, name) for name in _LOAD})
 
 
 def ledger_to_pb(ledger: t.KvLedger) -> w.KvLedger:

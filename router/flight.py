@@ -78,7 +78,7 @@ class Flight:
         self._budget = budget
         self._request = request
         self._deadline = deadline
-        self._buffer = buffer
+        self.buffer = buffer
         self._booker = booker
         self._metrics = metrics
         self._submissions = SubmissionBuilder(request, deadline)
@@ -175,21 +175,14 @@ class Flight:
             case SubmitDecode():
                 self._submit_decode(action)
 
-    def deliver_token(self, leg: Leg, token_id: int, text: str) -> bool:
-        """The short way for a token that changes nothing but the text; False where it is not."""
-        if self._over or not self.handoff.goes_on(leg, token_id):
-            return False
-        if not self._buffer.push_token(token_id, text):
-            self._cut_off()
-        return True
-
     def _deliver(self, delta: StreamDelta) -> None:
         if not self._ttft_s:
             self._ttft_s = time.monotonic() - self._arrived
-        if not self._buffer.push(AnswerDelta(delta.token_ids, delta.text, delta.logprobs)):
-            self._cut_off()
+        if not self.buffer.push(AnswerDelta(delta.token_ids, delta.text, delta.logprobs)):
+            self.cut_off()
 
-    def _cut_off(self) -> None:
+    def cut_off(self) -> None:
+        """The reader has fallen too far behind."""
         self.handoff.abandon()
         self._fail(Cancelled("the client does not read its answer"), drop=True)
 
@@ -199,7 +192,7 @@ class Flight:
         usage = build_usage(self.handoff, len(self._request.prompt_token_ids))
         prediction = None if self._booking is None else self._booking.prediction
         receipt = build_receipt(self.handoff, admission_s=self._admission_s, prediction=prediction)
-        self._buffer.push(
+        self.buffer.push(
             AnswerDelta(
                 token_ids=delta.token_ids,
                 text=delta.text,
@@ -210,7 +203,7 @@ class Flight:
                 receipt=receipt,
             )
         )
-        self._buffer.end()
+        self.buffer.end()
         model, ttft_s = self._request.model, self._ttft_s or elapsed_s
         self._metrics.answered(model, usage, receipt, ttft_s=ttft_s, e2e_s=elapsed_s)
         if self._booking is not None:
@@ -228,7 +221,7 @@ class Flight:
         self._ended(action.reason.value)
 
     def _fail(self, error: PdserveError, *, drop: bool = False) -> None:
-        self._buffer.fail(error, drop=drop)
+        self.buffer.fail(error, drop=drop)
         self._ended(error.code)
         logger.info("request %s failed: %s", self._request.request_id, error.message)
 

@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 class LegStream:
     """The sink of one leg: its stream on a link and its charge, both gone when the leg ends."""
 
-    __slots__ = ("_charge", "_flight", "_leg", "_member", "_prefilling", "_stream_id")
+    __slots__ = (
+        *("_buffer", "_charge", "_flight", "_handoff", "_leg"),
+        *("_member", "_prefilling", "_stream_id"),
+    )
 
     def __init__(self, flight: Flight, leg: Leg, member: Member, charge: Charge) -> None:
         self._flight = flight
+        self._handoff = flight.handoff
+        self._buffer = flight.buffer
         self._leg = leg
         self._member = member
         self._charge = charge
@@ -51,8 +56,11 @@ class LegStream:
         self._flight.perform(self._flight.handoff.on_delta(self._leg, delta))
 
     def on_token(self, token_id: int, text: str) -> None:
-        if self._prefilling or not self._flight.deliver_token(self._leg, token_id, text):
+        # Of all that runs for a token, as little as can be: see "A token's way out".
+        if self._prefilling or not self._handoff.goes_on(self._leg, token_id):
             self.on_delta(StreamDelta(0, (token_id,), text))
+        elif not self._buffer.push_token(token_id, text):
+            self._flight.cut_off()
 
     def on_lost(self, error: PdserveError) -> None:
         self._charge.release()

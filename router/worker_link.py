@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# A batch is sent once it has grown to this; a message must stay below rpc.MAX_MESSAGE_BYTES.
+_BATCH_BYTES = 1 << 20
+
 AttachCall = grpc.aio.StreamStreamCall[w.Command, w.StepFrame]
 
 
@@ -234,6 +237,17 @@ async def _write(call: AttachCall, outgoing: asyncio.Queue[w.Command]) -> None:
     """The only writer of a stream. Where it cannot go on, the reader learns it from the call."""
     try:
         while True:
-            await call.write(await outgoing.get())
+            await call.write(_waiting(await outgoing.get(), outgoing))
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         call.cancel()
+
+
+def _waiting(first: w.Command, outgoing: asyncio.Queue[w.Command]) -> w.Command:
+    """All that waits as one command: a message costs both ends more than what is in it."""
+    if outgoing.empty():
+        return first
+    commands, size = [first], first.ByteSize()
+    while not outgoing.empty() and size < _BATCH_BYTES:
+        commands.append(outgoing.get_nowait())
+        size += commands[-1].ByteSize()
+    return w.Command(batch=w.Batch(commands=commands))

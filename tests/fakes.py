@@ -82,6 +82,7 @@ class ScriptedWorker(WorkerServicer):
         self.load: WorkerLoad | None = None
         self.accepts_hello = True
         self.hellos = 0
+        self.messages = 0  # after the hello
         self.refused = asyncio.Event()
         self.ended = asyncio.Event()
         self._submits: asyncio.Queue[w.Submit] = asyncio.Queue()
@@ -138,12 +139,17 @@ class ScriptedWorker(WorkerServicer):
 
     async def _read(self, commands: AsyncIterator[w.Command]) -> None:
         async for command in commands:
-            if command.HasField("submit"):
-                self.open[command.submit.stream_id] = command.submit
-                self._submits.put_nowait(command.submit)
-            else:
-                self.open.pop(command.cancel.stream_id, None)
-                self._cancels.put_nowait(command.cancel.stream_id)
+            self.messages += 1
+            for one in command.batch.commands if command.HasField("batch") else [command]:
+                self._take(one)
+
+    def _take(self, command: w.Command) -> None:
+        if command.HasField("submit"):
+            self.open[command.submit.stream_id] = command.submit
+            self._submits.put_nowait(command.submit)
+        else:
+            self.open.pop(command.cancel.stream_id, None)
+            self._cancels.put_nowait(command.cancel.stream_id)
 
     async def submitted(self) -> w.Submit:
         """The next submission that the test has not seen."""

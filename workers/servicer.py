@@ -146,14 +146,21 @@ class WorkerService(WorkerServicer):
         """Takes commands in order until the router ends the stream. Raises InvalidRequest for one
         that belongs to no request: then the two do not speak the same language."""
         async for command in commands:
-            match command.WhichOneof("command"):
-                case "submit":
-                    self._submit(session, command.submit)
-                case "cancel":
-                    self._worker.cancel(session, command.cancel.stream_id)
-                case other:
-                    name = other or "nothing"
-                    raise InvalidRequest(f"{name} is no command after hello", field="command")
+            if command.WhichOneof("command") == "batch":
+                for one in command.batch.commands:
+                    self._take(session, one)
+            else:
+                self._take(session, command)
+
+    def _take(self, session: Session, command: w.Command) -> None:
+        match command.WhichOneof("command"):
+            case "submit":
+                self._submit(session, command.submit)
+            case "cancel":
+                self._worker.cancel(session, command.cancel.stream_id)
+            case other:
+                name = other or "nothing"
+                raise InvalidRequest(f"{name} is no command after hello", field="command")
 
     def _submit(self, session: Session, submit: w.Submit) -> None:
         try:

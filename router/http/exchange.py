@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     Scope = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]
     Send = Callable[[Message], Awaitable[None]]
+    SenderBetween = Callable[[bytes, bytes], Callable[[bytes], bool]]
 
 BODY_TIMEOUT_S = 30.0
 LINGER_S = 10.0
@@ -48,7 +49,9 @@ class Exchange:
         self._receive = receive
         self._send = send
         extension = scope.get("extensions", {}).get(TRY_WRITE)
-        self._try_write: Callable[[bytes], bool] | None = extension and extension["write"]
+        # Makes what sends a piece of the events at once, or says that it would wait; None where the
+        # server knows no such way. For events that follow others.
+        self.between: SenderBetween | None = extension and extension["between"]
         self._extra: Headers = []
         self._started = False
         self._complete = False
@@ -113,11 +116,6 @@ class Exchange:
     async def send_events(self, events: bytes) -> None:
         """Waits while the client reads slower than this is called."""
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    def try_send_events(self, events: bytes) -> bool:
-        """As `send_events` where the connection takes them at once; False where it would wait, or
-        the server knows no such way."""
-        return self._try_write is not None and (not events or self._try_write(events))
 
     async def end_events(self, events: bytes) -> None:
         await self._end(events)

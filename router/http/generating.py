@@ -121,7 +121,8 @@ async def _stream(
     await exchange.start_events()
     await exchange.send_events(writer.write(first))
     # No task is woken for a token that the connection takes at once.
-    answer.write_with(lambda text: exchange.try_send_events(writer.token(text)))
+    if exchange.between is not None:
+        answer.write_with(writer.token_sender(exchange.between))
     async for delta in answer:
         events = writer.write(delta)
         if events:

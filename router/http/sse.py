@@ -11,9 +11,12 @@ from router.http.errors import error_body, to_json
 from router.http.shapes import logprobs_object, pdserve_object, usage_object
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.errors import PdserveError
     from pdserve.types import Receipt, Usage
     from router.answer import AnswerDelta
+    from router.http.exchange import SenderBetween
     from router.http.shapes import Head, LogprobsShape, Shape
 
 DONE = b"data: [DONE]\n\n"
@@ -68,11 +71,14 @@ class EventWriter:
             return choice.before + encode_basestring(delta.text).encode() + self._after
         return self._full(choice, choice.before, delta)
 
-    def token(self, text: str) -> bytes:
-        """The event of a token of index 0 that is not its first; nothing for no text."""
-        if not text:
-            return b""
-        return self._choices[0].before + encode_basestring(text).encode() + self._after
+    def token_sender(self, between: SenderBetween) -> Callable[[str], bool]:
+        """Sends the event of a token of index 0 that is not its first, or says that it cannot."""
+        send = between(self._choices[0].before, self._after)
+
+        def send_token(text: str) -> bool:
+            return not text or send(encode_basestring(text).encode())
+
+        return send_token
 
     def _begin(self, delta: AnswerDelta) -> bytes:
         opening = b'%b,"choices":[{"index":%d,' % (self._head, delta.index)

@@ -66,7 +66,7 @@ class Echo:
                 await _respond(send, text)
 
     async def _events(self, scope: Message, send: Send) -> None:
-        write = scope["extensions"][TRY_WRITE]["write"]
+        write = scope["extensions"][TRY_WRITE]["between"](b"<%", b">")
         assert not write(b"before the head")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         assert not write(b"before the first piece")
@@ -76,7 +76,7 @@ class Echo:
         assert not write(b"after the end")
 
     async def _flood(self, scope: Message, send: Send) -> None:
-        write = scope["extensions"][TRY_WRITE]["write"]
+        write = scope["extensions"][TRY_WRITE]["between"](b"", b"")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b".", "more_body": True})
         while write(LARGE[: 1 << 16]):
@@ -229,7 +229,7 @@ async def test_pieces_written_at_once_and_the_usual_way_keep_their_order() -> No
         aiohttp.ClientSession() as session,
         session.get(f"http://{host}:{port}/events") as found,
     ):
-        assert await found.read() == b"first second last"
+        assert await found.read() == b"first <%second >last"
 
 
 async def test_a_client_that_does_not_read_is_refused_what_it_cannot_take() -> None:

@@ -149,6 +149,22 @@ async def test_commands_arrive_in_order_and_a_cancelled_stream_is_silent(
         assert sink.events.empty()
 
 
+async def test_commands_of_one_moment_travel_in_one_message_up_to_its_bound(
+    worker: ScriptedWorker,
+) -> None:
+    async with Attached(worker) as attached:
+        await attached.observer.next()
+        before, ids = worker.messages, []
+        # Three of these reach the bound of a batch, and a fourth begins the next.
+        for count in [1, *[150_000] * 4]:
+            submit = w.Submit(prompt_token_ids=[1 << 20] * count)
+            ids.append(attached.link.submit(submit, Sink()))
+        attached.link.cancel(ids[0])
+        assert [(await worker.submitted()).stream_id for _ in ids] == ids
+        assert await worker.cancelled() == ids[0]
+        assert worker.messages == before + 2
+
+
 async def test_a_break_is_heard_by_every_stream_and_the_link_comes_back(
     worker: ScriptedWorker,
 ) -> None:

@@ -80,6 +80,20 @@ class TestStreams:
             assert len(steps) == PLAIN.max_tokens
             assert all([x.stream_id for x in step] == [1, 2, 3] for step in steps)
 
+    async def test_a_batch_is_its_commands_in_order(self) -> None:
+        async with a_worker() as server, RouterSide(server) as router:
+            await router.submit(1, tokens=(30, 31))
+            batch = w.Batch(
+                commands=[
+                    w.Command(cancel=w.Cancel(stream_id=1)),
+                    w.Command(submit=w.Submit(stream_id=2)),
+                    w.Command(cancel=w.Cancel(stream_id=3)),
+                ]
+            )
+            await router.send(w.Command(batch=batch))
+            assert error_of(await router.finish(2)) == ("invalid_value", "max_tokens")
+            await router.until_empty()
+
     async def test_stream_ids_of_two_routers_do_not_meet(self) -> None:
         async with (
             a_worker() as server,
