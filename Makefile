@@ -3,6 +3,7 @@
 # TORCH_INDEX=URL  package index to take torch from, such as one that has CPU builds only
 # PYTHON=python3   interpreter that makes the environment
 # ARGS=...         passed on by run, bench and test
+# JOBS=2           processes that share the tests out by file
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -10,6 +11,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 TORCH := 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,7 +39,7 @@ run: $(STAMP) ## start one prefill worker, one decode worker and the router
 	@exec $(BIN)/pdserve up $(ARGS)
 
 test: check ## everything: lint, types, protos and all tests, those on real vLLM too
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-unit: $(STAMP) ## the tests that need no vLLM
 	$(BIN)/python -m pytest -m "not vllm and not gpu" $(ARGS)

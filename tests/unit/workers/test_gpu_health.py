@@ -93,7 +93,9 @@ def test_only_visible_cards_count(
 
 
 @pytest.mark.parametrize(
-    "nvml", [None, FakeNvml(init_fails=True), FakeNvml(count_fails=True)], ids=str
+    "nvml",
+    [None, FakeNvml(init_fails=True), FakeNvml(count_fails=True)],
+    ids=["no library", "no driver", "no count"],
 )
 def test_a_worker_without_a_gpu_has_no_health_and_no_error(
     monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None
