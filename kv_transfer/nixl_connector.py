@@ -96,7 +96,6 @@ class PdNixlConnector(NixlConnector):
         in_flight = sum(pull.blocks for pull in self._pulls.values())
         leased = sum(self._leased.values())
         return KvLedger(
-            pinned_blocks=in_flight + leased,
             in_flight_blocks=in_flight,
             leased_blocks=leased,
             transfers=len(self._pulls) + len(self._leased),

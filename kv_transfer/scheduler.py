@@ -134,7 +134,6 @@ class SchedulerHalf:
         in_flight = sum(self._in_flight.values())
         leased = sum(lease.blocks for lease in self._leased.values())
         return KvLedger(
-            pinned_blocks=in_flight + leased,
             in_flight_blocks=in_flight,
             leased_blocks=leased,
             transfers=len(self._in_flight) + len(self._leased),

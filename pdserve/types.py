@@ -318,11 +318,14 @@ class WorkerLoad:
 class KvLedger:
     """Blocks pinned for transfers at this moment: pinned = in flight + leased."""
 
-    pinned_blocks: int = 0
     in_flight_blocks: int = 0
     leased_blocks: int = 0
     transfers: int = 0
     engine_requests: int = 0
+
+    @property
+    def pinned_blocks(self) -> int:
+        return self.in_flight_blocks + self.leased_blocks
 
     @property
     def is_empty(self) -> bool:

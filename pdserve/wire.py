@@ -285,7 +285,8 @@ def load_from_pb(message: w.WorkerLoad) -> t.WorkerLoad:
 
 
 def ledger_to_pb(ledger: t.KvLedger) -> w.KvLedger:
-    return w.KvLedger(**{f.name: getattr(ledger, f.name) for f in fields(ledger)})
+    figures = {f.name: getattr(ledger, f.name) for f in fields(ledger)}
+    return w.KvLedger(pinned_blocks=ledger.pinned_blocks, **figures)
 
 
 def ledger_from_pb(message: w.KvLedger) -> t.KvLedger:

@@ -79,6 +79,7 @@ class DebugApp:
     def _kv(self) -> Answer:
         """`ranks` is empty for a worker that moves no KV."""
         info, state, report = self._info, self._worker.kv_state(), self._worker.kv_report()
+        ledger = self._worker.ledger() if state is None else state.ledger
         return _json(
             200,
             {
@@ -86,7 +87,7 @@ class DebugApp:
                 "epoch": info.epoch,
                 "role": info.role,
                 "kv": None if info.kv is None else asdict(info.kv),
-                "ledger": asdict(self._worker.ledger() if state is None else state.ledger),
+                "ledger": {"pinned_blocks": ledger.pinned_blocks, **asdict(ledger)},
                 "quarantined_slots": 0 if report is None else report.quarantined_slots,
                 "totals": {} if report is None else report.totals,
                 "ranks": [] if state is None else [_rank(x) for x in state.ranks],

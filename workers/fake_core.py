@@ -180,7 +180,6 @@ class FakeCore:
         in_flight = self.transfers.blocks_in(TransferState.IN_FLIGHT) + reserved
         here = len(self._waiting) + len(self._receiving) + len(self._running)
         return KvLedger(
-            pinned_blocks=leased + in_flight,
             in_flight_blocks=in_flight,
             leased_blocks=leased,
             transfers=len(self.transfers) + len(self._receiving),

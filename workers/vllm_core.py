@@ -182,7 +182,6 @@ class VllmCore:
             return KvLedger(engine_requests=requests)
         ledger = self._connector.ledger()
         return KvLedger(
-            pinned_blocks=ledger.pinned_blocks,
             in_flight_blocks=ledger.in_flight_blocks,
             leased_blocks=ledger.leased_blocks,
             transfers=ledger.transfers,

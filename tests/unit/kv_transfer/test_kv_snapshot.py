@@ -118,7 +118,7 @@ def test_ranks_are_added_up_and_only_links_that_are_up_are_counted() -> None:
     def link(state: str, transport: str) -> LinkView:
         return LinkView(SOURCE, state, transport, "", "", "", 1.0)
 
-    ledger = KvLedger(3, 2, 1, 2, 2)
+    ledger = KvLedger(2, 1, 2, 2)
     one = KvSnapshot(0.0, (), (link("up", "shm"), link("down", "shm")), 1, {"failures": 1.0})
     two = KvSnapshot(0.0, (), (link("up", "shm"), link("connecting", "")), 2, {"failures": 2.0})
     report = KvState(ledger, (one, two)).report()

@@ -114,7 +114,8 @@ WORKER = st.builds(
     settings=st.dictionaries(TEXT, TEXT, max_size=3),
 )
 LOAD = st.builds(t.WorkerLoad, UINT32, UINT32, FLOAT, UINT32)
-LEDGER = st.builds(t.KvLedger, UINT32, UINT32, UINT32, UINT32, UINT32)
+BLOCKS = st.integers(0, 2**31 - 1)
+LEDGER = st.builds(t.KvLedger, BLOCKS, BLOCKS, UINT32, UINT32)
 USAGE = st.builds(t.Usage, UINT32, UINT32, UINT32)
 RECEIPT = st.builds(
     t.Receipt,
@@ -152,7 +153,9 @@ def test_worker(value: t.WorkerInfo) -> None:
 @given(LOAD, LEDGER)
 def test_load_and_ledger(load: t.WorkerLoad, ledger: t.KvLedger) -> None:
     assert wire.load_from_pb(travelled(wire.load_to_pb(load))) == load
-    assert wire.ledger_from_pb(travelled(wire.ledger_to_pb(ledger))) == ledger
+    message = travelled(wire.ledger_to_pb(ledger))
+    assert message.pinned_blocks == ledger.in_flight_blocks + ledger.leased_blocks
+    assert wire.ledger_from_pb(message) == ledger
 
 
 @given(USAGE, RECEIPT)
@@ -249,7 +252,7 @@ def test_a_key_of_another_length_is_refused_and_not_repeated() -> None:
 
 def test_a_kv_report_survives_the_wire() -> None:
     totals = {"pushed_bytes": 1e12, "push_s": 0.5}
-    report = t.KvReport(t.KvLedger(3, 2, 1, 2, 4), 1, {"shm": 2}, totals)
+    report = t.KvReport(t.KvLedger(2, 1, 2, 4), 1, {"shm": 2}, totals)
     assert wire.kv_report_from_pb(wire.kv_report_to_pb(report)) == report
 
 
