@@ -70,6 +70,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._num_blocks = kv_cache_config.num_blocks
         self._shared: SharedMemory | None = None
         self._handshake: PdHandshake | None = None
+        self._on_layer: Callable[[], None] = _nothing
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 vllm_config.cache_config.block_size, self._kv_transfer_config.engine_id
@@ -116,6 +117,11 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def wake_with(self, wake: Callable[[], None]) -> bool:
         """See WorkerHalf.wake_with. True, for it will be called."""
         self._worker_half().wake_with(wake)
+        return True
+
+    def tick_with(self, on_layer: Callable[[], None]) -> bool:
+        """`on_layer` is called after each layer of a step, on the thread that runs the model."""
+        self._on_layer = on_layer
         return True
 
     @property
@@ -174,6 +180,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Blocks are pushed by step, not by layer."""
+        self._on_layer()
 
     def wait_for_save(self) -> None:
         metadata = self._connector_metadata
@@ -241,3 +248,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler_half().addresses = tuple(
             metadata[rank].address for rank in sorted(metadata)
         )
+
+
+def _nothing() -> None:
+    """Nobody asked to hear of layers."""

@@ -58,6 +58,35 @@ class SloConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DetectionConfig:
+    """When a worker that lives is given no work."""
+
+    stall_s: float = key(
+        2.0,
+        "How long a worker with work may say nothing, or make no step, until its requests go on "
+        "elsewhere; 0 never does.",
+        minimum=0,
+        maximum=3600,
+    )
+    failures: int = key(
+        3,
+        "Failures in a row after which a worker gets no work, or two workers are kept apart.",
+        minimum=1,
+    )
+    suspend_s: float = key(
+        10.0,
+        "How long such a worker gets none, until one request tries it; doubled when that fails. "
+        "0 never does.",
+        minimum=0,
+        maximum=86400,
+    )
+    max_suspend_s: float = key(120.0, "The longest such time.", minimum=0, maximum=86400)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The router: its two faces and what it admits."""
 
@@ -100,6 +129,9 @@ class RouterConfig:
     )
     max_body_bytes: int = key(
         8 * 1024 * 1024, "Largest HTTP body or gRPC message taken from a client.", minimum=1024
+    )
+    detection: DetectionConfig = section(
+        DetectionConfig, "When a worker that lives is given no work."
     )
     fallback: FallbackConfig = section(
         FallbackConfig, "What is computed again when a worker fails, and when to give up."

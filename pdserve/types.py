@@ -306,12 +306,15 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """Load under vLLM's names. A load that is not known is None, never zeros."""
+    """Load under vLLM's names. A load that is not known is None, never zeros. `progress` moves
+    while the engine gets on; with `has_work` it should."""
 
     num_waiting_reqs: int
     num_running_reqs: int
     kv_cache_usage: float
     free_blocks: int
+    progress: int = 0
+    has_work: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ class Booker:
 
     def _book(self, demand: Demand, candidates: Sequence[Candidate]) -> Booking | None:
         now = self._fleet.now()
-        barred = self._fleet.quarantine.closed(now)
+        barred = self._fleet.quarantine.barred(now)
         if barred:
             demand = replace(demand, barred=barred)
         decision = self._policy(candidates, demand, self._turn, self._context)

@@ -70,8 +70,8 @@ class Coordinator:
             self.metrics.prefix.watch(watches)
         self.metrics.watch_gauge(
             "kv_quarantined_pairs",
-            "Pairs of workers that are kept apart because KV between them came damaged.",
-            lambda: len(fleet.quarantine.closed(fleet.now())),
+            "Pairs of workers that are kept apart because KV between them failed.",
+            lambda: len(fleet.quarantine.barred(fleet.now())),
         )
         self.metrics.watch_gauge(
             "requests_running", "Requests admitted.", lambda: self._admission.running

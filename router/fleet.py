@@ -7,7 +7,10 @@ import logging
 import time
 from typing import TYPE_CHECKING, Self
 
+from pdserve.config import DetectionConfig
+from pdserve.errors import WorkerFailed
 from pdserve.kv_pairs import unpaired
+from router.breaker import BreakerLimits
 from router.pool import CloseLink, OpenLink, WorkerPool
 from router.quarantine import Quarantine
 from router.worker_link import WorkerLink
@@ -40,11 +43,14 @@ class Fleet:
         lease_s: float = 5.0,
         quarantine_s: float = 60.0,
         watches: CacheWatches | None = None,
+        detection: DetectionConfig | None = None,
         link_settings: LinkSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pool = WorkerPool(lease_s)
-        self.quarantine = Quarantine(quarantine_s)
+        self._detection = detection = detection or DetectionConfig()
+        limits = BreakerLimits(detection.failures, detection.suspend_s, detection.max_suspend_s)
+        self.pool = WorkerPool(lease_s, limits)
+        self.quarantine = Quarantine(quarantine_s, detection.failures)
         self._router_id = router_id
         self.watches = watches
         self._link_settings = link_settings
@@ -119,10 +125,17 @@ class Fleet:
         load: WorkerLoad | None,
         draining: bool,
         kv: KvReport | None = None,
+        unhealthy: str = "",
     ) -> bool:
         """False where the worker must register."""
         known = self.pool.renew(
-            worker_id, epoch, self._clock(), load=load, draining=draining, kv=kv
+            worker_id,
+            epoch,
+            self._clock(),
+            load=load,
+            draining=draining,
+            kv=kv,
+            unhealthy=unhealthy,
         )
         self._changed()
         return known
@@ -141,6 +154,21 @@ class Fleet:
 
     def reported(self, member: Member, load: WorkerLoad) -> None:
         self.pool.reported(member, load)
+
+    def placed(self, member: Member) -> None:
+        """Work was submitted to a member."""
+        self.pool.placed(member, self._clock())
+
+    def succeeded(self, member: Member) -> None:
+        """A member began to answer a request."""
+        if self.pool.succeeded(member, self._clock()):
+            logger.info("worker %s is given work again", member.worker_id)
+            self._changed()
+
+    def failed(self, member: Member, reason: str) -> None:
+        """A member's engine failed a request."""
+        if self.pool.failed(member, self._clock(), reason):
+            logger.warning("worker %s gets no work: %s", member.worker_id, reason)
 
     def measured(self, member: Member, steps: StepMoments) -> None:
         self.pool.measured(member, steps)
@@ -184,5 +212,26 @@ class Fleet:
             now = self._clock()
             if now - due > SWEEP_S:
                 self.pool.forgive(now - due)
+                for member in self._links:
+                    member.watch.forgive(now - due)
             self._apply(self.pool.expire(now))
+            self._look_for_stalls(now)
+            if self.pool.let_try(now):
+                self._changed()
             due = now + SWEEP_S
+
+    def _look_for_stalls(self, now: float) -> None:
+        """Take out members that do not get on: their requests go on elsewhere."""
+        for member, link in list(self._links.items()):
+            why = member.watch.look(
+                now,
+                frames=link.frames,
+                streams=link.open_streams,
+                load=member.load,
+                stall_s=self._detection.stall_s,
+            )
+            if not why:
+                continue
+            logger.warning("worker %s gets no work: %s", member.worker_id, why)
+            self.pool.tripped(member, now, why)
+            link.drop(WorkerFailed(f"worker {member.worker_id} hangs: {why}"))

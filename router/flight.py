@@ -20,6 +20,7 @@ from pdserve.errors import (
     DeadlineExceeded,
     PdserveError,
     TransferCorrupted,
+    TransferFailed,
 )
 from pdserve.types import HandoffStyle, StreamDelta
 from router.answer import AnswerDelta
@@ -142,13 +143,21 @@ class Flight:
         """Decode's last delta tells whether KV came whole: before another pair is looked for."""
         if self._booking is None or self._booking.pair is None:
             return
-        pair = self._booking.pair
-        if last.error is not None and last.error.code == TransferCorrupted.code:
-            self.fleet.quarantine.strike(pair, self.fleet.now())
+        pair, quarantine, now = self._booking.pair, self.fleet.quarantine, self.fleet.now()
+        code = "" if last.error is None else last.error.code
+        if last.error is not None and code == TransferCorrupted.code:
+            quarantine.strike(pair, now, last.error.message)
             logger.warning("KV from worker %s to %s: %s", *pair, last.error.message)
-        elif self._booking.is_trial and last.report is not None and last.report.transfer:
-            self.fleet.quarantine.whole(pair)
+        elif last.error is not None and code == TransferFailed.code:
+            if quarantine.failed(pair, now, last.error.message):
+                logger.warning("workers %s and %s kept apart: %s", *pair, last.error.message)
+        elif last.report is None or not last.report.transfer:
+            return
+        elif self._booking.is_trial:
+            quarantine.whole(pair)
             logger.info("KV from worker %s to %s comes whole again", *pair)
+        else:
+            quarantine.came(pair, now)
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out what the handoff decided, in order, until the request is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.errors import PdserveError, Unavailable
+from pdserve.errors import PdserveError, Unavailable, WorkerFailed
 from pdserve.types import StreamDelta
 from router.handoff import LegKind
 
@@ -42,6 +42,7 @@ class LegStream:
             return
         try:
             self._stream_id = self._flight.fleet.link(self._member).submit(message, self)
+            self._flight.fleet.placed(self._member)
         except PdserveError as error:
             self.on_lost(error)
 
@@ -49,8 +50,12 @@ class LegStream:
         if self._prefilling:
             self._prefilling = False
             self._charge.prefilled()
+            if delta.error is None:
+                self._flight.fleet.succeeded(self._member)
         if delta.finish_reason is not None:
             self._charge.release()
+            if delta.error is not None and delta.error.code == WorkerFailed.code:
+                self._flight.fleet.failed(self._member, delta.error.message)
             if self._leg.kind is LegKind.DECODE:
                 self._flight.judge_pair(delta)
         self._flight.perform(self._flight.handoff.on_delta(self._leg, delta))

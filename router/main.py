@@ -81,6 +81,7 @@ class RouterServer:
                 watches=watches,
                 lease_s=config.lease_s,
                 quarantine_s=config.quarantine_s,
+                detection=config.detection,
             )
         )
         metrics = RouterMetrics()

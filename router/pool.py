@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 from pdserve.errors import InvalidRequest
 from pdserve.kv_pairs import kind_of
 from pdserve.types import Role
+from router.breaker import Breaker, BreakerLimits, BreakerState
 from router.placement.values import Candidate
+from router.progress import ProgressWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,6 +37,7 @@ class MemberState(StrEnum):
     CONNECTING = "connecting"
     READY = "ready"
     DRAINING = "draining"
+    SUSPENDED = "suspended"
     LOST = "lost"
 
 
@@ -46,7 +49,8 @@ class Member:
     `reserved_blocks` are KV blocks promised to requests placed here. `load`, `kv` and `steps`
     (what its steps cost) are None until the worker has reported them. `lease_end` is on the pool's
     clock; for a lost member it is when it was lost. With `kv_key` the router makes capabilities for
-    the worker's KV.
+    the worker's KV. `suspended` is what the `breaker` said when it was last asked; `unhealthy` what
+    the worker finds wrong with its machine.
     """
 
     info: WorkerInfo
@@ -61,6 +65,10 @@ class Member:
     kv: KvReport | None = None
     kv_key: CapabilityKey | None = None
     steps: StepMoments | None = None
+    suspended: bool = False
+    unhealthy: str = ""
+    breaker: Breaker = field(default_factory=lambda: Breaker(BreakerLimits()))
+    watch: ProgressWatch = field(default_factory=ProgressWatch)
     _seen: Candidate | None = field(default=None, init=False, repr=False)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -74,6 +82,8 @@ class Member:
             return MemberState.LOST
         if self.draining:
             return MemberState.DRAINING
+        if self.suspended or self.unhealthy:
+            return MemberState.SUSPENDED
         return MemberState.READY if self.attached else MemberState.CONNECTING
 
     @property
@@ -168,6 +178,7 @@ class WorkerPool:
     """Members by worker id; state: `members`, changed by the methods below and nobody else."""
 
     lease_s: float
+    breaker_limits: BreakerLimits = field(default_factory=BreakerLimits)
     members: dict[str, Member] = field(default_factory=dict)
 
     def register(
@@ -186,7 +197,9 @@ class WorkerPool:
             actions = self._lose(known, now, "it started again")
         else:
             actions = []
-        member = Member(info, now + self.lease_s, kv_key=kv_key)
+        member = Member(
+            info, now + self.lease_s, kv_key=kv_key, breaker=Breaker(self.breaker_limits)
+        )
         self.members[info.worker_id] = member
         return [*actions, OpenLink(member)]
 
@@ -220,6 +233,7 @@ class WorkerPool:
         load: WorkerLoad | None,
         draining: bool,
         kv: KvReport | None = None,
+        unhealthy: str = "",
     ) -> bool:
         """Extend a lease. False where this start of the worker is not a member: it must register.
         What was not sent leaves the last word as it was."""
@@ -228,6 +242,7 @@ class WorkerPool:
             return False
         member.lease_end = now + self.lease_s
         member.draining = draining
+        member.unhealthy = unhealthy
         if load is not None:
             member.load = load
         if kv is not None:
@@ -251,6 +266,41 @@ class WorkerPool:
     def reported(self, member: Member, load: WorkerLoad) -> None:
         """A member said how loaded it is."""
         member.load = load
+
+    def tripped(self, member: Member, now: float, reason: str) -> bool:
+        """A member does not get on. True where it was given work until now."""
+        opened = member.breaker.trip(now, reason)
+        self._ask_breaker(member, now)
+        return opened
+
+    def failed(self, member: Member, now: float, reason: str) -> bool:
+        """A member failed a request. True where it gets no more work for it."""
+        opened = member.breaker.failure(now, reason)
+        self._ask_breaker(member, now)
+        return opened
+
+    def succeeded(self, member: Member, now: float) -> bool:
+        """A member did what it was asked. True where it is given work again for that."""
+        closed = member.breaker.success()
+        self._ask_breaker(member, now)
+        return closed
+
+    def placed(self, member: Member, now: float) -> None:
+        """A member was given work: all that a half-open one gets, until that has told."""
+        if member.breaker.tries(now):
+            self._ask_breaker(member, now)
+
+    def let_try(self, now: float) -> bool:
+        """Suspended members whose time is over may be tried. True where there are such."""
+        members = [m for m in self.members.values() if m.suspended]
+        for member in members:
+            self._ask_breaker(member, now)
+        return any(not m.suspended for m in members)
+
+    def _ask_breaker(self, member: Member, now: float) -> None:
+        suspended = member.breaker.state(now) is BreakerState.OPEN
+        if suspended != member.suspended:
+            member.suspended = suspended
 
     def measured(self, member: Member, steps: StepMoments) -> None:
         """A member said what its steps have cost."""

@@ -11,10 +11,12 @@ from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
+from router.breaker import BreakerState
 
 if TYPE_CHECKING:
     from typing import Any
 
+    from router.breaker import Breaker
     from router.fleet import Fleet
     from router.pool import Member
 
@@ -46,7 +48,12 @@ class Registry(RegistryServicer):
         except InvalidRequest as refusal:
             await rpc.abort(context, refusal)
         known = self._fleet.renew(
-            request.worker_id, request.epoch, load=load, draining=request.draining, kv=kv
+            request.worker_id,
+            request.epoch,
+            load=load,
+            draining=request.draining,
+            kv=kv,
+            unhealthy=request.unhealthy,
         )
         if not known:
             error = Unavailable(f"worker {request.worker_id} is not registered")
@@ -72,6 +79,7 @@ class Registry(RegistryServicer):
                     decode_worker=pair.decode,
                     remaining_s=pair.remaining_s,
                     strikes=pair.strikes,
+                    reason=pair.reason,
                 )
                 for pair in self._fleet.quarantine.listed(now)
             ],
@@ -87,4 +95,18 @@ def _entry(member: Member, now: float) -> w.WorkerEntry:
         outstanding_requests=member.outstanding_requests,
         outstanding_tokens=member.outstanding_tokens if prefills else member.reserved_tokens,
         lease_remaining_s=0.0 if member.lost else max(0.0, member.lease_end - now),
+        breaker=_breaker(member.breaker, now),
+        unhealthy=member.unhealthy,
+    )
+
+
+def _breaker(breaker: Breaker, now: float) -> w.Breaker | None:
+    state = breaker.state(now)
+    if state is BreakerState.CLOSED:
+        return None
+    return w.Breaker(
+        state=state.value,
+        reason=breaker.reason,
+        remaining_s=breaker.remaining_s(now),
+        failures=breaker.failures,
     )

@@ -96,6 +96,7 @@ class WorkerLink:
         self._outgoing: asyncio.Queue[w.Command] | None = None
         self._call: AttachCall | None = None
         self._task: asyncio.Task[None] | None = None
+        self.frames = 0  # how many have come, over all streams
 
     @property
     def open_streams(self) -> int:
@@ -133,6 +134,13 @@ class WorkerLink:
             # A cancel must not get lost; a worker ends every request of a stream that ends.
             if self._call is not None:
                 self._call.cancel()
+
+    def drop(self, error: WorkerFailed) -> None:
+        """Fail what is open with `error`, at once, and attach anew: the worker cancels all that
+        came over a stream that ends."""
+        if self._call is not None:
+            self._call.cancel()
+        self._detach(error)
 
     def close(self, reason: str) -> asyncio.Task[None] | None:
         """Fail what is open with `reason` and attach no more. Returns the task to wait for."""
@@ -210,6 +218,7 @@ class WorkerLink:
             await asyncio.wait([writer])
 
     def _dispatch(self, frame: w.StepFrame) -> None:
+        self.frames += 1
         if frame.HasField("load"):
             self._observer.reported(self._member, wire.load_from_pb(frame.load))
         if frame.HasField("steps"):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from pdserve import rpc
 from pdserve.client import Client
-from pdserve.config import KvConfig, RouterConfig, WorkerConfig
+from pdserve.config import DetectionConfig, KvConfig, RouterConfig, WorkerConfig
 from pdserve.types import Role, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
@@ -60,7 +60,8 @@ class Answer:
 class Cluster:
     """Owns a router and its workers. Workers are named prefill-0, decode-0, aggregated-0, ...
 
-    `engine_args` are those of every fake engine (workers/fake_settings.py).
+    `engine_args` are those of every fake engine (workers/fake_settings.py), `router` goes over the
+    router's configuration.
     """
 
     def __init__(
@@ -70,11 +71,20 @@ class Cluster:
         decode: int = 0,
         aggregated: int = 0,
         engine_args: dict[str, object] | None = None,
+        router: dict[str, Any] | None = None,
     ) -> None:
         counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
         self._roles = {f"{role}-{i}": role for role, n in counts.items() for i in range(n)}
         # A step that takes no time at all would starve all else on this one event loop.
         self._engine_args = {"step_s": 0.001, **(engine_args or {})}
+        self._router_values: dict[str, Any] = {
+            "http_port": 0,
+            "grpc_port": 0,
+            "lease_s": LEASE_S,
+            "stop_grace_s": 0.0,
+            "detection": DetectionConfig(stall_s=LEASE_S),
+            **(router or {}),
+        }
         self._stack = AsyncExitStack()
         self._engines: dict[str, FakeEngine] = {}
         self.workers: dict[str, WorkerServer] = {}
@@ -234,8 +244,7 @@ class Cluster:
         return leaks
 
     async def _start(self) -> None:
-        config = RouterConfig(http_port=0, grpc_port=0, lease_s=LEASE_S, stop_grace_s=0.0)
-        self.router = RouterServer(config)
+        self.router = RouterServer(RouterConfig(**self._router_values))
         addresses = await self.router.start()
         self._stack.push_async_callback(self.router.stop)
         self.http, self.grpc = addresses.http, addresses.grpc

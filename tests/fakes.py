@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from pdserve import rpc, wire
+from pdserve.config import DetectionConfig
 from pdserve.errors import InvalidRequest
 from pdserve.types import (
     FinishReason,
@@ -262,16 +263,25 @@ class Stack:
 
 @asynccontextmanager
 async def running_stack(
-    *workers: ScriptedWorker, clock: Callable[[], float] = time.monotonic, **options: Any
+    *workers: ScriptedWorker,
+    clock: Callable[[], float] = time.monotonic,
+    detection: DetectionConfig | None = None,
+    **options: Any,
 ) -> AsyncIterator[Stack]:
-    """`clock` is the fleet's; `options` go to the coordinator. Ends by asserting that nothing
-    leaked."""
+    """`clock` and `detection` are the fleet's, which by default finds nobody hanging; `options` go
+    to the coordinator. Ends by asserting that nothing leaked."""
     settings = LinkSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
     async with AsyncExitStack() as exits:
         for worker in workers:
             await exits.enter_async_context(worker.serving())
         # A lease that no test outlives, unless it asks for its end.
-        fleet = Fleet(router_id="router-1", lease_s=3600.0, link_settings=settings, clock=clock)
+        fleet = Fleet(
+            router_id="router-1",
+            lease_s=3600.0,
+            detection=detection or DetectionConfig(stall_s=0.0),
+            link_settings=settings,
+            clock=clock,
+        )
         await exits.enter_async_context(fleet)
         stack = Stack(fleet, Coordinator(fleet, **options))
         await stack.join(*workers)

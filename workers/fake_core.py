@@ -174,6 +174,11 @@ class FakeCore:
         )
 
     @property
+    def has_runnable(self) -> bool:
+        """Whether a step could do something; blocks held for transfers may be waited for."""
+        return bool(self._running) or (bool(self._waiting) and not self.ledger.pinned_blocks)
+
+    @property
     def ledger(self) -> KvLedger:
         leased = self.transfers.blocks_in(TransferState.LEASED)
         reserved = sum(x.blocks for x in self._receiving.values())

@@ -22,6 +22,7 @@ from workers.fake_core import FakeCore, ended_by
 from workers.fake_link import LinkClient, LinkServer
 from workers.fake_settings import FakeFaults, FakeSettings
 from workers.fake_tokens import MIN_VOCAB_SIZE
+from workers.progress import ProgressBoard
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -62,6 +63,7 @@ class FakeEngine:
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[str, asyncio.TimerHandle] = {}
         self._steps = 0
+        self._progress = ProgressBoard()
         self._recorder = StepRecorder()
         self._ended = False
         self._on_cache: CacheCallback = ignore_cache
@@ -111,7 +113,10 @@ class FakeEngine:
         self._pulse()
 
     def load(self) -> WorkerLoad | None:
-        return None if self._stepper is None else self._core.load
+        if self._stepper is None:
+            return None
+        now, has_work = self._clock(), self._core.has_runnable
+        return self._progress.stamp(self._core.load, now, has_more=has_work)
 
     def step_moments(self) -> StepMoments | None:
         return None if self._stepper is None else self._recorder.moments(self._clock())
@@ -218,7 +223,9 @@ class FakeEngine:
         if not plan.has_step:
             return False
         took_s = self._settings.timing.of_step(plan.shape.prefill_tokens)
+        self._progress.begin(self._clock(), has_work=True)
         await self._sleep(took_s)
+        self._progress.end(self._clock(), computed=True, has_work=False)
         # As it was told, not as this process came to it: what is learnt of a fake is exact.
         self._recorder.observe(plan.shape, took_s, self._clock())
         self._steps += 1

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 10.0
+# A router that has heard nothing for several of these knows that something hangs.
+BEAT_S = 0.5
 _MAX_DRAIN_S = 86400.0
 _MAX_INTERVAL_S = 60.0
 
@@ -132,7 +134,7 @@ class WorkerService(WorkerServicer):
     ) -> PdserveError | None:
         """Both directions until one of them ends; what the router is to be told, if anything."""
         reader = asyncio.create_task(self._read(session, commands), name="attach-read")
-        writer = asyncio.create_task(_write(session, context), name="attach-write")
+        writer = asyncio.create_task(self._write(session, context), name="attach-write")
         ends: set[asyncio.Future[Any]] = {reader, writer, session.cut_by}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -162,6 +164,19 @@ class WorkerService(WorkerServicer):
                 name = other or "nothing"
                 raise InvalidRequest(f"{name} is no command after hello", field="command")
 
+    async def _write(self, session: Session, context: Context) -> None:
+        """Frames as they come; and while requests are open, a sign of life where none do."""
+        while True:
+            try:
+                frame = await session.next_frame(BEAT_S)
+            except TimeoutError:
+                if session.engine_ids:
+                    await context.write(self._worker.beat())
+                continue
+            if frame is None:
+                return
+            await context.write(frame)
+
     def _submit(self, session: Session, submit: w.Submit) -> None:
         try:
             self._worker.submit(session, submit)
@@ -169,11 +184,6 @@ class WorkerService(WorkerServicer):
             logger.exception("submit of request %s failed", submit.request_id)
             error = InternalError("the worker could not take the request")
             self._worker.refuse(session, submit.stream_id, error)
-
-
-async def _write(session: Session, context: Context) -> None:
-    while (frame := await session.next_frame()) is not None:
-        await context.write(frame)
 
 
 def _error_of(session: Session, *tasks: asyncio.Task[None]) -> PdserveError | None:

@@ -59,9 +59,13 @@ class Session:
         if not self.cut_by.done():
             self.cut_by.set_result(error)
 
-    async def next_frame(self) -> w.StepFrame | None:
-        """The next frame, or None after the last."""
-        return await self._frames.get()
+    async def next_frame(self, within_s: float) -> w.StepFrame | None:
+        """The next frame, or None after the last. Raises TimeoutError where none comes."""
+        try:
+            return self._frames.get_nowait()
+        except asyncio.QueueEmpty:
+            async with asyncio.timeout(within_s):
+                return await self._frames.get()
 
     def _put(self, frame: w.StepFrame | None) -> None:
         if self.cut_by.done():

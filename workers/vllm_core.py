@@ -44,6 +44,7 @@ from workers.engine import AggregatedPhase, DecodePhase, EngineInfo, PrefillPhas
 from workers.kv_params import handle_of, params_for
 from workers.load import LoadBoard, usable_blocks
 from workers.vllm_args import engine_args, settings_in_effect
+from workers.vllm_refusals import refusal
 from workers.vllm_steps import StepWatch
 
 if TYPE_CHECKING:
@@ -55,9 +56,6 @@ if TYPE_CHECKING:
     from workers.vllm_settings import VllmSettings
 
 KvLook = Callable[[], "KvSnapshot"]
-
-# vLLM's names for request fields that are ours under another name.
-_FIELDS = {"prompt": "prompt_token_ids", "structured_outputs": "structured_output"}
 
 
 @dataclass(slots=True)
@@ -144,6 +142,22 @@ class VllmCore:
         does not know."""
         return has_kv_transfer_group() and bool(get_kv_transfer_group().wake_with(wake))
 
+    def tick_with(self, on_layer: Callable[[], None]) -> bool:
+        """`on_layer` is called after each layer of a step. False where the model runs in another
+        process, or its connector does not say."""
+        group = get_kv_transfer_group() if has_kv_transfer_group() else None
+        tick_with = getattr(group, "tick_with", None)
+        return tick_with is not None and bool(tick_with(on_layer))
+
+    def has_runnable(self) -> bool:
+        """Whether a step could compute something: what waits for KV or a grammar cannot, nor what
+        may be waiting for blocks that a transfer holds."""
+        scheduler = self._scheduler
+        if scheduler.running:
+            return True
+        waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
+        return waiting > len(scheduler.deferred_waiting) and not self.ledger().pinned_blocks
+
     def kv_look(self) -> KvLook | None:
         """What shows the KV plane to any thread at any time. None where there is none, or where it
         is in other processes: then `kv_ranks`."""
@@ -199,7 +213,7 @@ class VllmCore:
             )
         except (PdserveError, VLLMClientError, ValueError) as error:
             self._engine.abort_request([key])  # what it may have registered before it refused
-            return _refusal(work, error)
+            return refusal(work, error)
         stream = _Stream(
             work, vllm_id, self._engine.output_processor.request_states[vllm_id], submitted
         )
@@ -362,24 +376,4 @@ def _report(stream: _Stream, output: Any) -> PhaseReport:
         prefill_s=max(0.0, marks.first_token_ts - marks.scheduled_ts),
         decode_s=max(0.0, marks.last_token_ts - marks.first_token_ts),
         cached_tokens=output.num_cached_tokens or 0,
-    )
-
-
-def _refusal(work: Work, error: Exception) -> StreamDelta:
-    """The delta that refuses `work`. vLLM does not name the field of every error; what is left
-    unnamed once prompt and numbers are checked is the grammar."""
-    if isinstance(error, PdserveError):
-        code, message, field = error.code, error.message, error.field
-    else:
-        # vLLM's own text of an error ends in the parameter and the whole of its value.
-        code, message = InvalidRequest.code, str(next(iter(error.args), error))
-        parameter = getattr(error, "parameter", None) or ""
-        field = _FIELDS.get(parameter, parameter)
-        if not field and work.sampling.structured_output is not None:
-            field = "structured_output"
-    return StreamDelta(
-        work.stream_id,
-        finish_reason=FinishReason.ERROR,
-        error=ErrorInfo(code, message, field),
-        report=PhaseReport(),
     )

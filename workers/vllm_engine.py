@@ -19,6 +19,7 @@ from kv_transfer.snapshot import KvState
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import ErrorInfo, FinishReason, KvLedger, StreamDelta
 from workers.engine import ignore_cache
+from workers.progress import ProgressBoard
 from workers.vllm_env import apply_environment
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class VllmEngine:
         self._thread: threading.Thread | None = None
         self._board: LoadBoard | None = None
         self._ledger = KvLedger()
+        self._progress = ProgressBoard()
         self._has_kv = False
         self._kv_look: KvLook | None = None
         self._moments: Callable[[], StepMoments] | None = None
@@ -113,7 +115,10 @@ class VllmEngine:
         return True
 
     def load(self) -> WorkerLoad | None:
-        return None if self._board is None else self._board.latest
+        latest = None if self._board is None else self._board.latest
+        if latest is None:
+            return None
+        return self._progress.stamp(latest, time.monotonic(), has_more=bool(self._inbox))
 
     def step_moments(self) -> StepMoments | None:
         return None if self._moments is None else self._moments()
@@ -186,6 +191,7 @@ class VllmEngine:
 
     def _serve(self, core: VllmCore) -> None:
         is_woken = core.wake_on_transfers(self._wake.set)
+        self._progress.sees_layers = core.tick_with(self._progress.tick)
         while not self._closing:
             if self._executor_died:
                 raise RuntimeError("a process of the executor died")
@@ -194,7 +200,11 @@ class VllmEngine:
                 self._ledger = core.ledger()
                 self._pause(None)
                 continue
+            self._progress.begin(time.monotonic(), has_work=core.has_runnable())
             deltas = core.step()
+            self._progress.end(
+                time.monotonic(), computed=not core.is_idle, has_work=core.has_runnable()
+            )
             # Before the deltas: who has seen them sees these too.
             self._ledger = core.ledger()
             if change := core.cache_change():

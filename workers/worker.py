@@ -242,6 +242,11 @@ class Worker:
             session.steps_told_at = now
             frame.steps.CopyFrom(moments_to_pb(moments))
 
+    def beat(self) -> w.StepFrame:
+        """A frame that says how the engine fares, and nothing else."""
+        load = self.load()
+        return w.StepFrame(load=None if load is None else wire.load_to_pb(load))
+
     def _on_failure(self, error: BaseException) -> None:
         self._draining = True
         for stream_id, stream in list(self._streams.items()):

@@ -136,6 +136,8 @@ def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> dict[str, Any]:
         "outstanding_requests": entry.outstanding_requests,
         "outstanding_tokens": entry.outstanding_tokens,
         "lease_remaining_s": round(entry.lease_remaining_s, 3),
+        "breaker": _plain(entry.breaker) if entry.HasField("breaker") else None,
+        "unhealthy": entry.unhealthy,
         "load": None,
         "ledger": None,
         "kv": None,

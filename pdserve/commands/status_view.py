@@ -42,7 +42,12 @@ def show(address: str, found: dict[str, list[Row]], console: Console | None = No
     )
     _list(
         console,
-        "[bold]kept apart[/], for KV between them came damaged:",
+        "[bold]no work[/] until it is known to be well:",
+        [line for row in workers for line in _kept_out(row)],
+    )
+    _list(
+        console,
+        "[bold]kept apart[/], for KV between them failed:",
         [_kept_apart(row) for row in found["quarantined"]],
     )
 
@@ -54,10 +59,21 @@ def _list(console: Console, title: str, lines: Sequence[str]) -> None:
         console.print(f"  {escape(line)}", soft_wrap=True)
 
 
+def _kept_out(row: Row) -> list[str]:
+    lines = [f"{row['worker_id']}: {row['unhealthy']}"] if row["unhealthy"] else []
+    breaker = row["breaker"]
+    if breaker is not None:
+        left_s = breaker["remaining_s"]
+        then = f"for {_duration(left_s)} more" if left_s else "tried next"
+        lines.append(f"{row['worker_id']}: {breaker['reason']}; {then}")
+    return lines
+
+
 def _kept_apart(row: Row) -> str:
     often = "once" if row["strikes"] == 1 else f"{row['strikes']} times"
     then = f"for {_duration(row['remaining_s'])} more" if row["remaining_s"] else "tried next"
-    return f"{row['prefill_worker']} and {row['decode_worker']}: {often}; {then}"
+    why = f"{row['reason']}; " if row["reason"] else ""
+    return f"{row['prefill_worker']} and {row['decode_worker']}: {why}{often}; {then}"
 
 
 def load_table(title: str, rows: Sequence[Row]) -> Table:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
+from pdserve.config import DetectionConfig, FallbackConfig
 from pdserve.errors import PdserveError
 from pdserve.types import FinishReason, Role, SamplingParams
 from tests.cluster import WAIT_S, Answer, Cluster
@@ -165,6 +166,48 @@ class TestFaults:
             answer = await asking
             assert_same(answer, expected)
             assert answer.fallbacks
+
+    @pytest.mark.parametrize("role", ["prefill", "decode"])
+    async def test_a_worker_that_makes_no_step_costs_no_token(self, role: str) -> None:
+        """Its RPCs answer all the time, and its lease never ends."""
+        detection = DetectionConfig(stall_s=1.0, suspend_s=0.01)
+        async with Cluster(prefill=2, decode=2, router={"detection": detection}) as cluster:
+            expected = cluster.expected(PROMPT, LONG)
+            names = (f"{role}-0", f"{role}-1")
+            for name in names:
+                cluster.faults(name, FakeFaults(stall_at_step=1 if role == "prefill" else 30))
+            asking = asyncio.create_task(cluster.ask(PROMPT, LONG))
+            await cluster.until(lambda: cluster.busy(*names))
+            (busy,) = cluster.busy(*names)
+            cluster.faults(next(x for x in names if x != busy), FakeFaults())
+            answer = await asking
+            assert_same(answer, expected)
+            assert answer.fallbacks[0].endswith(":worker_failed")
+            entry = (await cluster.entries())[busy]
+            assert "has made no step for" in entry.breaker.reason
+            # Once it gets on again, a request tries it.
+            cluster.faults(busy, FakeFaults())
+            async with asyncio.timeout(WAIT_S):
+                while (await cluster.entries())[busy].HasField("breaker"):
+                    await asyncio.gather(*(cluster.ask(PROMPT, PLAIN) for _ in range(4)))
+            assert (await cluster.entries())[busy].state == "ready"
+
+    async def test_a_storm_of_failures_ends_with_clean_errors(self) -> None:
+        """Every transfer fails; what may be computed again is a few requests' worth."""
+        fallback = FallbackConfig(tokens_per_s=1.0, burst_s=5.0 * len(PROMPT))
+        router = {"fallback": fallback, "quarantine_s": 0.0}
+        async with Cluster(prefill=2, decode=2, router=router) as cluster:
+            for name in ("prefill-0", "prefill-1"):
+                cluster.faults(name, FakeFaults(drop_transfer="*"))
+            asked = [cluster.ask(PROMPT, PLAIN) for _ in range(30)]
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            failed = [x for x in found if isinstance(x, BaseException)]
+            assert failed
+            codes = {x.code if isinstance(x, PdserveError) else repr(x) for x in failed}
+            assert codes == {"retry_budget_exhausted"}
+            for name in ("prefill-0", "prefill-1"):
+                cluster.faults(name, FakeFaults())
+            assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))
 
     async def test_a_prefill_worker_that_dies_costs_no_token(self) -> None:
         async with Cluster(prefill=2, decode=1) as cluster:

@@ -59,6 +59,7 @@ class UpProcess:
         self._has_ended = False
         options = ["--ready-file", str(self.ready_path), "--run-dir", str(directory / "run")]
         options += ["--set", f"router.lease_s={LEASE_S}"]
+        options += ["--set", f"router.detection.stall_s={LEASE_S}"]
         command = ["-m", "pdserve", "up", *options, *args]
         if terminal:
             self._terminal, stdin = os.openpty()

@@ -40,6 +40,8 @@ def row(**changes: Any) -> dict[str, Any]:
         "load": {"num_running_reqs": 1, "num_waiting_reqs": 0, "kv_cache_usage": 0.25},
         "kv": KV,
         "uptime_s": 7500.0,
+        "breaker": None,
+        "unhealthy": "",
         **changes,
     }
 
@@ -97,8 +99,8 @@ def test_two_that_cannot_exchange_kv_are_named_with_the_reason() -> None:
 )
 def test_two_that_are_kept_apart_are_named(strikes: int, remaining_s: float, said: str) -> None:
     pair = {"prefill_worker": "prefill-0", "decode_worker": "decode-1"}
-    struck = {**pair, "strikes": strikes, "remaining_s": remaining_s}
-    assert printed(row(), quarantined=(struck,))[-1] == f"  prefill-0 and decode-1: {said}"
+    struck = {**pair, "strikes": strikes, "remaining_s": remaining_s, "reason": "x"}
+    assert printed(row(), quarantined=(struck,))[-1] == f"  prefill-0 and decode-1: x; {said}"
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(5.4, "5 s"), (150, "2 min"), (200_000, "2 d")])
@@ -114,3 +116,19 @@ def test_it_fits_a_narrow_terminal() -> None:
 
 def test_no_worker_is_no_error() -> None:
     assert printed() == ["workers of 127.0.0.1:8001", "No worker is registered."]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"breaker": {"reason": "it has said nothing for 2.0 s", "remaining_s": 8.0}},
+            "  prefill-0: it has said nothing for 2.0 s; for 8 s more",
+        ),
+        ({"breaker": {"reason": "x", "remaining_s": 0.0}}, "  prefill-0: x; tried next"),
+        ({"unhealthy": "GPU 0 is at 99 degrees"}, "  prefill-0: GPU 0 is at 99 degrees"),
+    ],
+)
+def test_who_gets_no_work_is_named_with_the_reason(changes: dict[str, Any], said: str) -> None:
+    lines = printed(row(**changes), row(worker_id="prefill-1"))
+    assert lines[lines.index("no work until it is known to be well:") + 1] == said

@@ -106,7 +106,7 @@ async def test_another_prefill_worker_goes_on_after_the_first_token(
         assert last.receipt.fallbacks == ("other_prefill:transfer_corrupted",)
         assert last.receipt.prefill_worker == "p"
         assert last.receipt.transport == "loopback"
-        assert stack.fleet.quarantine.closed(stack.fleet.now()) == {("p", "d")}
+        assert stack.fleet.quarantine.barred(stack.fleet.now()) == {("p", "d")}
         assert "KV from worker p to d: blocks 0+3 came damaged" in caplog.text
         text = stack.coordinator.metrics.render().decode()
         assert 'reason="transfer_corrupted",step="other_prefill"} 1.0' in text
@@ -159,7 +159,13 @@ async def test_a_trial_that_fails_keeps_the_pair_apart(
         await alone(stack, decode)
         listed = (await Registry(stack.fleet).ListWorkers(w.ListWorkersRequest(), None)).quarantined  # type: ignore[arg-type]
         assert list(listed) == [
-            w.QuarantinedPair(prefill_worker="p", decode_worker="d", remaining_s=1.0, strikes=2)
+            w.QuarantinedPair(
+                prefill_worker="p",
+                decode_worker="d",
+                remaining_s=1.0,
+                strikes=2,
+                reason=CORRUPTED.message,
+            )
         ]
 
 

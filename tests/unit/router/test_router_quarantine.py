@@ -28,21 +28,21 @@ def struck() -> Quarantine:
 
 
 def test_a_pair_that_was_struck_is_closed_for_a_time(struck: Quarantine) -> None:
-    assert struck.closed(0.0) == struck.closed(SECONDS - 1) == {PAIR}
-    assert struck.closed(SECONDS) == frozenset()
+    assert struck.barred(0.0) == struck.barred(SECONDS - 1) == {PAIR}
+    assert struck.barred(SECONDS) == frozenset()
     assert struck.listed(20.0) == [QuarantinedPair(*PAIR, SECONDS - 20.0, 1)]
 
 
 def test_half_open_one_request_tries_and_the_others_do_not(struck: Quarantine) -> None:
     assert struck.tries(PAIR, SECONDS)
-    assert struck.closed(SECONDS) == {PAIR}
+    assert struck.barred(SECONDS) == {PAIR}
     assert not struck.tries(PAIR, SECONDS), "placed before it was closed again"
 
 
 def test_found_whole_the_pair_is_open(struck: Quarantine) -> None:
     assert struck.tries(PAIR, SECONDS)
     struck.whole(PAIR)
-    assert struck.closed(SECONDS) == frozenset()
+    assert struck.barred(SECONDS) == frozenset()
     assert struck.listed(SECONDS) == []
     assert not struck.tries(PAIR, SECONDS), "an open pair is not tried"
 
@@ -56,17 +56,17 @@ def test_damaged_again_the_pair_is_closed_again(struck: Quarantine) -> None:
 def test_a_trial_that_says_nothing_is_followed_by_another(struck: Quarantine) -> None:
     """Its client left, or a worker died."""
     assert struck.tries(PAIR, SECONDS)
-    assert struck.closed(2 * SECONDS - 1) == {PAIR}
-    assert struck.closed(2 * SECONDS) == frozenset()
+    assert struck.barred(2 * SECONDS - 1) == {PAIR}
+    assert struck.barred(2 * SECONDS) == frozenset()
     assert struck.tries(PAIR, 2 * SECONDS)
 
 
 def test_pairs_are_struck_one_by_one(struck: Quarantine) -> None:
     struck.strike(OTHER, 30.0)
-    assert struck.closed(30.0) == {PAIR, OTHER}
-    assert struck.closed(SECONDS) == {OTHER}
+    assert struck.barred(30.0) == {PAIR, OTHER}
+    assert struck.barred(SECONDS) == {OTHER}
     struck.whole(OTHER)
-    assert struck.closed(30.0) == {PAIR}
+    assert struck.barred(30.0) == {PAIR}
 
 
 def test_a_request_on_an_open_pair_is_no_trial(struck: Quarantine) -> None:
