@@ -11,12 +11,37 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve import __version__
-from pdserve.commands import bench, chat, config, generate, router, status, top, up, worker
+from pdserve.commands import (
+    bench,
+    chat,
+    config,
+    explain,
+    generate,
+    replay_decisions,
+    router,
+    status,
+    top,
+    up,
+    worker,
+)
 from pdserve.errors import ClientError, ConfigError, PdserveError, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+_COMMANDS = (
+    up,
+    router,
+    worker,
+    generate,
+    chat,
+    status,
+    top,
+    explain,
+    replay_decisions,
+    config,
+    bench,
+)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _DESCRIPTION = "Prefill/decode disaggregated serving of large language models on vLLM."
@@ -42,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pdserve {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (up, router, worker, generate, chat, status, top, config, bench):
+    for command in _COMMANDS:
         command.register(commands)
     return parser
 

@@ -107,6 +107,9 @@ class RouterConfig:
         "each; 0 keeps no index.",
         minimum=0,
     )
+    decision_log_size: int = key(
+        1024, "Placement decisions kept for `pdserve explain`; 0 keeps none.", minimum=0
+    )
     max_running_requests: int = key(256, "Requests placed on workers at one time.", minimum=1)
     max_queued_requests: int = key(
         1024, "Requests that may wait; one more is refused with 429.", minimum=0

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ContextLengthExceeded, Unavailable
 from pdserve.types import Role
 from router.cost.outcome import outcome_of
+from router.decisions.log import DecisionLog
 from router.ladder import Step
 from router.placement.context import NO_CONTEXT
 from router.placement.pairing import check_known
 from router.placement.recompute import place_recompute
-from router.placement.values import Demand
+from router.placement.values import Decision, Demand
 from router.pool import Charge
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from router.ladder import Rung
     from router.placement.context import PlacementContext, Prediction
     from router.placement.policies.by_name import Policy
-    from router.placement.values import Candidate, Decision, Placement
+    from router.placement.values import Candidate, Placement
     from router.pool import Member, WorkerPool
     from router.quarantine import Pair
 
@@ -83,7 +85,8 @@ def _to_compute(member: Member, demand: Demand, cached: Mapping[str, int]) -> in
 
 
 class Booker:
-    """Places requests over a fleet by a policy. State: the count of placements, to break ties."""
+    """Places requests over a fleet by a policy, and has every decision logged. State: the count of
+    placements, to break ties."""
 
     def __init__(
         self,
@@ -91,10 +94,12 @@ class Booker:
         policy: Policy,
         context: PlacementContext = NO_CONTEXT,
         costs: CostBook | None = None,
+        log: DecisionLog | None = None,
     ) -> None:
         self._fleet = fleet
         self._costs = costs
         self._context = context
+        self._log = DecisionLog(0) if log is None else log
         self._pool = fleet.pool
         self._policy = policy
         self._turn = 0
@@ -129,26 +134,27 @@ class Booker:
 
     def book(self, demand: Demand) -> Booking | None:
         """A placement now, or None where room must be waited for. Raises Unavailable."""
-        return self._book(demand, self._pool.candidates(demand.model))
+        return self._book(demand, self._pool.candidates(demand.model), "")
 
-    def book_again(self, demand: Demand, rung: Rung) -> Booking:
-        """A placement of an admitted request that a worker has failed, as `rung` has it. Raises
-        Unavailable where it leads nowhere."""
+    def book_again(self, demand: Demand, rung: Rung, *, cause: str) -> Booking:
+        """A placement of an admitted request that a worker has failed (`cause` says how, for
+        people), as `rung` has it. Raises Unavailable where it leads nowhere."""
+        cause = f"{rung.step}: {cause}"
         demand = replace(demand, avoid=rung.avoid)
         candidates = self._pool.candidates(demand.model)
         if rung.step is Step.ONE_WORKER:
-            return self._whole(place_recompute(candidates, demand, self._turn))
-        booking = self._book(demand, [c for c in candidates if _takes_part(c, rung)])
+            return self._whole(self._decide(place_recompute, demand, candidates, cause))
+        booking = self._book(demand, [c for c in candidates if _takes_part(c, rung)], cause)
         if booking is None:
             raise Unavailable(f"no decode worker of model {demand.model} has room")
         return booking
 
-    def _book(self, demand: Demand, candidates: Sequence[Candidate]) -> Booking | None:
+    def _book(self, demand: Demand, candidates: Sequence[Candidate], cause: str) -> Booking | None:
         now = self._fleet.now()
         barred = self._fleet.quarantine.barred(now)
         if barred:
             demand = replace(demand, barred=barred)
-        decision = self._policy(candidates, demand, self._turn, self._context)
+        decision = self._decide(self._policy, demand, candidates, cause)
         if decision.placement is None:
             return None
         booking = self._take(decision, decision.placement)
@@ -194,6 +200,18 @@ class Booker:
                 e2e_s=e2e_s,
             )
             self._costs.answered(prediction, outcome)
+
+    def _decide(
+        self, policy: Policy, demand: Demand, candidates: Sequence[Candidate], cause: str
+    ) -> Decision:
+        try:
+            decision = policy(candidates, demand, self._turn, self._context)
+        except Unavailable as error:
+            refusal = Decision("", candidates, demand, self._turn, None)
+            self._log.record(refusal, time.time(), cause=cause, refused=error.message)
+            raise
+        self._log.record(decision, time.time(), cause=cause)
+        return decision
 
 
 def _takes_part(candidate: Candidate, rung: Rung) -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pdserve.types import GenerateRequest, ModelInfo
     from router.answer import AnswerBuffer, BufferLimits
     from router.cost.book import CostBook
+    from router.decisions.log import DecisionLog
     from router.fleet import Fleet
     from router.placement.policies.by_name import Policy
 
@@ -50,6 +51,7 @@ class Coordinator:
         policy: Policy = least_loaded,
         fallback: FallbackConfig | None = None,
         costs: CostBook | None = None,
+        decisions: DecisionLog | None = None,
     ) -> None:
         fallback = fallback or FallbackConfig()
         self.metrics = metrics or RouterMetrics()
@@ -59,7 +61,7 @@ class Coordinator:
         self._admission = Admission(limits or AdmissionLimits())
         watches = fleet.watches
         prefix = None if watches is None else watches.lookup
-        self._booker = Booker(fleet, policy, PlacementContext(prefix, costs), costs)
+        self._booker = Booker(fleet, policy, PlacementContext(prefix, costs), costs, decisions)
         self._request_timeout_s = request_timeout_s
         self._buffer_limits = buffer_limits
         self._open_requests = 0

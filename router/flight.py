@@ -242,7 +242,7 @@ class Flight:
             self.perform(self.handoff.give_up(error))
             return
         try:
-            booking = self._booker.book_again(demand, action.rung)
+            booking = self._booker.book_again(demand, action.rung, cause=action.cause.message)
         except PdserveError as error:
             self._budget.give_back(demand.model, demand.prompt_tokens)
             self.perform(self.handoff.unplaced(action, error))

@@ -14,7 +14,8 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve import rpc
 from pdserve.errors import ConfigError
-from pdserve.v1 import generation_pb2, worker_pb2
+from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
+from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
 from pdserve.web_server import WebServer, bind
@@ -22,6 +23,8 @@ from router.admission import AdmissionLimits
 from router.coordinator import Coordinator
 from router.cost.book import CostBook
 from router.cost.objective import Slo
+from router.decisions.log import DecisionLog
+from router.decisions.service import Admin
 from router.fleet import Fleet
 from router.generation import Generation
 from router.http.app import HttpApp, Services
@@ -39,6 +42,7 @@ GRPC_STOP_S = 1.0
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
     worker_pb2.DESCRIPTOR.services_by_name["Registry"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
 
 
@@ -87,6 +91,7 @@ class RouterServer:
         metrics = RouterMetrics()
         slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
         costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
+        decisions = DecisionLog(config.decision_log_size)
         coordinator = Coordinator(
             fleet,
             metrics=metrics,
@@ -95,19 +100,21 @@ class RouterServer:
             request_timeout_s=config.request_timeout_s,
             policy=POLICIES[config.policy],
             fallback=config.fallback,
+            decisions=decisions,
         )
         intake = Intake(coordinator.models, timeout_s=config.request_timeout_s)
         services = Services(coordinator, intake, self._open_requests, coordinator.metrics.render)
         generation = Generation(coordinator, intake, self._open_requests)
-        grpc_address = await self._start_grpc(generation, Registry(fleet))
+        grpc_address = await self._start_grpc(generation, Registry(fleet), Admin(decisions))
         http_address = await self._start_http(services)
         return RouterAddresses(http=http_address, grpc=grpc_address)
 
-    async def _start_grpc(self, generation: Generation, registry: Registry) -> str:
+    async def _start_grpc(self, generation: Generation, registry: Registry, admin: Admin) -> str:
         host = self._config.grpc_host
         server = grpc.aio.server(options=_server_options(self._config.max_body_bytes))
         add_GenerationServicer_to_server(generation, server)
         add_RegistryServicer_to_server(registry, server)
+        add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

@@ -15,12 +15,15 @@ from router.placement.values import NO_TOKENS_CACHED, Decision, Placement
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from router.placement.context import PlacementContext
     from router.placement.values import Candidate, Demand
 
 NAME = "recompute"
 
 
-def place_recompute(candidates: Sequence[Candidate], demand: Demand, turn: int) -> Decision:
+def place_recompute(
+    candidates: Sequence[Candidate], demand: Demand, turn: int, _context: PlacementContext
+) -> Decision:
     """The worker that goes on with a request alone: one that decodes, else one that prefills. Room
     is not waited for: the request has been admitted, and its client is reading.
 

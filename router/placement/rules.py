@@ -59,6 +59,7 @@ def place(
     would not help."""
     found = eligible(candidates, demand)
     cached = NO_TOKENS_CACHED
+    asked_prefix = rules.by_prefix and context.prefix is not None
     if rules.by_prefix and context.prefix is not None:
         cached = context.prefix.cached_tokens(demand)
     choose = _choose_one if demand.prefill_only else _choose_pair
@@ -73,6 +74,7 @@ def place(
         choice.prefill,
         choice.totals,
         cached,
+        asked_prefix=asked_prefix,
     )
 
 

@@ -71,8 +71,8 @@ class Decision:
     """What a policy made of what it was given, with its reasons.
 
     `placement` is None where room must be waited for. The scoreboards hold those that were scored,
-    `totals` what was compared in the end, `cached` and `predictions` what the lookups answered. Why
-    another candidate was passed over follows from it and the demand: `filters.why_not`.
+    `totals` what was compared in the end, `cached` (where `asked_prefix`) and `predictions` what
+    the lookups answered. Why another was passed over follows from that: `verdicts.why_not`.
     """
 
     policy: str
@@ -85,3 +85,4 @@ class Decision:
     totals: Mapping[Candidate, float] = field(default_factory=dict)
     cached: Mapping[str, int] = field(default_factory=dict)
     predictions: Sequence[Prediction] = ()
+    asked_prefix: bool = False

@@ -6,15 +6,20 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 
+from pdserve.cli import main
 from pdserve.config import DetectionConfig, FallbackConfig
 from pdserve.errors import PdserveError
 from pdserve.types import FinishReason, Role, SamplingParams
 from tests.cluster import WAIT_S, Answer, Cluster
 from workers.fake_settings import FakeFaults
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PROMPT = list(range(20, 90))
 PLAIN = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -280,3 +285,21 @@ class TestFaults:
             cluster.faults(busy, FakeFaults())
             assert_same(await asking, cluster.expected(PROMPT, LONG))
             assert await draining
+
+
+async def test_a_request_is_explained_and_its_decision_made_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async with Cluster(prefill=1, decode=2) as cluster:
+        await cluster.ask(PROMPT, PLAIN, request_id="explained")
+        command = ["explain", "--grpc", cluster.grpc]
+        assert await asyncio.to_thread(main, [*command, "explained"]) == 0
+        assert "prefill on prefill-0, decode on decode-0" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, [*command, "nobody"]) == 1
+        assert "no decision for request nobody is kept" in capsys.readouterr().err
+        saved = tmp_path / "decisions"
+        assert await asyncio.to_thread(main, [*command, "--all", "--save", str(saved)]) == 0
+    replay = ["replay-decisions", str(saved), "--policy", "least_loaded", "--json"]
+    assert await asyncio.to_thread(main, replay) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["decisions"], found["same"]) == (1, 1)

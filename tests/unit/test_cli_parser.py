@@ -16,7 +16,10 @@ from pdserve.commands.options import all_keys, config_from
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-COMMANDS = ("up", "router", "worker", "generate", "chat", "status", "config", "bench")
+COMMANDS = (
+    *("up", "router", "worker", "generate", "chat", "status", "config", "bench"),
+    *("explain", "replay-decisions"),
+)
 SHELL_BLOCK = re.compile(r"```(?:sh|bash|console)\n(.*?)```", re.DOTALL)
 MAKE_TARGET = re.compile(r"^([a-z-]+):.*##", re.MULTILINE)
 HEAVY = ("vllm", "torch", "aiohttp", "rich", "router", "workers", "kv_transfer", "numpy")

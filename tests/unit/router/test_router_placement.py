@@ -271,13 +271,13 @@ def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
 )
 def test_a_recompute_prefers_workers_that_decode(members: list[Member], expected: str) -> None:
     demand = replace(DEMAND, avoid=frozenset({"d1"}))
-    decision = place_recompute([m.seen() for m in members], demand, 0)
+    decision = place_recompute([m.seen() for m in members], demand, 0, NO_CONTEXT)
     assert names(decision.placement) == (expected, None)
 
 
 def test_a_recompute_without_workers_is_refused() -> None:
     with pytest.raises(Unavailable, match="no worker is ready for model demo"):
-        place_recompute([not_ready("d", D, attached=False).seen()], DEMAND, 0)
+        place_recompute([not_ready("d", D, attached=False).seen()], DEMAND, 0, NO_CONTEXT)
 
 
 def test_an_unknown_model_is_not_a_missing_worker() -> None:

@@ -1,0 +1,132 @@
+"""What `pdserve explain` prints for people."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pdserve import wire
+
+if TYPE_CHECKING:
+    from pdserve.v1 import admin_pb2 as a
+    from pdserve.v1.worker_pb2 import WorkerInfo
+
+_NOT_KNOWN = "-"
+
+
+class ExplainView:
+    """Prints a request's decisions as they are said. State: the workers said so far."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._workers: dict[str, WorkerInfo] = {}
+
+    def show(self, message: a.Explained) -> None:
+        """Remember a worker, or print a request."""
+        if message.HasField("worker"):
+            self._workers[message.worker.worker_id] = message.worker
+            return
+        request = message.request
+        out = self._console
+        out.print(f"[bold]{escape(request.request_id)}[/]")
+        if request.forgotten:
+            out.print(f"  {request.forgotten} earlier decisions are no longer kept")
+        for number, decision in enumerate(request.decisions, 1):
+            self._show_decision(number, decision)
+
+    def _show_decision(self, number: int, decision: a.PlacementDecision) -> None:
+        out = self._console
+        when = datetime.fromtimestamp(decision.unix_time_s).astimezone()
+        where = f"[bold]{escape(outcome(decision))}[/]"
+        out.print(f"\n{number}. {when:%H:%M:%S.%f} {_policy(decision)}{where}", soft_wrap=True)
+        if decision.cause:
+            out.print(f"   placed again: {escape(decision.cause)}", soft_wrap=True)
+        one = ", one token asked" if decision.prefill_only else ""
+        out.print(
+            f"   prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{one}",
+            soft_wrap=True,
+        )
+        out.print(self._table(decision))
+        for prediction in decision.predictions:
+            out.print(f"   {escape(_predicted(prediction))}", soft_wrap=True)
+
+    def _table(self, decision: a.PlacementDecision) -> Table:
+        table = Table(box=None, pad_edge=True, collapse_padding=False)
+        for name in ("worker", "role"):
+            table.add_column(name, no_wrap=True)
+        for name in ("prompt", "blocks", "run+wait"):
+            table.add_column(name, justify="right", no_wrap=True)
+        if decision.asked_prefix:
+            table.add_column("cached", justify="right", no_wrap=True)
+        table.add_column("total", justify="right", no_wrap=True)
+        table.add_column("scores, or why not", overflow="fold")
+        chosen = {decision.decode, decision.prefill}
+        for candidate in decision.candidates:
+            cached = [str(candidate.cached_tokens)] if decision.asked_prefix else []
+            total = candidate.totals.get("total", candidate.totals.get("prefill"))
+            table.add_row(
+                escape(candidate.worker_id),
+                self._role(candidate),
+                str(candidate.outstanding_tokens),
+                self._blocks(candidate),
+                _load(candidate),
+                *cached,
+                _NOT_KNOWN if total is None else f"{total:.3f}",
+                escape(candidate.why_not or _scores(candidate)),
+                style="bold" if candidate.worker_id in chosen else None,
+            )
+        return table
+
+    def _role(self, candidate: a.PlacementCandidate) -> str:
+        worker = self._workers.get(candidate.worker_id)
+        return _NOT_KNOWN if worker is None else wire.role_from_pb(worker.role).value
+
+    def _blocks(self, candidate: a.PlacementCandidate) -> str:
+        worker = self._workers.get(candidate.worker_id)
+        total = _NOT_KNOWN if worker is None else str(worker.total_blocks)
+        return f"{candidate.reserved_blocks}/{total}"
+
+
+def outcome(decision: a.PlacementDecision) -> str:
+    """In words."""
+    if decision.refused:
+        return f"refused: {decision.refused}"
+    if not decision.decode:
+        often = f", tried {decision.tried_before + 1} times" if decision.tried_before else ""
+        return f"waits for room{often}"
+    if decision.prefill:
+        return f"prefill on {decision.prefill}, decode on {decision.decode}"
+    return f"all on {decision.decode}"
+
+
+def _policy(decision: a.PlacementDecision) -> str:
+    return f"{escape(decision.policy)}, turn {decision.turn}: " if decision.policy else ""
+
+
+def _load(candidate: a.PlacementCandidate) -> str:
+    if not candidate.HasField("load"):
+        return _NOT_KNOWN
+    return f"{candidate.load.num_running_reqs}+{candidate.load.num_waiting_reqs}"
+
+
+def _scores(candidate: a.PlacementCandidate) -> str:
+    if not candidate.scores:
+        return "all are equal"
+    parts: dict[str, list[str]] = {}
+    for score in candidate.scores:
+        text = f"{score.weight:g}×{score.scorer} {score.score:.3f}"
+        parts.setdefault(score.phase, []).append(text)
+    return "; ".join(f"{phase}: {' + '.join(texts)}" for phase, texts in parts.items())
+
+
+def _predicted(prediction: a.PlacementPrediction) -> str:
+    where = f"{prediction.prefill} → {prediction.decode}"
+    if not prediction.prefill:
+        where = f"{prediction.decode} alone"
+    seconds = sorted(prediction.seconds.items())
+    figures = ", ".join(f"{name.removesuffix('_s')} {x * 1e3:.1f} ms" for name, x in seconds)
+    return f"predicted {where}: {figures}"

@@ -1,0 +1,140 @@
+from pdserve.v1 import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class Explained(_message.Message):
+    __slots__ = ("worker", "request")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    worker: _worker_pb2.WorkerInfo
+    request: ExplainedRequest
+    def __init__(self, worker: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., request: _Optional[_Union[ExplainedRequest, _Mapping]] = ...) -> None: ...
+
+class ExplainedRequest(_message.Message):
+    __slots__ = ("request_id", "decisions", "forgotten")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    decisions: _containers.RepeatedCompositeFieldContainer[PlacementDecision]
+    forgotten: int
+    def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ..., forgotten: _Optional[int] = ...) -> None: ...
+
+class PlacementDecision(_message.Message):
+    __slots__ = ("unix_time_s", "cause", "policy", "turn", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "barred", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "tried_before")
+    UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ONLY_FIELD_NUMBER: _ClassVar[int]
+    AVOID_FIELD_NUMBER: _ClassVar[int]
+    BARRED_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    ASKED_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TRIED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    unix_time_s: float
+    cause: str
+    policy: str
+    turn: int
+    model: str
+    prompt_tokens: int
+    kv_tokens: int
+    prefill_only: bool
+    avoid: _containers.RepeatedScalarFieldContainer[str]
+    barred: _containers.RepeatedCompositeFieldContainer[BarredPair]
+    candidates: _containers.RepeatedCompositeFieldContainer[PlacementCandidate]
+    asked_prefix: bool
+    predictions: _containers.RepeatedCompositeFieldContainer[PlacementPrediction]
+    decode: str
+    prefill: str
+    refused: str
+    tried_before: int
+    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., turn: _Optional[int] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., barred: _Optional[_Iterable[_Union[BarredPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., tried_before: _Optional[int] = ...) -> None: ...
+
+class BarredPair(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ...) -> None: ...
+
+class PlacementCandidate(_message.Message):
+    __slots__ = ("worker_id", "state", "load", "outstanding_requests", "outstanding_tokens", "reserved_blocks", "cached_tokens", "why_not", "scores", "totals")
+    class TotalsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    OUTSTANDING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WHY_NOT_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    state: str
+    load: _worker_pb2.WorkerLoad
+    outstanding_requests: int
+    outstanding_tokens: int
+    reserved_blocks: int
+    cached_tokens: int
+    why_not: str
+    scores: _containers.RepeatedCompositeFieldContainer[PlacementScore]
+    totals: _containers.ScalarMap[str, float]
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., why_not: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[PlacementScore, _Mapping]]] = ..., totals: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class PlacementScore(_message.Message):
+    __slots__ = ("phase", "scorer", "weight", "score")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    SCORER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    scorer: str
+    weight: float
+    score: float
+    def __init__(self, phase: _Optional[str] = ..., scorer: _Optional[str] = ..., weight: _Optional[float] = ..., score: _Optional[float] = ...) -> None: ...
+
+class PlacementPrediction(_message.Message):
+    __slots__ = ("prefill", "decode", "seconds", "is_habit")
+    class SecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IS_HABIT_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    seconds: _containers.ScalarMap[str, float]
+    is_habit: bool
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ..., is_habit: _Optional[bool] = ...) -> None: ...
