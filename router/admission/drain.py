@@ -6,7 +6,7 @@ from collections import deque
 from typing import Protocol
 
 # Predictions come from so many of the last grants and first tokens.
-WINDOW = 64
+WINDOW = 128
 # With fewer than this nothing is predicted, and nothing refused for its deadline.
 LEAST_SAMPLES = 8
 

@@ -15,7 +15,7 @@ MAX_RETRY_AFTER_S = 600.0
 EARLY_S = 1.0
 GRACE_S = 2.0
 # Promises are made for somewhat less than was measured, so that those kept do not fall behind.
-SHARE = 0.9
+SHARE = 0.8
 MAX_PROMISES = 4096
 
 
