@@ -21,6 +21,7 @@ from benchmarks.options import (
     slo,
     whole_number,
 )
+from pdserve.commands.options import add_key_option, api_key_from
 
 if TYPE_CHECKING:
     import argparse
@@ -63,6 +64,7 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     where = replay.add_mutually_exclusive_group()
     where.add_argument("--url", help=f"OpenAI-compatible endpoint (default: {DEFAULT_URL})")
     where.add_argument("--grpc", metavar="HOST:PORT", help="pdserve's gRPC endpoint instead")
+    add_key_option(replay)
     replay.add_argument("--model", help="served model (default: the only one)")
     replay.add_argument(
         "--vocab-size", type=positive_int, help="needed where the endpoint does not tell it"
@@ -275,10 +277,10 @@ def _open_target(args: argparse.Namespace) -> Target[Any]:
     if args.grpc is not None:
         from benchmarks.grpc_target import GrpcTarget
 
-        return GrpcTarget(args.grpc)
+        return GrpcTarget(args.grpc, api_key_from(args))
     from benchmarks.targets import HttpTarget
 
-    return HttpTarget(args.url or DEFAULT_URL)
+    return HttpTarget(args.url or DEFAULT_URL, api_key_from(args))
 
 
 def _check_writable(path: Path | None) -> None:

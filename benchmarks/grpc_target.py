@@ -28,18 +28,22 @@ class GrpcTarget:
 
     kind = "grpc"
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, api_key: str = "") -> None:
         if "/" in address or not address.rpartition(":")[2].isdecimal():
             raise BenchError(f"--grpc {address!r} is not like 127.0.0.1:50051")
         self.address = address
         self._channel = rpc.open_channel(address)
+        self._metadata = rpc.authorization(api_key)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     async def model(self, name: str | None) -> ServedModel:
         """Ask ``ListModels``; raises :class:`BenchError` if that fails or lacks ``name``."""
         try:
             listing = await self._stub.ListModels(
-                generation_pb2.ListModelsRequest(), timeout=PROBE_TIMEOUT_S, wait_for_ready=False
+                generation_pb2.ListModelsRequest(),
+                timeout=PROBE_TIMEOUT_S,
+                wait_for_ready=False,
+                metadata=self._metadata,
             )
         except grpc.aio.AioRpcError as error:
             raise BenchError(
@@ -77,7 +81,7 @@ class GrpcTarget:
         answer: Answer | None = None
         timeline.mark_sent()
         try:
-            async for delta in self._stub.Generate(prepared):
+            async for delta in self._stub.Generate(prepared, metadata=self._metadata):
                 if delta.token_ids:
                     timeline.add_chunk(timeline.now(), len(delta.token_ids))
                 if delta.HasField("usage"):

@@ -13,6 +13,7 @@ import aiohttp
 
 from benchmarks.errors import BenchError, TargetError
 from benchmarks.sse import CompletionStream, error_text
+from pdserve import rpc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,13 +88,13 @@ class HttpTarget:
 
     kind = "http"
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, api_key: str = "") -> None:
         self.address = base_url(url)
         self._session = aiohttp.ClientSession(
             # The schedule decides how many are in flight; a pool limit would close the open loop.
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", **dict(rpc.authorization(api_key))},
         )
 
     async def model(self, name: str | None) -> ServedModel:

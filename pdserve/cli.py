@@ -17,6 +17,7 @@ from pdserve.commands import (
     config,
     explain,
     generate,
+    hash_key,
     replay_decisions,
     router,
     status,
@@ -40,6 +41,7 @@ _COMMANDS = (
     explain,
     replay_decisions,
     config,
+    hash_key,
     bench,
 )
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130

@@ -56,8 +56,9 @@ class Client:
     """Owns one channel to a router. Errors of the service are raised as PdserveError; one that no
     router answered is Unavailable."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, api_key: str = "") -> None:
         self._channel = rpc.open_channel(address)
+        self._metadata = rpc.authorization(api_key)
         self._stub = GenerationStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -103,7 +104,7 @@ class Client:
             request.sampling.CopyFrom(wire.sampling_to_pb(sampling))
         if fill_context:
             request.sampling.ClearField("max_tokens")
-        call = self._stub.Generate(request, timeout=timeout_s)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for message in call:
                 yield _delta(message)
@@ -116,7 +117,9 @@ class Client:
     async def list_models(self, *, timeout_s: float = LIST_TIMEOUT_S) -> list[ModelCard]:
         """What the router serves. Raises PdserveError."""
         try:
-            response = await self._stub.ListModels(g.ListModelsRequest(), timeout=timeout_s)
+            response = await self._stub.ListModels(
+                g.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from error
         return [ModelCard(m.name, m.max_model_len, m.vocab_size) for m in response.models]

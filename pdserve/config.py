@@ -10,6 +10,7 @@ from collections.abc import Mapping  # noqa: TC003 - the schema reads annotation
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.api_keys import is_hash
 from pdserve.config_schema import check, key, parse, read_file, refuse, section
 from pdserve.config_schema import overlay as overlay_keys
 from pdserve.types import Role
@@ -87,6 +88,31 @@ class DetectionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """Whom some API keys belong to, and what they may ask for."""
+
+    name: str = key("", "Name of the tenant, as metrics show it.", not_empty=True)
+    keys: tuple[str, ...] = key((), "Hashes of its API keys, as `pdserve hash-key` makes them.")
+    weight: float = key(
+        1.0, "Its share, beside those of others, where requests wait.", minimum=0.001, maximum=1e6
+    )
+    requests_per_minute: float = key(0.0, "Requests it may send; 0 for any number.", minimum=0)
+    tokens_per_minute: float = key(
+        0.0, "Tokens it may use, prompts and predicted answers; 0 for any number.", minimum=0
+    )
+    max_concurrent_requests: int = key(
+        0, "Requests it may have waiting and running; 0 for any number.", minimum=0
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        for i, text in enumerate(self.keys):
+            if not is_hash(text):
+                # Whoever put a key here by mistake does not want to read it in a log.
+                refuse(f"keys[{i}]", "must be a hash, as `pdserve hash-key` prints it")
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The router: its two faces and what it admits."""
 
@@ -113,6 +139,15 @@ class RouterConfig:
     max_running_requests: int = key(256, "Requests placed on workers at one time.", minimum=1)
     max_queued_requests: int = key(
         1024, "Requests that may wait; one more is refused with 429.", minimum=0
+    )
+    batch_share: float = key(
+        0.75,
+        "Most of the running requests that may be of the batch class.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    tenants: tuple[TenantConfig, ...] = key(
+        (), "Whom the router serves, by API key; without any, everyone."
     )
     request_timeout_s: float = key(
         600.0, "Deadline of a request that names none.", minimum=0.001, maximum=86400
@@ -149,6 +184,12 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        names = [tenant.name for tenant in self.tenants]
+        hashes = [text for tenant in self.tenants for text in tenant.keys]
+        if len(set(names)) != len(names):
+            refuse("tenants", "names one twice")
+        if len(set(hashes)) != len(hashes):
+            refuse("tenants", "has one key twice")
 
 
 @dataclass(frozen=True, slots=True)

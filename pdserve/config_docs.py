@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from pdserve.config import Config
-from pdserve.config_schema import KeyInfo, keys, sections, to_mapping
+from pdserve.config_schema import KeyInfo, item_sections, keys, sections, to_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,6 +71,8 @@ def _rows(cls: type[object], at: str) -> Iterator[str]:
     for info in keys(cls):
         cells = (f"`{at}.{info.name}`", info.type_name, f"`{_flow(info.default)}`", _sentence(info))
         yield f"| {' | '.join(cells)} |"
+    for name, item in item_sections(cls):
+        yield from _rows(item, f"{at}.{name}[]")
     for name, nested, _ in sections(cls):
         yield from _rows(nested, f"{at}.{name}")
 

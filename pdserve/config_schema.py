@@ -259,6 +259,15 @@ def sections(cls: type[object]) -> Iterator[tuple[str, type[object], str]]:
             yield spec.name, hints[spec.name], spec.metadata["doc"]
 
 
+def item_sections(cls: type[object]) -> Iterator[tuple[str, type[object]]]:
+    """Name and item of each list of sections."""
+    hints = typing.get_type_hints(cls)
+    for spec in _specs(cls):
+        items = typing.get_args(hints[spec.name])
+        if items and is_dataclass(items[0]):
+            yield spec.name, typing.cast("type[object]", items[0])
+
+
 def _specs(config: object) -> tuple[Field[Any], ...]:
     """`fields`, of an instance or a class, without its demand to know which at type-check time."""
     return fields(typing.cast("Any", config))
@@ -279,5 +288,7 @@ def _type_name(hint: Any) -> str:
     if origin is tuple:
         return f"list of {_type_name(typing.get_args(hint)[0])}"
     if origin is not None and not isinstance(hint, types.UnionType):
+        return "mapping"
+    if is_dataclass(hint):
         return "mapping"
     return {int: "integer", float: "number", bool: "boolean"}.get(hint, "string")

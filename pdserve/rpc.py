@@ -78,6 +78,11 @@ def server_options(*, keepalive_s: float = KEEPALIVE_S) -> Options:
     ]
 
 
+def authorization(api_key: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that names who calls; none without a key."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to `address` (host:port); the caller closes it."""
     return grpc.aio.insecure_channel(address, options=channel_options())

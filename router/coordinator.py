@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from pdserve.types import GenerateRequest, ModelInfo
+    from router.admission.tenants import Tenants
     from router.answer import AnswerBuffer, BufferLimits
     from router.cost.book import CostBook
     from router.decisions.log import DecisionLog
@@ -45,6 +46,7 @@ class Coordinator:
         fleet: Fleet,
         *,
         limits: AdmissionLimits | None = None,
+        tenants: Tenants | None = None,
         request_timeout_s: float | None = 600.0,
         buffer_limits: BufferLimits | None = None,
         metrics: RouterMetrics | None = None,
@@ -58,7 +60,7 @@ class Coordinator:
         self._ladder_limits = LadderLimits(fallback.max_fallbacks, fallback.progress_tokens)
         self._budget = RetryBudget(fallback.tokens_per_s, fallback.burst_s)
         self._fleet = fleet
-        self._admission = Admission(limits or AdmissionLimits())
+        self._admission = Admission(limits or AdmissionLimits(), tenants=tenants)
         watches = fleet.watches
         prefix = None if watches is None else watches.lookup
         self._booker = Booker(fleet, policy, PlacementContext(prefix, costs), costs, decisions)
@@ -68,6 +70,8 @@ class Coordinator:
         # Room or a worker may have come: those who wait try again.
         fleet.subscribe(self._admission.wake)
         self.metrics.watch_pool(fleet.pool)
+        if tenants is not None:
+            self.metrics.tenants.watch(tenants)
         if watches is not None:
             self.metrics.prefix.watch(watches)
         self.metrics.watch_gauge(
@@ -145,7 +149,8 @@ class Coordinator:
         except PdserveError as error:
             # A name that is not served would make a label of whatever clients send.
             known = request.model if request.model in self.models() else ""
-            self.metrics.refused(known, error.code)
+            self.metrics.refused(known, error)
+            self.metrics.tenants.refused(request.tenant, error)
             raise
         stack.callback(grant.release)
         stack.callback(flight.close)

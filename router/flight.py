@@ -215,6 +215,7 @@ class Flight:
         self.buffer.end()
         model, ttft_s = self._request.model, self._ttft_s or elapsed_s
         self._metrics.answered(model, usage, receipt, ttft_s=ttft_s, e2e_s=elapsed_s)
+        self._metrics.tenants.answered(self._request.tenant, usage)
         if self._booking is not None:
             self._metrics.prefix.judge(model, self._booking.decision.cached, receipt)
         if not self.handoff.fallbacks:

@@ -13,6 +13,7 @@ from pdserve.tokenizer import ChatMessage
 from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationServicer
+from router.auth import EVERYONE
 from router.intake import (
     CHAT_ROLES,
     OPEN_ENDED,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from router.answer import AnswerDelta, Generates
+    from router.auth import Keys
     from router.intake import Intake, Prompt
     from router.open_requests import OpenRequests
 
@@ -43,10 +45,17 @@ class Generation(GenerationServicer):
     """Reads requests, writes deltas; no state of its own. The RPC's own deadline is the request's,
     and its cancellation leaves the answer, which releases everything."""
 
-    def __init__(self, generator: Generates, intake: Intake, open_requests: OpenRequests) -> None:
+    def __init__(
+        self,
+        generator: Generates,
+        intake: Intake,
+        open_requests: OpenRequests,
+        keys: Keys = EVERYONE,
+    ) -> None:
         self._generator = generator
         self._intake = intake
         self._open_requests = open_requests
+        self._keys = keys
 
     # Written, not yielded: a generator that waits at a yield when its RPC is cancelled is left to
     # the garbage collector, and with it all that the answer holds.
@@ -63,8 +72,9 @@ class Generation(GenerationServicer):
             await rpc.abort(context, InternalError("internal error; the router's log has it"))
 
     async def _generate(self, request: g.GenerateRequest, context: Context) -> None:
+        tenant = self._keys.tenant_of(_authorization(context))
         ask = read_request(request, timeout_s=context.time_remaining())
-        made = await self._intake.make(ask)
+        made = await self._intake.make(ask, tenant=tenant)
         async with self._generator.generate(made) as answer:
             async for delta in answer:
                 await context.write(response_of(made.request_id, delta))
@@ -72,6 +82,10 @@ class Generation(GenerationServicer):
     async def ListModels(  # noqa: N802
         self, request: g.ListModelsRequest, context: Context
     ) -> g.ListModelsResponse:
+        try:
+            self._keys.tenant_of(_authorization(context))
+        except PdserveError as error:
+            await rpc.abort(context, error)
         models = self._generator.models()
         return g.ListModelsResponse(
             models=[
@@ -83,6 +97,14 @@ class Generation(GenerationServicer):
                 for name in sorted(models)
             ]
         )
+
+
+def _authorization(context: Context) -> str | None:
+    """The metadata of that name, as in HTTP."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "authorization" and isinstance(value, str):
+            return value
+    return None
 
 
 def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> Ask:

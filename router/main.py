@@ -20,6 +20,8 @@ from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
 from pdserve.web_server import WebServer, bind
 from router.admission import AdmissionLimits
+from router.admission.tenants import tenants_of
+from router.auth import Keys
 from router.coordinator import Coordinator
 from router.cost.book import CostBook
 from router.cost.objective import Slo
@@ -96,15 +98,21 @@ class RouterServer:
             fleet,
             metrics=metrics,
             costs=costs,
-            limits=AdmissionLimits(config.max_running_requests, config.max_queued_requests),
+            limits=AdmissionLimits(
+                config.max_running_requests,
+                config.max_queued_requests,
+                batch_share=config.batch_share,
+            ),
+            tenants=tenants_of(config.tenants),
             request_timeout_s=config.request_timeout_s,
             policy=POLICIES[config.policy],
             fallback=config.fallback,
             decisions=decisions,
         )
         intake = Intake(coordinator.models, timeout_s=config.request_timeout_s)
-        services = Services(coordinator, intake, self._open_requests, coordinator.metrics.render)
-        generation = Generation(coordinator, intake, self._open_requests)
+        render, keys = coordinator.metrics.render, Keys(config.tenants)
+        services = Services(coordinator, intake, self._open_requests, render, keys)
+        generation = Generation(coordinator, intake, self._open_requests, keys)
         grpc_address = await self._start_grpc(generation, Registry(fleet), Admin(decisions))
         http_address = await self._start_http(services)
         return RouterAddresses(http=http_address, grpc=grpc_address)

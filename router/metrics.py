@@ -15,10 +15,12 @@ from prometheus_client.registry import Collector
 
 from pdserve.kv_metrics import KvCollector
 from router.prefix.metrics import PrefixMetrics
+from router.tenant_metrics import TenantMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pdserve.errors import PdserveError
     from pdserve.kv_metrics import Labelled
     from pdserve.types import Receipt, Usage
     from router.pool import WorkerPool
@@ -68,6 +70,7 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.prefix = PrefixMetrics(self.registry)
+        self.tenants = TenantMetrics(self.registry)
         self._ttft = self._seconds("time_to_first_token", "From arrival to the first token.")
         self._tpot = self._seconds(
             "time_per_output_token", "Mean gap between tokens after the first.", _TOKEN_SECONDS
@@ -86,7 +89,9 @@ class RouterMetrics:
             registry=self.registry,
         )
         self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
-        self._refusals = self._counter("refusals", "Requests refused before any work.", "code")
+        self._refusals = self._counter(
+            "refusals", "Requests refused before any work.", "code", "reason"
+        )
         self._fallbacks = self._counter("fallbacks", "Fallbacks used.", "step", "reason")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens answered.")
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens with KV at hand.")
@@ -110,9 +115,9 @@ class RouterMetrics:
         """Report `read()` as the gauge `pdserve_<name>` from now on."""
         Gauge(f"pdserve_{name}", text, registry=self.registry).set_function(read)
 
-    def refused(self, model: str, code: str) -> None:
+    def refused(self, model: str, error: PdserveError) -> None:
         """A request ended before anything was sent to a worker."""
-        self._refusals.labels(model, code).inc()
+        self._refusals.labels(model, error.code, error.reason).inc()
 
     def ended(self, model: str, outcome: str) -> None:
         """A started request ended: `outcome` is its finish reason or its error's code."""

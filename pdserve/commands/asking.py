@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from pdserve.commands.options import DEFAULT_GRPC
+from pdserve.commands.options import DEFAULT_GRPC, add_key_option, api_key_from
 from pdserve.errors import InternalError, Unavailable, from_info
 from pdserve.types import ErrorInfo, SamplingParams
 
@@ -34,6 +34,7 @@ class Target:
 
     url: str | None
     grpc: str
+    api_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
         help="the router's gRPC address (default: %(default)s)",
     )
     where.add_argument("--url", help="ask over HTTP instead, such as http://127.0.0.1:8000")
+    add_key_option(parser)
     parser.add_argument("--model", default="", help="served model (default: the only one)")
     for flag, (kind, text) in _SAMPLING.items():
         parser.add_argument(flag, type=kind, metavar="N", help=text)
@@ -77,7 +79,7 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
 
 def target_from(args: argparse.Namespace) -> Target:
     """Where the options say to ask."""
-    return Target(args.url, args.grpc)
+    return Target(args.url, args.grpc, api_key_from(args))
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
@@ -90,19 +92,19 @@ def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
 
 async def ask(target: Target, question: Question) -> AsyncGenerator[Piece, None]:
     """The answer. Raises PdserveError."""
-    pieces = _ask_http(target.url, question) if target.url else _ask_grpc(target.grpc, question)
+    pieces = _ask_http(target, question) if target.url else _ask_grpc(target, question)
     async with aclosing(pieces):
         async for piece in pieces:
             yield piece
 
 
-async def _ask_grpc(address: str, question: Question) -> AsyncGenerator[Piece, None]:
+async def _ask_grpc(target: Target, question: Question) -> AsyncGenerator[Piece, None]:
     from pdserve.client import Client
     from pdserve.tokenizer import ChatMessage
 
     chat = [ChatMessage(role, content) for role, content in question.messages]
     prompt: str | Sequence[ChatMessage] = chat if question.text is None else question.text
-    async with Client(address) as client:
+    async with Client(target.grpc, api_key=target.api_key) as client:
         deltas = client.generate(
             prompt,
             SamplingParams(**question.sampling),
@@ -120,13 +122,18 @@ async def _ask_grpc(address: str, question: Question) -> AsyncGenerator[Piece, N
                 )
 
 
-async def _ask_http(url: str, question: Question) -> AsyncGenerator[Piece, None]:
+async def _ask_http(target: Target, question: Question) -> AsyncGenerator[Piece, None]:
     import aiohttp
 
-    base = url.rstrip("/").removesuffix("/v1")
+    from pdserve.rpc import authorization
+
+    assert target.url is not None
+    base = target.url.rstrip("/").removesuffix("/v1")
     timeout = aiohttp.ClientTimeout(total=question.timeout_s)
     try:
-        async with aiohttp.ClientSession(timeout=timeout, read_bufsize=1 << 20) as session:
+        async with aiohttp.ClientSession(
+            timeout=timeout, read_bufsize=1 << 20, headers=dict(authorization(target.api_key))
+        ) as session:
             path, body = _body(question, question.model or await _only_model(session, base))
             async with session.post(f"{base}{path}", json=body) as response:
                 await _raise_for(response)

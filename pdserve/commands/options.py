@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 
+KEY_VARIABLE = "PDSERVE_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
 
@@ -54,6 +56,21 @@ def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]
             metavar=None if info.type_name == "string" and info.choices else _metavar(info),
             help=info.doc.removesuffix(".").replace("%", "%%") + note,
         )
+
+
+def add_key_option(parser: argparse.ArgumentParser) -> None:
+    """How to say who asks."""
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"API key, where one is asked for (default: ${KEY_VARIABLE})",
+    )
+
+
+def api_key_from(args: argparse.Namespace) -> str:
+    """The key that the option or the environment gives; empty for none."""
+    given: str | None = args.api_key
+    return os.environ.get(KEY_VARIABLE, "") if given is None else given
 
 
 def config_from(args: argparse.Namespace) -> Config:

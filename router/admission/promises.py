@@ -17,6 +17,21 @@ GRACE_S = 2.0
 # Promises are made for somewhat less than was measured, so that those kept do not fall behind.
 SHARE = 0.8
 MAX_PROMISES = 4096
+_LEARNING = 0.05
+
+
+class Returns:
+    """The share of those who come again when they were told, as it was of late. Nothing is kept for
+    clients who do not: places that nobody takes would be lost to all."""
+
+    def __init__(self) -> None:
+        self.share = 1.0
+
+    def came(self) -> None:
+        self.share += _LEARNING * (1.0 - self.share)
+
+    def stayed_away(self) -> None:
+        self.share -= _LEARNING * self.share
 
 
 class Promises:
@@ -25,6 +40,7 @@ class Promises:
     def __init__(self) -> None:
         self._due: OrderedDict[int, float] = OrderedDict()
         self._last = 0.0
+        self._returns = Returns()
 
     def __len__(self) -> int:
         return len(self._due)
@@ -46,14 +62,14 @@ class Promises:
         return wait_s
 
     def kept(self, now: float) -> int:
-        """Places kept at this moment."""
+        """Places kept at this moment, for as many as are expected to come."""
         self._forget(now)
         kept = 0
         for due in self._due.values():
             if due > now + EARLY_S + 1.0:
                 break  # whole seconds were told: neighbours may be out of order by one
             kept += due <= now + EARLY_S
-        return kept
+        return math.ceil(kept * self._returns.share)
 
     def claim(self, identity: int, now: float) -> bool:
         """Whether a place is kept for this one; it is used up."""
@@ -62,6 +78,7 @@ class Promises:
         if due is None or due > now + EARLY_S:
             return False
         del self._due[identity]
+        self._returns.came()
         return True
 
     def renew(self, identity: int, now: float) -> float:
@@ -76,3 +93,4 @@ class Promises:
             if due + GRACE_S >= now:
                 return
             del self._due[identity]
+            self._returns.stayed_away()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Overloaded, Refusal
+from router.admission.promises import GRACE_S, MAX_PROMISES, MAX_RETRY_AFTER_S, Returns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pdserve.config import TenantConfig
     from router.admission.limits import Bid
 
 # A bucket holds what its rate fills in so long, and at least one request.
@@ -30,12 +34,17 @@ class Tenant:
 @dataclass(slots=True)
 class TokenBucket:
     """Fills at `rate` a second up to `size`, from full. A charge larger than the bucket is taken
-    from a full one, which is then in debt: large requests are served, and paid for in time."""
+    from a full one, which is then in debt: large requests are served, and paid for in time.
+
+    Who is told to come again has its charge set aside: nobody else is served from it meanwhile.
+    """
 
     rate: float
     size: float
     level: float = field(init=False)
     at: float | None = None
+    aside: OrderedDict[int, tuple[float, float]] = field(default_factory=OrderedDict)
+    returns: Returns = field(default_factory=Returns)
 
     def __post_init__(self) -> None:
         self.level = self.size
@@ -44,6 +53,13 @@ class TokenBucket:
         if self.at is not None:
             self.level = min(self.size, self.level + max(0.0, now - self.at) * self.rate)
         self.at = now
+        while self.aside:
+            identity, (due, amount) = next(iter(self.aside.items()))
+            if due + GRACE_S >= now:
+                return
+            del self.aside[identity]
+            self.returns.stayed_away()
+            self.level = min(self.size, self.level + amount)
 
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until `amount` can be taken; 0 where it can be now."""
@@ -53,9 +69,43 @@ class TokenBucket:
     def take(self, amount: float) -> None:
         self.level -= amount
 
+    def put_aside(self, identity: int, amount: float, due: float) -> None:
+        """Take now what will be asked for again at `due`, by most of those who are told so."""
+        if len(self.aside) < MAX_PROMISES:
+            kept = amount if self.returns.share > 0.5 else 0.0
+            self.take(kept)
+            self.aside[identity] = (due, kept)
+
+    def pick_up(self, identity: int, now: float) -> bool:
+        """Whether something was put aside for who asks, who may take it now."""
+        self._fill(now)
+        due, kept = self.aside.get(identity, (math.inf, 0.0))
+        if due > now:
+            return False
+        del self.aside[identity]
+        self.returns.came()
+        self.level += kept
+        return kept > 0.0
+
+    def early_s(self, identity: int, now: float) -> float:
+        """Seconds until the time that was told to who asks; 0 for one who was told none."""
+        return max(0.0, self.aside.get(identity, (now, 0.0))[0] - now)
+
     def give_back(self, amount: float, now: float) -> None:
         self._fill(now)
         self.level = min(self.size, self.level + amount)
+
+
+def _wait_s(bucket: TokenBucket | None, amount: float, identity: int, now: float) -> float:
+    """Seconds until a request can be charged, which is then put aside for it; 0 where it is."""
+    if bucket is None or bucket.pick_up(identity, now):
+        return 0.0
+    wait_s = bucket.early_s(identity, now) or float(math.ceil(bucket.wait_s(amount, now)))
+    if wait_s > MAX_RETRY_AFTER_S:
+        return MAX_RETRY_AFTER_S
+    if wait_s > 0.0 and identity not in bucket.aside:
+        bucket.put_aside(identity, amount, now + wait_s)
+    return wait_s
 
 
 class _Account:
@@ -111,6 +161,20 @@ class Stay:
 OPEN = Stay(None, 0, 0.0)
 
 
+def tenants_of(configured: Iterable[TenantConfig]) -> Tenants:
+    """The tenants that the configuration names."""
+    return Tenants(
+        Tenant(
+            tenant.name,
+            tenant.weight,
+            tenant.requests_per_minute,
+            tenant.tokens_per_minute,
+            tenant.max_concurrent_requests,
+        )
+        for tenant in configured
+    )
+
+
 class Tenants:
     """The accounts of all tenants. Without any, whoever comes is taken."""
 
@@ -120,6 +184,9 @@ class Tenants:
     def weight(self, name: str) -> float:
         account = self._accounts.get(name)
         return 1.0 if account is None else account.tenant.weight
+
+    def names(self) -> list[str]:
+        return list(self._accounts)
 
     def concurrent(self, name: str) -> int:
         """Requests that a tenant has waiting or running."""
@@ -147,13 +214,14 @@ class Tenants:
                 max(1.0, account.stay_s / cap),
                 Refusal.TENANT_CONCURRENCY,
             )
-        if account.requests is not None and (wait_s := account.requests.wait_s(1.0, now)):
+        identity = hash(bid.identity)
+        if (wait_s := _wait_s(account.requests, 1.0, identity, now)) > 0.0:
             raise _over(
                 f"tenant {tenant.name} may send {tenant.requests_per_minute:g} requests a minute",
                 wait_s,
                 Refusal.TENANT_REQUEST_RATE,
             )
-        if account.tokens is not None and (wait_s := account.tokens.wait_s(bid.work_tokens, now)):
+        if (wait_s := _wait_s(account.tokens, bid.work_tokens, identity, now)) > 0.0:
             raise _over(
                 f"tenant {tenant.name} may use {tenant.tokens_per_minute:g} tokens a minute, and "
                 f"this request is counted as {bid.work_tokens}",

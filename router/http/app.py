@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import InternalError, ModelNotFound, PdserveError
 from pdserve.kv_metrics import CONTENT_TYPE
+from router.auth import EVERYONE
 from router.http.errors import error_json, to_json
 from router.http.exchange import Exchange
 from router.http.generating import CHAT, COMPLETIONS, Generating
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from pdserve.types import ModelInfo
     from router.answer import Generates
+    from router.auth import Keys
     from router.http.exchange import Receive, Scope, Send
     from router.intake import Intake
     from router.open_requests import OpenRequests
@@ -29,16 +31,19 @@ logger = logging.getLogger(__name__)
 # A client that does not read its answer does not read its error either.
 FAIL_TIMEOUT_S = 15.0
 _MODELS = "/v1/models"
+_GUARDED = "/v1/"
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the application is a face of. `render_metrics` gives Prometheus' text."""
+    """What the application is a face of. `render_metrics` gives Prometheus' text; `keys` are asked
+    for at what is under /v1."""
 
     generator: Generates
     intake: Intake
     open_requests: OpenRequests
     render_metrics: Callable[[], bytes]
+    keys: Keys = EVERYONE
 
 
 class HttpApp:
@@ -78,6 +83,8 @@ class HttpApp:
 
     async def _route(self, exchange: Exchange) -> None:
         path = exchange.path
+        if path.startswith(_GUARDED):
+            exchange.tenant = self._services.keys.tenant_of(exchange.header(b"authorization"))
         method, handler = self._routes.get(path, ("", None))
         if handler is None and path.startswith(f"{_MODELS}/"):
             method, handler = "GET", self._show_model

@@ -55,6 +55,7 @@ class Exchange:
         self._extra: Headers = []
         self._started = False
         self._complete = False
+        self.tenant = ""  # who asks, once that is known
 
     def header(self, name: bytes) -> str | None:
         """The first header of this name, in lower case as ASGI gives them."""

@@ -76,7 +76,7 @@ class Generating:
         # One task a request; the loop over the deltas has nothing to do with it.
         watcher = asyncio.create_task(_watch(exchange, interruption))
         try:
-            request = await self._intake.make(asked.ask)
+            request = await self._intake.make(asked.ask, tenant=exchange.tenant)
             with _time_limit(request, interruption), _fields_named_as_in(body):
                 await self._generate(exchange, endpoint, asked, request)
         finally:

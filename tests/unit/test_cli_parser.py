@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import subprocess
@@ -11,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from pdserve import __version__
+from pdserve.api_keys import hash_key
 from pdserve.cli import build_parser, main
-from pdserve.commands.options import all_keys, config_from
+from pdserve.commands.options import all_keys, api_key_from, config_from
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 COMMANDS = (
     *("up", "router", "worker", "generate", "chat", "status", "config", "bench"),
-    *("explain", "replay-decisions"),
+    *("explain", "replay-decisions", "hash-key"),
 )
 SHELL_BLOCK = re.compile(r"```(?:sh|bash|console)\n(.*?)```", re.DOTALL)
 MAKE_TARGET = re.compile(r"^([a-z-]+):.*##", re.MULTILINE)
@@ -115,3 +117,24 @@ def test_the_printed_configuration_shows_what_was_set(capsys: pytest.CaptureFixt
     for dotted, info in all_keys():
         assert f"{dotted.rpartition('.')[2]}: " in printed
         assert info.doc.split()[0] in printed
+
+
+def test_a_key_is_hashed_and_a_new_one_shown_with_its_hash(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["hash-key", "--new"]) == 0
+    key, digest = capsys.readouterr().out.split()
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{key}\n"))
+    assert main(["hash-key"]) == 0
+    assert capsys.readouterr().out.strip() == digest == hash_key(key)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert main(["hash-key"]) == 2
+
+
+def test_a_key_comes_from_the_option_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEY", "from the environment")
+    for command in (["generate", "hi"], ["chat"], ["bench", "replay"]):
+        args = build_parser().parse_args(command)
+        assert api_key_from(args) == "from the environment"
+        args = build_parser().parse_args([*command, "--api-key", "given"])
+        assert api_key_from(args) == "given"

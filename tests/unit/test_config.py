@@ -115,3 +115,37 @@ def test_the_document_is_what_the_schema_says() -> None:
     assert DOC_PATH.read_text(encoding="utf-8") == as_markdown(), (
         "docs/configuration.md is behind: run `make docs`"
     )
+
+
+TENANT = """
+router:
+  tenants:
+    - {name: a, weight: 2.5, keys: ["sha256:%s"]}
+    - {name: b, requests_per_minute: 60}
+""" % ("ab" * 32)
+
+
+def test_tenants_are_a_list_of_sections() -> None:
+    config = parse(Config, read_yaml(TENANT, "text"))
+    a, b = config.router.tenants
+    assert (a.name, a.weight, len(a.keys), b.requests_per_minute) == ("a", 2.5, 1, 60.0)
+    assert parse(Config, to_mapping(config)) == config
+    assert "`router.tenants[].max_concurrent_requests`" in as_markdown()
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("[{name: a}, {weight: 1}]", "router.tenants[1].name"),
+        ("[{name: a, weight: 0}]", "router.tenants[0].weight"),
+        ("[{name: a}, {name: a}]", "router.tenants"),
+        ("[{name: a, keys: [secret]}]", "router.tenants[0].keys[0]"),
+        ("[{name: a, color: red}]", "router.tenants[0].color"),
+        ("[a]", "router.tenants[0]"),
+    ],
+)
+def test_a_tenant_that_is_wrong_is_refused_by_its_place(text: str, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, read_yaml(f"router: {{tenants: {text}}}", "text"))
+    assert caught.value.field == field
+    assert "secret" not in str(caught.value)

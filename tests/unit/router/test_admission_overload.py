@@ -128,6 +128,17 @@ def test_without_regard_for_the_time_told_retries_fail() -> None:
     assert refused_again > 0.5 * retried
 
 
+@pytest.mark.parametrize("queued", [2, 64])
+def test_nothing_is_kept_for_clients_who_do_not_come_again(queued: int) -> None:
+    random = Random(2)
+    world = World(AdmissionLimits(16, queued))
+    clients = [world.client(2.0) for _ in range(1600)]
+    for client in clients:
+        world.after(random.uniform(0.0, 100.0), client.ask)
+    world.run()
+    assert len(world.served) >= 0.95 * 8 * 100
+
+
 def test_goodput_holds_where_deadlines_cannot_be_met() -> None:
     """Those that cannot be in time are sent away before anything is computed for them, so that the
     others are: nearly all that is served is in time, and the seats are as busy as ever."""

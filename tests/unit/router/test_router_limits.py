@@ -14,10 +14,12 @@ from pdserve.errors import (
     DeadlineExceeded,
     ModelNotFound,
     Overloaded,
+    Refusal,
     Unavailable,
 )
 from pdserve.types import FinishReason, Role, SamplingParams
 from router.admission import AdmissionLimits
+from router.admission.tenants import Tenant, Tenants
 from router.answer import AnswerDelta, BufferLimits
 from tests.fakes import ScriptedWorker, running_stack
 from tests.patience import WAIT_S, skip
@@ -161,3 +163,28 @@ async def test_a_reader_that_stops_reading_is_cut(
         assert await decode.cancelled() == submit.stream_id
         with pytest.raises(Cancelled, match="does not read"):
             await anext(answer)
+
+
+async def test_a_tenant_over_its_limit_is_refused_and_counted(
+    prefill: ScriptedWorker, decode: ScriptedWorker
+) -> None:
+    tenants = Tenants([Tenant("a", max_concurrent_requests=1), Tenant("b")])
+    async with running_stack(prefill, decode, tenants=tenants) as stack:
+        async with stack.coordinator.generate(request(tenant="a")) as answer:
+            with pytest.raises(Overloaded) as caught:
+                async with stack.coordinator.generate(request(tenant="a")):
+                    raise AssertionError("it was admitted")
+            assert caught.value.reason == Refusal.TENANT_CONCURRENCY
+            async with stack.coordinator.generate(request(tenant="b")):
+                assert tenants.concurrent("b") == 1
+            prefill.send(await prefill.submitted(), 7, finish=STOP)
+            await read(answer)
+        metrics = stack.coordinator.metrics.render().decode()
+        for line in (
+            'tenant_refusals_total{code="overloaded",reason="tenant_concurrency",tenant="a"} 1.0',
+            'tenant_answers_total{tenant="a"} 1.0',
+            'tenant_tokens_total{kind="prompt",tenant="a"} 40.0',
+            'tenant_requests_open{tenant="b"} 0.0',
+        ):
+            assert f"pdserve_{line}" in metrics
+        assert (tenants.concurrent("a"), tenants.concurrent("b")) == (0, 0)

@@ -27,6 +27,7 @@ from pdserve.client import Client
 from pdserve.types import ModelInfo
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.web_server import WebServer, bind
+from router.auth import EVERYONE, Keys
 from router.generation import Generation
 from router.http.app import HttpApp, Services
 from router.intake import Intake
@@ -71,18 +72,24 @@ def token_ids(model_dir: Path) -> Callable[[str], tuple[int, ...]]:
 
 
 @pytest.fixture
-async def faces(generator: ScriptedGenerator) -> AsyncIterator[Faces]:
+def keys() -> Keys:
+    """Those that the faces ask for: none, unless a test module says otherwise."""
+    return EVERYONE
+
+
+@pytest.fixture
+async def faces(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Faces]:
     async with AsyncExitStack() as stack:
         open_requests = OpenRequests()
         intake = Intake(generator.models, timeout_s=TIMEOUT_S)
-        services = Services(generator, intake, open_requests, lambda: b"pdserve_up 1\n")
+        services = Services(generator, intake, open_requests, lambda: b"pdserve_up 1\n", keys)
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()
         web = WebServer(HttpApp(services, max_body_bytes=MAX_BODY_BYTES, started=STARTED), sock)
         await web.start()
         stack.push_async_callback(web.stop)
         server = rpc.make_server()
-        add_GenerationServicer_to_server(Generation(generator, intake, open_requests), server)
+        add_GenerationServicer_to_server(Generation(generator, intake, open_requests, keys), server)
         grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         stack.push_async_callback(server.stop, 0)

@@ -1,0 +1,49 @@
+"""Who asks: from an Authorization header to a tenant's name. No key is kept, logged or repeated."""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING
+
+from pdserve.api_keys import digest_in, digest_of
+from pdserve.errors import Unauthenticated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pdserve.config import TenantConfig
+
+# Digests are looked up by their first bytes, which tell nothing of a key, and compared in a time
+# that does not depend on the rest.
+_BUCKET_BYTES = 2
+
+
+class Keys:
+    """The digests of all tenants' keys. Without tenants everyone is let in, under no name."""
+
+    def __init__(self, tenants: Iterable[TenantConfig] = ()) -> None:
+        self._buckets: dict[bytes, list[tuple[bytes, str]]] = {}
+        self._open = True
+        for tenant in tenants:
+            self._open = False
+            for text in tenant.keys:
+                digest = digest_in(text)
+                bucket = self._buckets.setdefault(digest[:_BUCKET_BYTES], [])
+                bucket.append((digest, tenant.name))
+
+    def tenant_of(self, authorization: str | None) -> str:
+        """The tenant whose key is in `authorization` ("Bearer KEY"). Raises Unauthenticated."""
+        if self._open:
+            return ""
+        scheme, _, key = (authorization or "").strip().partition(" ")
+        key = key.strip()
+        if scheme.lower() != "bearer" or not key:
+            raise Unauthenticated("an API key is needed, as in `Authorization: Bearer KEY`")
+        digest = digest_of(key)
+        for known, tenant in self._buckets.get(digest[:_BUCKET_BYTES], ()):
+            if hmac.compare_digest(known, digest):
+                return tenant
+        raise Unauthenticated("the API key is not known here")
+
+
+EVERYONE = Keys()
