@@ -33,7 +33,8 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make the environment in .venv, or bring it up to date
-	@:
+	@$(BIN)/python -c 'import kv_transfer._copy' 2>/dev/null \
+		|| echo "KV pages are copied in Python: kv_transfer/_copy.c is not built. With a C compiler: rm $(STAMP); make install"
 
 run: $(STAMP) ## start one prefill worker, one decode worker and the router
 	@exec $(BIN)/pdserve up $(ARGS)

@@ -1,4 +1,5 @@
-"""The lock under which a worker's tables decide, and what happens when it is let go."""
+"""The lock under which a worker's tables decide, and what happens when it is let go: the engine is
+woken, then the links are set going."""
 
 from __future__ import annotations
 
@@ -6,31 +7,49 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kv_transfer.link import Link
+
+
+def _nobody_waits() -> None:
+    """Whoever drives the step looks often enough by itself."""
 
 
 class Deciding:
     """A lock for `with`, which its holder may take again. What was queued on links under it is set
     going when it is let go, by the same thread and outside of it: a copy or a send must not keep
-    the tables."""
+    the tables. Before that `wake` is called where a step may find that a transfer moved on: the
+    engine waits for it, and nobody for an Ack."""
 
     def __init__(self) -> None:
         self.inner = threading.RLock()
-        self._depth = threading.local()
+        self.wake: Callable[[], None] = _nobody_waits
+        # The holder's alone:
+        self._depth = 0
+        self._wakes = False
         self._links: dict[Link, None] = {}
 
     def __enter__(self) -> None:
         self.inner.acquire()
-        self._depth.value = getattr(self._depth, "value", 0) + 1
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        links: dict[Link, None] = {}
-        self._depth.value -= 1
-        if not self._depth.value:
-            links, self._links = self._links, links
+        self._depth -= 1
+        if self._depth or not (self._links or self._wakes):
+            self.inner.release()
+            return
+        links, self._links = self._links, {}
+        wakes, self._wakes = self._wakes, False
         self.inner.release()
+        if wakes:
+            self.wake()
         for link in links:
             link.flush()
+
+    def wakes(self) -> None:
+        """Notes that the engine is to look, when the lock is let go."""
+        self._wakes = True
 
     def queued(self, link: Link) -> Link:
         """Notes that something is about to be queued on the link."""

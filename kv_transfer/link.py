@@ -9,31 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import socket
-import struct
 import threading
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 from kv_transfer.errors import HandshakeRefused, KvTransferError, LinkClosed, ProtocolError
 from kv_transfer.handshake import Identity, hello_of, refusal_of
 from kv_transfer.messages import (
-    HEADER,
-    MAX_HANDSHAKE_BYTES,
-    MAX_MESSAGE_BYTES,
     Hello,
     Inner,
     Message,
     Refusal,
     Welcome,
-    body_length,
-    decode,
     encode,
 )
 from kv_transfer.outbox import Job, Outbox
+from kv_transfer.stream import Stream
 from kv_transfer.transport.base import (
     LocalKv,
     SourceChannel,
@@ -48,9 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 
-SOCKET_BUFFER_BYTES = 4 << 20
-READ_AHEAD_BYTES = 4 << 10
 # What a thread that flushes may push by itself: the reader, which nobody waits for, a chunk; any
 # other thread, an engine's step among them, what is copied sooner than the writer wakes.
 READER_BYTES = 16 << 20
@@ -82,6 +75,10 @@ class LinkOwner(Protocol):
         ...
 
 
+def _refuse(error: ProtocolError) -> None:
+    raise error
+
+
 class Link:
     """See the top of the file. Either `source` or `target` is set once the handshake is over."""
 
@@ -96,14 +93,11 @@ class Link:
         self._local = local
         self._transports = {t.name: t for t in transports}
         self._timeouts = timeouts
-        self._handshake_end: float | None = None
-        self._outbox = Outbox(self._write, self._write_some)
-        self._sock: socket.socket | None = None
+        self._stream = Stream()
+        self._outbox = Outbox(self._stream.write, self._stream.write_some)
         self._down = threading.Event()
         self._down_lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._read_ahead = memoryview(bytearray(READ_AHEAD_BYTES))
-        self._ahead = self._read_ahead[:0]
         self._reader_ident: int | None = None
         self._writer: threading.Thread | None = None
         self.source: SourceChannel | None = None
@@ -128,7 +122,7 @@ class Link:
         """Answers as the source, in the background."""
         with contextlib.suppress(OSError):
             self.peer_address = "{}:{}".format(*sock.getpeername()[:2])
-        self._sock = sock
+        self._stream.sock = sock
         self._begin(lambda: self._serve(sock, identity))
 
     @property
@@ -149,11 +143,11 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Queues a message behind whatever is queued. `flush` sets it going."""
-        self._outbox.put(Job(partial(self.write, message)))
+        self._outbox.put(self._written(message))
 
     def send_next(self, message: Message) -> None:
         """Queues a message before all that waits, behind what is being written now."""
-        self._outbox.put_next(Job(partial(self.write, message)))
+        self._outbox.put_next(self._written(message))
 
     def run(self, work: Callable[[], None], size: int = 0) -> None:
         """Queues work, in order with the messages, which moves `size` bytes of KV."""
@@ -171,7 +165,7 @@ class Link:
             is_reader = threading.get_ident() == self._reader_ident
             limit = READER_BYTES if is_reader else VISITOR_BYTES
             limit = min(limit, self.source.unwaited_bytes)
-        self._until_broken(lambda: self._outbox.flush(limit))
+        self._until_broken(self._outbox.flush, limit)
 
     def close(self, reason: str) -> None:
         """Ends the link; idempotent, does not wait for its threads."""
@@ -180,10 +174,7 @@ class Link:
                 return
             self.reason = reason
             self._down.set()
-        if self._sock is not None:
-            # shutdown wakes a reader or writer that is blocked in the kernel; close would not.
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+        self._stream.shut()
         self._outbox.close()
         self._owner.on_down(self, reason)
 
@@ -196,7 +187,7 @@ class Link:
     # -- threads
 
     def _begin(self, connect: Callable[[], None]) -> None:
-        self._handshake_end = time.monotonic() + self._timeouts.handshake_s
+        self._stream.handshake_end = time.monotonic() + self._timeouts.handshake_s
         self._spawn(lambda: self._run(connect))
 
     def _spawn(self, target: Callable[[], None]) -> threading.Thread:
@@ -208,7 +199,7 @@ class Link:
     def _run(self, connect: Callable[[], None]) -> None:
         self._reader_ident = threading.get_ident()
         try:
-            self._until_broken(partial(self._read_loop, connect))
+            self._until_broken(self._read_loop, connect)
         finally:
             self.close("closed")
             if self._writer is not None:
@@ -218,25 +209,24 @@ class Link:
                 # A fenced target still asks its channel whether it is idle; that needs no socket.
                 if channel is not None:
                     channel.close()
-            if self._sock is not None:
-                self._sock.close()
+            self._stream.close()
 
     def _read_loop(self, connect: Callable[[], None]) -> None:
         connect()
-        self._handshake_end = None
+        self._stream.handshake_end = None
         self._owner.on_up(self)
         self._writer = self._spawn(partial(self._until_broken, self._outbox.serve))
         while not self._down.is_set():
-            message = self._read()
+            message = self._stream.read()
             if isinstance(message, Inner):
                 self._tell_channel(message)
             else:
                 self._owner.on_message(self, message)
 
-    def _until_broken(self, work: Callable[[], None]) -> None:
+    def _until_broken(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Whatever it raises ends the link."""
         try:
-            work()
+            work(*args, **kwargs)
         except (OSError, KvTransferError) as error:
             self.close(str(error) or type(error).__name__)
         except Exception as error:
@@ -249,16 +239,15 @@ class Link:
             raise ProtocolError(f"an inner message where {self.transport} has none")
         channel.told(message.body)
 
+    def _written(self, message: Message) -> Job | bytes:
+        try:
+            return encode(message)
+        except ProtocolError as error:
+            return Job(partial(_refuse, error))  # ends the link when it is its turn
+
     def _post(self, message: Message) -> None:
         self.send_next(message)
         self.flush()
-
-    def _can_read(self, timeout_s: float) -> bool:
-        if self._ahead or self._sock is None:
-            return True
-        waiting = select.poll()
-        waiting.register(self._sock, select.POLLIN)
-        return bool(waiting.poll(timeout_s * 1000))
 
     def _peer(self) -> str:
         return self.peer_epoch or "a peer without a name"
@@ -266,24 +255,17 @@ class Link:
     # -- handshake
 
     def _open(self, sock: socket.socket) -> Wire:
-        self._sock = sock
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
-        # A peer that reads nothing must not hold our writer for ever.
-        seconds = self._timeouts.send_s
-        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        stream = self._stream
+        stream.open(sock, self._timeouts.send_s)
         if self._down.is_set():
             raise LinkClosed("closed before it was up")
         return Wire(
             sock,
             self._outbox.write,
-            self._fill,
-            self._take,
-            self._read,
-            self._can_read,
+            stream.fill,
+            stream.take,
+            stream.read,
+            stream.can_read,
             self._post,
             self._down.is_set,
         )
@@ -296,8 +278,8 @@ class Link:
             raise KvTransferError(f"{address!r} is no address") from error
         wire = self._open(sock)
         offers = [t.offer(self._local, slot) for t in self._transports.values()]
-        self._write(encode(hello_of(identity, source_epoch, offers)))
-        answer = self._read()
+        self._stream.write(encode(hello_of(identity, source_epoch, offers)))
+        answer = self._stream.read()
         if isinstance(answer, Refusal):
             raise HandshakeRefused(answer.reason)
         if not isinstance(answer, Welcome) or answer.transport not in self._transports:
@@ -310,7 +292,7 @@ class Link:
 
     def _serve(self, sock: socket.socket, identity: Identity) -> None:
         wire = self._open(sock)
-        hello = self._read()
+        hello = self._stream.read()
         if not isinstance(hello, Hello):
             raise ProtocolError("the target did not begin with a handshake")
         refusal = refusal_of(hello, identity)
@@ -319,10 +301,10 @@ class Link:
             if self.source is None:
                 refusal = "no common transport: " + "; ".join(self.downgrades)
         if refusal is not None or self.source is None:
-            self._write(encode(Refusal(refusal or "")))
+            self._stream.write(encode(Refusal(refusal or "")))
             raise HandshakeRefused(refusal or "")
         self.peer_epoch, self.peer_id = hello.epoch, hello.worker_id
-        self._write(encode(Welcome(identity.epoch, self.source.name)))
+        self._stream.write(encode(Welcome(identity.epoch, self.source.name)))
         sock.settimeout(None)
 
     def _choose(self, offers: list[dict[str, Any]], wire: Wire) -> SourceChannel | None:
@@ -336,63 +318,3 @@ class Link:
                 self.downgrades.append(f"{transport.name}: {error}")
                 logger.warning("transport %s cannot be used: %s", transport.name, error)
         return None
-
-    # -- bytes
-
-    def _write(self, data: bytes) -> None:
-        if self._sock is None:
-            raise LinkClosed("the link is not up")
-        self._limit_wait(self._sock)
-        try:
-            self._sock.sendall(data)
-        except BlockingIOError as error:
-            raise LinkClosed("the peer reads nothing") from error
-
-    def _write_some(self, data: bytes) -> int:
-        if self._sock is None:
-            raise LinkClosed("the link is not up")
-        try:
-            return self._sock.send(data, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-
-    def _take(self, view: memoryview) -> int:
-        """Moves what was read ahead into the view, as much as there is and fits; how much it
-        was."""
-        count = min(view.nbytes, len(self._ahead))
-        view[:count], self._ahead = self._ahead[:count], self._ahead[count:]
-        return count
-
-    def _fill(self, view: memoryview) -> None:
-        view = view[self._take(view) :]
-        while view.nbytes:
-            view = view[self._receive_into(view) :]
-
-    def _receive_into(self, view: memoryview) -> int:
-        if self._sock is None:
-            raise LinkClosed("the link is not up")
-        self._limit_wait(self._sock)
-        count = self._sock.recv_into(view)
-        if not count:
-            raise LinkClosed("the peer closed the link")
-        return count
-
-    def _limit_wait(self, sock: socket.socket) -> None:
-        # The handshake as a whole has a deadline: a timeout a call would let a peer send one byte
-        # after the other for ever.
-        if self._handshake_end is not None:
-            left = self._handshake_end - time.monotonic()
-            if left <= 0:
-                raise LinkClosed("the handshake took too long")
-            sock.settimeout(left)
-
-    def _read(self) -> Message:
-        header = bytearray(HEADER.size)
-        if not self._ahead:
-            # Most messages are short, and some come in pairs: one call for all of it.
-            self._ahead = self._read_ahead[: self._receive_into(self._read_ahead)]
-        self._fill(memoryview(header))
-        limit = MAX_MESSAGE_BYTES if self._handshake_end is None else MAX_HANDSHAKE_BYTES
-        body = bytearray(body_length(bytes(header), limit))
-        self._fill(memoryview(body))
-        return decode(bytes(body))

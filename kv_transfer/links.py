@@ -29,7 +29,7 @@ from kv_transfer.source import SourceTable
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kv_transfer.handshake import Identity
     from kv_transfer.layout import PagePart
@@ -41,13 +41,8 @@ logger = logging.getLogger(__name__)
 
 # How long a copy may take to end when its link has been closed: it is bound by memory then.
 COPY_END_S = 30.0
-JOIN_S = 2.0
 _FROM_TARGET = (Grant, Again, Cancel, Ack)
 _FROM_SOURCE = (Chunk, Done, Fail, Alive)
-
-
-def _nobody_waits() -> None:
-    """Whoever drives the step looks often enough by itself."""
 
 
 class Links:
@@ -69,7 +64,6 @@ class Links:
             settings.receive_timeout_s, settings.cancel_timeout_s
         )
         self._released: set[str] = set()
-        self.wake: Callable[[], None] = _nobody_waits
         self.counters = TransferCounters()
         self._sampler = Sampler(settings.digest)
         self._guard = Guard(settings, epoch, self.counters)
@@ -114,8 +108,11 @@ class Links:
             links = list(self._all)
         for link in links:
             link.close("the worker stops")
+        end = time.monotonic() + COPY_END_S
         for link in links:
-            link.join(JOIN_S)
+            link.join(max(0.0, end - time.monotonic()))
+            if not link.is_over:
+                logger.error("the KV link to %s did not end", link.peer_address)
 
     # -- for the step, which holds `lock` around these
 
@@ -206,9 +203,8 @@ class Links:
                 case Grant() | Cancel() if fail := self._refusal(link, message):
                     self.lock.queued(link).send_next(fail)
                 case Grant():
-                    actions = self.sources.grant(link, message, now)
-                    self.counters.refused_grants += any(type(a) is src.SendFail for a in actions)
-                    self.do_source(actions)
+                    self._granted(link, message, now)
+                    return
                 case Cancel(transfer_id):
                     self.do_source(self.sources.cancel(link, transfer_id))
                 case Again(transfer_id, first):
@@ -221,13 +217,20 @@ class Links:
                     self.targets.fail(link, transfer_id, reason)
                 case Alive(transfer_ids):
                     self.targets.alive(link, transfer_ids, now)
-            self.wake()
+            self.lock.wakes()
+
+    def _granted(self, link: Link, grant: Grant, now: float) -> None:
+        actions = self.sources.grant(link, grant, now)
+        self.counters.refused_grants += any(type(a) is src.SendFail for a in actions)
+        self.do_source(actions)
+        if self._released:
+            self.lock.wakes()
 
     def _refusal(self, link: Link, message: Grant | Cancel) -> Fail | None:
         # What the link was given it may always give back: its target waits for that.
-        is_own = self.sources.granted_over(link, message.transfer_id)
-        may_cancel = isinstance(message, Cancel) and is_own
-        return None if may_cancel else self._guard.refusal(link, message)
+        if isinstance(message, Cancel) and self.sources.granted_over(link, message.transfer_id):
+            return None
+        return self._guard.refusal(link, message)
 
     def on_down(self, link: Link, reason: str) -> None:
         """On whichever thread found out."""
@@ -238,7 +241,7 @@ class Links:
                 self.do_source(self._sources.link_down(link))
             if self.targets.uses(link):
                 self._fence(link, reason)
-        self.wake()
+            self.lock.wakes()
         if not self._closing:
             logger.info("KV link down: %s", reason)
 
@@ -276,6 +279,8 @@ class Links:
             self.counters.digest_s += now - received
             self.counters.digest_mismatches += not intact
             self.do_target(self.targets.end_chunk(link, chunk, now, intact=intact))
+            if not intact:
+                self.lock.wakes()
         if not intact:
             logger.warning(
                 "transfer %s: blocks %d+%d came damaged from worker %r over %s",
@@ -285,7 +290,6 @@ class Links:
                 link.peer_epoch,
                 link.transport,
             )
-            self.wake()
 
     def _tick_idle(self) -> None:
         """On the accepting thread: an idle engine runs no step, and grants still run out."""

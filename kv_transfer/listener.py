@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-JOIN_S = 2.0
+# For the one connection that is just being served.
+JOIN_S = 30.0
 PAUSE_S = 0.1
 TICK_S = 0.5
 
@@ -46,6 +47,8 @@ class Listener:
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
             self._thread.join(JOIN_S)
+            if self._thread.is_alive():
+                logger.error("the thread that accepts KV links did not end")
         self._socket.close()
 
     def _accept(self, serve: Callable[[socket.socket], None], tick: Callable[[], None]) -> None:

@@ -204,10 +204,12 @@ class WriteFence:
 
     def __init__(self, fd: int, slot: int) -> None:
         self._fd = fd
-        self._slot = slot
+        self._shared, self._free, self._own = (
+            _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0)
+            for kind in (fcntl.F_RDLCK, fcntl.F_UNLCK, fcntl.F_WRLCK)
+        )
 
-    def _lock(self, kind: int) -> bool:
-        request = _FLOCK.pack(kind, os.SEEK_SET, self._slot, 1, 0)
+    def _lock(self, request: bytes) -> bool:
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
         except BlockingIOError:
@@ -220,12 +222,12 @@ class WriteFence:
 
     def enter(self) -> bool:
         """The source, before a copy: False when the target has given the link up."""
-        return self._lock(fcntl.F_RDLCK)
+        return self._lock(self._shared)
 
     def leave(self) -> None:
         """The source, after a copy."""
-        self._lock(fcntl.F_UNLCK)
+        self._lock(self._free)
 
     def seal(self) -> bool:
         """The target: True when nothing is, or ever will be, written over this link."""
-        return self._lock(fcntl.F_WRLCK)
+        return self._lock(self._own)

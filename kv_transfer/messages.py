@@ -156,6 +156,7 @@ class Inner(Message, frozen=True):
     body: bytes
 
 
+Bytes = bytes | bytearray | memoryview
 Kinds = msgspec.msgpack.Decoder[Message]
 
 
@@ -186,7 +187,7 @@ def encode(message: Message) -> bytes:
     return b"".join((HEADER.pack(length), body, _CRC.pack(crc32(body))))
 
 
-def body_length(header: bytes | memoryview, limit: int = MAX_MESSAGE_BYTES) -> int:
+def body_length(header: Bytes, limit: int = MAX_MESSAGE_BYTES) -> int:
     """The body's length; raises ProtocolError when it is none or over the limit."""
     (length,) = HEADER.unpack(header)
     if not 0 < length <= limit:
@@ -194,7 +195,7 @@ def body_length(header: bytes | memoryview, limit: int = MAX_MESSAGE_BYTES) -> i
     return int(length)
 
 
-def decode(body: bytes | memoryview, kinds: Kinds = _KINDS) -> Message:
+def decode(body: Bytes, kinds: Kinds = _KINDS) -> Message:
     """The message in `body`, of one of `kinds`; raises ProtocolError on anything else. Numbers are
     finite and not negative."""
     end = len(body) - _CRC.size

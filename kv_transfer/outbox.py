@@ -51,8 +51,8 @@ class Outbox:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._turn = Turn.WRITER
-        self._urgent: deque[Job] = deque()
-        self._waiting: deque[Job] = deque()
+        self._urgent: deque[Job | bytes] = deque()
+        self._waiting: deque[Job | bytes] = deque()
         self._unsent = bytearray()  # only whoever has the turn touches it
         self._closed = False
 
@@ -61,15 +61,13 @@ class Outbox:
         """Whether a thread that is not the link's is inside."""
         return self._turn is Turn.VISITOR
 
-    def put(self, job: Job) -> None:
-        """Behind all that waits. Nothing happens before `flush`."""
-        with self._lock:
-            self._waiting.append(job)
+    def put(self, job: Job | bytes) -> None:
+        """Behind all that waits; bytes are written as they are. Nothing happens before `flush`."""
+        self._waiting.append(job)
 
-    def put_next(self, job: Job) -> None:
+    def put_next(self, job: Job | bytes) -> None:
         """Before all that waits, behind what is being done now."""
-        with self._lock:
-            self._urgent.append(job)
+        self._urgent.append(job)
 
     def write(self, data: bytes) -> None:
         """For jobs: the bytes go behind all that was written before, soon."""
@@ -126,11 +124,16 @@ class Outbox:
                 if self._closed:
                     return None
                 queue = self._urgent or self._waiting
-                size = queue[0].size if queue else 0
+                job = queue[0] if queue else b""
+                size = job.size if isinstance(job, Job) else 0
                 is_due = not queue or size or len(self._unsent) >= MAX_UNSENT_BYTES
                 if not (self._unsent and is_due):
                     if queue and size <= limit:
-                        return queue.popleft()
+                        queue.popleft()
+                        if isinstance(job, Job):
+                            return job
+                        self._unsent += job
+                        continue
                     self._give(Turn.WRITER if queue else Turn.NOBODY)
                     return None
             if limit == math.inf:

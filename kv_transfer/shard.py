@@ -7,13 +7,14 @@ differs is which heads a rank's pages hold.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.layout import PagePart
-from kv_transfer.reshard import Piece, PoolLayout, Span, plan_all
+from kv_transfer.reshard import PoolLayout, Span, plan_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,42 +67,56 @@ class Shard:
     def reads(self, source_tp: int, transfer_id: str) -> tuple[Read, ...]:
         """What this target rank needs of a source of `source_tp` ranks. Raises UnsupportedLayout
         where the heads cannot be dealt out to so many."""
-        source = replace(self.pool, tp=source_tp)
-        pieces = self._pieces(source, transfer_id)
-        readers = [piece.source_rank for piece in pieces]
-        return tuple(
-            Read(
-                piece.source_rank,
-                (piece.heads.start, len(piece.heads), piece.heads.start - self.heads.start),
-                self._part(
-                    piece.heads.start - source.heads(piece.source_rank).start,
-                    piece.heads.start - self.heads.start,
-                    len(piece.heads),
-                ),
-                readers.count(piece.source_rank),
-            )
-            for piece in pieces
-            if piece.target_rank == self.rank
-        )
+        return _asks(self, source_tp, self._spread(source_tp, transfer_id)).reads
 
     def declines(self, source_tp: int, transfer_id: str) -> tuple[int, ...]:
         """The source ranks that no target rank reads from, where others hold the same heads, and
         that this target rank has to tell."""
-        read = {p.source_rank for p in self._pieces(replace(self.pool, tp=source_tp), transfer_id)}
-        return tuple(rank for rank in self.told(source_tp) if rank not in read)
+        return _asks(self, source_tp, self._spread(source_tp, transfer_id)).declines
 
     def told(self, source_tp: int) -> range:
         """The source ranks that hear from this target rank what one rank has to tell for all."""
         return range(self.rank, source_tp, self.pool.tp)
 
-    def _pieces(self, source: PoolLayout, transfer_id: str) -> tuple[Piece, ...]:
+    def _spread(self, source_tp: int, transfer_id: str) -> int:
         # Every target rank must choose alike among source ranks that hold the same heads.
-        spread = zlib.crc32(transfer_id.encode("utf-8", "surrogatepass"))
-        return plan_all(source, self.pool, tokens=_ANY_TOKENS, spread=spread)
+        if source_tp <= self.pool.num_kv_heads:
+            return 0  # none do
+        return zlib.crc32(transfer_id.encode("utf-8", "surrogatepass"))
 
     def _part(self, heads_in_source: int, heads_in_target: int, count: int) -> PagePart:
         size = self.pool.block_size * self.pool.head_bytes
         return PagePart(heads_in_source * size, heads_in_target * size, count * size)
+
+
+class _Asks(NamedTuple):
+    reads: tuple[Read, ...]
+    declines: tuple[int, ...]
+
+
+# All transfers between two pools ask alike, where no two source ranks hold the same heads.
+@functools.lru_cache(maxsize=64)
+def _asks(shard: Shard, source_tp: int, spread: int) -> _Asks:
+    source = replace(shard.pool, tp=source_tp)
+    pieces = plan_all(source, shard.pool, tokens=_ANY_TOKENS, spread=spread)
+    readers = [piece.source_rank for piece in pieces]
+    own = shard.heads.start
+    reads = [
+        Read(
+            piece.source_rank,
+            (piece.heads.start, len(piece.heads), piece.heads.start - own),
+            shard._part(
+                piece.heads.start - source.heads(piece.source_rank).start,
+                piece.heads.start - own,
+                len(piece.heads),
+            ),
+            readers.count(piece.source_rank),
+        )
+        for piece in pieces
+        if piece.target_rank == shard.rank
+    ]
+    declines = [rank for rank in shard.told(source_tp) if rank not in readers]
+    return _Asks(tuple(reads), tuple(declines))
 
 
 def whole(geometry: KvGeometry, block_size: int) -> Shard:

@@ -39,7 +39,7 @@ class WorkerHalf:
 
     def wake_with(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on any thread, when the next step may find that a transfer moved on."""
-        self.links.wake = wake
+        self.links.lock.wake = wake
 
     @property
     def address(self) -> str:

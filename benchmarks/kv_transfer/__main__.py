@@ -19,6 +19,7 @@ from benchmarks.errors import BenchError
 from benchmarks.kv_transfer.cases import COPIES, Case
 from benchmarks.kv_transfer.pair import CEILING, FLOORS, PEERS, Measured, Pair, ratio
 from benchmarks.kv_transfer.peers import missing
+from kv_transfer.copying import copy_in_python, copy_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     gone = {peer: why for peer in PEERS if (why := missing(peer)) is not None}
     notes += [f"{peer}: {why}" for peer, why in gone.items()]
+    if copy_pages is copy_in_python:
+        notes.append("kv_transfer/_copy.c was not built: shm copies in Python")
     ways = [way for way in CEILING if way not in gone]
     rows: list[list[Measured]] = []
     try:

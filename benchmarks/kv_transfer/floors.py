@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.errors import BenchError
 from benchmarks.kv_transfer.ends import Cache
-from kv_transfer.link import SOCKET_BUFFER_BYTES
+from kv_transfer.stream import SOCKET_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from benchmarks.kv_transfer.cases import Trip
