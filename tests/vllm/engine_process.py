@@ -16,6 +16,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from workers.cache_feed import CacheFeed
 from workers.vllm_engine import VllmEngine
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def write_frame(writer: asyncio.StreamWriter, value: object) -> None:
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     engine = VllmEngine(await read_frame(reader))
+    cache = CacheFeed()
+    engine.on_cache(cache.changed)
 
     def on_step(deltas: Sequence[StreamDelta]) -> None:
         write_frame(writer, ("deltas", list(deltas)))
@@ -63,6 +66,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 write_frame(writer, ("status", (engine.load(), engine.ledger())))
             case ("kv",):
                 write_frame(writer, ("kv", engine.kv_state()))
+            case ("cache",):
+                write_frame(writer, ("cache", list(cache.blocks)))
             case ("close",):
                 await engine.close()
                 threads = [t.name for t in threading.enumerate() if t.name == "vllm-step"]

@@ -242,6 +242,10 @@ class EngineProcess:
         value: KvState | None = await self._ask("kv", 30.0)
         return value
 
+    async def cached_blocks(self) -> set[int]:
+        """The chain hashes of what the prefix cache holds, as its events tell."""
+        return set(await self._ask("cache", WAIT_S))
+
     async def until_empty(self, timeout_s: float = WAIT_S) -> tuple[WorkerLoad | None, KvLedger]:
         """Waits until the ledger is empty; raises TimeoutError, with the ledger, where it stays."""
         try:
