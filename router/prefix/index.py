@@ -20,13 +20,14 @@ import numpy as np
 from router.prefix.slot_sets import SetsFull, SlotSets
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-# One table per shard: growing one of 40,000 entries takes a few ms, one of 10 million a second.
-_SHARDS = 256
+# One table per shard: growing one of 10,000 entries takes a ms, one of 10 million a second.
+_SHARDS = 1024
 _MAX_SETS = 1 << 16
 # Up to so many workers are named one by one.
-_FEW = 8
+_FEW = 4
+_MAX_NAMED = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +50,9 @@ class PrefixIndex:
         self.refused_blocks = 0
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         self._sets = SlotSets(max_sets)
-        self._names = np.empty(64, dtype=object)
+        self._names: list[str] = []
+        self._names_array = np.empty(64, dtype=object)
+        self._named: dict[int, dict[str, None]] = {}
         self._holders: list[Holder | None] = []
         self._free_slots: list[int] = []
         self._left: list[Holder] = []
@@ -81,11 +84,14 @@ class PrefixIndex:
         else:
             slot = len(self._holders)
             self._holders.append(None)
-            if slot >= len(self._names):
-                self._names = np.concatenate((self._names, np.empty_like(self._names)))
+            self._names.append(worker_id)
+            if slot >= len(self._names_array):
+                spare = np.empty_like(self._names_array)
+                self._names_array = np.concatenate((self._names_array, spare))
         holder = Holder(worker_id, slot, self._sets.acquire(1 << slot, beyond=True))
         self._holders[slot] = holder
-        self._names[slot] = worker_id
+        self._named.clear()
+        self._names[slot] = self._names_array[slot] = worker_id
         self._sets.live |= 1 << slot
         return holder
 
@@ -156,16 +162,16 @@ class PrefixIndex:
             holder.truncated = True
             self.refused_blocks += len(stored) - done
 
-    def match(self, chain: Sequence[int]) -> list[tuple[int, int]]:
-        """The workers that hold a beginning of `chain`, as (blocks, mask of slots), each worker in
-        one of them, in the order of the prompt."""
+    def match(self, chain: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Where along `chain` fewer workers go on: (blocks up to there, mask of those that hold
+        these and no more, mask of all that hold these), in the order of the prompt."""
         if not chain:
             return []
         shards, live, masks = self._shards, self._sets.live, self._sets.masks
         first = shards[chain[0] % _SHARDS].get(chain[0])
         if first is None:
             return []
-        found: list[tuple[int, int]] = []
+        found: list[tuple[int, int, int]] = []
         low, low_set = 0, first
         # Right ends of stretches whose left end is `low`, the nearest last. -1 is no worker.
         ends = [(len(chain), -1)]
@@ -180,31 +186,48 @@ class PrefixIndex:
                 held = shards[chain_hash % _SHARDS].get(chain_hash, -1)
                 ends.append((middle, held))
             else:
-                lost = masks[low_set] & live
+                holding = ending = masks[low_set] & live
                 if high_set >= 0:
-                    lost &= ~masks[high_set]
-                if lost:
-                    found.append((high, lost))
+                    ending &= ~masks[high_set]
+                if ending:
+                    found.append((high, ending, holding))
                 if high_set < 0:
                     break
                 low, low_set = high, high_set
                 ends.pop()
         return found
 
-    def names(self, mask: int) -> list[str]:
-        """The workers of a mask of slots."""
-        if mask.bit_count() > _FEW:
+    def lengths(self, chain: Sequence[int], unit: int = 1) -> dict[str, int]:
+        """How much of the beginning of `chain` each worker holds, in blocks of `unit`; workers
+        without any are left out."""
+        found: dict[str, int] = {}
+        for blocks, ending, holding in self.match(chain):
+            if ending.bit_count() <= _FEW:
+                for name in self._few(ending):
+                    found[name] = blocks * unit
+            else:
+                # Those that hold more are overwritten by what follows. Who holds a system prompt is
+                # the same from one request to the next, who holds no more than it is not.
+                named = dict.fromkeys(self._many(holding), blocks * unit)
+                found = found | named if found else named
+        return found
+
+    def _few(self, mask: int) -> Iterator[str]:
+        while mask:
+            slot = mask.bit_length() - 1
+            yield self._names[slot]
+            mask ^= 1 << slot
+
+    def _many(self, mask: int) -> dict[str, None]:
+        known = self._named.get(mask)
+        if known is None:
+            if len(self._named) >= _MAX_NAMED:
+                self._named.clear()
             size = (mask.bit_length() + 7) // 8
             bits = np.frombuffer(mask.to_bytes(size, "little"), np.uint8)
-            slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-            named: list[str] = self._names[slots].tolist()
-            return named
-        named = []
-        while mask:
-            lowest = mask & -mask
-            named.append(self._names[lowest.bit_length() - 1])
-            mask ^= lowest
-        return named
+            slots = np.unpackbits(bits, bitorder="little").nonzero()[0]
+            known = self._named[mask] = dict.fromkeys(self._names_array[slots].tolist())
+        return known
 
     @property
     def needs_purge(self) -> bool:
@@ -212,7 +235,7 @@ class PrefixIndex:
         return bool(self._left or self._purging)
 
     def purge(self) -> None:
-        """One step of taking away what left: 1/256 of the index."""
+        """One step of taking away what left: a look at one shard."""
         if not self._purging:
             self._purging, self._left = self._left, []
             self._purge_mask = sum(1 << holder.slot for holder in self._purging)
@@ -229,6 +252,5 @@ class PrefixIndex:
             for holder in self._purging:
                 self._sets.release(holder.alone)
                 self._holders[holder.slot] = None
-                self._names[holder.slot] = None
                 self._free_slots.append(holder.slot)
             self._purging = []

@@ -48,10 +48,8 @@ class IndexLookup:
         without any are left out."""
         cached: dict[str, int] = {}
         for block_size in self._sizes.get(demand.model, ()):
-            chain = self._chain(demand, block_size)
-            for blocks, mask in self._index.match(chain):
-                names = self._index.names(mask)
-                cached.update(dict.fromkeys(names, blocks * block_size))
+            found = self._index.lengths(self._chain(demand, block_size), block_size)
+            cached = cached | found if cached else found
         return cached
 
     def _chain(self, demand: Demand, block_size: int) -> list[int]:

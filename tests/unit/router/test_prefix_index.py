@@ -25,12 +25,7 @@ def beginnings(prompt: str) -> list[str]:
 
 
 def matched(index: PrefixIndex, prompt: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for blocks, mask in index.match(chain(prompt)):
-        for name in index.names(mask):
-            assert name not in found
-            found[name] = blocks
-    return found
+    return index.lengths(chain(prompt))
 
 
 def naive(held: dict[str, set[str]], prompt: str) -> dict[str, int]:

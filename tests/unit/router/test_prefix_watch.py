@@ -106,8 +106,7 @@ def depth(watches: CacheWatches, name: str, *tokens: int) -> int:
     """Blocks of a prompt that the index says a worker has."""
     ids = [t for t in tokens for _ in range(SIZE)]
     chain = prefix_hash.chain(ids, SIZE, prefix_hash.root(MODEL.name, SIZE))
-    found = {n: d for d, mask in watches.index.match(chain) for n in watches.index.names(mask)}
-    return found.get(name, 0)
+    return watches.index.lengths(chain).get(name, 0)
 
 
 async def until(what: Callable[[], object]) -> None:
