@@ -57,9 +57,11 @@ class RouterAddresses:
 
 
 class RouterServer:
-    """Owns everything of a router. `start` once, then `stop`; all in one event loop."""
+    """Owns everything of a router. `start` once, then `stop`; all in one event loop. `watches` is
+    what it knows of the workers' prefix caches, None before the start and where it keeps none."""
 
     def __init__(self, config: RouterConfig) -> None:
+        self.watches: CacheWatches | None = None
         self._config = config
         self._stack = AsyncExitStack()
         self._open_requests = OpenRequests()
@@ -78,13 +80,12 @@ class RouterServer:
     async def _start(self) -> RouterAddresses:
         config = self._config
         router_id = f"router-{uuid.uuid4().hex[:12]}"
-        watches = None
         if config.prefix_max_blocks:
-            watches = CacheWatches(router_id, max_blocks=config.prefix_max_blocks)
+            self.watches = CacheWatches(router_id, max_blocks=config.prefix_max_blocks)
         fleet = await self._stack.enter_async_context(
             Fleet(
                 router_id=router_id,
-                watches=watches,
+                watches=self.watches,
                 lease_s=config.lease_s,
                 quarantine_s=config.quarantine_s,
                 detection=config.detection,

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 MODEL, BLOCK_SIZE = "m", 16
 PROMPT_BLOCKS = 125
 SYSTEM_BLOCKS = 64
-SAMPLES = 4000
 BATCH = 64
 
 
@@ -120,9 +119,8 @@ def _each(what: str, chains: Sequence[list[int]], run: Callable[[list[int]], obj
     return _spread(what, samples)
 
 
-def lookups(filled: Filled) -> list[Measured]:
+def lookups(filled: Filled, n: int) -> list[Measured]:
     """Of prompts of 125 blocks (2,000 tokens), by what is cached of them."""
-    n = SAMPLES
     steps = min(50, len(filled.holders))
     cases = {
         "lookup: nothing cached": [filled.hashes(PROMPT_BLOCKS) for _ in range(n)],
@@ -158,9 +156,8 @@ def hashing() -> list[Measured]:
     return found
 
 
-def changes(filled: Filled) -> list[Measured]:
+def changes(filled: Filled, n: int) -> list[Measured]:
     """Updates of 64 blocks stored and as many removed, as a busy worker sends them."""
-    n = SAMPLES // 4
     rates = []
     live = {holder.slot: list[int]() for holder in filled.holders}
     for which in filled.rng.integers(len(filled.holders), size=n).tolist():
@@ -202,21 +199,19 @@ def forgetting(filled: Filled) -> list[Measured]:
     ]
 
 
-def measure(blocks: int, workers: int) -> list[Measured]:
+def measure(blocks: int, workers: int, samples: int) -> list[Measured]:
     """All of it, on one filled index."""
     filled = Filled(blocks, workers)
-    # The router's own long-lived objects are frozen too; the index has none that are traced.
     gc.collect()
-    gc.freeze()
     held = filled.index.blocks
     return [
         Measured("blocks", held, None, ""),
         Measured("workers", workers, None, ""),
         Measured("memory", filled.bytes_per_block, None, "bytes a block"),
         Measured("filling it", held / filled.fill_s, None, "blocks/s"),
-        *lookups(filled),
+        *lookups(filled, samples),
         *hashing(),
-        *changes(filled),
+        *changes(filled, samples // 4),
         *forgetting(filled),
     ]
 
@@ -226,9 +221,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement.prefix")
     parser.add_argument("--blocks", type=int, default=10_000_000, help="default: 10 million")
     parser.add_argument("--workers", type=int, default=1000, help="default: 1000")
+    parser.add_argument("--samples", type=int, default=4000, help="of a lookup; default: 4000")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     options = parser.parse_args(arguments)
-    rows = measure(options.blocks, options.workers)
+    rows = measure(options.blocks, options.workers, options.samples)
     if options.json:
         sys.stdout.write(json.dumps({"rows": [asdict(row) for row in rows]}) + "\n")
         return 0

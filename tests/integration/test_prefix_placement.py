@@ -1,0 +1,106 @@
+"""Requests go where their prompts are cached, and what is predicted to be cached is."""
+
+from __future__ import annotations
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdserve import prefix_hash
+from pdserve.types import Role, SamplingParams
+from tests.cluster import Cluster
+
+BLOCK = 16
+SAMPLING = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+
+def prompt(which: int, blocks: int = 8) -> list[int]:
+    return [20 + (which * 5 + i * i) % 40 for i in range(blocks * BLOCK)]
+
+
+async def figures(cluster: Cluster) -> dict[str, float]:
+    """The router's figures of predictions, by name and label."""
+    async with aiohttp.ClientSession() as session:
+        reply = await session.get(f"http://{cluster.http}/metrics")
+        text = await reply.text()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        if family.name in ("pdserve_prefix_predictions", "pdserve_prefix_tokens"):
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    labels = {**sample.labels, "model": ""}
+                    found["".join(sorted(labels.values()))] = sample.value
+    return found
+
+
+async def until_indexed(cluster: Cluster, *prompts: list[int]) -> None:
+    """The router knows of every worker what its cache holds of these prompts."""
+    watches = cluster.router.watches
+    assert watches is not None
+
+    def is_indexed() -> bool:
+        if watches.synced < len(cluster.workers):
+            return False
+        for name, worker in cluster.workers.items():
+            root = prefix_hash.root(worker.info.model.name, BLOCK)
+            for token_ids in prompts:
+                chain = prefix_hash.chain(token_ids, BLOCK, root)
+                held = sum(x in worker.worker.cache.blocks for x in chain)
+                if watches.index.lengths(chain).get(name, 0) != held:
+                    return False
+        return True
+
+    await cluster.until(is_indexed)
+
+
+async def ask(cluster: Cluster, token_ids: list[int]) -> tuple[int, tuple[str, str]]:
+    """Tokens that were cached, and the workers; the index has caught up when this returns."""
+    answer = await cluster.ask(token_ids, SAMPLING)
+    assert answer.receipt is not None
+    await until_indexed(cluster, token_ids)
+    receipt = answer.receipt
+    return receipt.cached_tokens, (receipt.prefill_worker, receipt.decode_worker)
+
+
+async def test_prompts_find_their_blocks_on_both_sides() -> None:
+    async with Cluster(
+        prefill=2, decode=2, engine_args={"prefix_cache": True}, router={"policy": "prefix_aware"}
+    ) as cluster:
+        await until_indexed(cluster)
+        homes = {}
+        for which in range(4):
+            cached, homes[which] = await ask(cluster, prompt(which))
+            assert cached == 0
+        assert len({prefill for prefill, _ in homes.values()}) == 2
+        for which in (3, 1, 0, 2):
+            # A turn that goes on from there, one that goes another way half through, and the same.
+            for asked, blocks in (
+                (prompt(which) + [7] * 5, 8),
+                (prompt(which)[: 4 * BLOCK] + [9] * 12, 4),
+                (prompt(which), 7),
+            ):
+                assert await ask(cluster, asked) == (blocks * BLOCK, homes[which])
+        tokens = 4 * (8 + 4 + 7) * BLOCK
+        assert await figures(cluster) == {"exact": 16, "predicted": tokens, "reported": tokens}
+
+
+async def test_what_a_worker_had_is_gone_with_it() -> None:
+    async with Cluster(
+        prefill=1, decode=1, engine_args={"prefix_cache": True}, router={"policy": "prefix_aware"}
+    ) as cluster:
+        for _ in range(2):
+            await ask(cluster, prompt(1))
+        watches = cluster.router.watches
+        assert watches is not None
+        assert watches.index.blocks == 8
+        await cluster.kill("prefill-0")
+        await cluster.until_state("prefill-0", "lost")
+        await cluster.add("prefill-0", Role.PREFILL)
+        await cluster.until_ready()
+        await until_indexed(cluster, prompt(1))
+        assert (await ask(cluster, prompt(1)))[0] == 0
+        assert (await ask(cluster, prompt(1)))[0] == 7 * BLOCK
+        found = await figures(cluster)
+        assert found == {"exact": 4, "predicted": 14 * BLOCK, "reported": 14 * BLOCK}
+        await cluster.kill("prefill-0")
+        await cluster.kill("decode-0")
+        await cluster.until(lambda: watches.index.blocks == 0)
