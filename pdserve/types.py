@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -106,9 +106,23 @@ class SamplingParams:
             _refuse("stop", f"has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are taken")
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             _refuse("logit_bias", "values must be between -100 and 100")
+        if self.n > 1 and self._has_seed and not 0 <= (self.seed or 0) <= MAX_SEED - self.n:
+            _refuse("seed", f"must be between 0 and {MAX_SEED - self.n} where n is {self.n}")
+
+    @property
+    def _has_seed(self) -> bool:
+        # vLLM reads -1 as none.
+        return self.seed is not None and self.seed != -1
+
+    def of_choice(self, index: int) -> SamplingParams:
+        """Those of one of the `n` answers. As vLLM has it, each has the next seed
+        (ParentRequest in vllm/v1/engine/parallel_sampling.py)."""
+        seed = (self.seed or 0) + index if self._has_seed else None
+        return replace(self, n=1, seed=seed)
 
 
 MAX_STOP_STRINGS = 16
+MAX_SEED = (1 << 63) - 1
 MAX_LOGPROBS = 20
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_tokens", 1, 1 << 30),
@@ -117,7 +131,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("top_p", 0, 1),
     ("top_k", -1, 1 << 30),
     ("min_p", 0, 1),
-    ("seed", -(1 << 63), (1 << 63) - 1),
+    ("seed", -(1 << 63), MAX_SEED),
     ("min_tokens", 0, 1 << 30),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),

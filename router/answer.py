@@ -71,6 +71,18 @@ def merge(deltas: list[AnswerDelta]) -> AnswerDelta:
     )
 
 
+class AnswerSink(Protocol):
+    """Where an answer goes as it is made."""
+
+    def push(self, delta: AnswerDelta) -> bool: ...
+
+    def push_token(self, token_id: int, text: str) -> bool: ...
+
+    def end(self) -> None: ...
+
+    def fail(self, error: PdserveError, *, drop: bool = False) -> None: ...
+
+
 class AnswerBuffer:
     """What was made of one answer and not read yet.
 
@@ -153,13 +165,15 @@ class AnswerBuffer:
         return merge(self._take())
 
     def _take(self) -> list[AnswerDelta]:
-        """The longest run of one index from the front of what is waiting."""
-        index = self._pending[0].index
-        count = next(
-            (i for i, delta in enumerate(self._pending) if delta.index != index),
-            len(self._pending),
-        )
-        taken, self._pending = self._pending[:count], self._pending[count:]
+        """All that waits of one index. That of the usage, which ends the answer, comes last."""
+        last = self._pending[-1]
+        index = last.index
+        if last.usage is None:
+            index = self._pending[0].index
+        else:
+            index = next((x.index for x in self._pending if x.index != index), index)
+        taken = [delta for delta in self._pending if delta.index == index]
+        self._pending = [delta for delta in self._pending if delta.index != index]
         self._tokens -= sum(len(delta.token_ids) for delta in taken)
         self._characters -= sum(len(delta.text) for delta in taken)
         return taken

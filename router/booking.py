@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 class Booking:
     """A placement and its charges. Releasing again does nothing. `is_trial` says that a pair which
-    was quarantined is tried with it; `prediction` is what it is expected to cost."""
+    was quarantined is tried with it; `prediction` is what it is expected to cost. `forks_charge` is
+    what the forks take, until each has its own."""
 
     __slots__ = (
         "decision",
         "decode",
         "decode_charge",
+        "forks_charge",
         "is_trial",
         "prediction",
         "prefill",
@@ -53,6 +55,10 @@ class Booking:
         self.decode: Member = pool.members[placement.decode.worker_id]
         self.prefill: Member | None = None
         self.prefill_charge: Charge | None = None
+        self.forks_charge: Charge | None = None
+        if demand.forks:
+            self.forks_charge = fork_charge(self.decode, demand, demand.forks)
+            demand = demand.without_forks()
         if placement.prefill is None:
             self.decode_charge = whole_charge(self.decode, demand, decision.cached)
         else:
@@ -70,6 +76,8 @@ class Booking:
         self.decode_charge.release()
         if self.prefill_charge is not None:
             self.prefill_charge.release()
+        if self.forks_charge is not None:
+            self.forks_charge.release()
 
 
 def whole_charge(member: Member, demand: Demand, cached: Mapping[str, int]) -> Charge:
@@ -82,6 +90,12 @@ def whole_charge(member: Member, demand: Demand, cached: Mapping[str, int]) -> C
 def _to_compute(member: Member, demand: Demand, cached: Mapping[str, int]) -> int:
     """Prompt tokens that are not cached there: an engine computes the last one in any case."""
     return max(1, demand.prompt_tokens - cached.get(member.worker_id, 0))
+
+
+def fork_charge(member: Member, demand: Demand, forks: int = 1) -> Charge:
+    """What `forks` further answers take beside the first."""
+    kv_tokens = 0 if member.info.role is Role.PREFILL else forks * demand.fork_tokens
+    return Charge(member, kv_tokens=kv_tokens)
 
 
 class Booker:
@@ -123,10 +137,18 @@ class Booker:
                 f"{request.model} holds the KV of {capacity}",
                 field="prompt",
             )
+        kv_tokens, forks = min(prompt_tokens + max_tokens, capacity), request.sampling.n - 1
+        block_size = max(m.info.block_size for m in able or members)
+        fork_tokens = _fork_tokens(prompt_tokens, max_tokens, block_size)
+        if forks:
+            left = (capacity - kv_tokens) // forks
+            fork_tokens = min(fork_tokens, left // block_size * block_size)
         return Demand(
             model=request.model,
             prompt_tokens=prompt_tokens,
-            kv_tokens=min(prompt_tokens + max_tokens, capacity),
+            kv_tokens=kv_tokens + forks * fork_tokens,
+            forks=forks,
+            fork_tokens=fork_tokens if forks else 0,
             prefill_only=prefill_only,
             request_id=request.request_id,
             token_ids=request.prompt_token_ids,
@@ -219,3 +241,10 @@ def _takes_part(candidate: Candidate, rung: Rung) -> bool:
         return False
     is_first = candidate.role is not Role.DECODE
     return not (rung.prefill and is_first) or candidate.worker_id == rung.prefill
+
+
+def _fork_tokens(prompt_tokens: int, max_tokens: int, block_size: int) -> int:
+    """What a fork does not share, in whole blocks: from the block of the prompt's last token on,
+    which each answer computes for itself."""
+    own = (prompt_tokens - 1) % block_size + 1 + max_tokens
+    return -(-own // block_size) * block_size

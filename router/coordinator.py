@@ -17,6 +17,7 @@ from pdserve.errors import PdserveError, Unavailable
 from router.admission import Admission, AdmissionLimits, bid_of
 from router.answer import AnswerStream
 from router.booking import Booker
+from router.choices import Choices
 from router.flight import Flight
 from router.ladder import LadderLimits
 from router.metrics import RouterMetrics
@@ -132,7 +133,7 @@ class Coordinator:
         deadline = self._deadline(request)
         try:
             demand = self._booker.demand(request)
-            flight = Flight(
+            flight = (Flight if request.sampling.n == 1 else Choices)(
                 request,
                 deadline=deadline,
                 buffer=buffer,
@@ -154,7 +155,7 @@ class Coordinator:
             raise
         stack.callback(grant.release)
         stack.callback(flight.close)
-        flight.start(grant, demand)
+        flight.start(grant.reservation, demand, grant.release)
 
     def _deadline(self, request: GenerateRequest) -> float | None:
         if self._request_timeout_s is None:

@@ -41,17 +41,16 @@ from router.receipts import build_receipt, build_usage
 from router.submission import SubmissionBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pdserve.types import GenerateRequest
     from pdserve.v1 import worker_pb2 as w
-    from router.admission import Grant
-    from router.answer import AnswerBuffer
+    from router.answer import AnswerSink
     from router.booking import Booker, Booking
     from router.fleet import Fleet
+    from router.flight_peers import Observer, Siblings
     from router.handoff import Action
     from router.ladder import LadderLimits
-    from router.metrics import RouterMetrics
     from router.placement.values import Demand
     from router.pool import Charge, Member
     from router.retry_budget import RetryBudget
@@ -67,12 +66,13 @@ class Flight:
         request: GenerateRequest,
         *,
         deadline: float | None,
-        buffer: AnswerBuffer,
+        buffer: AnswerSink,
         fleet: Fleet,
         booker: Booker,
-        metrics: RouterMetrics,
+        metrics: Observer,
         budget: RetryBudget,
         limits: LadderLimits,
+        siblings: Siblings | None = None,
     ) -> None:
         self.fleet = fleet
         self.handoff = Handoff(request.sampling.max_tokens, ladder=Ladder(limits))
@@ -82,9 +82,10 @@ class Flight:
         self.buffer = buffer
         self._booker = booker
         self._metrics = metrics
+        self._siblings = siblings
         self._submissions = SubmissionBuilder(request, deadline)
         self._streams: dict[Leg, LegStream] = {}
-        self._grant: Grant[Booking] | None = None
+        self._release: Callable[[], None] | None = None
         self._booking: Booking | None = None
         self._decode_message: Callable[..., w.Submit] | None = None  # until its turn comes
         self._timer: asyncio.TimerHandle | None = None
@@ -93,15 +94,50 @@ class Flight:
         self._ttft_s = 0.0
         self._over = False
 
-    def start(self, grant: Grant[Booking], demand: Demand) -> None:
-        """Submit to the workers that were booked."""
+    def start(self, booking: Booking, demand: Demand, release: Callable[[], None]) -> None:
+        """Submit to the workers that were booked; `release` is called at the end."""
+        self.wait(demand, release)
+        self.lead(booking)
+
+    def wait(self, demand: Demand, release: Callable[[], None]) -> None:
+        """As `start`, and submit nothing: another answer leads."""
         self._admission_s = time.monotonic() - self._arrived
-        self._grant = grant
+        self._release = release
         self._demand = demand
         left_s = deadlines.remaining(self._deadline)
         if left_s is not None:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
-        self._submit_booking(grant.reservation)
+
+    def lead(self, booking: Booking) -> None:
+        """Submit to the workers that were booked; replaces what was."""
+        self.perform(self.handoff.recall())
+        self._submit_booking(booking)
+
+    def join(self, member: Member, charge: Charge) -> LegStream:
+        """A new stream on `member`, of a fork that is yet to be submitted; replaces what was."""
+        self.perform(self.handoff.recall())
+        leg = Leg(LegKind.WHOLE, member.worker_id, member.info.role)
+        self.handoff.open_whole(leg)
+        return self._stream(leg, member, charge)
+
+    @property
+    def seed(self) -> int | None:
+        return self._request.sampling.seed
+
+    @property
+    def is_over(self) -> bool:
+        return self._over
+
+    def forks_for(self, leg: Leg, member: Member) -> Sequence[LegStream]:
+        """The forks of what is about to be submitted."""
+        if self._siblings is None or leg.kind is LegKind.PREFILL:
+            return ()
+        return self._siblings.join(self, member)
+
+    def spoke(self, leg: Leg) -> None:
+        """The first token of a leg came."""
+        if self._siblings is not None and leg.kind is not LegKind.PREFILL:
+            self._siblings.spoke(self)
 
     def _submit_booking(self, booking: Booking, resume: tuple[int, ...] = ()) -> None:
         self._booking = booking
@@ -218,7 +254,7 @@ class Flight:
         self._metrics.tenants.answered(self._request.tenant, usage)
         if self._booking is not None:
             self._metrics.prefix.judge(model, self._booking.decision.cached, receipt)
-        if not self.handoff.fallbacks:
+        if self._booking is not None and not self.handoff.fallbacks:
             waited_s = self._admission_s
             self._booker.answered(
                 prediction,
@@ -236,6 +272,11 @@ class Flight:
         logger.info("request %s failed: %s", self._request.request_id, error.message)
 
     def _resubmit(self, action: Resubmit) -> None:
+        if self._siblings is None or not self._siblings.defers(self, action):
+            self.resubmit(action)
+
+    def resubmit(self, action: Resubmit) -> None:
+        """Go on elsewhere."""
         demand = self._demand_after(action.resume)
         try:
             self._budget.take(demand.model, demand.prompt_tokens, self.fleet.now())
@@ -286,8 +327,8 @@ class Flight:
         for stream in self._streams.values():
             stream.cancel()
         self._streams.clear()
-        if self._grant is not None:
-            self._grant.release()
+        if self._release is not None:
+            self._release()
             self._metrics.ended(self._request.model, outcome)
 
     def close(self) -> None:

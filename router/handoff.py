@@ -208,6 +208,11 @@ class Handoff:
         """A resubmission is not to be: the answer ends with `error`."""
         return self._fail(error)
 
+    def recall(self) -> Sequence[CancelLeg]:
+        """What was submitted is taken back, to be submitted elsewhere: no token came of it."""
+        self._falling = None
+        return self._close_legs()
+
     def abandon(self) -> Sequence[CancelLeg]:
         """End without an answer: the client left, or the deadline passed."""
         self.done = True

@@ -15,7 +15,6 @@ from pdserve.errors import (
     InvalidRequest,
     ModelNotFound,
     Unavailable,
-    UnsupportedField,
 )
 from pdserve.types import GenerateRequest, ServiceClass
 from router.tokenizers import TokenizerCache
@@ -166,8 +165,6 @@ def _encode(tokenizer: Tokenizer, prompt: TextPrompt | ChatPrompt) -> tuple[int,
 
 
 def _check_sampling(sampling: SamplingParams, model: ModelInfo) -> None:
-    if sampling.n > 1:
-        raise UnsupportedField(f"n is {sampling.n}; only one answer a request is made", field="n")
     _check_ids(sampling.stop_token_ids, model.vocab_size, field="stop_token_ids")
     _check_ids(tuple(sampling.logit_bias), model.vocab_size, field="logit_bias")
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import PdserveError, Unavailable, WorkerFailed
 from pdserve.types import StreamDelta
+from pdserve.v1 import worker_pb2 as w
 from router.handoff import LegKind
 
 if TYPE_CHECKING:
-    from pdserve.v1 import worker_pb2 as w
     from router.flight import Flight
     from router.handoff import Leg
     from router.pool import Charge, Member
@@ -40,11 +40,25 @@ class LegStream:
         if self._member.lost:
             self.on_lost(Unavailable(f"worker {self._member.worker_id} is gone"))
             return
+        forks = self._flight.forks_for(self._leg, self._member)
+        message.forks.extend(w.Fork(seed=fork.seed) for fork in forks)
         try:
-            self._stream_id = self._flight.fleet.link(self._member).submit(message, self)
+            first = self._flight.fleet.link(self._member).submit(message, self, forks)
             self._flight.fleet.placed(self._member)
         except PdserveError as error:
             self.on_lost(error)
+            return
+        for stream_id, stream in enumerate((self, *forks), start=first):
+            stream.submitted(stream_id)
+
+    def submitted(self, stream_id: int) -> None:
+        """It is known to its worker from now on."""
+        self._stream_id = stream_id
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of its answer."""
+        return self._flight.seed
 
     def on_delta(self, delta: StreamDelta) -> None:
         if self._prefilling:
@@ -52,6 +66,8 @@ class LegStream:
             self._charge.prefilled()
             if delta.error is None:
                 self._flight.fleet.succeeded(self._member)
+            if delta.token_ids:
+                self._flight.spoke(self._leg)
         if delta.finish_reason is not None:
             self._charge.release()
             if delta.error is not None and delta.error.code == WorkerFailed.code:

@@ -128,13 +128,22 @@ class RouterMetrics:
         self._fallbacks.labels(model, step, reason).inc()
 
     def answered(
-        self, model: str, usage: Usage, receipt: Receipt, *, ttft_s: float, e2e_s: float
+        self,
+        model: str,
+        usage: Usage,
+        receipt: Receipt,
+        *,
+        ttft_s: float,
+        e2e_s: float,
+        longest: int | None = None,
     ) -> None:
-        """A request was answered in full."""
+        """A request was answered in full; `longest` are the tokens of the longest answer, where
+        there are several."""
+        tokens = longest or usage.completion_tokens
         self._ttft.labels(model).observe(ttft_s)
         self._e2e.labels(model).observe(e2e_s)
-        if usage.completion_tokens > 1:
-            gap_s = (e2e_s - ttft_s) / (usage.completion_tokens - 1)
+        if tokens > 1:
+            gap_s = (e2e_s - ttft_s) / (tokens - 1)
             self._tpot.labels(model).observe(gap_s)
         self._queue.labels(model).observe(receipt.queue_s)
         self._prefill.labels(model).observe(receipt.prefill_s)

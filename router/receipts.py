@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.types import Receipt, Role, Usage
 from router.handoff import LegKind
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from router.handoff import Handoff
     from router.placement.context import Prediction
 
@@ -50,4 +53,26 @@ def build_receipt(
         first_token_source="" if first is None else first.role.value,
         fallbacks=tuple(handoff.fallbacks),
         predicted_ttft_s=0.0 if prediction is None else prediction.ttft_s,
+    )
+
+
+def usage_of_all(usages: Sequence[Usage]) -> Usage:
+    """Of several answers to one prompt, which is counted once."""
+    first = usages[0]
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    return Usage(first.prompt_tokens, completion_tokens, first.cached_tokens)
+
+
+def receipt_of_all(receipts: Sequence[Receipt]) -> Receipt:
+    """Of several answers to one prompt: they pass side by side, so the longest of each phase. Where
+    the phases ran is said of the answer whose KV was moved for all of them."""
+    base = next((receipt for receipt in receipts if receipt.transport), receipts[0])
+    return replace(
+        base,
+        queue_s=max(receipt.queue_s for receipt in receipts),
+        prefill_s=max(receipt.prefill_s for receipt in receipts),
+        decode_s=max(receipt.decode_s for receipt in receipts),
+        transfer_bytes=sum(receipt.transfer_bytes for receipt in receipts),
+        transfer_blocks=sum(receipt.transfer_blocks for receipt in receipts),
+        fallbacks=tuple(name for receipt in receipts for name in receipt.fallbacks),
     )

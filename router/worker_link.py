@@ -24,6 +24,8 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.errors import PdserveError
     from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerLoad
@@ -106,20 +108,23 @@ class WorkerLink:
         """Attach in the background."""
         self._task = asyncio.create_task(self._run(), name=f"link-{self._member.worker_id}")
 
-    def submit(self, submit: w.Submit, sink: DeltaSink) -> int:
-        """Send `submit` under a new stream id, which is returned. Raises WorkerFailed where the
-        link is down and Overloaded where the worker does not read its commands."""
+    def submit(self, submit: w.Submit, sink: DeltaSink, forks: Sequence[DeltaSink] = ()) -> int:
+        """Send `submit` under a new stream id, which is returned; those of its forks, whose sinks
+        are `forks`, follow it. Raises WorkerFailed where the link is down and Overloaded where the
+        worker does not read its commands."""
         if self._outgoing is None:
             raise WorkerFailed(f"worker {self._member.worker_id} is not attached")
-        self._last_stream_id += 1
-        submit.stream_id = self._last_stream_id
+        submit.stream_id = self._last_stream_id + 1
+        for stream_id, fork in enumerate(submit.forks, start=submit.stream_id + 1):
+            fork.stream_id = stream_id
+        self._last_stream_id += 1 + len(forks)
         try:
             self._outgoing.put_nowait(w.Command(submit=submit))
         except asyncio.QueueFull:
             raise Overloaded(
                 f"worker {self._member.worker_id} does not read its commands"
             ) from None
-        self._sinks[submit.stream_id] = sink
+        self._sinks.update(enumerate((sink, *forks), start=submit.stream_id))
         return submit.stream_id
 
     def cancel(self, stream_id: int, *, ended: bool = False) -> None:

@@ -18,7 +18,10 @@ Promises of every implementation (tests/unit/workers/test_engine_contract.py hol
     strings, grammars, minimum and maximum lengths go on as if this engine had sampled them.
 7.  `cancel` is idempotent, frees the stream's blocks on both sides of a transfer, and may be called
     for a stream that is not known.
-8.  `close` ends everything, at once, and returns with no thread or process of the engine alive.
+8.  A fork begins, from the bare prompt, when the prompt's KV is in this engine, and shares its
+    blocks; from then on it is a stream like any other. Where its leader ends before that, the fork
+    ends with a `transfer_failed` error and without tokens.
+9.  `close` ends everything, at once, and returns with no thread or process of the engine alive.
 """
 
 from __future__ import annotations
@@ -71,8 +74,17 @@ Phase = PrefillPhase | DecodePhase | AggregatedPhase
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """One more answer to the same prompt, as a stream of its own."""
+
+    stream_id: int
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
-    """One request as an engine gets it. `stream_id` is unique in this engine's process."""
+    """One request as an engine gets it. `stream_id` is unique in this engine's process. Prefill
+    work has no forks."""
 
     stream_id: int
     request_id: str
@@ -80,6 +92,12 @@ class Work:
     sampling: SamplingParams
     phase: Phase
     resume_token_ids: tuple[int, ...] = ()
+    forks: tuple[Fork, ...] = ()
+
+    @property
+    def stream_ids(self) -> list[int]:
+        """Its own, and those of its forks."""
+        return [self.stream_id, *(fork.stream_id for fork in self.forks)]
 
 
 @dataclass(frozen=True, slots=True)

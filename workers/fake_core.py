@@ -25,6 +25,7 @@ from workers.fake_cache import FakeCache
 from workers.fake_sequence import FakeSequence, Handoff
 from workers.fake_settings import FakeFaults, FakeShape
 from workers.fake_transfers import SourceTransfers, TransferState
+from workers.forks import WaitingForks
 
 if TYPE_CHECKING:
     from pdserve.types import ModelInfo, TransferReport
@@ -59,6 +60,7 @@ class FakeCore:
         self._running: dict[int, FakeSequence] = {}
         self._planned: list[int] = []
         self._ended: list[StreamDelta] = []
+        self._forks = WaitingForks()
         self._cache = None
         if shape.prefix_cache:
             self._cache = FakeCache(model.name, shape.block_size, shape.total_blocks)
@@ -71,22 +73,28 @@ class FakeCore:
         try:
             blocks = self._blocks_needed(work)
         except PdserveError as error:
-            self._refuse(work.stream_id, error)
+            for stream_id in work.stream_ids:
+                self._refuse(stream_id, error)
             return
+        self._forks.add(work, now)
         if isinstance(work.phase, PrefillPhase):
             self.transfers.open(work.phase.transfer_id, work.stream_id, work.request_id)
         self._waiting.append(FakeSequence(work, self._model.vocab_size, blocks, now))
 
     def cancel(self, stream_id: int) -> None:
         """Frees all that the stream holds, here and under a lease."""
+        if self._forks.discard(stream_id):
+            return
+        self._end_forks(stream_id)
         self._free += self.transfers.drop_stream(stream_id, "the prefill was cancelled")
         sequence = self._receiving.pop(stream_id, None) or self._running.pop(stream_id, None)
         if sequence is not None:
-            self._free += sequence.blocks
+            self._free += sequence.give_back()
             return
         for waiting in self._waiting:
             if waiting.work.stream_id == stream_id:
                 self._waiting.remove(waiting)
+                self._free += waiting.give_back() - waiting.blocks
                 return
 
     def plan(self, now: float) -> StepPlan:
@@ -137,6 +145,7 @@ class FakeCore:
             sequence.receive(handoff, report)
             self._remember(sequence)
             self._running[stream_id] = sequence
+            self._begin_forks(sequence)
 
     def fail_transfer(self, stream_id: int, reason: str) -> None:
         """KV of a decode request will not come."""
@@ -144,6 +153,7 @@ class FakeCore:
         if sequence is not None:
             self._free += sequence.blocks
             self._refuse(stream_id, TransferFailed(reason))
+            self._end_forks(stream_id)
 
     def release(self, transfer_id: str, reason: str) -> None:
         """The decode worker has the blocks, or gave up: they are free, whatever their state."""
@@ -156,8 +166,10 @@ class FakeCore:
     def end_all(self, error: PdserveError) -> list[StreamDelta]:
         """The engine is dead: the last deltas of every stream that had none yet."""
         sequences = (*self._waiting, *self._receiving.values(), *self._running.values())
-        deltas = self._ended + [ended_by(x.work.stream_id, error) for x in sequences]
+        stream_ids = [*(x.work.stream_id for x in sequences), *self._forks.stream_ids]
+        deltas = self._ended + [ended_by(x, error) for x in stream_ids]
         self._ended = []
+        self._forks = WaitingForks()
         self._waiting.clear()
         self._receiving.clear()
         self._running.clear()
@@ -199,10 +211,12 @@ class FakeCore:
         work = sequence.work
         if sequence.kv is None and self.faults.fails_prefill(work.request_id):
             self._leave(sequence, None)
+            self._end_forks(work.stream_id)
             error = WorkerFailed("a scripted fault failed the prefill")
             return ended_by(work.stream_id, error)
         if sequence.kv is None:
             self._remember(sequence)
+        self._begin_forks(sequence)
         delta, handoff = sequence.advance(now)
         if self._shape.clock_text and delta.token_ids:
             delta = replace(delta, text=f"{now:.6f} ")
@@ -221,7 +235,22 @@ class FakeCore:
             if handoff is not None and self.transfers.ready(phase.transfer_id, handoff):
                 return
             self.transfers.drop(phase.transfer_id, "the answer ended at prefill")
-        self._free += sequence.blocks
+        self._free += sequence.give_back()
+
+    def _begin_forks(self, leader: FakeSequence) -> None:
+        """The KV of the leader's prompt is here. A prompt's last token is each answer's own: its
+        block is computed again."""
+        shared = (len(leader.work.prompt_token_ids) - 1) // self._shape.block_size
+        for work, submitted in self._forks.take(leader.work.stream_id):
+            fork = FakeSequence(
+                work, self._model.vocab_size, self._blocks_needed(work) - shared, submitted
+            )
+            fork.cached_tokens = shared * self._shape.block_size
+            leader.share(fork, shared)
+            self._waiting.append(fork)
+
+    def _end_forks(self, leader: int) -> None:
+        self._ended += self._forks.end(leader)
 
     def _refuse(self, stream_id: int, error: PdserveError) -> None:
         self._ended.append(ended_by(stream_id, error))

@@ -25,6 +25,14 @@ class Handoff:
 
 
 @dataclass(slots=True)
+class _SharedBlocks:
+    """Blocks of a prompt that several answers go on from."""
+
+    blocks: int
+    users: int = 1
+
+
+@dataclass(slots=True)
 class FakeSequence:
     """Mutable state of one request; only the core changes it.
 
@@ -42,6 +50,7 @@ class FakeSequence:
     generated: list[int] = field(default_factory=list)
     transfer: TransferReport | None = None
     cached_tokens: int = 0
+    shared: _SharedBlocks | None = None
     text: FakeText = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +71,21 @@ class FakeSequence:
     @property
     def is_decode(self) -> bool:
         return isinstance(self.work.phase, DecodePhase)
+
+    def share(self, fork: FakeSequence, blocks: int) -> None:
+        """`fork` has the first `blocks` of this sequence, which are free when both are gone."""
+        if self.shared is None:
+            self.shared, self.blocks = _SharedBlocks(blocks), self.blocks - blocks
+        self.shared.users += 1
+        fork.shared = self.shared
+
+    def give_back(self) -> int:
+        """The blocks that are free when this sequence is gone."""
+        shared, self.shared = self.shared, None
+        if shared is None:
+            return self.blocks
+        shared.users -= 1
+        return self.blocks if shared.users else self.blocks + shared.blocks
 
     def receive(self, handoff: Handoff, report: TransferReport) -> None:
         """Takes KV and first token from the prefill worker."""

@@ -183,7 +183,8 @@ class WorkerService(WorkerServicer):
         except Exception:
             logger.exception("submit of request %s failed", submit.request_id)
             error = InternalError("the worker could not take the request")
-            self._worker.refuse(session, submit.stream_id, error)
+            for stream_id in (submit.stream_id, *(fork.stream_id for fork in submit.forks)):
+                self._worker.refuse(session, stream_id, error)
 
 
 def _error_of(session: Session, *tasks: asyncio.Task[None]) -> PdserveError | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pdserve import wire
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role
-from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work
+from workers.engine import AggregatedPhase, DecodePhase, Fork, Phase, PrefillPhase, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,19 +23,26 @@ _PHASES: dict[Role, tuple[type[Phase], ...]] = {
 }
 
 
-def work_from_pb(submit: w.Submit, *, stream_id: int, role: Role, has_kv: bool) -> Work:
-    """The work of `submit` under the engine's own `stream_id`."""
+def work_from_pb(submit: w.Submit, *, stream_ids: Sequence[int], role: Role, has_kv: bool) -> Work:
+    """The work of `submit` under the engine's own `stream_ids`: its own, and one a fork."""
     if not submit.sampling.HasField("max_tokens"):
         raise InvalidRequest("max_tokens is missing", field="max_tokens")
+    phase = _phase(submit, role, has_kv=has_kv)
+    if submit.forks and isinstance(phase, PrefillPhase):
+        raise InvalidRequest("prefill work cannot be forked", field="forks")
     return Work(
-        stream_id=stream_id,
+        stream_id=stream_ids[0],
         request_id=_present("request_id", submit.request_id),
         prompt_token_ids=tuple(submit.prompt_token_ids),
         sampling=wire.sampling_from_pb(
             submit.sampling, default_max_tokens=submit.sampling.max_tokens
         ),
-        phase=_phase(submit, role, has_kv=has_kv),
+        phase=phase,
         resume_token_ids=tuple(submit.resume_token_ids),
+        forks=tuple(
+            Fork(stream_id, fork.seed if fork.HasField("seed") else None)
+            for stream_id, fork in zip(stream_ids[1:], submit.forks, strict=True)
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -41,32 +41,22 @@ from pdserve.types import (
 )
 from workers import sampling, text_state, vllm_cache
 from workers.engine import AggregatedPhase, DecodePhase, EngineInfo, PrefillPhase
+from workers.forks import WaitingForks, forks_of
 from workers.kv_params import handle_of, params_for
 from workers.load import LoadBoard, usable_blocks
 from workers.vllm_args import engine_args, settings_in_effect
+from workers.vllm_outputs import OpenStream, finish_reason_of, report_of
 from workers.vllm_refusals import refusal
 from workers.vllm_steps import StepWatch
 
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.step_moments import StepMoments
-    from pdserve.types import TransferReport
     from workers.cache_mirror import CacheChange
     from workers.engine import Work
     from workers.vllm_settings import VllmSettings
 
 KvLook = Callable[[], "KvSnapshot"]
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One open request: `state` is vLLM's output side of it, `submitted` a monotonic time."""
-
-    work: Work
-    vllm_id: str
-    state: Any
-    submitted: float
-    transfer: TransferReport | None = None
 
 
 class VllmCore:
@@ -86,8 +76,9 @@ class VllmCore:
         self._connector = self._scheduler.get_kv_connector()
         self._recorder = StepRecorder()
         StepWatch(self._scheduler, self._recorder, time.monotonic)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, OpenStream] = {}
         self._keys: dict[int, str] = {}
+        self._forks = WaitingForks()
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
         self.is_idle = False
         self._cache_events = vllm_cache.watch(
@@ -184,7 +175,7 @@ class VllmCore:
 
     @property
     def open_streams(self) -> list[int]:
-        return list(self._keys)
+        return [*self._keys, *self._forks.stream_ids]
 
     def has_work(self) -> bool:
         """True while a step can change something: also while blocks of ended requests are held."""
@@ -202,8 +193,20 @@ class VllmCore:
             engine_requests=requests,
         )
 
-    def add(self, work: Work, submitted: float) -> StreamDelta | None:
-        """Takes `work` in. Returns its last delta if it ends here: refused, or already finished."""
+    def add(self, work: Work, submitted: float) -> list[StreamDelta]:
+        """Takes `work` in. Returns last deltas of what ends here: refused, or already finished."""
+        ended = self._add_one(work, submitted)
+        if ended is not None and ended.error is not None:
+            forks = [replace(ended, stream_id=fork.stream_id) for fork in work.forks]
+            return [ended, *forks]
+        deltas = [] if ended is None else [ended]
+        if not isinstance(work.phase, DecodePhase):
+            began = [self._add_one(fork, submitted) for fork in forks_of(work)]
+            return deltas + [delta for delta in began if delta is not None]
+        self._forks.add(work, submitted)
+        return deltas if ended is None else deltas + self._forks.end(work.stream_id)
+
+    def _add_one(self, work: Work, submitted: float) -> StreamDelta | None:
         key = f"{work.request_id}/{work.stream_id}"
         try:
             self._check(work)
@@ -214,8 +217,9 @@ class VllmCore:
         except (PdserveError, VLLMClientError, ValueError) as error:
             self._engine.abort_request([key])  # what it may have registered before it refused
             return refusal(work, error)
-        stream = _Stream(
-            work, vllm_id, self._engine.output_processor.request_states[vllm_id], submitted
+        state = self._engine.output_processor.request_states[vllm_id]
+        stream = OpenStream(
+            work, vllm_id, state, submitted, has_kv=not isinstance(work.phase, DecodePhase)
         )
         self._streams[key] = stream
         self._keys[work.stream_id] = key
@@ -250,12 +254,23 @@ class VllmCore:
                 field="resume_token_ids",
             )
 
-    def cancel(self, stream_id: int) -> None:
+    def cancel(self, stream_id: int) -> list[StreamDelta]:
+        """Returns the last deltas of the forks that waited for it."""
+        if self._forks.discard(stream_id):
+            return []
         key = self._keys.pop(stream_id, None)
         if key is not None:
             self._engine.abort_request([self._streams.pop(key).vllm_id], internal=True)
         elif (held := self._held.pop(stream_id, None)) is not None:
             self._connector.release(held)
+        return self._forks.end(stream_id)
+
+    def _begin_forks(self, stream: OpenStream) -> list[StreamDelta]:
+        """The KV of the stream's prompt is here. vLLM schedules requests that hold blocks before
+        new ones, so these find its blocks in the prefix cache in the step that continues it."""
+        stream.has_kv = True
+        began = [self._add_one(*fork) for fork in self._forks.take(stream.work.stream_id)]
+        return [delta for delta in began if delta is not None]
 
     def cache_change(self) -> CacheChange | None:
         """What changed in the prefix cache since the last call, or None."""
@@ -264,7 +279,7 @@ class VllmCore:
     def step(self) -> list[StreamDelta]:
         """One step of the engine; the deltas of all requests that it moved."""
         outputs = self._engine.step()
-        deltas = [self._delta(output) for output in outputs]
+        deltas = [delta for output in outputs for delta in self._deltas(output)]
         deltas += self._take_arrivals()
         # With nothing running, a step only looks after transfers.
         self.is_idle = not outputs and not self._scheduler.running
@@ -283,11 +298,12 @@ class VllmCore:
             if stream is None:
                 continue
             stream.transfer = arrival.report
+            ended += self._begin_forks(stream)
             if stopped := text_state.feed(stream.state, arrival.token_ids):
                 ended.append(self._end_at_seam(stream, stopped))
         return ended
 
-    def _end_at_seam(self, stream: _Stream, stopped: str) -> StreamDelta:
+    def _end_at_seam(self, stream: OpenStream, stopped: str) -> StreamDelta:
         self.cancel(stream.work.stream_id)
         return StreamDelta(
             stream.work.stream_id,
@@ -296,14 +312,22 @@ class VllmCore:
             report=PhaseReport(transfer=stream.transfer),
         )
 
-    def _delta(self, output: Any) -> StreamDelta:
+    def _deltas(self, output: Any) -> list[StreamDelta]:
         stream = self._streams[output.request_id]
+        forks: list[StreamDelta] = []
+        if not stream.has_kv and output.outputs[0].token_ids:
+            forks = self._begin_forks(stream)  # a connector that hands over in turn says no more
+        elif output.finished:
+            forks = self._forks.end(stream.work.stream_id)
+        return [self._delta(stream, output), *forks]
+
+    def _delta(self, stream: OpenStream, output: Any) -> StreamDelta:
         work, made = stream.work, output.outputs[0]
         text, finish, error, report, handle = made.text, None, None, None, b""
         if output.finished:
             del self._streams[output.request_id], self._keys[work.stream_id]
-            finish = _finish_reason(made.finish_reason)
-            report = _report(stream, output)
+            finish = finish_reason_of(made.finish_reason)
+            report = report_of(stream, output)
             if finish is FinishReason.ERROR:
                 error = self._failure(stream)
             elif isinstance(work.phase, PrefillPhase):
@@ -328,13 +352,13 @@ class VllmCore:
             kv_handle=handle,
         )
 
-    def _remember_held(self, stream: _Stream) -> None:
+    def _remember_held(self, stream: OpenStream) -> None:
         """A late cancel still frees the blocks; those that were taken are forgotten here."""
         holds = self._connector.holds
         self._held = {s: vllm_id for s, vllm_id in self._held.items() if holds(vllm_id)}
         self._held[stream.work.stream_id] = stream.vllm_id
 
-    def _failure(self, stream: _Stream) -> ErrorInfo:
+    def _failure(self, stream: OpenStream) -> ErrorInfo:
         """vLLM says "error" and nothing else; which error it can be follows from the work."""
         if isinstance(stream.work.phase, DecodePhase):
             failure: ErrorInfo | None = self._connector.take_failure(stream.vllm_id)
@@ -352,28 +376,3 @@ class VllmCore:
         self._streams.clear()
         self._keys.clear()
         self._engine.engine_core.shutdown()
-
-
-def _finish_reason(reason: str) -> FinishReason:
-    # vLLM also ends what repeats itself, where asked to; a client sees that as a stop.
-    return FinishReason.STOP if reason == "repetition" else FinishReason(reason)
-
-
-def _report(stream: _Stream, output: Any) -> PhaseReport:
-    """Times from vLLM's own marks, all on the monotonic clock; a mark never reached is 0."""
-    marks = output.metrics
-    if not marks.scheduled_ts:
-        return PhaseReport(transfer=stream.transfer)
-    queue_s = max(0.0, marks.scheduled_ts - stream.submitted)
-    if isinstance(stream.work.phase, DecodePhase):
-        return PhaseReport(
-            queue_s=queue_s,
-            decode_s=max(0.0, marks.last_token_ts - marks.scheduled_ts),
-            transfer=stream.transfer,
-        )
-    return PhaseReport(
-        queue_s=queue_s,
-        prefill_s=max(0.0, marks.first_token_ts - marks.scheduled_ts),
-        decode_s=max(0.0, marks.last_token_ts - marks.first_token_ts),
-        cached_tokens=output.num_cached_tokens or 0,
-    )

@@ -101,7 +101,8 @@ class VllmEngine:
     def submit(self, work: Work) -> None:
         if not self._put(_Submitted(work, time.monotonic())):
             assert self._end is not None
-            self._loop.call_soon(self._on_step, [_ended(work.stream_id, self._end)])
+            ended = [_ended(stream_id, self._end) for stream_id in work.stream_ids]
+            self._loop.call_soon(self._on_step, ended)
 
     def cancel(self, stream_id: int) -> None:
         self._put(_Cancelled(stream_id))
@@ -226,10 +227,9 @@ class VllmEngine:
         for item in items:
             match item:
                 case _Submitted(work, at):
-                    if delta := core.add(work, at):
-                        ended.append(delta)
+                    ended += core.add(work, at)
                 case _Cancelled(stream_id):
-                    core.cancel(stream_id)
+                    ended += core.cancel(stream_id)
                 case _Looked():
                     self._kv_ranks, self._is_looking = core.kv_ranks(), False
         return ended
@@ -238,8 +238,9 @@ class VllmEngine:
         """Ends all streams with `end`, and every one that is submitted from here on."""
         with self._lock:
             self._end = end
-            waiting = [item.work.stream_id for item in self._inbox if isinstance(item, _Submitted)]
+            works = [item.work for item in self._inbox if isinstance(item, _Submitted)]
             self._inbox.clear()
+        waiting = [stream_id for work in works for stream_id in work.stream_ids]
         self._emit([_ended(stream_id, end) for stream_id in [*open_streams, *waiting]])
 
     def _emit(self, deltas: Sequence[StreamDelta]) -> None:

@@ -138,25 +138,27 @@ class Worker:
 
     def submit(self, session: Session, submit: w.Submit) -> None:
         """Gives work to the engine, or ends the request with the error that refuses it."""
-        stream_id = next(self._ids)
+        router_ids = [submit.stream_id, *(fork.stream_id for fork in submit.forks)]
+        stream_ids = [next(self._ids) for _ in router_ids]
         try:
-            if submit.stream_id in session.engine_ids:
+            if _is_taken(router_ids, session):
                 raise InvalidRequest("stream_id is in use on this stream", field="stream_id")
             if self._draining:
                 raise Unavailable("this worker is draining")
-            work = work_from_pb(submit, stream_id=stream_id, role=self.role, has_kv=self._has_kv)
+            work = work_from_pb(submit, stream_ids=stream_ids, role=self.role, has_kv=self._has_kv)
             seconds = deadline_s(submit)
         except PdserveError as error:
-            self.refuse(session, submit.stream_id, error)
+            for router_id in router_ids:
+                self.refuse(session, router_id, error)
             return
-        timer = None
-        if seconds is not None:
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(seconds, self._expire, stream_id, seconds)
-        session.engine_ids[submit.stream_id] = stream_id
-        self._streams[stream_id] = _Stream(
-            session, submit.stream_id, isinstance(work.phase, PrefillPhase), timer
-        )
+        is_prefill = isinstance(work.phase, PrefillPhase)
+        for router_id, stream_id in zip(router_ids, stream_ids, strict=True):
+            timer = None
+            if seconds is not None:
+                loop = asyncio.get_running_loop()
+                timer = loop.call_later(seconds, self._expire, stream_id, seconds)
+            session.engine_ids[router_id] = stream_id
+            self._streams[stream_id] = _Stream(session, router_id, is_prefill, timer)
         self._idle.clear()
         self._engine.submit(work)
 
@@ -279,3 +281,10 @@ def _end_frame(router_stream_id: int, error: PdserveError) -> w.StepFrame:
         error=wire.error_to_pb(error),
     )
     return w.StepFrame(deltas=[delta])
+
+
+def _is_taken(router_ids: Sequence[int], session: Session) -> bool:
+    """Whether one of the ids names an open stream, or two of them the same."""
+    return len(set(router_ids)) < len(router_ids) or any(
+        x in session.engine_ids for x in router_ids
+    )

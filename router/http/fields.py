@@ -67,7 +67,7 @@ _SHARED: dict[str, Rule] = {
 COMPLETIONS: dict[str, Rule] = {
     **_SHARED,
     **_honoured("prompt"),
-    "best_of": _only(1, why="only one answer a request is made"),
+    "best_of": _only(1, why="answers are not ranked; n gives several"),
     "echo": _only(False, why="the prompt is not repeated"),
     "suffix": _only(why="insertion is not supported"),
 }

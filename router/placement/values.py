@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,8 @@ NO_TOKENS_CACHED: Mapping[str, int] = MappingProxyType({})
 class Demand:
     """What a request asks of the pool, in tokens. `prefill_only` asks for one token alone; `avoid`
     are workers to be taken only for want of others; `barred` are pairs (prefill, decode) that must
-    not exchange KV now. `token_ids` is the prompt, for those who know what is cached of it."""
+    not exchange KV now. `token_ids` is the prompt, for those who know what is cached of it. Of
+    `kv_tokens` each of the `forks`, answers beyond the first, has `fork_tokens`."""
 
     model: str
     prompt_tokens: int
@@ -32,6 +33,13 @@ class Demand:
     barred: frozenset[tuple[str, str]] = frozenset()
     request_id: str = ""
     token_ids: tuple[int, ...] = field(default=(), repr=False)
+    forks: int = 0
+    fork_tokens: int = 0
+
+    def without_forks(self) -> Demand:
+        """What one of the answers asks by itself."""
+        kv_tokens = self.kv_tokens - self.forks * self.fork_tokens
+        return replace(self, kv_tokens=kv_tokens, forks=0, fork_tokens=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,7 +52,12 @@ class Pair:
     mint: Callable[[str], str] = lambda transfer_id: ""
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, resume: Sequence[int] = ()
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        resume: Sequence[int] = (),
+        fork_seeds: Sequence[int | None] = (),
     ) -> tuple[int, int]:
         """Both at once, as the coordinator does; returns (prefill stream, decode stream)."""
         transfer_id = f"t{next(_TRANSFERS)}"
@@ -60,7 +65,7 @@ class Pair:
         source = DecodePhase(transfer_id, self.prefill.addresses, self.epoch, capability)
         return (
             self.prefill.submit(prompt, sampling, PrefillPhase(transfer_id), resume=resume),
-            self.decode.submit(prompt, sampling, source, resume=resume),
+            self.decode.submit(prompt, sampling, source, resume=resume, fork_seeds=fork_seeds),
         )
 
     async def collect(self, streams: tuple[int, int]) -> Joined:

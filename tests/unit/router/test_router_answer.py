@@ -12,6 +12,7 @@ from pdserve.types import FinishReason, PositionLogprobs, Receipt, TokenLogprob,
 from router.answer import AnswerBuffer, AnswerDelta, AnswerStream, BufferLimits
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from contextlib import ExitStack
 
 
@@ -83,12 +84,23 @@ async def test_answers_of_different_index_are_not_merged() -> None:
     buffer = AnswerBuffer(BufferLimits())
     for index, token in ((0, 1), (0, 2), (1, 3), (0, 4)):
         buffer.push(AnswerDelta((token,), index=index))
-    read = [await buffer.get() for _ in range(3)]
-    assert read == [
-        AnswerDelta((1, 2), index=0),
-        AnswerDelta((3,), index=1),
-        AnswerDelta((4,), index=0),
-    ]
+    read = [await buffer.get() for _ in range(2)]
+    assert read == [AnswerDelta((1, 2, 4), index=0), AnswerDelta((3,), index=1)]
+
+
+async def test_the_usage_of_all_answers_is_read_last() -> None:
+    buffer = AnswerBuffer(BufferLimits())
+    for index, usage in ((0, None), (1, None), (2, None), (1, None), (0, Usage(1, 9))):
+        buffer.push(AnswerDelta((index,), index=index, usage=usage))
+    buffer.end()
+    read = [delta async for delta in _deltas(buffer)]
+    assert [(x.index, x.token_ids) for x in read] == [(1, (1, 1)), (2, (2,)), (0, (0, 0))]
+    assert read[-1].usage == Usage(1, 9)
+
+
+async def _deltas(buffer: AnswerBuffer) -> AsyncIterator[AnswerDelta]:
+    while (delta := await buffer.get()) is not None:
+        yield delta
 
 
 @pytest.mark.parametrize(

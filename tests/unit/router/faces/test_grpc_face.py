@@ -91,7 +91,7 @@ BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
     (ask(service_class=9), INVALID, VALUE, "service_class"),
     (with_unknown_field(ask()), INVALID, UNKNOWN, "99"),
     (with_unknown_sampling(), INVALID, UNKNOWN, "sampling.99"),
-    (sampled(n=2), INVALID, UNSUPPORTED, "n"),
+    (sampled(n=2, seed=-3), INVALID, VALUE, "seed"),
     (sampled(n=0), INVALID, VALUE, "n"),
     (sampled(max_tokens=0), INVALID, VALUE, "max_tokens"),
     (sampled(min_tokens=64), INVALID, VALUE, "min_tokens"),
