@@ -95,6 +95,7 @@ class RouterServer:
         slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
         costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
         decisions = DecisionLog(config.decision_log_size)
+        metrics.watch_costs(costs, fleet.pool)
         coordinator = Coordinator(
             fleet,
             metrics=metrics,
@@ -114,7 +115,7 @@ class RouterServer:
         render, keys = coordinator.metrics.render, Keys(config.tenants)
         services = Services(coordinator, intake, self._open_requests, render, keys)
         generation = Generation(coordinator, intake, self._open_requests, keys)
-        grpc_address = await self._start_grpc(generation, Registry(fleet), Admin(decisions))
+        grpc_address = await self._start_grpc(generation, Registry(fleet, costs), Admin(decisions))
         http_address = await self._start_http(services)
         return RouterAddresses(http=http_address, grpc=grpc_address)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.kv_metrics import Labelled
     from pdserve.types import Receipt, Usage
+    from router.cost.book import CostBook
     from router.pool import WorkerPool
 
 _SECONDS = (
@@ -54,6 +55,26 @@ class _Workers(Collector):
         )
         for labels, count in sorted(tally.items()):
             family.add_metric(labels, count)
+        yield family
+
+
+class _Goodput(Collector):
+    """Only of the models that it is known of."""
+
+    def __init__(self, costs: CostBook, pool: WorkerPool) -> None:
+        self._costs = costs
+        self._pool = pool
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "pdserve_pd_goodput_ratio",
+            "Goodput with prefill apart over that of as many aggregated workers, as modelled.",
+            labels=("model",),
+        )
+        for model in sorted(self._pool.models()):
+            ratio = self._costs.reading(model).ratio
+            if ratio is not None:
+                family.add_metric((model,), ratio)
         yield family
 
 
@@ -110,6 +131,10 @@ class RouterMetrics:
         """Report the pool's members from now on."""
         self.registry.register(_Workers(pool))
         self.registry.register(KvCollector(lambda: _kv_reports(pool)))
+
+    def watch_costs(self, costs: CostBook, pool: WorkerPool) -> None:
+        """Report whether prefill apart helps, from now on."""
+        self.registry.register(_Goodput(costs, pool))
 
     def watch_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Report `read()` as the gauge `pdserve_<name>` from now on."""

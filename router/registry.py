@@ -12,11 +12,13 @@ from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
 from router.breaker import BreakerState
+from router.cost.wire import costs_to_pb, steps_to_pb
 
 if TYPE_CHECKING:
     from typing import Any
 
     from router.breaker import Breaker
+    from router.cost.book import CostBook
     from router.fleet import Fleet
     from router.pool import Member
 
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 class Registry(RegistryServicer):
     """A face of the fleet: no state of its own."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, costs: CostBook | None = None) -> None:
         self._fleet = fleet
+        self._costs = costs
 
     async def Register(  # noqa: N802
         self, request: w.RegisterRequest, context: Context
@@ -72,7 +75,10 @@ class Registry(RegistryServicer):
         now = self._fleet.now()
         members = self._fleet.pool.members.values()
         return w.ListWorkersResponse(
-            workers=[_entry(member, now) for member in members],
+            workers=[self._entry(member, now) for member in members],
+            costs=()
+            if self._costs is None
+            else costs_to_pb(self._costs, self._fleet.pool.models()),
             quarantined=[
                 w.QuarantinedPair(
                     prefill_worker=pair.prefill,
@@ -84,6 +90,12 @@ class Registry(RegistryServicer):
                 for pair in self._fleet.quarantine.listed(now)
             ],
         )
+
+    def _entry(self, member: Member, now: float) -> w.WorkerEntry:
+        entry = _entry(member, now)
+        if self._costs is not None and member.steps is not None:
+            entry.steps.CopyFrom(steps_to_pb(self._costs.step_model(member.worker_id)))
+        return entry
 
 
 def _entry(member: Member, now: float) -> w.WorkerEntry:

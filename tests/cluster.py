@@ -186,6 +186,12 @@ class Cluster:
         self._engines[name], self.workers[name] = engine, server
         return server
 
+    async def costs(self) -> w.ModelCosts:
+        """What the router says of its one model's costs."""
+        reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+        (costs,) = reply.costs
+        return costs
+
     async def entries(self) -> dict[str, w.WorkerEntry]:
         """What the router says of its workers."""
         reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)

@@ -58,7 +58,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 async def collect(address: str, timeout_s: float) -> dict[str, Any]:
-    """`workers`, a row each; `unpaired`, a row for each two that cannot exchange KV; and
+    """`workers`, a row each; `unpaired`, a row for each two that cannot exchange KV;
+    `costs`, one for each model (whether P/D helps now, and how far predictions were off); and
     `quarantined`, one for each two that the router keeps apart because KV came damaged. Raises
     PdserveError where the router does not answer."""
     import grpc.aio
@@ -81,6 +82,7 @@ async def collect(address: str, timeout_s: float) -> dict[str, Any]:
         "workers": sorted(rows, key=lambda row: str(row["worker_id"])),
         "unpaired": _unpaired(listed.workers),
         "quarantined": [_plain(pair) for pair in listed.quarantined],
+        "costs": [_plain(costs) for costs in listed.costs],
     }
 
 
@@ -138,6 +140,7 @@ def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> dict[str, Any]:
         "lease_remaining_s": round(entry.lease_remaining_s, 3),
         "breaker": _plain(entry.breaker) if entry.HasField("breaker") else None,
         "unhealthy": entry.unhealthy,
+        "steps": _plain(entry.steps) if entry.HasField("steps") else None,
         "load": None,
         "ledger": None,
         "kv": None,

@@ -50,6 +50,20 @@ def show(address: str, found: dict[str, list[Row]], console: Console | None = No
         "[bold]kept apart[/], for KV between them failed:",
         [_kept_apart(row) for row in found["quarantined"]],
     )
+    _list(
+        console,
+        "[bold]does P/D help?[/]",
+        [line for row in found.get("costs", []) for line in _costs(row)],
+    )
+
+
+def _costs(row: Row) -> list[str]:
+    """The meter's words, and how far predictions were off."""
+    lines = [f"{row['model']}: {row['text']}"]
+    ratios = ", ".join(
+        f"{x['what']} {x['p50']:.2f} ({x['p10']:.2f} to {x['p90']:.2f})" for x in row["predictions"]
+    )
+    return [*lines, f"  predicted / actual, median (p10 to p90): {ratios}"] if ratios else lines
 
 
 def _list(console: Console, title: str, lines: Sequence[str]) -> None:

@@ -218,12 +218,66 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "quarantined")
+    __slots__ = ("workers", "quarantined", "costs")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     quarantined: _containers.RepeatedCompositeFieldContainer[QuarantinedPair]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[QuarantinedPair, _Mapping]]] = ...) -> None: ...
+    costs: _containers.RepeatedCompositeFieldContainer[ModelCosts]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[QuarantinedPair, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[ModelCosts, _Mapping]]] = ...) -> None: ...
+
+class ModelCosts(_message.Message):
+    __slots__ = ("model", "text", "requests", "measured", "modelled", "aggregated", "goodput_ratio", "stall_s", "predictions")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    MODELLED_FIELD_NUMBER: _ClassVar[int]
+    AGGREGATED_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    text: str
+    requests: int
+    measured: float
+    modelled: float
+    aggregated: float
+    goodput_ratio: float
+    stall_s: float
+    predictions: _containers.RepeatedCompositeFieldContainer[PredictionRatio]
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., requests: _Optional[int] = ..., measured: _Optional[float] = ..., modelled: _Optional[float] = ..., aggregated: _Optional[float] = ..., goodput_ratio: _Optional[float] = ..., stall_s: _Optional[float] = ..., predictions: _Optional[_Iterable[_Union[PredictionRatio, _Mapping]]] = ...) -> None: ...
+
+class PredictionRatio(_message.Message):
+    __slots__ = ("what", "count", "p10", "p50", "p90")
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P10_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P90_FIELD_NUMBER: _ClassVar[int]
+    what: str
+    count: int
+    p10: float
+    p50: float
+    p90: float
+    def __init__(self, what: _Optional[str] = ..., count: _Optional[int] = ..., p10: _Optional[float] = ..., p50: _Optional[float] = ..., p90: _Optional[float] = ...) -> None: ...
+
+class StepCosts(_message.Message):
+    __slots__ = ("coefficients", "prefill_steps", "decode_steps", "prefill_end", "error", "chunk_tokens")
+    COEFFICIENTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_END_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    coefficients: _containers.RepeatedScalarFieldContainer[float]
+    prefill_steps: float
+    decode_steps: float
+    prefill_end: int
+    error: float
+    chunk_tokens: int
+    def __init__(self, coefficients: _Optional[_Iterable[float]] = ..., prefill_steps: _Optional[float] = ..., decode_steps: _Optional[float] = ..., prefill_end: _Optional[int] = ..., error: _Optional[float] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class QuarantinedPair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "remaining_s", "strikes", "reason")
@@ -252,7 +306,7 @@ class Breaker(_message.Message):
     def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., remaining_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class WorkerEntry(_message.Message):
-    __slots__ = ("info", "load", "state", "outstanding_requests", "outstanding_tokens", "lease_remaining_s", "breaker", "unhealthy")
+    __slots__ = ("info", "load", "state", "outstanding_requests", "outstanding_tokens", "lease_remaining_s", "breaker", "unhealthy", "steps")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +315,7 @@ class WorkerEntry(_message.Message):
     LEASE_REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     BREAKER_FIELD_NUMBER: _ClassVar[int]
     UNHEALTHY_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     load: WorkerLoad
     state: str
@@ -269,7 +324,8 @@ class WorkerEntry(_message.Message):
     lease_remaining_s: float
     breaker: Breaker
     unhealthy: str
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., lease_remaining_s: _Optional[float] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ...) -> None: ...
+    steps: StepCosts
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., lease_remaining_s: _Optional[float] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., steps: _Optional[_Union[StepCosts, _Mapping]] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "batch")

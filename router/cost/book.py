@@ -9,10 +9,13 @@ from pdserve.step_moments import StepMoments, pooled
 from pdserve.types import Role
 from router.cost.accuracy import Accuracy, ratios
 from router.cost.backlog import Backlog
+from router.cost.meter import Reading, Window, read
 from router.cost.objective import Slo, cost_s
+from router.cost.replay import Pool
 from router.cost.step_model import Batch, fit_steps, prompt_work
 from router.cost.transfer_model import TransferModel
 from router.placement.context import Prediction
+from router.pool import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 # A model is fitted anew when its worker has reported since and this long has passed.
 REFIT_S = 2.0
 PRIOR_S = 5.0
+READING_S = 5.0
 
 # A model, and the size of a prompt in powers of two: habits are kept by it.
 SizeClass = tuple[str, int]
@@ -40,7 +44,8 @@ class _Fitted:
 
 class CostBook:
     """The router's `CostModel`. State: the models fitted so far, the priors of each model name, the
-    backlog, transfers, how far predictions were off, and which way requests of a size went last.
+    backlog, transfers, how far predictions were off, and which way requests of a size went last,
+    and recent outcomes.
     `on_ratio` is told each predicted over actual, with its model and kind."""
 
     def __init__(
@@ -61,6 +66,8 @@ class CostBook:
         self._fitted: dict[str, _Fitted] = {}
         self._priors: dict[str, tuple[StepMoments, float]] = {}
         self._local: dict[SizeClass, bool] = {}
+        self._windows: dict[str, Window] = {}
+        self._readings: dict[str, tuple[Reading, float]] = {}
 
     def step_model(self, worker: str) -> StepModel | None:
         """What is known of a worker's steps; None of one that is not registered."""
@@ -201,6 +208,7 @@ class CostBook:
     def answered(self, prediction: Prediction | None, outcome: Outcome) -> None:
         """A request ended well, at its first attempt."""
         model = outcome.model
+        self._windows.setdefault(model, Window()).add(outcome)
         if outcome.exposed_transfer_s is not None:
             pair = (outcome.prefill_worker, outcome.decode_worker)
             self.transfers.observe(model, pair, outcome.prompt_tokens, outcome.exposed_transfer_s)
@@ -208,6 +216,29 @@ class CostBook:
             for kind, ratio in ratios(prediction, outcome):
                 self.accuracy.add(model, kind, ratio)
                 self._on_ratio(model, kind, ratio)
+
+    def reading(self, model: str) -> Reading:
+        """Whether prefill apart helps `model` now; as old as READING_S at most."""
+        now = self._clock()
+        known = self._readings.get(model)
+        if known is not None and now - known[1] < READING_S:
+            return known[0]
+        recent = self._windows.get(model, Window()).recent(now)
+        found = read(
+            recent, self._pool_of(model, Role.PREFILL), self._pool_of(model, Role.DECODE), self.slo
+        )
+        self._readings[model] = (found, now)
+        return found
+
+    def _pool_of(self, model: str, role: Role) -> Pool | None:
+        """The ready workers of a role as one: the model of the first that is known."""
+        ready = [
+            m
+            for m in self._pool.of_model(model)
+            if m.info.role is role and m.state is MemberState.READY
+        ]
+        models = [x for m in ready if (x := self.step_model(m.worker_id)) is not None]
+        return Pool(models[0], len(ready)) if models else None
 
 
 def batch_of(candidate: Candidate) -> Batch:

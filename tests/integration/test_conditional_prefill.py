@@ -81,7 +81,7 @@ async def test_prefill_goes_where_everybody_waits_least() -> None:
         cluster.faults("decode-0", FakeFaults())
         receipt = await harmful
         assert receipt.first_token_source == "prefill"
-        assert receipt.predicted_ttft_s == pytest.approx(0.302, rel=0.1)
+        assert receipt.predicted_ttft_s == pytest.approx(0.302, rel=0.2)
         await asyncio.gather(*held)
 
         # A prompt of one token is the prefill worker's alone, and now holds it up.
@@ -91,6 +91,13 @@ async def test_prefill_goes_where_everybody_waits_least() -> None:
         receipt = await ask(cluster, 300)
         assert receipt.first_token_source == "decode"
         assert receipt.transport == ""
-        assert receipt.predicted_ttft_s == pytest.approx(0.062, rel=0.1)
+        assert receipt.predicted_ttft_s == pytest.approx(0.062, rel=0.2)
         cluster.faults("prefill-0", FakeFaults())
         assert (await ahead).first_token_source == "prefill"
+
+        entries = await cluster.entries()
+        token_s = entries["prefill-0"].steps.coefficients[1] / 1e3
+        assert token_s == pytest.approx(TIMING["prefill_s"], rel=0.1)
+        costs = await cluster.costs()
+        assert costs.text
+        assert {x.what for x in costs.predictions} >= {"ttft", "prefill", "itl"}

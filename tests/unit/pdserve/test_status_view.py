@@ -50,10 +50,16 @@ def printed(
     *workers: dict[str, Any],
     unpaired: tuple[dict[str, str], ...] = (),
     quarantined: tuple[dict[str, Any], ...] = (),
+    costs: tuple[dict[str, Any], ...] = (),
     width: int = 200,
 ) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
-    found = {"workers": [*workers], "unpaired": [*unpaired], "quarantined": [*quarantined]}
+    found = {
+        "workers": [*workers],
+        "unpaired": [*unpaired],
+        "quarantined": [*quarantined],
+        "costs": [*costs],
+    }
     show("127.0.0.1:8001", found, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
@@ -132,3 +138,11 @@ def test_no_worker_is_no_error() -> None:
 def test_who_gets_no_work_is_named_with_the_reason(changes: dict[str, Any], said: str) -> None:
     lines = printed(row(**changes), row(worker_id="prefill-1"))
     assert lines[lines.index("no work until it is known to be well:") + 1] == said
+
+
+def test_the_meter_speaks_in_words_and_predictions_in_quantiles() -> None:
+    ratio = {"what": "ttft", "count": 9, "p10": 0.8, "p50": 1.0, "p90": 1.25}
+    costs = {"model": "demo", "text": "P/D helps now [x].", "predictions": [ratio]}
+    lines = printed(row(), costs=(costs,))
+    assert "  demo: P/D helps now [x]." in lines
+    assert lines[-1].endswith("ttft 1.00 (0.80 to 1.25)")
