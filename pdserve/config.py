@@ -171,6 +171,9 @@ class RouterConfig:
     detection: DetectionConfig = section(
         DetectionConfig, "When a worker that lives is given no work."
     )
+    otlp_endpoint: str = key(
+        "", "Where spans go by OTLP over gRPC, as `http://host:4317`; empty makes none."
+    )
     fallback: FallbackConfig = section(
         FallbackConfig, "What is computed again when a worker fails, and when to give up."
     )
@@ -190,6 +193,7 @@ class RouterConfig:
             refuse("tenants", "names one twice")
         if len(set(hashes)) != len(hashes):
             refuse("tenants", "has one key twice")
+        _check_otlp(self.otlp_endpoint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +299,9 @@ class WorkerConfig:
     engine_args: Mapping[str, object] = key(
         {}, "Passed on to vLLM's engine arguments, under vLLM's names."
     )
+    otlp_endpoint: str = key(
+        "", "Where spans go by OTLP over gRPC, as `http://host:4317`; empty makes none."
+    )
     drain_timeout_s: float = key(
         30.0, "How long a stopping worker waits for its requests and blocks.", minimum=0
     )
@@ -302,6 +309,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        _check_otlp(self.otlp_endpoint)
         for address in self.routers:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
@@ -380,3 +388,8 @@ def load_config(path: Path | None, changes: Mapping[str, object]) -> Config:
     """The file at `path`, or nothing, under `changes` (dotted keys). Raises ConfigError."""
     raw = read_file(path) if path is not None else {}
     return parse(Config, overlay_keys(raw, changes))
+
+
+def _check_otlp(endpoint: str) -> None:
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        refuse("otlp_endpoint", f"must begin with http:// or https://, not {endpoint!r}")

@@ -265,6 +265,7 @@ class GenerateRequest:
     priority: int = 0
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
+    traceparent: str = ""  # of the client, or of the router's own span
 
 
 @dataclass(frozen=True, slots=True)

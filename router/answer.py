@@ -142,6 +142,16 @@ class AnswerBuffer:
         self._error = error
         self._wake()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all was pushed that there is."""
+        return self._ended
+
+    @property
+    def error(self) -> PdserveError | None:
+        """What the answer ended with, if so."""
+        return self._error
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -24,12 +24,14 @@ from router.metrics import RouterMetrics
 from router.placement.context import PlacementContext
 from router.placement.pairing import check_servable
 from router.placement.policies.least_loaded import least_loaded
+from router.request_span import open_span
 from router.retry_budget import RetryBudget
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import ExitStack
 
+    from pdserve.tracing import Tracing
     from pdserve.types import GenerateRequest, ModelInfo
     from router.admission.tenants import Tenants
     from router.answer import AnswerBuffer, BufferLimits
@@ -55,12 +57,14 @@ class Coordinator:
         fallback: FallbackConfig | None = None,
         costs: CostBook | None = None,
         decisions: DecisionLog | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         fallback = fallback or FallbackConfig()
         self.metrics = metrics or RouterMetrics()
         self._ladder_limits = LadderLimits(fallback.max_fallbacks, fallback.progress_tokens)
         self._budget = RetryBudget(fallback.tokens_per_s, fallback.burst_s)
         self._fleet = fleet
+        self._tracing = tracing
         self._admission = Admission(limits or AdmissionLimits(), tenants=tenants)
         watches = fleet.watches
         prefix = None if watches is None else watches.lookup
@@ -123,7 +127,11 @@ class Coordinator:
         """
 
         async def open_answer(buffer: AnswerBuffer, stack: ExitStack) -> None:
-            await self._open(request, buffer, stack)
+            if self._tracing is None:
+                await self._open(request, buffer, stack)
+                return
+            with open_span(self._tracing, request, buffer, stack) as traced:
+                await self._open(traced, buffer, stack)
 
         return AnswerStream(open_answer, self._buffer_limits)
 

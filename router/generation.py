@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -10,6 +11,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from pdserve import rpc, wire
 from pdserve.errors import InternalError, InvalidRequest, PdserveError, UnknownField
 from pdserve.tokenizer import ChatMessage
+from pdserve.tracing import TRACEPARENT
 from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationServicer
@@ -75,6 +77,9 @@ class Generation(GenerationServicer):
         tenant = self._keys.tenant_of(_authorization(context))
         ask = read_request(request, timeout_s=context.time_remaining())
         made = await self._intake.make(ask, tenant=tenant)
+        for key, value in context.invocation_metadata() or ():
+            if key == TRACEPARENT and isinstance(value, str):
+                made = replace(made, traceparent=value)
         async with self._generator.generate(made) as answer:
             async for delta in answer:
                 await context.write(response_of(made.request_id, delta))

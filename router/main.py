@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from contextlib import AsyncExitStack
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve import rpc
 from pdserve.errors import ConfigError
+from pdserve.tracing import open_tracing
 from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
@@ -96,8 +98,12 @@ class RouterServer:
         costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
         decisions = DecisionLog(config.decision_log_size)
         metrics.watch_costs(costs, fleet.pool)
+        tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
+        if tracing is not None:
+            self._stack.push_async_callback(asyncio.to_thread, tracing.close)
         coordinator = Coordinator(
             fleet,
+            tracing=tracing,
             metrics=metrics,
             costs=costs,
             limits=AdmissionLimits(

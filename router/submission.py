@@ -35,6 +35,7 @@ class SubmissionBuilder:
         self._base = w.Submit(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
+            traceparent=request.traceparent,
             sampling=wire.sampling_to_pb(request.sampling),
         )
 

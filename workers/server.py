@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import uuid
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve import rpc
 from pdserve.capability import CapabilityKey
 from pdserve.errors import ConfigError
+from pdserve.tracing import open_tracing
 from pdserve.types import Role, WorkerInfo
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
@@ -25,7 +27,6 @@ from workers.servicer import WorkerService
 from workers.worker import MAX_FRAMES, Worker
 
 if TYPE_CHECKING:
-    import asyncio
     import socket
 
     from pdserve.config import WorkerConfig
@@ -79,6 +80,12 @@ class WorkerServer:
             raise
 
     async def _start(self) -> WorkerInfo:
+        tracing = open_tracing(
+            self._config.otlp_endpoint, service="pdserve-worker", instance=self.worker_id
+        )
+        if tracing is not None:
+            self.worker.tracing = tracing
+            self._stack.push_async_callback(asyncio.to_thread, tracing.close)
         self._stack.push_async_callback(self.worker.close)
         engine = await self.worker.start()
         server = rpc.make_server()

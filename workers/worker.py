@@ -23,6 +23,7 @@ from pdserve.errors import (
 )
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
+from workers import leg_span
 from workers.cache_feed import CacheFeed
 from workers.engine import PrefillPhase
 from workers.session import Session
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_transfer.snapshot import KvState
+    from pdserve.tracing import Span, Tracing
     from pdserve.types import KvLedger, KvReport, Role, StreamDelta, WorkerLoad
     from workers.cache_feed import CacheWatcher
     from workers.engine import Engine, EngineInfo
@@ -51,18 +53,20 @@ class _Stream:
     router_stream_id: int
     is_prefill: bool
     timer: asyncio.TimerHandle | None
+    span: Span | None = None
 
 
 class Worker:
     """State: attached sessions, open streams by engine id, whether new work is taken.
 
-    `failed` gets the error of an engine that died.
+    `failed` gets the error of an engine that died. With `tracing` each stream is a span.
     """
 
     def __init__(self, engine: Engine, role: Role, *, max_frames: int = MAX_FRAMES) -> None:
         self.role = role
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.cache = CacheFeed()
+        self.tracing: Tracing | None = None
         self._engine = engine
         self._max_frames = max_frames
         self._has_kv = False
@@ -158,7 +162,10 @@ class Worker:
                 loop = asyncio.get_running_loop()
                 timer = loop.call_later(seconds, self._expire, stream_id, seconds)
             session.engine_ids[router_id] = stream_id
-            self._streams[stream_id] = _Stream(session, router_id, is_prefill, timer)
+            span = None
+            if self.tracing is not None:
+                span = leg_span.begin(self.tracing, work, submit.traceparent)
+            self._streams[stream_id] = _Stream(session, router_id, is_prefill, timer, span)
         self._idle.clear()
         self._engine.submit(work)
 
@@ -230,7 +237,7 @@ class Worker:
             if delta.finish_reason is not None:
                 if stream.is_prefill:
                     stream.session.hold(stream.router_stream_id)
-                self._forget(delta.stream_id)
+                self._forget(delta.stream_id, last=delta)
         now = asyncio.get_running_loop().time()
         for session, frame in frames.items():
             if now - session.steps_told_at >= STEPS_PERIOD_S:
@@ -252,21 +259,29 @@ class Worker:
     def _on_failure(self, error: BaseException) -> None:
         self._draining = True
         for stream_id, stream in list(self._streams.items()):
-            self._forget(stream_id)
             failure = WorkerFailed("the worker's engine died")
+            self._forget(stream_id, error=failure)
             stream.session.put(_end_frame(stream.router_stream_id, failure))
         if not self.failed.done():
             self.failed.set_result(error)
 
     def _expire(self, stream_id: int, seconds: float) -> None:
         stream = self._streams[stream_id]
-        self._forget(stream_id)
-        self._engine.cancel(stream_id)
         error = DeadlineExceeded(f"the request did not end within its {seconds:.3g} s")
+        self._forget(stream_id, error=error)
+        self._engine.cancel(stream_id)
         stream.session.put(_end_frame(stream.router_stream_id, error))
 
-    def _forget(self, stream_id: int) -> None:
+    def _forget(
+        self,
+        stream_id: int,
+        *,
+        last: StreamDelta | None = None,
+        error: PdserveError | None = None,
+    ) -> None:
         stream = self._streams.pop(stream_id)
+        if stream.span is not None:
+            leg_span.end(stream.span, last, error)
         del stream.session.engine_ids[stream.router_stream_id]
         if stream.timer is not None:
             stream.timer.cancel()

@@ -25,6 +25,7 @@ _FLAGS = {
     "--http-port": "router.http_port",
     "--grpc-host": "router.grpc_host",
     "--grpc-port": "router.grpc_port",
+    "--otlp-endpoint": "router.otlp_endpoint",
     "--log-level": "router.log_level",
 }
 # Between two collections of the youngest; Python's own 700 is soon reached by one step's tokens.

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pdserve import deadline
+from pdserve import deadline, tracing
 from pdserve.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest
 from router.http import shapes
 from router.http.chat import read_chat
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from router.http.shapes import Shape
     from router.intake import Intake
     from router.open_requests import Interruption, OpenRequests
+
+
+TRACEPARENT = tracing.TRACEPARENT.encode("ascii")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,9 @@ class Generating:
         watcher = asyncio.create_task(_watch(exchange, interruption))
         try:
             request = await self._intake.make(asked.ask, tenant=exchange.tenant)
+            traceparent = exchange.header(TRACEPARENT)
+            if traceparent:
+                request = replace(request, traceparent=traceparent)
             with _time_limit(request, interruption), _fields_named_as_in(body):
                 await self._generate(exchange, endpoint, asked, request)
         finally:
