@@ -124,13 +124,12 @@ class Booker:
         Raises ModelNotFound and Unavailable where its model has no workers, and
         ContextLengthExceeded where its prompt and one token fit none of them.
         """
-        members = self._pool.of_model(request.model)
-        check_known(members, request.model, others=self._pool.models())
+        if not self._pool.of_model(request.model):
+            check_known((), request.model, others=self._pool.models())
         prompt_tokens = len(request.prompt_token_ids)
         max_tokens = request.sampling.max_tokens
         prefill_only = max_tokens == 1
-        able = [m for m in members if prefill_only or m.info.role is not Role.PREFILL]
-        capacity = max(m.capacity_tokens for m in able or members)
+        capacity, block_size = self._pool.largest(request.model, prefill_only=prefill_only)
         if prompt_tokens + 1 > capacity:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt_tokens} tokens, and the largest worker of model "
@@ -138,7 +137,6 @@ class Booker:
                 field="prompt",
             )
         kv_tokens, forks = min(prompt_tokens + max_tokens, capacity), request.sampling.n - 1
-        block_size = max(m.info.block_size for m in able or members)
         fork_tokens = _fork_tokens(prompt_tokens, max_tokens, block_size)
         if forks:
             left = (capacity - kv_tokens) // forks

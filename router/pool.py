@@ -22,7 +22,7 @@ from router.placement.values import Candidate
 from router.progress import ProgressWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.capability import CapabilityKey
     from pdserve.step_moments import StepMoments
@@ -180,6 +180,10 @@ class WorkerPool:
     lease_s: float
     breaker_limits: BreakerLimits = field(default_factory=BreakerLimits)
     members: dict[str, Member] = field(default_factory=dict)
+    _by_model: dict[str, list[Member]] = field(default_factory=dict, init=False, repr=False)
+    _largest: dict[tuple[str, bool], tuple[int, int]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def register(
         self, info: WorkerInfo, now: float, *, kv_key: CapabilityKey | None = None
@@ -201,6 +205,7 @@ class WorkerPool:
             info, now + self.lease_s, kv_key=kv_key, breaker=Breaker(self.breaker_limits)
         )
         self.members[info.worker_id] = member
+        self._membership_changed()
         return [*actions, OpenLink(member)]
 
     def _check(self, info: WorkerInfo) -> None:
@@ -313,6 +318,7 @@ class WorkerPool:
             if member.lost:
                 if now - member.lease_end >= FORGET_AFTER_S:
                     del self.members[member.worker_id]
+                    self._membership_changed()
             elif now >= member.lease_end:
                 actions += self._lose(member, now, "its lease ran out")
         return actions
@@ -343,14 +349,37 @@ class WorkerPool:
         member.lease_end = now
         return [CloseLink(member, f"worker {member.worker_id} is gone: {why}")]
 
+    def _membership_changed(self) -> None:
+        self._by_model.clear()
+        self._largest.clear()
+
     def models(self) -> Mapping[str, ModelInfo]:
         """The models of all members that are not lost, by name."""
         return {m.info.model.name: m.info.model for m in self.members.values() if not m.lost}
 
-    def of_model(self, name: str) -> list[Member]:
+    def of_model(self, name: str) -> Sequence[Member]:
         """The members of a model, lost ones too, in the order in which they registered."""
-        return [m for m in self.members.values() if m.info.model.name == name]
+        found = self._by_model.get(name)
+        if found is None:
+            found = [m for m in self.members.values() if m.info.model.name == name]
+            if found:
+                self._by_model[name] = found
+        return found
+
+    def largest(self, model: str, *, prefill_only: bool) -> tuple[int, int]:
+        """The most tokens that a worker of a model holds, and the largest block: of those that can
+        decode (or with `prefill_only` all); where none can, of all. There is one at least."""
+        known = self._largest.get((model, prefill_only))
+        if known is None:
+            members = self.of_model(model)
+            able = [m for m in members if prefill_only or m.info.role is not Role.PREFILL]
+            known = (
+                max(m.capacity_tokens for m in able or members),
+                max(m.info.block_size for m in able or members),
+            )
+            self._largest[model, prefill_only] = known
+        return known
 
     def candidates(self, model: str) -> list[Candidate]:
         """The members of a model as a decision made now sees them."""
-        return [m.seen() for m in self.members.values() if m.info.model.name == model]
+        return [m.seen() for m in self.of_model(model)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.placement import policies
+from benchmarks.placement import policies, recording
 from benchmarks.placement.timing import timed
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.placement.timing import Timed
 
 # What is measured: the cases of each, for a number of workers.
-MEASURED = (policies.cases,)
+MEASURED = (policies.cases, recording.cases)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

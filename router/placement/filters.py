@@ -24,38 +24,46 @@ if TYPE_CHECKING:
     from router.placement.values import Candidate, Demand
 
 _READY = MemberState.READY
+_PREFILL, _DECODE, _AGGREGATED = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 
 
 @dataclass(frozen=True, slots=True)
 class Eligible:
     """Those that passed ready, able and avoid, by role. `sources` are, for each kind of decode
-    worker that can have KV at all, the kinds that can give it some."""
+    worker that can have KV at all, the kinds that can give it some; `giving` and `taking` all kinds
+    of each role."""
 
     prefills: list[Candidate]
     decodes: list[Candidate]
     aggregated: list[Candidate]
+    giving: set[KvKind]
+    taking: set[KvKind]
     sources: dict[KvKind, set[KvKind]]
-
-    @property
-    def partnered(self) -> list[Candidate]:
-        """Prefill workers that can give KV to some decode worker."""
-        kinds = set().union(*self.sources.values())
-        return [c for c in self.prefills if c.kind in kinds]
 
     def roomy(self, tokens: int) -> list[Candidate]:
         """Those that can decode, have a source of KV where they need one, and room."""
-        sources = self.sources
-        decodes = [c for c in self.decodes if c.kind in sources and c.has_room(tokens)]
-        return decodes + [c for c in self.aggregated if c.has_room(tokens)]
+        decodes, sources = self.decodes, self.sources
+        if len(sources) < len(self.taking):
+            decodes = [c for c in decodes if c.kind in sources]
+        return [c for c in (*decodes, *self.aggregated) if c.has_room(tokens)]
+
+    def givers(self, receiver: Candidate) -> list[Candidate]:
+        """The prefill workers that can hand KV to one of `decodes`."""
+        kinds = self.sources.get(receiver.kind, set())
+        if kinds == self.giving:
+            return self.prefills
+        return [c for c in self.prefills if c.kind in kinds]
 
 
 def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
     """Filters ready, able, avoid; and who can be paired."""
     kept = prefer(able(candidates, demand), demand.avoid)
-    prefills = [c for c in kept if c.role is Role.PREFILL]
-    decodes = [c for c in kept if c.role is Role.DECODE]
-    aggregated = [c for c in kept if c.role is Role.AGGREGATED]
-    return Eligible(prefills, decodes, aggregated, sources_of(prefills, decodes))
+    prefills = [c for c in kept if c.role is _PREFILL]
+    decodes = [c for c in kept if c.role is _DECODE]
+    others = len(kept) > len(prefills) + len(decodes)
+    aggregated = [c for c in kept if c.role is _AGGREGATED] if others else []
+    giving, taking = {c.kind for c in prefills}, {c.kind for c in decodes}
+    return Eligible(prefills, decodes, aggregated, giving, taking, sources_of(giving, taking))
 
 
 def able(candidates: Sequence[Candidate], demand: Demand) -> list[Candidate]:

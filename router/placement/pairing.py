@@ -18,15 +18,9 @@ if TYPE_CHECKING:
 _MAX_REASONS = 3
 
 
-def sources_of(
-    prefills: Sequence[Candidate], decodes: Sequence[Candidate]
-) -> dict[KvKind, set[KvKind]]:
+def sources_of(giving: set[KvKind], taking: set[KvKind]) -> dict[KvKind, set[KvKind]]:
     """For each kind of decode worker that can have KV at all, the kinds that can give it some."""
-    givers = {c.kind for c in prefills}
-    found = {
-        kind: {giver for giver in givers if exchange(giver, kind)}
-        for kind in {c.kind for c in decodes}
-    }
+    found = {kind: {giver for giver in giving if exchange(giver, kind)} for kind in taking}
     return {kind: kinds for kind, kinds in found.items() if kinds}
 
 
@@ -37,7 +31,7 @@ def check_servable(candidates: Sequence[Candidate], model: str) -> None:
         return
     prefills = [c for c in ready if c.role is Role.PREFILL]
     decodes = [c for c in ready if c.role is Role.DECODE]
-    if not sources_of(prefills, decodes):
+    if not sources_of({c.kind for c in prefills}, {c.kind for c in decodes}):
         raise Unavailable(what_is_missing(model, prefills, decodes))
 
 

@@ -14,7 +14,7 @@ from pdserve.errors import Unavailable
 from pdserve.types import Role
 from router.placement.filters import eligible, unbarred
 from router.placement.pairing import what_is_missing
-from router.placement.pickers import best, everyone
+from router.placement.pickers import Phase, best, many
 from router.placement.scoreboard import Weighted, score
 from router.placement.values import NO_TOKENS_CACHED, Decision, Placement
 
@@ -36,7 +36,7 @@ class Rules:
     name: str
     decode: Weighted = field(default_factory=Weighted)
     prefill: Weighted = field(default_factory=Weighted)
-    sample: Sampler = everyone
+    sample: Sampler = many
     by_prefix: bool = False
 
 
@@ -85,7 +85,7 @@ def _choose_one(
     if not found.prefills and not found.aggregated:
         raise Unavailable(f"no prefill worker is ready for model {demand.model}")
     roomy = [c for c in found.aggregated if c.has_room(demand.kv_tokens)]
-    tried = rules.sample(found.prefills + roomy, 2 * turn)
+    tried = rules.sample(found.prefills + roomy, turn, Phase.PREFILL, cached)
     if not tried:
         return _Choice(None)
     board = score(tried, rules.prefill, demand, cached)
@@ -100,19 +100,23 @@ def _choose_pair(
     roomy = found.roomy(demand.kv_tokens)
     if not roomy:
         return _Choice(None)
-    givers = _givers(found, roomy, demand)
-    tried = rules.sample([c for c in roomy if givers[c] or _is_whole(c)], 2 * turn)
+    may_take, barred_to = _reachable(found, roomy, demand)
+    tried = rules.sample(may_take, turn, Phase.DECODE, cached)
     if not tried:
-        board = score(rules.sample(roomy, 2 * turn), rules.decode, demand, cached)
-        chosen = best(board.totals, board.candidates, turn)
-        return _Choice(Placement(chosen), board, totals=board.totals)
+        drawn = rules.sample(roomy, turn, Phase.DECODE, cached)
+        board = score(drawn, rules.decode, demand, cached)
+        return _Choice(Placement(best(board.totals, drawn, turn)), board, totals=board.totals)
     # Workers of one kind share one list of givers, which is sampled, scored and picked from once.
-    lists = {id(givers[c]): givers[c] for c in tried if givers[c]}
-    offers = {key: rules.sample(listed, 2 * turn + 1) for key, listed in lists.items()}
+    lists: dict[object, list[Candidate]] = {}
+    key_of = {c: c if c in barred_to else c.kind for c in tried if not _is_whole(c)}
+    for c, key in key_of.items():
+        if key not in lists:
+            lists[key] = barred_to[c] if c in barred_to else found.givers(c)
+    offers = {k: rules.sample(listed, turn, Phase.PREFILL, cached) for k, listed in lists.items()}
     firsts = list(dict.fromkeys(c for offer in offers.values() for c in offer))
     prefill = score(firsts + [c for c in tried if _is_whole(c)], rules.prefill, demand, cached)
     partner = {key: best(prefill.totals, offer, turn) for key, offer in offers.items()}
-    first = {c: c if _is_whole(c) else partner[id(givers[c])] for c in tried}
+    first = {c: c if _is_whole(c) else partner[key_of[c]] for c in tried}
     decode = score(tried, rules.decode, demand, cached)
     totals = {c: (decode.totals[c] + prefill.totals[first[c]]) / 2 for c in tried}
     chosen = best(totals, tried, turn)
@@ -124,20 +128,17 @@ def _is_whole(candidate: Candidate) -> bool:
     return candidate.role is Role.AGGREGATED
 
 
-def _givers(
-    found: Eligible, receivers: Sequence[Candidate], demand: Demand
-) -> dict[Candidate, list[Candidate]]:
-    """For each receiver the prefill workers that may hand KV to it: one list for all of a kind, but
-    for those that a quarantine keeps from some. Empty for aggregated workers."""
-    none: list[Candidate] = []
-    by_kind = {
-        kind: [c for c in found.prefills if c.kind in kinds]
-        for kind, kinds in found.sources.items()
+def _reachable(
+    found: Eligible, roomy: list[Candidate], demand: Demand
+) -> tuple[list[Candidate], dict[Candidate, list[Candidate]]]:
+    """Those of `roomy` that some prefill worker may hand KV to, or that need none; and for decode
+    workers that a quarantine keeps from some, the others."""
+    if not demand.barred:
+        return roomy, {}
+    apart = {decode for _, decode in demand.barred}
+    barred_to = {
+        c: unbarred(found.givers(c), c, demand.barred)
+        for c in roomy
+        if c.worker_id in apart and not _is_whole(c)
     }
-    givers = {c: none if _is_whole(c) else by_kind[c.kind] for c in receivers}
-    if demand.barred:
-        apart = {decode for _, decode in demand.barred}
-        for c in receivers:
-            if c.worker_id in apart and not _is_whole(c):
-                givers[c] = unbarred(givers[c], c, demand.barred)
-    return givers
+    return [c for c in roomy if barred_to.get(c) != []], barred_to

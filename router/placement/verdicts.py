@@ -57,7 +57,7 @@ def _not_paired(candidate: Candidate, found: Eligible, demand: Demand) -> str:
         taken, total = candidate.reserved_blocks, candidate.info.total_blocks
         return f"no room: {taken} of {total} blocks are promised, {demand.kv_tokens} tokens asked"
     if candidate.role is Role.DECODE and not unbarred(
-        _givers(candidate, found), candidate, demand.barred
+        found.givers(candidate), candidate, demand.barred
     ):
         return "every pair with it is quarantined"
     return ""
@@ -73,7 +73,3 @@ def _not_giving(candidate: Candidate, found: Eligible, demand: Demand) -> str:
     if all((candidate.worker_id, c.worker_id) in demand.barred for c in roomy):
         return "every pair with it is quarantined"
     return ""
-
-
-def _givers(candidate: Candidate, found: Eligible) -> list[Candidate]:
-    return [c for c in found.prefills if c.kind in found.sources[candidate.kind]]

@@ -1,5 +1,5 @@
 """`least_loaded`: prefill where the fewest prompt tokens are outstanding, decode where KV blocks
-and seats are free."""
+and seats are free. Of a large pool, among those drawn (`pickers.many`)."""
 
 from __future__ import annotations
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve import config
 from pdserve.types import Role, WorkerLoad
-from router.placement.context import NO_CONTEXT
+from router.placement.context import NO_CONTEXT, PlacementContext
+from router.placement.pickers import MOST_SCORED
 from router.placement.policies.by_name import POLICIES
-from router.placement.values import Demand
+from router.placement.values import Candidate, Demand
 from router.pool import Member
 from tests.fakes import worker_info
 
@@ -64,3 +67,50 @@ def test_a_decision_stays_as_it_was_when_workers_change() -> None:
     member.reserved_blocks += 5
     assert before.reserved_blocks == 0
     assert member.seen().reserved_blocks == 5
+
+
+def large_pool(count: int) -> list[Candidate]:
+    """As many of each phase; the later ones are busier."""
+    return [
+        worker(f"{role[0]}{i}", role, i * 8 // count).seen()
+        for i in range(count)
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_scored_does_not_grow_with_the_pool(name: str) -> None:
+    candidates = large_pool(300)
+    chosen = set()
+    for turn in range(150):
+        decision = POLICIES[name](candidates, DEMAND, turn, NO_CONTEXT)
+        assert decision.placement is not None
+        assert decision.prefill is not None
+        assert decision.decode is not None
+        for board in (decision.prefill, decision.decode):
+            assert 1 <= len(board.candidates) <= MOST_SCORED
+        chosen.add(decision.placement.decode)
+    assert len(chosen) > 30, "one draw is not like another"
+
+
+def test_the_best_of_many_drawn_is_among_the_best_of_all() -> None:
+    candidates = large_pool(300)
+    for turn in range(50):
+        decision = POLICIES["least_loaded"](candidates, DEMAND, turn, NO_CONTEXT)
+        assert decision.placement is not None
+        load = decision.placement.decode.load
+        assert load is not None
+        assert load.num_running_reqs == 0, "an eighth of all: missed once in 5,000 draws"
+
+
+def test_who_has_the_prompt_is_drawn_whoever_else_is() -> None:
+    class Cached:
+        def cached_tokens(self, _demand: Demand) -> dict[str, int]:
+            return {"p17": 96, **{f"p{i}": 16 for i in range(100, 200)}}
+
+    candidates = large_pool(300)
+    for turn in range(50):
+        decision = POLICIES["prefix_aware"](candidates, DEMAND, turn, PlacementContext(Cached()))
+        assert decision.placement is not None
+        assert decision.placement.prefill is not None
+        assert decision.placement.prefill.worker_id == "p17"

@@ -185,6 +185,22 @@ def test_another_model_and_another_layout_are_welcome(pool: WorkerPool) -> None:
     assert [m.worker_id for m in pool.of_model("demo")] == ["p", "q"]
 
 
+def test_what_is_known_of_a_model_follows_its_members(pool: WorkerPool) -> None:
+    pool.register(worker_info("p", Role.PREFILL, total_blocks=500), now=0.0)
+    assert pool.of_model("demo") == [pool.members["p"]]
+    assert pool.largest("demo", prefill_only=False) == (8000, 16), "nobody decodes yet"
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
+    assert [c.worker_id for c in pool.candidates("demo")] == ["p", "d"]
+    assert pool.largest("demo", prefill_only=False) == (1600, 16)
+    assert pool.largest("demo", prefill_only=True) == (8000, 16)
+    pool.register(worker_info("d", Role.DECODE, epoch="e2", total_blocks=200), now=1.0)
+    assert pool.of_model("demo")[1] is pool.members["d"]
+    assert pool.largest("demo", prefill_only=False) == (3200, 16)
+    pool.close(now=2.0)
+    pool.expire(now=2.0 + FORGET_AFTER_S)
+    assert pool.of_model("demo") == pool.candidates("demo") == []
+
+
 def test_a_charge_is_taken_in_blocks_and_given_back_once(pool: WorkerPool) -> None:
     pool.register(worker_info("a", Role.AGGREGATED), now=0.0)
     member = pool.members["a"]
