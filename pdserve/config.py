@@ -10,9 +10,9 @@ from collections.abc import Mapping  # noqa: TC003 - the schema reads annotation
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.api_keys import is_hash
 from pdserve.config_schema import check, key, parse, read_file, refuse, section
 from pdserve.config_schema import overlay as overlay_keys
+from pdserve.tenant_config import TenantConfig  # noqa: TC001 - read at run time
 from pdserve.types import Role
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -88,31 +88,6 @@ class DetectionConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantConfig:
-    """Whom some API keys belong to, and what they may ask for."""
-
-    name: str = key("", "Name of the tenant, as metrics show it.", not_empty=True)
-    keys: tuple[str, ...] = key((), "Hashes of its API keys, as `pdserve hash-key` makes them.")
-    weight: float = key(
-        1.0, "Its share, beside those of others, where requests wait.", minimum=0.001, maximum=1e6
-    )
-    requests_per_minute: float = key(0.0, "Requests it may send; 0 for any number.", minimum=0)
-    tokens_per_minute: float = key(
-        0.0, "Tokens it may use, prompts and predicted answers; 0 for any number.", minimum=0
-    )
-    max_concurrent_requests: int = key(
-        0, "Requests it may have waiting and running; 0 for any number.", minimum=0
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-        for i, text in enumerate(self.keys):
-            if not is_hash(text):
-                # Whoever put a key here by mistake does not want to read it in a log.
-                refuse(f"keys[{i}]", "must be a hash, as `pdserve hash-key` prints it")
-
-
-@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """The router: its two faces and what it admits."""
 
@@ -145,6 +120,12 @@ class RouterConfig:
         "Most of the running requests that may be of the batch class.",
         minimum=0.0,
         maximum=1.0,
+    )
+    prefill_chunks_ahead: int = key(
+        2,
+        "Chunks of prompts that a worker is given ahead, or one longer prompt; the others wait in "
+        "the router's order. 0 gives it all at once.",
+        minimum=0,
     )
     tenants: tuple[TenantConfig, ...] = key(
         (), "Whom the router serves, by API key; without any, everyone."

@@ -16,11 +16,13 @@ from router.placement.pairing import check_known
 from router.placement.recompute import place_recompute
 from router.placement.values import Decision, Demand
 from router.pool import Charge
+from router.prefill_queue import EVERYTHING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pdserve.types import GenerateRequest, Receipt, Usage
+    from router.admission.drain import DrainPredictor
     from router.cost.book import CostBook
     from router.fleet import Fleet
     from router.ladder import Rung
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from router.placement.policies.by_name import Policy
     from router.placement.values import Candidate, Placement
     from router.pool import Member, WorkerPool
+    from router.prefill_queue import PrefillQueue
     from router.quarantine import Pair
 
 
@@ -109,8 +112,15 @@ class Booker:
         context: PlacementContext = NO_CONTEXT,
         costs: CostBook | None = None,
         log: DecisionLog | None = None,
+        *,
+        prefill_queue: PrefillQueue = EVERYTHING,
+        drain: DrainPredictor | None = None,
+        on_room: Callable[[], None] = lambda: None,
     ) -> None:
         self._fleet = fleet
+        self._prefill_queue = prefill_queue
+        self._drain = drain
+        self._on_room = on_room
         self._costs = costs
         self._context = context
         self._log = DecisionLog(0) if log is None else log
@@ -154,7 +164,28 @@ class Booker:
 
     def book(self, demand: Demand) -> Booking | None:
         """A placement now, or None where room must be waited for. Raises Unavailable."""
-        return self._book(demand, self._pool.candidates(demand.model), "")
+        candidates = self._pool.candidates(demand.model)
+        busy = self._too_busy(demand, candidates)
+        if not busy:
+            return self._book(demand, candidates, "")
+        free = [c for c in candidates if c.worker_id not in busy]
+        if any(c.role is not Role.DECODE for c in free):
+            try:
+                return self._book(demand, free, "")
+            except Unavailable:
+                # With those that are busy now it could be placed.
+                return None
+        # What is left to choose from is a decode worker, where prefill on it is thought to pay.
+        return None if self._costs is None else self._book(demand, candidates, "", busy)
+
+    def _too_busy(self, demand: Demand, candidates: Sequence[Candidate]) -> set[str]:
+        """Workers whose engines have prompts enough in their queues."""
+        takes, tokens = self._prefill_queue.takes, demand.prompt_tokens
+        return {
+            c.worker_id
+            for c in candidates
+            if c.outstanding_tokens and c.role is not Role.DECODE and not takes(c, tokens)
+        }
 
     def book_again(self, demand: Demand, rung: Rung, *, cause: str) -> Booking:
         """A placement of an admitted request that a worker has failed (`cause` says how, for
@@ -169,12 +200,18 @@ class Booker:
             raise Unavailable(f"no decode worker of model {demand.model} has room")
         return booking
 
-    def _book(self, demand: Demand, candidates: Sequence[Candidate], cause: str) -> Booking | None:
+    def _book(
+        self,
+        demand: Demand,
+        candidates: Sequence[Candidate],
+        cause: str,
+        busy: Collection[str] = (),
+    ) -> Booking | None:
         now = self._fleet.now()
         barred = self._fleet.quarantine.barred(now)
         if barred:
             demand = replace(demand, barred=barred)
-        decision = self._decide(self._policy, demand, candidates, cause)
+        decision = self._decide(self._policy, demand, candidates, cause, busy)
         if decision.placement is None:
             return None
         booking = self._take(decision, decision.placement)
@@ -196,8 +233,16 @@ class Booker:
             charge = booking.prefill_charge or booking.decode_charge
             cached = decision.cached.get(member.worker_id, 0)
             tokens = decision.demand.prompt_tokens
-            charge.on_prefilled = self._costs.enter(member.worker_id, tokens, cached)
+            leave = self._costs.enter(member.worker_id, tokens, cached)
+            charge.on_prefilled = lambda: self._prefilled(leave)
+        elif self._prefill_queue.chunks_ahead:
+            (booking.prefill_charge or booking.decode_charge).on_prefilled = self._on_room
         return booking
+
+    def _prefilled(self, leave: Callable[[], None]) -> None:
+        leave()
+        if self._prefill_queue.chunks_ahead:
+            self._on_room()
 
     def answered(
         self,
@@ -210,6 +255,8 @@ class Booker:
         e2e_s: float,
     ) -> None:
         """A request was answered at its first attempt; times count from its placement."""
+        if self._drain is not None:
+            self._drain.prefilled(model, usage.prompt_tokens, ttft_s)
         if self._costs is not None:
             outcome = outcome_of(
                 model,
@@ -222,14 +269,23 @@ class Booker:
             self._costs.answered(prediction, outcome)
 
     def _decide(
-        self, policy: Policy, demand: Demand, candidates: Sequence[Candidate], cause: str
+        self,
+        policy: Policy,
+        demand: Demand,
+        candidates: Sequence[Candidate],
+        cause: str,
+        busy: Collection[str] = (),
     ) -> Decision:
+        """The policy's decision, logged; to wait, where it is for prefill on one of `busy`."""
         try:
             decision = policy(candidates, demand, self._turn, self._context)
         except Unavailable as error:
             refusal = Decision("", candidates, demand, self._turn, None)
             self._log.record(refusal, time.time(), cause=cause, refused=error.message)
             raise
+        placement = decision.placement
+        if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
+            decision = replace(decision, placement=None)
         self._log.record(decision, time.time(), cause=cause)
         return decision
 

@@ -24,6 +24,7 @@ from router.metrics import RouterMetrics
 from router.placement.context import PlacementContext
 from router.placement.pairing import check_servable
 from router.placement.policies.least_loaded import least_loaded
+from router.prefill_queue import EVERYTHING, PrefillQueue
 from router.request_span import open_span
 from router.retry_budget import RetryBudget
 
@@ -58,6 +59,7 @@ class Coordinator:
         costs: CostBook | None = None,
         decisions: DecisionLog | None = None,
         tracing: Tracing | None = None,
+        prefill_queue: PrefillQueue = EVERYTHING,
     ) -> None:
         fallback = fallback or FallbackConfig()
         self.metrics = metrics or RouterMetrics()
@@ -68,7 +70,16 @@ class Coordinator:
         self._admission = Admission(limits or AdmissionLimits(), tenants=tenants)
         watches = fleet.watches
         prefix = None if watches is None else watches.lookup
-        self._booker = Booker(fleet, policy, PlacementContext(prefix, costs), costs, decisions)
+        self._booker = Booker(
+            fleet,
+            policy,
+            PlacementContext(prefix, costs),
+            costs,
+            decisions,
+            prefill_queue=prefill_queue,
+            drain=self._admission.drain,
+            on_room=self._admission.wake,
+        )
         self._request_timeout_s = request_timeout_s
         self._buffer_limits = buffer_limits
         self._open_requests = 0

@@ -153,7 +153,8 @@ class Fleet:
         self._changed()
 
     def reported(self, member: Member, load: WorkerLoad) -> None:
-        self.pool.reported(member, load)
+        if self.pool.reported(member, load):
+            self._changed()
 
     def placed(self, member: Member) -> None:
         """Work was submitted to a member."""

@@ -36,6 +36,7 @@ from router.intake import Intake
 from router.metrics import RouterMetrics
 from router.open_requests import OpenRequests
 from router.placement.policies.by_name import POLICIES
+from router.prefill_queue import PrefillQueue
 from router.prefix.watch import CacheWatches
 from router.registry import Registry
 
@@ -112,6 +113,7 @@ class RouterServer:
                 batch_share=config.batch_share,
             ),
             tenants=tenants_of(config.tenants),
+            prefill_queue=PrefillQueue(config.prefill_chunks_ahead),
             request_timeout_s=config.request_timeout_s,
             policy=POLICIES[config.policy],
             fallback=config.fallback,

@@ -46,7 +46,8 @@ class Member:
     """One start of one worker. Changed by `WorkerPool` and by `Charge` alone.
 
     `outstanding_tokens` are prompt tokens placed here whose prefill has not ended;
-    `reserved_blocks` are KV blocks promised to requests placed here. `load`, `kv` and `steps`
+    `reserved_blocks` are KV blocks promised to requests placed here, `foreign_blocks` those that
+    other routers' requests were last seen to hold. `load`, `kv` and `steps`
     (what its steps cost) are None until the worker has reported them. `lease_end` is on the pool's
     clock; for a lost member it is when it was lost. With `kv_key` the router makes capabilities for
     the worker's KV. `suspended` is what the `breaker` said when it was last asked; `unhealthy` what
@@ -62,6 +63,7 @@ class Member:
     outstanding_requests: int = 0
     outstanding_tokens: int = 0
     reserved_blocks: int = 0
+    foreign_blocks: int = 0
     kv: KvReport | None = None
     kv_key: CapabilityKey | None = None
     steps: StepMoments | None = None
@@ -117,7 +119,7 @@ class Member:
                 self.load,
                 self.outstanding_requests,
                 self.outstanding_tokens,
-                self.reserved_blocks,
+                self.reserved_blocks + self.foreign_blocks,
             )
             object.__setattr__(self, "_seen", seen)
         return seen
@@ -249,7 +251,7 @@ class WorkerPool:
         member.draining = draining
         member.unhealthy = unhealthy
         if load is not None:
-            member.load = load
+            self.reported(member, load)
         if kv is not None:
             member.kv = kv
         return True
@@ -267,10 +269,13 @@ class WorkerPool:
         """The link to a member is down: what its engine does is unknown again."""
         member.attached = False
         member.load = member.kv = None
+        member.foreign_blocks = 0
 
-    def reported(self, member: Member, load: WorkerLoad) -> None:
-        """A member said how loaded it is."""
+    def reported(self, member: Member, load: WorkerLoad) -> bool:
+        """A member said how loaded it is. True where it has more room than was believed."""
         member.load = load
+        before, member.foreign_blocks = member.foreign_blocks, _foreign_blocks(member, load)
+        return member.foreign_blocks < before
 
     def tripped(self, member: Member, now: float, reason: str) -> bool:
         """A member does not get on. True where it was given work until now."""
@@ -383,3 +388,11 @@ class WorkerPool:
     def candidates(self, model: str) -> list[Candidate]:
         """The members of a model as a decision made now sees them."""
         return [m.seen() for m in self.of_model(model)]
+
+
+def _foreign_blocks(member: Member, load: WorkerLoad) -> int:
+    """Blocks that requests of other routers hold, as far as the worker's report shows them: it has
+    more requests than this router placed, and more blocks in use than this router reserved."""
+    if load.num_running_reqs + load.num_waiting_reqs <= member.outstanding_requests:
+        return 0
+    return max(0, member.info.total_blocks - load.free_blocks - member.reserved_blocks)
