@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,14 @@ from rich.table import Table
 from pdserve import wire
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.v1 import admin_pb2 as a
     from pdserve.v1.worker_pb2 import WorkerInfo
 
 _NOT_KNOWN = "-"
+MOST_SHOWN = 24
+MOST_REASONS = 4
 
 
 class ExplainView:
@@ -50,11 +55,22 @@ class ExplainView:
             f"   prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{one}",
             soft_wrap=True,
         )
-        out.print(self._table(decision))
+        if decision.avoid or decision.barred:
+            pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.barred]
+            out.print(
+                f"   to be avoided: {escape(', '.join([*decision.avoid, *pairs]))}", soft_wrap=True
+            )
+        shown, others = _shown(decision)
+        out.print(self._table(decision, shown))
+        if others:
+            reasons = ", ".join(f"{n} {why}" for why, n in others.most_common(MOST_REASONS))
+            out.print(f"   and {others.total()} more: {escape(reasons)}", soft_wrap=True)
         for prediction in decision.predictions:
             out.print(f"   {escape(_predicted(prediction))}", soft_wrap=True)
 
-    def _table(self, decision: a.PlacementDecision) -> Table:
+    def _table(
+        self, decision: a.PlacementDecision, candidates: Sequence[a.PlacementCandidate]
+    ) -> Table:
         table = Table(box=None, pad_edge=True, collapse_padding=False)
         for name in ("worker", "role"):
             table.add_column(name, no_wrap=True)
@@ -65,9 +81,9 @@ class ExplainView:
         table.add_column("total", justify="right", no_wrap=True)
         table.add_column("scores, or why not", overflow="fold")
         chosen = {decision.decode, decision.prefill}
-        for candidate in decision.candidates:
+        for candidate in candidates:
             cached = [str(candidate.cached_tokens)] if decision.asked_prefix else []
-            total = candidate.totals.get("total", candidate.totals.get("prefill"))
+            total = _total(candidate)
             table.add_row(
                 escape(candidate.worker_id),
                 self._role(candidate),
@@ -89,6 +105,28 @@ class ExplainView:
         worker = self._workers.get(candidate.worker_id)
         total = _NOT_KNOWN if worker is None else str(worker.total_blocks)
         return f"{candidate.reserved_blocks}/{total}"
+
+
+def _total(candidate: a.PlacementCandidate) -> float | None:
+    """What was compared: of prefill workers, what they scored for their phase."""
+    totals = candidate.totals
+    return totals["total"] if "total" in totals else totals.get("prefill")
+
+
+def _shown(
+    decision: a.PlacementDecision,
+) -> tuple[list[a.PlacementCandidate], Counter[str]]:
+    """Candidates in their order; of many those chosen and those scored best, and of the others how
+    many there are by reason."""
+    if len(decision.candidates) <= MOST_SHOWN:
+        return list(decision.candidates), Counter()
+    chosen = {decision.decode, decision.prefill}
+    ranked = sorted(
+        decision.candidates,
+        key=lambda c: (c.worker_id not in chosen, bool(c.why_not), -(_total(c) or 0.0)),
+    )
+    others = ranked[MOST_SHOWN:]
+    return ranked[:MOST_SHOWN], Counter(c.why_not or "scored less" for c in others)
 
 
 def outcome(decision: a.PlacementDecision) -> str:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import worker_pb2 as pdserve_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdserve/v1/admin.proto\x12\npdserve.v1\x1a\x17pdserve/v1/worker.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"n\n\tExplained\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.WorkerInfoH\x00\x12/\n\x07request\x18\x02 \x01(\x0b\x32\x1c.pdserve.v1.ExplainedRequestH\x00\x42\x06\n\x04said\"k\n\x10\x45xplainedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\tdecisions\x18\x02 \x03(\x0b\x32\x1d.pdserve.v1.PlacementDecision\x12\x11\n\tforgotten\x18\x03 \x01(\r\"\xa3\x03\n\x11PlacementDecision\x12\x13\n\x0bunix_time_s\x18\x01 \x01(\x01\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0c\n\x04turn\x18\x04 \x01(\x04\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x11\n\tkv_tokens\x18\x07 \x01(\r\x12\x14\n\x0cprefill_only\x18\x08 \x01(\x08\x12\r\n\x05\x61void\x18\t \x03(\t\x12&\n\x06\x62\x61rred\x18\n \x03(\x0b\x32\x16.pdserve.v1.BarredPair\x12\x32\n\ncandidates\x18\x0b \x03(\x0b\x32\x1e.pdserve.v1.PlacementCandidate\x12\x14\n\x0c\x61sked_prefix\x18\x0c \x01(\x08\x12\x34\n\x0bpredictions\x18\r \x03(\x0b\x32\x1f.pdserve.v1.PlacementPrediction\x12\x0e\n\x06\x64\x65\x63ode\x18\x0e \x01(\t\x12\x0f\n\x07prefill\x18\x0f \x01(\t\x12\x0f\n\x07refused\x18\x10 \x01(\t\x12\x14\n\x0ctried_before\x18\x11 \x01(\r\"-\n\nBarredPair\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\"\xee\x02\n\x12PlacementCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x1c\n\x14outstanding_requests\x18\x04 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x05 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0f\n\x07why_not\x18\x08 \x01(\t\x12*\n\x06scores\x18\t \x03(\x0b\x32\x1a.pdserve.v1.PlacementScore\x12:\n\x06totals\x18\n \x03(\x0b\x32*.pdserve.v1.PlacementCandidate.TotalsEntry\x1a-\n\x0bTotalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x0ePlacementScore\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05score\x18\x04 \x01(\x01\"\xb7\x01\n\x13PlacementPrediction\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12=\n\x07seconds\x18\x03 \x03(\x0b\x32,.pdserve.v1.PlacementPrediction.SecondsEntry\x12\x10\n\x08is_habit\x18\x04 \x01(\x08\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32G\n\x05\x41\x64min\x12>\n\x07\x45xplain\x12\x1a.pdserve.v1.ExplainRequest\x1a\x15.pdserve.v1.Explained0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdserve/v1/admin.proto\x12\npdserve.v1\x1a\x17pdserve/v1/worker.proto\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"n\n\tExplained\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.WorkerInfoH\x00\x12/\n\x07request\x18\x02 \x01(\x0b\x32\x1c.pdserve.v1.ExplainedRequestH\x00\x42\x06\n\x04said\"k\n\x10\x45xplainedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\tdecisions\x18\x02 \x03(\x0b\x32\x1d.pdserve.v1.PlacementDecision\x12\x11\n\tforgotten\x18\x03 \x01(\r\"\xc7\x03\n\x11PlacementDecision\x12\x13\n\x0bunix_time_s\x18\x01 \x01(\x01\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0c\n\x04turn\x18\x04 \x01(\x04\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x11\n\tkv_tokens\x18\x07 \x01(\r\x12\x14\n\x0cprefill_only\x18\x08 \x01(\x08\x12\r\n\x05\x61void\x18\t \x03(\t\x12&\n\x06\x62\x61rred\x18\n \x03(\x0b\x32\x16.pdserve.v1.BarredPair\x12\x32\n\ncandidates\x18\x0b \x03(\x0b\x32\x1e.pdserve.v1.PlacementCandidate\x12\x14\n\x0c\x61sked_prefix\x18\x0c \x01(\x08\x12\x34\n\x0bpredictions\x18\r \x03(\x0b\x32\x1f.pdserve.v1.PlacementPrediction\x12\x0e\n\x06\x64\x65\x63ode\x18\x0e \x01(\t\x12\x0f\n\x07prefill\x18\x0f \x01(\t\x12\x0f\n\x07refused\x18\x10 \x01(\t\x12\x14\n\x0ctried_before\x18\x11 \x01(\r\x12\r\n\x05\x66orks\x18\x12 \x01(\r\x12\x13\n\x0b\x66ork_tokens\x18\x13 \x01(\r\"-\n\nBarredPair\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\"\xee\x02\n\x12PlacementCandidate\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x1c\n\x14outstanding_requests\x18\x04 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x05 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0f\n\x07why_not\x18\x08 \x01(\t\x12*\n\x06scores\x18\t \x03(\x0b\x32\x1a.pdserve.v1.PlacementScore\x12:\n\x06totals\x18\n \x03(\x0b\x32*.pdserve.v1.PlacementCandidate.TotalsEntry\x1a-\n\x0bTotalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x0ePlacementScore\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\r\n\x05score\x18\x04 \x01(\x01\"\xb7\x01\n\x13PlacementPrediction\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12=\n\x07seconds\x18\x03 \x03(\x0b\x32,.pdserve.v1.PlacementPrediction.SecondsEntry\x12\x10\n\x08is_habit\x18\x04 \x01(\x08\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32G\n\x05\x41\x64min\x12>\n\x07\x45xplain\x12\x1a.pdserve.v1.ExplainRequest\x1a\x15.pdserve.v1.Explained0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,19 +43,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPLAINEDREQUEST']._serialized_start=213
   _globals['_EXPLAINEDREQUEST']._serialized_end=320
   _globals['_PLACEMENTDECISION']._serialized_start=323
-  _globals['_PLACEMENTDECISION']._serialized_end=742
-  _globals['_BARREDPAIR']._serialized_start=744
-  _globals['_BARREDPAIR']._serialized_end=789
-  _globals['_PLACEMENTCANDIDATE']._serialized_start=792
-  _globals['_PLACEMENTCANDIDATE']._serialized_end=1158
-  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_start=1113
-  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_end=1158
-  _globals['_PLACEMENTSCORE']._serialized_start=1160
-  _globals['_PLACEMENTSCORE']._serialized_end=1238
-  _globals['_PLACEMENTPREDICTION']._serialized_start=1241
-  _globals['_PLACEMENTPREDICTION']._serialized_end=1424
-  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_start=1378
-  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_end=1424
-  _globals['_ADMIN']._serialized_start=1426
-  _globals['_ADMIN']._serialized_end=1497
+  _globals['_PLACEMENTDECISION']._serialized_end=778
+  _globals['_BARREDPAIR']._serialized_start=780
+  _globals['_BARREDPAIR']._serialized_end=825
+  _globals['_PLACEMENTCANDIDATE']._serialized_start=828
+  _globals['_PLACEMENTCANDIDATE']._serialized_end=1194
+  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_start=1149
+  _globals['_PLACEMENTCANDIDATE_TOTALSENTRY']._serialized_end=1194
+  _globals['_PLACEMENTSCORE']._serialized_start=1196
+  _globals['_PLACEMENTSCORE']._serialized_end=1274
+  _globals['_PLACEMENTPREDICTION']._serialized_start=1277
+  _globals['_PLACEMENTPREDICTION']._serialized_end=1460
+  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_start=1414
+  _globals['_PLACEMENTPREDICTION_SECONDSENTRY']._serialized_end=1460
+  _globals['_ADMIN']._serialized_start=1462
+  _globals['_ADMIN']._serialized_end=1533
 # @@protoc_insertion_point(module_scope)

@@ -88,6 +88,8 @@ def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
         else placement.prefill.worker_id,
         refused=recorded.refused,
         tried_before=recorded.tried_before,
+        forks=demand.forks,
+        fork_tokens=demand.fork_tokens,
     )
 
 
@@ -141,6 +143,8 @@ def given_from_pb(
                 avoid=frozenset(decision.avoid),
                 barred=frozenset((pair.prefill, pair.decode) for pair in decision.barred),
                 request_id=message.request_id,
+                forks=decision.forks,
+                fork_tokens=decision.fork_tokens,
             ),
             turn=decision.turn,
             cached={c.worker_id: c.cached_tokens for c in decision.candidates if c.cached_tokens},

@@ -86,3 +86,21 @@ def test_each_attempt_says_what_came_of_it() -> None:
     assert "waits for room, tried 5 times" in text
     assert "placed again: one_worker: d1 [died]" in text
     assert "refused: no decode worker is ready" in text
+
+
+def test_of_many_workers_the_best_are_shown_and_the_others_counted() -> None:
+    candidates = [
+        a.PlacementCandidate(worker_id=f"d{i}", state="ready", totals={"total": i / 100})
+        for i in range(40)
+    ] + [
+        a.PlacementCandidate(worker_id=f"x{i}", state="ready", why_not="not drawn")
+        for i in range(60)
+    ]
+    values = {"policy": "least_loaded", "decode": "x3", "avoid": ["y"]}
+    barred = [a.BarredPair(prefill="p1", decode="d1")]
+    many = a.PlacementDecision(candidates=candidates, barred=barred, **values)
+    lines = printed(many).splitlines()
+    rows = [line.split()[0] for line in lines if line.startswith((" d", " x"))]
+    assert rows == ["x3", *(f"d{i}" for i in range(39, 16, -1))]
+    assert lines[-1] == "   and 76 more: 59 not drawn, 17 scored less"
+    assert "   to be avoided: y, p1 with d1" in lines

@@ -19,7 +19,7 @@ from router.decisions.service import explained
 from router.placement.context import PlacementContext, Prediction
 from router.placement.policies.by_name import POLICIES
 from router.placement.recompute import place_recompute
-from router.placement.values import Demand
+from router.placement.values import Candidate, Demand
 from router.pool import Charge, Member
 from tests.fakes import worker_info
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from router.placement.values import Candidate
 
 DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
 
@@ -154,6 +153,27 @@ def test_what_was_cached_is_given_again() -> None:
     (difference,) = again(lines_of(log), "least_loaded").differences
     assert difference.recorded == Outcome("p2", "d0")
     assert difference.replayed == Outcome("p0", "d0")
+
+
+def test_what_was_demanded_is_read_as_it_was_written() -> None:
+    demand = Demand(
+        "demo",
+        100,
+        310,
+        avoid=frozenset({"p1"}),
+        barred=frozenset({("p0", "d0")}),
+        request_id="r",
+        forks=2,
+        fork_tokens=80,
+    )
+    log = DecisionLog(10)
+    members = [m.seen() for m in pool()]
+    log.record(POLICIES["least_loaded"](members, demand, 7, PlacementContext()), 1.0)
+    (given,) = read_lines(lines_of(log), "lines")
+    assert (given.demand, given.turn) == (demand, 7)
+    for before, after in zip(members, given.candidates, strict=True):
+        for name in Candidate.__slots__:
+            assert getattr(after, name) == getattr(before, name), name
 
 
 def test_a_worker_is_said_once_before_the_decisions_that_name_it() -> None:
