@@ -37,7 +37,7 @@ from router.metrics import RouterMetrics
 from router.open_requests import OpenRequests
 from router.placement.policies.by_name import POLICIES
 from router.prefill_queue import PrefillQueue
-from router.prefix.watch import CacheWatches
+from router.prefix.watch import CacheWatches, WatchSettings
 from router.registry import Registry
 
 if TYPE_CHECKING:
@@ -84,7 +84,11 @@ class RouterServer:
         config = self._config
         router_id = f"router-{uuid.uuid4().hex[:12]}"
         if config.prefix_max_blocks:
-            self.watches = CacheWatches(router_id, max_blocks=config.prefix_max_blocks)
+            self.watches = CacheWatches(
+                router_id,
+                max_blocks=config.prefix_max_blocks,
+                settings=WatchSettings(interval_s=config.prefix_interval_s),
+            )
         fleet = await self._stack.enter_async_context(
             Fleet(
                 router_id=router_id,

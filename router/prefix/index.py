@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 # One table per shard: growing one of 10,000 entries takes a ms, one of 10 million a second.
-_SHARDS = 1024
+_SHARDS = 1 << 10
+_SHARD = _SHARDS - 1
 _MAX_SETS = 1 << 16
 # Up to so many workers are named one by one.
 _FEW = 4
@@ -52,7 +53,7 @@ class PrefixIndex:
         self._sets = SlotSets(max_sets)
         self._names: list[str] = []
         self._names_array = np.empty(64, dtype=object)
-        self._named: dict[int, dict[str, None]] = {}
+        self._named: dict[tuple[int, int], dict[str, int]] = {}
         self._holders: list[Holder | None] = []
         self._free_slots: list[int] = []
         self._left: list[Holder] = []
@@ -111,7 +112,7 @@ class PrefixIndex:
         sets, shards, alone = self._sets, self._shards, holder.alone
         bit, gone = 1 << holder.slot, 0
         for chain_hash in removed:
-            shard = shards[chain_hash % _SHARDS]
+            shard = shards[chain_hash & _SHARD]
             held = shard.get(chain_hash)
             if held == alone:
                 del shard[chain_hash]
@@ -142,7 +143,7 @@ class PrefixIndex:
         room = self.max_blocks - self.blocks
         new = done = 0
         for chain_hash in stored:
-            shard = shards[chain_hash % _SHARDS]
+            shard = shards[chain_hash & _SHARD]
             held = shard.get(chain_hash)
             if held is None:
                 if new == room:
@@ -168,7 +169,7 @@ class PrefixIndex:
         if not chain:
             return []
         shards, live, masks = self._shards, self._sets.live, self._sets.masks
-        first = shards[chain[0] % _SHARDS].get(chain[0])
+        first = shards[chain[0] & _SHARD].get(chain[0])
         if first is None:
             return []
         found: list[tuple[int, int, int]] = []
@@ -183,7 +184,7 @@ class PrefixIndex:
             elif high - low > 1:
                 middle = (low + high) // 2
                 chain_hash = chain[middle]
-                held = shards[chain_hash % _SHARDS].get(chain_hash, -1)
+                held = shards[chain_hash & _SHARD].get(chain_hash, -1)
                 ends.append((middle, held))
             else:
                 holding = ending = masks[low_set] & live
@@ -208,8 +209,8 @@ class PrefixIndex:
             else:
                 # Those that hold more are overwritten by what follows. Who holds a system prompt is
                 # the same from one request to the next, who holds no more than it is not.
-                named = dict.fromkeys(self._many(holding), blocks * unit)
-                found = found | named if found else named
+                named = self._many(holding, blocks * unit)
+                found = found | named if found else named.copy()
         return found
 
     def _few(self, mask: int) -> Iterator[str]:
@@ -218,15 +219,16 @@ class PrefixIndex:
             yield self._names[slot]
             mask ^= 1 << slot
 
-    def _many(self, mask: int) -> dict[str, None]:
-        known = self._named.get(mask)
+    def _many(self, mask: int, length: int) -> dict[str, int]:
+        known = self._named.get((mask, length))
         if known is None:
             if len(self._named) >= _MAX_NAMED:
                 self._named.clear()
             size = (mask.bit_length() + 7) // 8
             bits = np.frombuffer(mask.to_bytes(size, "little"), np.uint8)
             slots = np.unpackbits(bits, bitorder="little").nonzero()[0]
-            known = self._named[mask] = dict.fromkeys(self._names_array[slots].tolist())
+            known = dict.fromkeys(self._names_array[slots].tolist(), length)
+            self._named[mask, length] = known
         return known
 
     @property

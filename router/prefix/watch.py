@@ -40,7 +40,7 @@ class WatchSettings:
     were refused is read anew at most once in `reread_s`."""
 
     begin_timeout_s: float = 5.0
-    interval_s: float = 0.05
+    interval_s: float = 0.1
     backoff_min_s: float = 0.1
     backoff_max_s: float = 5.0
     reread_s: float = 30.0

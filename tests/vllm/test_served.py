@@ -77,7 +77,9 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    up = UpProcess(tmp_path_factory.mktemp("up"), "--http-port", "0", "--grpc-port", "0")
+    # With one worker of each role every policy places alike; this one asks what is cached.
+    policy = ("--set", "router.policy=prefix_aware")
+    up = UpProcess(tmp_path_factory.mktemp("up"), "--http-port", "0", "--grpc-port", "0", *policy)
     try:
         yield Stack(up)
         up.send(signal.SIGINT)
@@ -211,6 +213,25 @@ async def test_worker_and_router_show_what_the_kv_plane_has_done(stack: Stack) -
     async with asyncio.timeout(WAIT_S):  # the router knows with the worker's next renewal
         while f"pdserve_worker_kv_{sample}" not in await get(f"{stack.http}/metrics"):
             pass
+
+
+async def test_the_router_knows_what_the_prefill_worker_has_cached(stack: Stack) -> None:
+    async def tokens(source: str) -> float:
+        name = f'pdserve_prefix_tokens_total{{model="{MODEL}",source="{source}"}} '
+        lines = (await get(f"{stack.http}/metrics")).splitlines()
+        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+    question = "What does a router know of a prefix? " * 20
+    async with asyncio.timeout(WAIT_S):  # at once, but for the time that an update takes
+        while True:
+            before = [await tokens("predicted"), await tokens("reported")]
+            await chat(stack, question)
+            after = [await tokens("predicted"), await tokens("reported")]
+            predicted, reported = (b - a for a, b in zip(before, after, strict=True))
+            if predicted == reported > 0:
+                break
+    assert reported > len(question) / 10
+    assert "pdserve_prefix_synced_workers 2.0" in await get(f"{stack.http}/metrics")
 
 
 async def test_a_replay_of_the_azure_trace_has_no_failures(stack: Stack, tmp_path: Path) -> None:
