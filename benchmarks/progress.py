@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -14,11 +15,27 @@ if TYPE_CHECKING:
     from benchmarks.workload import Workload
 
 
-class ReplayProgress:
-    """A bar on a terminal, and a line about what is replayed anywhere.
+@dataclass(slots=True)
+class Tally:
+    """Requests of one replay so far."""
 
-    State: how many requests were sent and how many failed. A context manager; the bar is gone when
-    it ends.
+    sent: int = 0
+    ended: int = 0
+    failed: int = 0
+
+    def end(self, status: Status) -> None:
+        """One more has ended."""
+        self.ended += 1
+        self.failed += status != "ok"
+
+    def __str__(self) -> str:
+        running = f"{self.sent - self.ended} running"
+        return f"{running}, {self.failed} failed" if self.failed else running
+
+
+class ReplayProgress:
+    """A bar on a terminal, and a line about what is replayed anywhere. A context manager; the bar
+    is gone when it ends.
     """
 
     def __init__(self, console: Console) -> None:
@@ -36,9 +53,7 @@ class ReplayProgress:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("preparing", total=None, detail="")
-        self._sent = 0
-        self._ended = 0
-        self._failed = 0
+        self._tally = Tally()
 
     def __enter__(self) -> ReplayProgress:
         self._bar.start()
@@ -55,17 +70,13 @@ class ReplayProgress:
 
     def sent(self) -> None:
         """Count a request sent."""
-        self._sent += 1
+        self._tally.sent += 1
         self._show()
 
     def finished(self, status: Status) -> None:
         """Count a request ended."""
-        self._ended += 1
-        self._failed += status != "ok"
+        self._tally.end(status)
         self._show()
 
     def _show(self) -> None:
-        detail = f"{self._sent - self._ended} running"
-        if self._failed:
-            detail += f", {self._failed} failed"
-        self._bar.update(self._task, completed=self._ended, detail=detail)
+        self._bar.update(self._task, completed=self._tally.ended, detail=str(self._tally))

@@ -17,13 +17,11 @@ import argparse
 import asyncio
 import json
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.compare.stack import Stack
+from benchmarks.errors import BenchError
 from pdserve import rpc
 from pdserve.client import Client
 from pdserve.types import SamplingParams
@@ -38,14 +38,12 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-READY_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 60.0
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=33, ignore_eos=True)
-ARMS: dict[str, tuple[str, ...]] = {
-    "1P1D": ("--prefill", "1", "--decode", "1"),
-    "1A": ("--prefill", "0", "--decode", "0", "--aggregated", "1"),
+ARMS: dict[str, dict[str, int]] = {
+    "1P1D": {"prefill": 1, "decode": 1},
+    "1A": {"prefill": 0, "decode": 0, "aggregated": 1},
 }
 
 
@@ -67,37 +65,13 @@ class Sample:
     digest_s: float
 
 
-class Arm:
-    """A running `pdserve up`; `stop` ends it by its own process id."""
-
-    def __init__(self, name: str, options: Sequence[str], model: str, directory: Path) -> None:
-        self.name = name
-        self._ready = directory / f"{name}.json"
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "pdserve", "up", "--model", model, "--cores-per-worker"),
-                *("1", "--http-port", "0", "--grpc-port", "0", *options),
-                *("--ready-file", str(self._ready), "--run-dir", str(directory / name)),
-            ],
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def wait(self) -> tuple[dict[str, Any], float]:
-        """(what its ready file says, seconds it took to be ready)."""
-        begun = time.monotonic()
-        while not self._ready.exists():
-            if self._process.poll() is not None:
-                raise SystemExit(f"{self.name} did not start; its reason is above")
-            if time.monotonic() - begun > READY_TIMEOUT_S:
-                raise SystemExit(f"{self.name} was not ready in {READY_TIMEOUT_S:g} s")
-            time.sleep(0.05)
-        ready: dict[str, Any] = json.loads(self._ready.read_text(encoding="utf-8"))
-        return ready, time.monotonic() - begun
-
-    def stop(self) -> None:
-        self._process.send_signal(signal.SIGINT)
-        self._process.wait(STOP_TIMEOUT_S)
+def config_of(arm: str, model: str) -> dict[str, Any]:
+    """The configuration of an arm's `pdserve up`, on free ports."""
+    return {
+        "router": {"http_port": 0, "grpc_port": 0},
+        "worker": {"model": model},
+        "up": {"cores_per_worker": 1, **ARMS[arm]},
+    }
 
 
 async def digest_seconds(workers: Sequence[str]) -> float:
@@ -136,7 +110,7 @@ async def ask(name: str, client: Client, prompt: list[int], workers: Sequence[st
 
 
 async def measure(
-    stacks: dict[str, dict[str, Any]], lengths: Sequence[int], rounds: int
+    stacks: Mapping[str, Mapping[str, Any]], lengths: Sequence[int], rounds: int
 ) -> list[Sample]:
     """`rounds` prompts of each length through every arm, the first of each left out as warm-up."""
     rng = random.Random(0)
@@ -153,6 +127,25 @@ async def measure(
     for client in clients.values():
         await client.close()
     return samples
+
+
+async def run(
+    model: str, lengths: Sequence[int], rounds: int
+) -> tuple[list[Sample], dict[str, float]]:
+    """(what was measured, seconds that each arm took to be ready)."""
+    ready_s: dict[str, float] = {}
+    stacks: dict[str, Mapping[str, Any]] = {}
+    async with AsyncExitStack() as ending:
+        directory = Path(ending.enter_context(tempfile.TemporaryDirectory()))
+        for name in ARMS:
+            stack = Stack(name, config_of(name, model), directory / name)
+            ending.push_async_callback(stack.stop)
+            begun = time.monotonic()
+            await stack.start()
+            ready_s[name] = time.monotonic() - begun
+            assert stack.ready is not None
+            stacks[name] = stack.ready
+        return await measure(stacks, lengths, rounds), ready_s
 
 
 def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -207,7 +200,7 @@ def show(rows: Sequence[dict[str, Any]], ready: dict[str, float]) -> None:
 
 
 def main() -> int:
-    """Exit code 0 once everything was measured."""
+    """Exit code 0 once everything was measured, 2 where an arm did not start."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="demo", help="demo or a model directory")
     parser.add_argument("--lengths", default="128,512,2048,4096", help="prompt lengths in tokens")
@@ -215,14 +208,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args()
     lengths = [int(x) for x in options.lengths.split(",")]
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stacks, ready = {}, {}
-        for name, arguments in ARMS.items():
-            arm = Arm(name, arguments, options.model, directory)
-            stack.callback(arm.stop)
-            stacks[name], ready[name] = arm.wait()
-        rows = summary(asyncio.run(measure(stacks, lengths, options.rounds)))
+    try:
+        samples, ready = asyncio.run(run(options.model, lengths, options.rounds))
+    except BenchError as error:
+        Console(stderr=True).print(f"error: {error}", markup=False)
+        return 2
+    rows = summary(samples)
     if options.json:
         sys.stdout.write(json.dumps({"ready_s": ready, "rows": rows}, indent=1) + "\n")
     else:

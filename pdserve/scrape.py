@@ -51,10 +51,6 @@ class Interval:
     def seconds(self) -> float:
         return self.after.at - self.before.at
 
-    def now(self, name: str) -> float:
-        """A gauge's value, 0 where there is none."""
-        return self.after.values.get(name, 0.0)
-
     def gained(self, name: str) -> float:
         """What a counter counted."""
         after = self.after.values.get(name, 0.0)

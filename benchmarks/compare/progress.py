@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from benchmarks.progress import Tally
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -70,7 +72,7 @@ class CompareProgress:
         )
         self._task = self._bar.add_task("starting", total=self._total_s, detail="")
         self._what = "starting"
-        self._sent = self._ended = self._failed = 0
+        self._tally = Tally()
 
     def __enter__(self) -> CompareProgress:
         self._bar.start()
@@ -95,7 +97,7 @@ class CompareProgress:
         self._begun, self._step_s = time.monotonic(), replay_s(replay)
         if replay.kind != "warmup":
             self._later_s = max(0.0, self._later_s - self._step_s)
-        self._sent = self._ended = self._failed = 0
+        self._tally = Tally()
         self._show()
 
     def replayed(self, replay: Replay, result: ReplayResult) -> None:
@@ -113,13 +115,12 @@ class CompareProgress:
 
     def sent(self) -> None:
         """Count a request sent."""
-        self._sent += 1
+        self._tally.sent += 1
         self._show()
 
     def finished(self, status: Status) -> None:
         """Count a request ended."""
-        self._ended += 1
-        self._failed += status != "ok"
+        self._tally.end(status)
         self._show()
 
     def _name(self, replay: Replay) -> str:
@@ -137,9 +138,7 @@ class CompareProgress:
 
     def _show(self) -> None:
         left_s = self._left_s()
-        detail = f"{left_text(left_s)}, {self._sent - self._ended} running"
-        if self._failed:
-            detail += f", {self._failed} failed"
+        detail = f"{left_text(left_s)}, {self._tally}"
         done = max(0.0, self._total_s - left_s)
         self._bar.update(self._task, description=self._what, completed=done, detail=detail)
 

@@ -34,7 +34,6 @@ def test_rates_are_of_the_interval_alone_and_over_all_labels() -> None:
     interval = Interval(before, source.read(12.0))
     assert interval.gained("tokens_total") == 40
     assert interval.rate("tokens_total") == 20
-    assert interval.now("tokens_total") == 140
     assert interval.rate("nothing") == 0
     assert Interval(before, before).rate("tokens_total") == 0
 
