@@ -18,6 +18,7 @@ from pdserve.commands import (
     explain,
     generate,
     hash_key,
+    profile,
     replay_decisions,
     router,
     status,
@@ -41,6 +42,7 @@ _COMMANDS = (
     explain,
     replay_decisions,
     config,
+    profile,
     hash_key,
     bench,
 )

@@ -19,7 +19,7 @@ from pdserve.commands.options import all_keys, api_key_from, config_from
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 COMMANDS = (
-    *("up", "router", "worker", "generate", "chat", "status", "config", "bench"),
+    *("up", "router", "worker", "generate", "chat", "status", "config", "bench", "profile"),
     *("explain", "replay-decisions", "hash-key"),
 )
 SHELL_BLOCK = re.compile(r"```(?:sh|bash|console)\n(.*?)```", re.DOTALL)
