@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.errors import BenchError
-from benchmarks.kv_transfer.cases import COPIES, Case
+from benchmarks.kv_transfer.cases import COPIES, PEER_COPIES, Case
 from benchmarks.kv_transfer.pair import CEILING, FLOORS, PEERS, Measured, Pair, ratio
 from benchmarks.kv_transfer.peers import missing
 from kv_transfer.copying import copy_in_python, copy_pages
@@ -34,16 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     err = Console(stderr=True)
     counts, sizes = ((1, 16), (16,)) if options.quick else (COUNTS, SIZES_KIB)
     memory_bytes = (24 if options.quick else options.memory_mib) << 20
-    cache_bytes = memory_bytes // COPIES // 4096 * 4096
+    gone = {peer: why for peer in PEERS if (why := missing(peer)) is not None}
+    copies = COPIES + PEER_COPIES * (len(PEERS) - len(gone))
+    cache_bytes = memory_bytes // copies // 4096 * 4096
     wanted = [Case(count, kib << 10) for kib in sizes for count in counts]
     cases = [case for case in wanted if case.bytes <= cache_bytes]
     notes = [
-        f"{case.count} blocks of {case.block_bytes >> 10} KiB are left out: {COPIES} copies of them"
+        f"{case.count} blocks of {case.block_bytes >> 10} KiB are left out: {copies} copies of them"
         f" need more than {memory_bytes >> 20} MiB (--memory-mib)"
         for case in wanted
         if case not in cases
     ]
-    gone = {peer: why for peer in PEERS if (why := missing(peer)) is not None}
     notes += [f"{peer}: {why}" for peer, why in gone.items()]
     if copy_pages is copy_in_python:
         notes.append("kv_transfer/_copy.c was not built: shm copies in Python")

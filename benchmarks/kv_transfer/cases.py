@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from benchmarks.errors import BenchError
 from kv_transfer.layout import KvGeometry
 
-# Of each block: in the source's cache, in the target's, and in the memory that memcpy writes to.
-COPIES = 3
+# Of each block: in the source's cache, in the target's, and in the memory that memcpy writes to;
+# and in two caches of each peer.
+COPIES, PEER_COPIES = 3, 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ def _half(way: str, epoch: str, cache: Cache, geometry: KvGeometry) -> _Watched:
 
 
 class OurSource:
-    """Has the blocks of a prefill that ended, and waits for the grant."""
+    """Has the blocks of a prefill that ended; done with a trip when they are free again."""
 
     def __init__(self, way: str, cache: Cache, geometry: KvGeometry) -> None:
         self._half = _half(way, SOURCE, cache, geometry)
@@ -67,13 +67,19 @@ class OurSource:
 
     def arm(self, trip: Trip) -> None:
         half, name = self._half, f"t{trip.number}"
-        half.take_results()  # what the trip before has left
+        half.over.clear()
         half.before_step(StepMetadata(expected=[SourceExpected(name, name)]))
         progress = SourceProgress(name, trip.source_ids, len(trip.source_ids))
         half.after_step(StepMetadata(progress=[progress]))
         half.before_step(StepMetadata(ended=[SourceEnded(name, (1,), held=True)]))
 
     def go(self, trip: Trip) -> float | None:
+        half, name = self._half, f"t{trip.number}"
+        # To answer sooner would have this process and its parent compute beside what is measured.
+        while name not in half.take_results()[0]:
+            if not half.over.wait(ARRIVAL_S):
+                raise KvTransferError(f"nobody acknowledged {name}")
+            half.over.clear()
         return None
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import signal
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
@@ -81,6 +83,8 @@ class _Child:
             target=serve, args=(theirs, make_end, role, cache_bytes), daemon=True
         )
         self._process.start()
+        assert self._process.pid is not None
+        self._pid = self._process.pid
         theirs.close()
 
     def ask(self, method: str, *arguments: object) -> None:
@@ -104,8 +108,21 @@ class _Child:
         self.ask(method, *arguments)
         return self.answer()
 
+    def pause(self) -> None:
+        """None of its threads runs until `go_on`."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After `pause`, or where it runs already."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # `answer` says that it ended
+            os.kill(self._pid, number)
+
     def stop(self) -> None:
         """Ends the process; it holds nothing that outlives it."""
+        self.go_on()
         with contextlib.suppress(OSError):  # it may have ended by itself
             self._pipe.send(None)
         self._process.join(5)
@@ -116,21 +133,22 @@ class _Child:
 
 
 class Pair:
-    """A source and a target process."""
+    """A source and a target process, and two more for each peer: a library's own threads would
+    compute beside what another moves. Those whose turn it is not are stopped."""
 
     def __init__(self, cache_bytes: int, layers: int) -> None:
         self._cache_bytes = cache_bytes
         self._layers = layers
         self._trips = 0
-        self._source = _Child("source", cache_bytes)
-        self._target = _Child("target", cache_bytes)
+        self._children: dict[str, tuple[_Child, _Child]] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in (self._source, self._target):
-            child.stop()
+        for children in self._children.values():
+            for child in children:
+                child.stop()
 
     def measure(
         self, cases: Sequence[Case], ways: Sequence[str], rounds: int
@@ -147,14 +165,30 @@ class Pair:
                 if case.block_bytes == block_bytes:
                     yield self._measure(case, ways, rounds, layout)
             for way in ways:
-                for child in (self._source, self._target):
-                    child.call("close", way)
+                with self._turn(way) as children:
+                    for child in children:
+                        child.call("close", way)
+
+    @contextlib.contextmanager
+    def _turn(self, way: str) -> Iterator[tuple[_Child, _Child]]:
+        """(source, target) of this way; the others stand still."""
+        owner = way if way in MODULES else ""
+        if owner not in self._children:
+            source, target = (_Child(role, self._cache_bytes) for role in ("source", "target"))
+            self._children[owner] = source, target
+        children = self._children[owner]
+        for child in children:
+            child.go_on()
+        yield children
+        for child in children:
+            child.pause()
 
     def _open(self, way: str, layout: KvGeometry) -> None:
-        source_facts = self._source.call("open", way, layout)
-        target_facts = self._target.call("open", way, layout)
-        self._target.call("connect", way, source_facts)
-        self._source.call("connect", way, target_facts)
+        with self._turn(way) as (source, target):
+            source_facts = source.call("open", way, layout)
+            target_facts = target.call("open", way, layout)
+            target.call("connect", way, source_facts)
+            source.call("connect", way, target_facts)
 
     def _measure(
         self, case: Case, ways: Sequence[str], rounds: int, layout: KvGeometry
@@ -173,20 +207,23 @@ class Pair:
         return trip(case, layout.num_blocks, self._trips)
 
     def _prove(self, case: Case, way: str, layout: KvGeometry) -> None:
-        self._target.call("clear")
         once = self._next(case, layout)
+        with self._turn(way) as (_, target):
+            target.call("clear")
         self._go(way, once)
         if way in FLOORS:
             return  # the one writes elsewhere, the other in one piece
-        wrong = self._target.call("differing_blocks", layout, once)
+        with self._turn(way) as (_, target):
+            wrong = target.call("differing_blocks", layout, once)
         if wrong:
             raise BenchError(f"{way}: {wrong} of {case.count} blocks did not arrive as they were")
 
     def _go(self, way: str, once: Trip) -> float:
-        for child in (self._source, self._target):
-            child.call("arm", way, once)
-        for child in (self._source, self._target):
-            child.ask("go", way, once)
-        answers = [child.answer() for child in (self._source, self._target)]
+        with self._turn(way) as children:
+            for child in children:
+                child.call("arm", way, once)
+            for child in children:
+                child.ask("go", way, once)
+            answers = [child.answer() for child in children]
         (seconds,) = [float(answer) for answer in answers if answer is not None]
         return seconds
