@@ -66,11 +66,6 @@ class CacheWatches:
         """Members whose snapshot has come whole."""
         return sum(1 for watch in self._watches.values() if watch.is_synced)
 
-    def is_synced(self, member: Member) -> bool:
-        """Whether the index has all that this member has."""
-        watch = self._watches.get(member)
-        return watch is not None and watch.is_synced
-
     def open(self, member: Member) -> None:
         """Watch a member in the background until `close`."""
         watch = self._watches[member] = CacheWatch(member, self)
@@ -178,6 +173,10 @@ class CacheWatch:
             return "silent"
         except ValueError:
             return "malformed"
+        except Exception:
+            # Whatever it was: what is in the index must not outlive its watch.
+            logger.exception("watch of worker %s failed", self._member.worker_id)
+            return "failed"
         finally:
             call.cancel()
 

@@ -43,12 +43,14 @@ async def no_task_left() -> AsyncIterator[None]:
 
 
 class Service(WorkerService):
-    """Loses the updates that it is told to lose."""
+    """Loses the updates that it is told to lose, and garbles one where it has something to garble
+    it with."""
 
     def __init__(self, worker: Worker, info: Any) -> None:
         super().__init__(worker, info)
         self.losing = 0
         self.lost = 0
+        self.garble = b""
 
     async def WatchCache(  # noqa: N802
         self, request: w.WatchCacheRequest, context: Any
@@ -58,6 +60,7 @@ class Service(WorkerService):
                 self.losing -= 1
                 self.lost += 1
             else:
+                update.stored, self.garble = self.garble or update.stored, b""
                 yield update
 
 
@@ -328,3 +331,14 @@ async def test_a_watch_that_cannot_be_is_refused_by_name(field: str) -> None:
         error = rpc.error_from_rpc(raised.value)
     assert isinstance(error, InvalidRequest)
     assert error.field == field
+
+
+async def test_what_is_no_update_ends_the_watch_and_its_entries() -> None:
+    async with WatchedWorker("a", "e1").serving() as a, watching(a.member) as watches:
+        a.store(1, 2)
+        await until(lambda: depth(watches, "a", 1, 2) == 2)
+        a.service.garble = b"123"
+        a.store(3)
+        await until(lambda: watches.resyncs["malformed"] == 1)
+        await until(lambda: depth(watches, "a", 3) == 1)
+        assert depth(watches, "a", 1, 2) == 2
