@@ -25,18 +25,19 @@ class Deciding:
     def __init__(self) -> None:
         self.inner = threading.RLock()
         self.wake: Callable[[], None] = _nobody_waits
+        # Of each thread: one that waits on a condition of `inner` is inside, and not the holder.
+        self._depth = threading.local()
         # The holder's alone:
-        self._depth = 0
         self._wakes = False
         self._links: dict[Link, None] = {}
 
     def __enter__(self) -> None:
         self.inner.acquire()
-        self._depth += 1
+        self._depth.value = getattr(self._depth, "value", 0) + 1
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth or not (self._links or self._wakes):
+        self._depth.value -= 1
+        if self._depth.value or not (self._links or self._wakes):
             self.inner.release()
             return
         links, self._links = self._links, {}
