@@ -84,23 +84,29 @@ class TenantQueue:
         self._by_age.append(waiting)
         heappush(self._by_rank, (waiting.priority, waiting.due, waiting.arrival, waiting))
 
+    def first(self) -> Waiting:
+        """The next of those that wait; there are some."""
+        oldest = self._oldest()
+        if oldest.latest_turn <= self.turn + 1:
+            return oldest
+        ranked = self._by_rank
+        while ranked[0][3].gone:
+            heappop(ranked)
+        return ranked[0][3]
+
     def in_order(self) -> Iterator[Waiting]:
         """Those that wait, the next one first."""
-        oldest = self._oldest()
-        if oldest is not None and oldest.latest_turn <= self.turn + 1:
-            yield oldest
-        else:
-            oldest = None
-        while self._by_rank and self._by_rank[0][3].gone:
-            heappop(self._by_rank)
+        first = self.first()
+        yield first
         for *_, waiting in _in_order(self._by_rank):
-            if not waiting.gone and waiting is not oldest:
+            if not waiting.gone and waiting is not first:
                 yield waiting
 
-    def _oldest(self) -> Waiting | None:
-        while self._by_age and self._by_age[0].gone:
-            self._by_age.popleft()
-        return self._by_age[0] if self._by_age else None
+    def _oldest(self) -> Waiting:
+        by_age = self._by_age
+        while by_age[0].gone:
+            by_age.popleft()
+        return by_age[0]
 
     def remove(self, waiting: Waiting) -> None:
         waiting.gone = True
@@ -133,6 +139,12 @@ class FairQueue:
             self._enqueue(queue, max(self.virtual, queue.finish))
         queue.push(waiting)
         self.size += 1
+
+    def first(self) -> Waiting:
+        """The next of those that wait; there are some."""
+        queue = self._first()
+        assert queue is not None
+        return queue.first()
 
     def in_order(self) -> Iterator[Waiting]:
         self._first()
@@ -207,15 +219,24 @@ class ModelQueue:
         """It gave up."""
         self._of(waiting).left(waiting)
 
+    def first(self, *, with_batch: bool = True) -> Waiting | None:
+        """The next one."""
+        for queue in self._classes(with_batch):
+            if queue.size:
+                return queue.first()
+        return None
+
     def in_order(self, *, with_batch: bool = True) -> Iterator[Waiting]:
         """Those that wait, the next one first."""
-        if with_batch and self._run >= INTERACTIVE_RUN:
-            yield from self._batch.in_order()
-            yield from self._interactive.in_order()
-            return
-        yield from self._interactive.in_order()
-        if with_batch:
-            yield from self._batch.in_order()
+        for queue in self._classes(with_batch):
+            yield from queue.in_order()
+
+    def _classes(self, with_batch: bool) -> tuple[FairQueue, ...]:
+        if not with_batch:
+            return (self._interactive,)
+        if self._run >= INTERACTIVE_RUN:
+            return (self._batch, self._interactive)
+        return (self._interactive, self._batch)
 
     def _of(self, waiting: Waiting) -> FairQueue:
         return self._batch if waiting.service_class is ServiceClass.BATCH else self._interactive
@@ -235,8 +256,15 @@ def scan(
 ) -> Scan:
     """The first in order that finds room. Whom it passes has that counted; one that was passed
     MAX_PASSES times is passed no more, so that room comes together for it."""
-    blocked: list[Waiting] = []
-    for waiting in islice(queue.in_order(with_batch=with_batch), SCAN_DEPTH):
+    first = queue.first(with_batch=with_batch)
+    if first is None:
+        return Scan(None, [])
+    if has_room(first):
+        return Scan(first, [])
+    blocked = [first]
+    if first.passed >= MAX_PASSES:
+        return Scan(None, blocked)
+    for waiting in islice(queue.in_order(with_batch=with_batch), 1, SCAN_DEPTH):
         if any(waiting.needs_no_less_than(other) for other in blocked):
             continue
         if has_room(waiting):
