@@ -94,6 +94,8 @@ def _ours(stack: ExitStack, directory: Path, step_s: float, streams: int) -> Rou
         *(sys.executable, "-m", "pdserve", "up", "--engine", "fake"),
         *("--set", f"worker.engine_args={engine}, clock_text: true}}"),
         *("--set", f"router.max_running_requests={streams + 16}"),
+        # A burst keeps the router from reading for longer than a worker may be silent.
+        *("--set", "router.detection.stall_s=0"),
         *("--http-port", "0", "--grpc-port", "0"),
         *("--ready-file", str(ready), "--run-dir", str(directory / "run")),
     ]
