@@ -99,10 +99,15 @@ class Fleet:
         """The clock that leases and quarantines are counted on."""
         return self._clock()
 
-    def register(self, info: WorkerInfo, kv_key: CapabilityKey | None = None) -> None:
+    def register(
+        self, info: WorkerInfo, kv_key: CapabilityKey | None = None, *, draining: bool = False
+    ) -> None:
         """Raises InvalidRequest where the worker cannot serve beside the others."""
         known = self.pool.members.get(info.worker_id)
-        self._apply(self.pool.register(info, self._clock(), kv_key=kv_key))
+        now = self._clock()
+        actions = self.pool.register(info, now, kv_key=kv_key)
+        self.pool.renew(info.worker_id, info.epoch, now, load=None, draining=draining)
+        self._apply(actions)
         if known is not self.pool.members[info.worker_id]:
             self._warn_of_unpaired(info)
 

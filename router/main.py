@@ -39,6 +39,7 @@ from router.placement.policies.by_name import POLICIES
 from router.prefill_queue import PrefillQueue
 from router.prefix.watch import CacheWatches, WatchSettings
 from router.registry import Registry
+from router.roles.flips import Flips
 
 if TYPE_CHECKING:
     from pdserve.config import RouterConfig
@@ -127,7 +128,8 @@ class RouterServer:
         render, keys = coordinator.metrics.render, Keys(config.tenants)
         services = Services(coordinator, intake, self._open_requests, render, keys)
         generation = Generation(coordinator, intake, self._open_requests, keys)
-        grpc_address = await self._start_grpc(generation, Registry(fleet, costs), Admin(decisions))
+        admin = Admin(decisions, Flips(fleet, coordinator.metrics))
+        grpc_address = await self._start_grpc(generation, Registry(fleet, costs), admin)
         http_address = await self._start_http(services)
         return RouterAddresses(http=http_address, grpc=grpc_address)
 

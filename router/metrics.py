@@ -102,6 +102,13 @@ class RouterMetrics:
         self._decode = self._seconds("request_decode", "Decoding.")
         self._transfer = self._seconds("kv_transfer", "Moving KV from grant to last byte.")
         self._exposed = self._seconds("kv_transfer_exposed", "Moving KV after prefill had ended.")
+        self._flips = Histogram(
+            "pdserve_role_flip_seconds",
+            "From asking for a worker's other role until it was given work again.",
+            ["model", "role", "outcome"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         self._predictions = Histogram(
             "pdserve_prediction_ratio",
             "Predicted over actual: of ttft, prefill, transfer (its exposed part) and itl.",
@@ -184,6 +191,10 @@ class RouterMetrics:
     def predicted(self, model: str, what: str, ratio: float) -> None:
         """What was predicted, over what came."""
         self._predictions.labels(model, what).observe(ratio)
+
+    def flipped(self, model: str, role: str, outcome: str, seconds: float) -> None:
+        """A worker was to become a `role` worker."""
+        self._flips.labels(model, role, outcome).observe(seconds)
 
     def render(self) -> bytes:
         """The text that Prometheus reads, of type CONTENT_TYPE."""

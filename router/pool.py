@@ -200,7 +200,7 @@ class WorkerPool:
             if known.info == info and known.kv_key == kv_key:
                 known.lease_end = now + self.lease_s
                 return []
-            actions = self._lose(known, now, "it started again")
+            actions = self._lose(known, now, "it registered anew")
         else:
             actions = []
         member = Member(

@@ -37,7 +37,7 @@ class Registry(RegistryServicer):
     ) -> w.RegisterResponse:
         try:
             info, kv_key = wire.registration_from_pb(request)
-            self._fleet.register(info, kv_key)
+            self._fleet.register(info, kv_key, draining=request.draining)
         except InvalidRequest as error:
             await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
         return w.RegisterResponse(lease_s=self._fleet.lease_s)

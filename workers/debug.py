@@ -32,9 +32,9 @@ _JSON = b"application/json"
 class DebugApp:
     """An ASGI application; no state of its own."""
 
-    def __init__(self, worker: Worker, info: WorkerInfo) -> None:
+    def __init__(self, worker: Worker, describe: Callable[[], WorkerInfo]) -> None:
         self._worker = worker
-        self._info = info
+        self._describe = describe
         self._metrics = KvMetrics(self._reports)
         self._routes: dict[str, Callable[[], Answer]] = {
             "/debug/kv": self._kv,
@@ -74,11 +74,11 @@ class DebugApp:
     def _reports(self) -> Iterator[Labelled]:
         report = self._worker.kv_report()
         if report is not None:
-            yield self._info, report
+            yield self._describe(), report
 
     def _kv(self) -> Answer:
         """`ranks` is empty for a worker that moves no KV."""
-        info, state, report = self._info, self._worker.kv_state(), self._worker.kv_report()
+        info, state, report = self._describe(), self._worker.kv_state(), self._worker.kv_report()
         ledger = self._worker.ledger() if state is None else state.ledger
         return _json(
             200,

@@ -80,7 +80,7 @@ class Registration:
     ) -> None:
         self.address = address
         self.registered = asyncio.Event()
-        self._info = info
+        self._info = self._told = info
         self._source = source
         self._kv_key = kv_key
         self._nudged = asyncio.Event()
@@ -103,6 +103,11 @@ class Registration:
         """Renews now: something that the router should know has changed."""
         self._nudged.set()
 
+    def announce(self, info: WorkerInfo) -> None:
+        """Registers anew, as `info`."""
+        self._info = info
+        self._nudged.set()
+
     async def deregister(self) -> None:
         """Tells the router that the worker leaves; its lease ends anyway where that fails. Call it
         once `run` has ended."""
@@ -115,8 +120,10 @@ class Registration:
 
     async def _register(self, stub: RegistryAsyncStub) -> float:
         """Tries until the router takes us; returns the lease in seconds."""
-        request = wire.registration_to_pb(self._info, self._kv_key)
         while True:
+            info = self._info
+            request = wire.registration_to_pb(info, self._kv_key)
+            request.draining = self._source.is_draining
             try:
                 reply = await stub.Register(request, timeout=_RPC_S)
             except grpc.aio.AioRpcError as error:
@@ -129,12 +136,16 @@ class Registration:
                 await self._wait_for_router(error)
             else:
                 self._backoff.reset()
+                self._told = info
                 return reply.lease_s
 
     async def _renew(self, stub: RegistryAsyncStub, lease_s: float) -> None:
-        """Keeps the lease alive; returns when the router does not know us any more."""
-        while True:
+        """Keeps the lease alive; returns when the router does not know us any more, or not as what
+        we are now."""
+        while self._told is self._info:
             await self._pause(lease_s / 3)
+            if self._told is not self._info:
+                return
             load, kv = self._source.load(), self._source.kv_report()
             request = w.RenewRequest(
                 worker_id=self._info.worker_id,
@@ -199,6 +210,10 @@ class Registrations:
     def nudge(self) -> None:
         for registration in self._all:
             registration.nudge()
+
+    def announce(self, info: WorkerInfo) -> None:
+        for registration in self._all:
+            registration.announce(info)
 
     async def stop(self) -> None:
         """Stops renewing and leaves every router that knew us. Idempotent."""

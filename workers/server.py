@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 import uuid
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRPC_STOP_S = 2.0
+# A role that nobody settles in this time is given up: whoever wanted it is gone.
+SETTLE_S = 60.0
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
@@ -67,6 +71,7 @@ class WorkerServer:
         self._stack = AsyncExitStack()
         self._health = health.aio.HealthServicer()
         self._registrations: Registrations | None = None
+        self._unsettled: asyncio.TimerHandle | None = None
 
     async def start(self) -> WorkerInfo:
         """Loads the model, serves, and begins to register; nothing is left behind when it raises.
@@ -96,7 +101,7 @@ class WorkerServer:
             raise ConfigError(f"cannot listen on {host} port {port}", field="port") from error
         debug = self._bind_debug()
         self.info = self._describe(engine, _join(host, port), _address_of(debug))
-        add_WorkerServicer_to_server(WorkerService(self.worker, self.info), server)
+        add_WorkerServicer_to_server(WorkerService(self), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
@@ -105,7 +110,7 @@ class WorkerServer:
         for name in ("", _SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         if debug is not None:
-            web = WebServer(DebugApp(self.worker, self.info), debug)
+            web = WebServer(DebugApp(self.worker, lambda: self.info), debug)
             self._stack.push_async_callback(web.stop)
             await web.start()
         self._registrations = Registrations(
@@ -149,11 +154,56 @@ class WorkerServer:
             )
         return drained
 
+    async def set_role(self, role: Role, drain_timeout_s: float) -> tuple[float, int]:
+        """Ends all work and registers in another role, which is to be settled; how long that took
+        and how many streams went on elsewhere. Raises InvalidRequest and Unavailable."""
+        began = time.monotonic()
+        changing = asyncio.ensure_future(self.worker.change_role(role, drain_timeout_s))
+        await asyncio.sleep(0)  # it drains now: the routers are to know
+        self._nudge()
+        try:
+            moved = await changing
+        except BaseException:
+            changing.cancel()
+            self._nudge()
+            raise
+        self._announce()
+        loop = asyncio.get_running_loop()
+        self._unsettled = loop.call_later(SETTLE_S, self.settle_role, False)
+        return time.monotonic() - began, moved
+
+    def settle_role(self, keep: bool) -> bool:
+        """Takes work again, in the new role, or in the former where it is not to be kept. False
+        where there was nothing to settle."""
+        if self._unsettled is not None:
+            self._unsettled.cancel()
+            self._unsettled = None
+        if not self.worker.roles.settle(keep=keep):
+            return False
+        if keep:
+            logger.info("worker %s is a %s worker now", self.worker_id, self.worker.role)
+            self._nudge()
+        else:
+            logger.warning("worker %s stays a %s worker", self.worker_id, self.worker.role)
+            self._announce()
+        return True
+
+    def _announce(self) -> None:
+        self.info = replace(self.info, role=self.worker.role)
+        if self._registrations is not None:
+            self._registrations.announce(self.info)
+
+    def _nudge(self) -> None:
+        if self._registrations is not None:
+            self._registrations.nudge()
+
     async def stop(self) -> None:
         """Leaves the routers, lets what is queued for them go out, and ends all else. Idempotent.
 
         Drain first, for a stop that nobody notices.
         """
+        if self._unsettled is not None:
+            self._unsettled.cancel()
         if self._registrations is not None:
             await self._registrations.stop()
         self.worker.close_sessions()

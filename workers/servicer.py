@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from pdserve import rpc, wire
-from pdserve.errors import InternalError, InvalidRequest, PdserveError
+from pdserve.errors import InternalError, InvalidRequest, PdserveError, Unavailable
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer
 from workers.gpu_health import gpu_health
@@ -18,9 +18,8 @@ from workers.gpu_health import gpu_health
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from pdserve.types import WorkerInfo
+    from workers.server import WorkerServer
     from workers.session import Session
-    from workers.worker import Worker
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,9 +35,9 @@ _MAX_INTERVAL_S = 60.0
 class WorkerService(WorkerServicer):
     """No state of its own."""
 
-    def __init__(self, worker: Worker, info: WorkerInfo) -> None:
-        self._worker = worker
-        self._info = info
+    def __init__(self, server: WorkerServer) -> None:
+        self._server = server
+        self._worker = server.worker
         self._started = time.monotonic()
 
     async def Attach(  # type: ignore[override]  # noqa: N802 - written to, not iterated
@@ -61,7 +60,7 @@ class WorkerService(WorkerServicer):
     ) -> w.WorkerStatus:
         load, kv = self._worker.load(), self._worker.kv_report()
         return w.WorkerStatus(
-            info=wire.worker_to_pb(self._info),
+            info=wire.worker_to_pb(self._server.info),
             load=None if load is None else wire.load_to_pb(load),
             ledger=wire.ledger_to_pb(self._worker.ledger()),
             draining=self._worker.is_draining,
@@ -109,9 +108,32 @@ class WorkerService(WorkerServicer):
             self._worker.cache.leave(watcher)
 
     async def _check_epoch(self, epoch: str, field: str, context: Context) -> None:
-        if epoch != self._info.epoch:
-            stale = InvalidRequest(f"this worker's epoch is {self._info.epoch}", field=field)
+        if epoch != self._server.epoch:
+            stale = InvalidRequest(f"this worker's epoch is {self._server.epoch}", field=field)
             await rpc.abort(context, stale, status=grpc.StatusCode.FAILED_PRECONDITION)
+
+    async def SetRole(  # noqa: N802
+        self, request: w.SetRoleRequest, context: Context
+    ) -> w.SetRoleResponse:
+        try:
+            if not 0 <= request.drain_timeout_s <= _MAX_DRAIN_S:
+                raise InvalidRequest(
+                    f"drain_timeout_s must be between 0 and {_MAX_DRAIN_S:g}",
+                    field="drain_timeout_s",
+                )
+            role = wire.role_from_pb(request.role)
+            drain_s, moved = await self._server.set_role(role, request.drain_timeout_s)
+        except PdserveError as error:
+            await rpc.abort(context, error)
+        return w.SetRoleResponse(drain_s=drain_s, moved_streams=moved)
+
+    async def SettleRole(  # noqa: N802
+        self, request: w.SettleRoleRequest, context: Context
+    ) -> w.SettleRoleResponse:
+        if not self._server.settle_role(request.keep):
+            error = Unavailable("this worker has no role to settle")
+            await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
+        return w.SettleRoleResponse()
 
     async def _greet(self, commands: AsyncIterator[w.Command], context: Context) -> Session:
         try:

@@ -46,6 +46,11 @@ class Session:
         """The engine stream id of a prefill that ended, once."""
         return self._held.pop(router_stream_id, None)
 
+    def take_all_held(self) -> list[int]:
+        """Those of all prefills that ended."""
+        held, self._held = list(self._held.values()), OrderedDict()
+        return held
+
     def put(self, frame: w.StepFrame) -> None:
         """Queues a frame; nothing once the session is cut."""
         self._put(frame)

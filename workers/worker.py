@@ -26,6 +26,7 @@ from pdserve.v1 import worker_pb2 as w
 from workers import leg_span
 from workers.cache_feed import CacheFeed
 from workers.engine import PrefillPhase
+from workers.roles import RoleChange, RoleState
 from workers.session import Session
 from workers.submissions import deadline_s, work_from_pb
 
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # The engine tells nobody when a lease ends, so that an empty ledger has to be looked for.
 _LEDGER_LOOK_S = 0.02
+# Blocks of streams that were ended are free within a step, or a fence of their transfer.
+_UNPIN_S = 30.0
 MAX_FRAMES = 1024
 # How often, at most, a router is told anew what steps cost.
 STEPS_PERIOD_S = 0.5
@@ -63,7 +66,7 @@ class Worker:
     """
 
     def __init__(self, engine: Engine, role: Role, *, max_frames: int = MAX_FRAMES) -> None:
-        self.role = role
+        self.roles = RoleChange(role)
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.cache = CacheFeed()
         self.tracing: Tracing | None = None
@@ -86,8 +89,13 @@ class Worker:
         return info
 
     @property
+    def role(self) -> Role:
+        return self.roles.role
+
+    @property
     def is_draining(self) -> bool:
-        return self._draining
+        """Whether it takes no work of everyone."""
+        return self._draining or self.roles.state is not RoleState.SERVING
 
     @property
     def open_streams(self) -> int:
@@ -147,8 +155,7 @@ class Worker:
         try:
             if _is_taken(router_ids, session):
                 raise InvalidRequest("stream_id is in use on this stream", field="stream_id")
-            if self._draining:
-                raise Unavailable("this worker is draining")
+            self._check_open(submit)
             work = work_from_pb(submit, stream_ids=stream_ids, role=self.role, has_kv=self._has_kv)
             seconds = deadline_s(submit)
         except PdserveError as error:
@@ -168,6 +175,11 @@ class Worker:
             self._streams[stream_id] = _Stream(session, router_id, is_prefill, timer, span)
         self._idle.clear()
         self._engine.submit(work)
+
+    def _check_open(self, submit: w.Submit) -> None:
+        proves = self.roles.state is RoleState.PROVING and submit.canary
+        if self._draining or not (proves or self.roles.state is RoleState.SERVING):
+            raise Unavailable("this worker is draining")
 
     def refuse(self, session: Session, router_stream_id: int, error: PdserveError) -> None:
         """Ends a stream with `error`, whether or not it was opened."""
@@ -192,6 +204,38 @@ class Worker:
     async def drain(self, timeout_s: float) -> bool:
         """Waits until no stream is open and no block is pinned; False when time ran out first."""
         self.begin_drain()
+        return await self._is_idle_within(timeout_s)
+
+    async def change_role(self, role: Role, drain_timeout_s: float) -> int:
+        """Ends all work, by moving what has not ended in time to other workers; returns how many
+        streams that were. Then the role is `role`, and canaries are taken. Raises InvalidRequest,
+        and Unavailable where blocks stay pinned: then the role is what it was."""
+        self.roles.begin(role)
+        try:
+            moved = 0
+            if not await self._is_idle_within(drain_timeout_s):
+                moved = self._move_streams()
+                if not await self._is_idle_within(_UNPIN_S):
+                    raise Unavailable(f"blocks are still pinned: {self.ledger()}")
+        except BaseException:
+            self.roles.give_up()
+            raise
+        self.roles.drained()
+        return moved
+
+    def _move_streams(self) -> int:
+        """Ends all streams with an error that sends them on, and gives up what is held."""
+        count = len(self._streams)
+        moving = Unavailable("this worker changes its role")
+        for stream in list(self._streams.values()):
+            self.refuse(stream.session, stream.router_stream_id, moving)
+        for session in self._sessions.values():
+            for stream_id in session.take_all_held():
+                self._engine.cancel(stream_id)
+        return count
+
+    async def _is_idle_within(self, timeout_s: float) -> bool:
+        """Whether no stream is open and no block is pinned before time runs out."""
         try:
             async with deadline.timeout(deadline.after(timeout_s)):
                 while not (self._idle.is_set() and self.ledger().is_empty):

@@ -142,3 +142,27 @@ class PlacementPrediction(_message.Message):
     seconds: _containers.ScalarMap[str, float]
     is_habit: bool
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ..., is_habit: _Optional[bool] = ...) -> None: ...
+
+class FlipRoleRequest(_message.Message):
+    __slots__ = ("worker_id", "role", "drain_timeout_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _worker_pb2.Role
+    drain_timeout_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., drain_timeout_s: _Optional[float] = ...) -> None: ...
+
+class FlipRoleResponse(_message.Message):
+    __slots__ = ("failure", "drain_s", "canary_s", "total_s", "moved_streams")
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    CANARY_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_S_FIELD_NUMBER: _ClassVar[int]
+    MOVED_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    failure: str
+    drain_s: float
+    canary_s: float
+    total_s: float
+    moved_streams: int
+    def __init__(self, failure: _Optional[str] = ..., drain_s: _Optional[float] = ..., canary_s: _Optional[float] = ..., total_s: _Optional[float] = ..., moved_streams: _Optional[int] = ...) -> None: ...

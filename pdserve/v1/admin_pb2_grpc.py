@@ -40,6 +40,11 @@ class AdminStub:
                 request_serializer=pdserve_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_admin__pb2.Explained.FromString,
                 _registered_method=True)
+        self.FlipRole = channel.unary_unary(
+                '/pdserve.v1.Admin/FlipRole',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -55,6 +60,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlipRole(self, request, context):
+        """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
+        whose answer is checked, and given work again; or as it was, with the failure.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +75,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=pdserve_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_admin__pb2.Explained.SerializeToString,
+            ),
+            'FlipRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlipRole,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +110,33 @@ class Admin:
             '/pdserve.v1.Admin/Explain',
             pdserve_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             pdserve_dot_v1_dot_admin__pb2.Explained.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlipRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/FlipRole',
+            pdserve_dot_v1_dot_admin__pb2.FlipRoleRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.FlipRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

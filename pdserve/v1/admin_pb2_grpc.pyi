@@ -38,6 +38,10 @@ class AdminStub:
     Streamed, a request each; a worker comes before the first decision that knew it, and again where
     what it registered with has changed. NOT_FOUND for a request that the log does not hold.
     """
+    FlipRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlipRoleRequest, _admin_pb2.FlipRoleResponse]
+    """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
+    whose answer is checked, and given work again; or as it was, with the failure.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -48,6 +52,10 @@ class AdminAsyncStub(AdminStub):
     """Why requests were placed as they were: one, or all that the log still holds, oldest first.
     Streamed, a request each; a worker comes before the first decision that knew it, and again where
     what it registered with has changed. NOT_FOUND for a request that the log does not hold.
+    """
+    FlipRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlipRoleRequest, _admin_pb2.FlipRoleResponse]  # type: ignore[assignment]
+    """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
+    whose answer is checked, and given work again; or as it was, with the failure.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -62,6 +70,16 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Why requests were placed as they were: one, or all that the log still holds, oldest first.
         Streamed, a request each; a worker comes before the first decision that knew it, and again where
         what it registered with has changed. NOT_FOUND for a request that the log does not hold.
+        """
+
+    @_abc_1.abstractmethod
+    def FlipRole(
+        self,
+        request: _admin_pb2.FlipRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.FlipRoleResponse, _abc.Awaitable[_admin_pb2.FlipRoleResponse]]:
+        """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
+        whose answer is checked, and given work again; or as it was, with the failure.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

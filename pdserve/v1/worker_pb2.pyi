@@ -166,12 +166,14 @@ class GpuHealth(_message.Message):
     def __init__(self, index: _Optional[int] = ..., name: _Optional[str] = ..., temperature_c: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., ecc_errors: _Optional[int] = ..., utilization_percent: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "kv_key")
+    __slots__ = ("worker", "kv_key", "draining")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     KV_KEY_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     kv_key: bytes
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., kv_key: _Optional[bytes] = ...) -> None: ...
+    draining: bool
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., kv_key: _Optional[bytes] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("lease_s",)
@@ -354,7 +356,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., worker_epoch: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "deadline_s", "forks", "traceparent")
+    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "deadline_s", "forks", "canary", "traceparent")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +367,7 @@ class Submit(_message.Message):
     AGGREGATED_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
@@ -376,8 +379,9 @@ class Submit(_message.Message):
     aggregated: AggregatedPhase
     deadline_s: float
     forks: _containers.RepeatedCompositeFieldContainer[Fork]
+    canary: bool
     traceparent: str
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., deadline_s: _Optional[float] = ..., forks: _Optional[_Iterable[_Union[Fork, _Mapping]]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., deadline_s: _Optional[float] = ..., forks: _Optional[_Iterable[_Union[Fork, _Mapping]]] = ..., canary: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("stream_id", "seed")
@@ -574,3 +578,29 @@ class CacheUpdate(_message.Message):
     removed: bytes
     stored: bytes
     def __init__(self, sequence: _Optional[int] = ..., reset: _Optional[bool] = ..., more: _Optional[bool] = ..., removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ...) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("role", "drain_timeout_s")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    drain_timeout_s: float
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., drain_timeout_s: _Optional[float] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ("drain_s", "moved_streams")
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    MOVED_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    drain_s: float
+    moved_streams: int
+    def __init__(self, drain_s: _Optional[float] = ..., moved_streams: _Optional[int] = ...) -> None: ...
+
+class SettleRoleRequest(_message.Message):
+    __slots__ = ("keep",)
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    keep: bool
+    def __init__(self, keep: _Optional[bool] = ...) -> None: ...
+
+class SettleRoleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

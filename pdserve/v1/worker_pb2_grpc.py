@@ -261,6 +261,16 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.CacheUpdate.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/pdserve.v1.Worker/SetRole',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
+        self.SettleRole = channel.unary_unary(
+                '/pdserve.v1.Worker/SettleRole',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.SettleRoleRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.SettleRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -296,6 +306,20 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it takes
+        canaries alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SettleRole(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -318,6 +342,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.WatchCache,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.CacheUpdate.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'SettleRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SettleRole,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.SettleRoleRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.SettleRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -429,6 +463,60 @@ class Worker:
             '/pdserve.v1.Worker/WatchCache',
             pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.CacheUpdate.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/SetRole',
+            pdserve_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SettleRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/SettleRole',
+            pdserve_dot_v1_dot_worker__pb2.SettleRoleRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.SettleRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -104,6 +104,11 @@ class WorkerStub:
     """No new work; returns when the last request and the last held block are gone, or at the deadline."""
     WatchCache: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]
     """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
+    """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it takes
+    canaries alone.
+    """
+    SettleRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -120,6 +125,11 @@ class WorkerAsyncStub(WorkerStub):
     """No new work; returns when the last request and the last held block are gone, or at the deadline."""
     WatchCache: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]  # type: ignore[assignment]
     """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it takes
+    canaries alone.
+    """
+    SettleRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]  # type: ignore[assignment]
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """Served by a worker."""
@@ -157,5 +167,22 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.CacheUpdate], _abc.AsyncIterator[_worker_pb2.CacheUpdate]]:
         """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _worker_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
+        """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it takes
+        canaries alone.
+        """
+
+    @_abc_1.abstractmethod
+    def SettleRole(
+        self,
+        request: _worker_pb2.SettleRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SettleRoleResponse, _abc.Awaitable[_worker_pb2.SettleRoleResponse]]: ...
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

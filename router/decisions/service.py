@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import grpc
 
 from pdserve import rpc, wire
-from pdserve.errors import InvalidRequest
+from pdserve.errors import InvalidRequest, PdserveError
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminServicer
 from router.decisions.record import request_to_pb
@@ -18,15 +19,20 @@ if TYPE_CHECKING:
 
     from pdserve.types import WorkerInfo
     from router.decisions.log import DecisionLog, RequestDecisions
+    from router.roles.flips import Flips
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Admin(AdminServicer):
-    """A face of the log: no state of its own."""
+MAX_DRAIN_S = 86400.0
 
-    def __init__(self, log: DecisionLog) -> None:
+
+class Admin(AdminServicer):
+    """A face of the log and of the flips: no state of its own."""
+
+    def __init__(self, log: DecisionLog, flips: Flips) -> None:
         self._log = log
+        self._flips = flips
 
     # Written, not yielded, as in `router/generation.py`.
     async def Explain(  # type: ignore[override]  # noqa: N802
@@ -44,6 +50,23 @@ class Admin(AdminServicer):
             requests = self._log.all()
         for message in explained(requests):
             await context.write(message)
+
+    async def FlipRole(  # noqa: N802
+        self, request: a.FlipRoleRequest, context: Context
+    ) -> a.FlipRoleResponse:
+        try:
+            if not 0 <= request.drain_timeout_s <= MAX_DRAIN_S:
+                raise InvalidRequest(
+                    f"drain_timeout_s must be between 0 and {MAX_DRAIN_S:g}",
+                    field="drain_timeout_s",
+                )
+            role = wire.role_from_pb(request.role)
+            done = await self._flips.flip(
+                request.worker_id, role, drain_timeout_s=request.drain_timeout_s
+            )
+        except PdserveError as error:
+            await rpc.abort(context, error)
+        return a.FlipRoleResponse(**asdict(done))
 
 
 def explained(requests: Iterable[RequestDecisions]) -> Iterator[a.Explained]:

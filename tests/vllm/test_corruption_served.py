@@ -1,5 +1,6 @@
-"""Damaged KV in a whole service: the router, two prefill workers that damage what they send when
-they are told to, and a decode worker. Every answer is the one that an undamaged engine gives."""
+"""Damaged KV, and a worker that changes its role, in a whole service: the router, two prefill
+workers that damage what they send when they are told to, and a decode worker. Every answer is the
+one that an undamaged engine gives."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from pdserve import rpc
 from pdserve.client import Client
 from pdserve.config import RouterConfig
 from pdserve.types import SamplingParams
+from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.admin_pb2_grpc import AdminStub
 from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 from router.main import RouterServer
 from tests.patience import WAIT_S
@@ -178,6 +181,55 @@ async def ask(service: Service, engine: EngineProcess) -> Receipt:
     assert (tuple(tokens), text) == (expected.token_ids, expected.text)
     assert receipt is not None
     return receipt
+
+
+async def flip(service: Service, role: w.Role.ValueType) -> a.FlipRoleResponse:
+    """Of the second prefill worker."""
+    request = a.FlipRoleRequest(worker_id="prefill-1", role=role, drain_timeout_s=WAIT_S)
+    async with rpc.open_channel(service.grpc) as channel:
+        return await AdminStub(channel).FlipRole(request, timeout=2 * WAIT_S)
+
+
+async def test_a_worker_changes_its_role_while_requests_run_and_loses_none(
+    service: Service, aggregated: EngineProcess
+) -> None:
+    is_over, workers, answered = False, set(), asyncio.Event()
+
+    async def keep_asking() -> None:
+        while not is_over:
+            receipt = await ask(service, aggregated)
+            assert receipt.fallbacks == ()
+            workers.add((receipt.prefill_worker, receipt.decode_worker))
+            answered.set()
+
+    asking = [asyncio.create_task(keep_asking()) for _ in range(3)]
+    for role, pair in (
+        (w.ROLE_DECODE, ("prefill-0", "prefill-1")),
+        (w.ROLE_PREFILL, ("prefill-1", "decode-0")),
+    ):
+        done = await flip(service, role)
+        assert (done.failure, done.moved_streams) == ("", 0)
+        assert done.canary_s > 0
+        workers.clear()
+        async with asyncio.timeout(WAIT_S):
+            while pair not in workers and not any(task.done() for task in asking):
+                answered.clear()
+                await answered.wait()
+    is_over = True
+    await asyncio.gather(*asking)
+
+
+async def test_a_canary_whose_kv_comes_damaged_leaves_the_worker_what_it_was(
+    service: Service, aggregated: EngineProcess
+) -> None:
+    service.order("flip", "prefill-0")
+    done = await flip(service, w.ROLE_DECODE)
+    assert "digest" in done.failure, done.failure
+    service.order("", "prefill-0")
+    assert await service.quarantined() == []
+    roles = {entry.info.worker_id: entry.info.role for entry in (await service.listed()).workers}
+    assert roles["prefill-1"] == w.ROLE_PREFILL
+    assert {(await ask(service, aggregated)).prefill_worker for _ in range(4)} >= {"prefill-1"}
 
 
 # In this order: what one test has quarantined, the next finds so.

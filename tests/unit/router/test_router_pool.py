@@ -45,7 +45,7 @@ def test_registering_again_renews(pool: WorkerPool) -> None:
 def test_a_new_epoch_replaces_the_old_one(pool: WorkerPool) -> None:
     (first,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
     close, open_ = pool.register(worker_info("d", Role.DECODE, epoch="e2"), now=1.0)
-    assert close == CloseLink(first.member, "worker d is gone: it started again")
+    assert close == CloseLink(first.member, "worker d is gone: it registered anew")
     assert isinstance(open_, OpenLink)
     assert open_.member is pool.members["d"] is not first.member
     assert first.member.state is MemberState.LOST

@@ -1,0 +1,139 @@
+"""Workers that change between prefill and decode while they are asked: nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import aiohttp
+import grpc.aio
+import pytest
+
+from pdserve import rpc, wire
+from pdserve.cli import main
+from pdserve.errors import InvalidRequest, PdserveError, Unavailable
+from pdserve.types import Role
+from pdserve.v1 import admin_pb2 as a
+from pdserve.v1.admin_pb2_grpc import AdminStub
+from tests.cluster import WAIT_S, Cluster
+from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, assert_same
+from workers.fake_settings import FakeFaults
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
+
+
+async def flip(
+    cluster: Cluster, name: str, role: Role, *, drain_timeout_s: float = WAIT_S
+) -> a.FlipRoleResponse:
+    """Raises the router's error."""
+
+    request = a.FlipRoleRequest(
+        worker_id=name, role=wire.role_to_pb(role), drain_timeout_s=drain_timeout_s
+    )
+    async with rpc.open_channel(cluster.grpc) as channel:
+        try:
+            return await AdminStub(channel).FlipRole(request, timeout=2 * WAIT_S)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_from_rpc(error) from error
+
+
+async def role_of(cluster: Cluster, name: str) -> tuple[Role, str]:
+    entry = (await cluster.entries())[name]
+    return wire.role_from_pb(entry.info.role), entry.state
+
+
+@asynccontextmanager
+async def under_load(cluster: Cluster, clients: int = 6) -> AsyncIterator[list[int]]:
+    """Clients that ask one request after the other, and check each answer; counts them."""
+    counts, is_over = [0] * clients, False
+
+    async def ask(client: int) -> None:
+        while not is_over:
+            sampling = replace(PLAIN, seed=1000 * client + counts[client], n=1 + client % 3)
+            tokens: list[list[int]] = [[] for _ in range(sampling.n)]
+            async for delta in cluster.client.generate(PROMPT, sampling):
+                tokens[delta.index] += delta.token_ids
+            for i, found in enumerate(tokens):
+                assert found == cluster.expected(PROMPT, sampling.of_choice(i)).token_ids
+            counts[client] += 1
+
+    asking = [asyncio.create_task(ask(i)) for i in range(clients)]
+    try:
+        yield counts
+    finally:
+        is_over = True
+        await asyncio.gather(*asking)
+
+
+async def test_flips_under_load_lose_nothing() -> None:
+    async with Cluster(prefill=2, decode=2) as cluster:
+        async with under_load(cluster) as counts:
+            for name, role in (
+                ("decode-1", PREFILL),
+                ("decode-1", DECODE),
+                ("prefill-0", DECODE),
+                ("prefill-0", PREFILL),
+            ):
+                before = sum(counts)
+                done = await flip(cluster, name, role)
+                assert (done.failure, done.moved_streams) == ("", 0)
+                assert 0 < done.canary_s < done.total_s
+                assert await role_of(cluster, name) == (role, "ready")
+                await cluster.until(lambda before=before: sum(counts) > before)
+        metrics = f"http://{cluster.http}/metrics"
+        async with aiohttp.ClientSession() as session, session.get(metrics) as reply:
+            text = await reply.text()
+        assert 'outcome="done",role="decode"} 2.0' in text
+
+
+async def test_streams_that_do_not_end_go_on_elsewhere() -> None:
+    async with Cluster(prefill=1, decode=2, engine_args={"step_s": 0.003}) as cluster:
+        asking = asyncio.create_task(cluster.ask(PROMPT, LONG))
+        await cluster.until(lambda: cluster.busy("decode-0", "decode-1"))
+        (busy,) = cluster.busy("decode-0", "decode-1")
+        done = await flip(cluster, busy, PREFILL, drain_timeout_s=0.0)
+        assert (done.failure, done.moved_streams) == ("", 1)
+        answer = await asking
+        assert_same(answer, cluster.expected(PROMPT, LONG))
+        assert answer.fallbacks
+
+
+@pytest.mark.parametrize("fault", ["drop_transfer", "fail_prefill"])
+async def test_a_canary_that_fails_leaves_the_worker_what_it_was(fault: str) -> None:
+    async with Cluster(prefill=1, decode=2) as cluster, under_load(cluster, 2):
+        cluster.faults("decode-1", FakeFaults(**{fault: "canary-*"}))
+        done = await flip(cluster, "decode-1", PREFILL)
+        assert "fault" in done.failure or "broke" in done.failure, done.failure
+        assert await role_of(cluster, "decode-1") == (DECODE, "ready")
+
+
+async def test_what_would_leave_a_role_empty_or_makes_no_sense_is_refused() -> None:
+    async with Cluster(prefill=1, decode=2) as cluster:
+        for name, role, error in (
+            ("prefill-0", DECODE, Unavailable),
+            ("prefill-0", PREFILL, InvalidRequest),
+            ("decode-0", Role.AGGREGATED, InvalidRequest),
+            ("nobody", DECODE, InvalidRequest),
+        ):
+            with pytest.raises(error):
+                await flip(cluster, name, role)
+        results = await asyncio.gather(
+            *(flip(cluster, name, PREFILL) for name in ("decode-0", "decode-1")),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(x, PdserveError) for x in results) == 1
+        await cluster.until_ready()
+
+
+async def test_the_command_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    async with Cluster(prefill=1, decode=2) as cluster:
+        command = ["flip", "decode-1", "--to", "prefill", "--grpc", cluster.grpc]
+        assert await asyncio.to_thread(main, command) == 0
+        assert "worker decode-1 is a prefill worker after" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, command) == 1
+        assert "cannot become a prefill worker" in capsys.readouterr().err
