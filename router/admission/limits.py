@@ -56,15 +56,15 @@ class Bid:
 def bid_of(request: GenerateRequest, *, kv_tokens: int, deadline: float | None) -> Bid:
     """The bid of a request that holds the KV of at most `kv_tokens`."""
     prompt_tokens = len(request.prompt_token_ids)
-    max_tokens = request.sampling.max_tokens
+    max_tokens, answers = request.sampling.max_tokens, request.sampling.n
     return Bid(
         model=request.model,
         prompt_tokens=prompt_tokens,
         kv_tokens=kv_tokens,
-        work_tokens=prompt_tokens + min(max_tokens, PREDICTED_OUTPUT_TOKENS),
+        work_tokens=prompt_tokens + answers * min(max_tokens, PREDICTED_OUTPUT_TOKENS),
         deadline=deadline,
         priority=request.priority,
         service_class=request.service_class,
         tenant=request.tenant,
-        identity=(request.tenant, request.model, max_tokens, request.prompt_token_ids),
+        identity=(request.tenant, request.model, max_tokens, answers, request.prompt_token_ids),
     )
