@@ -322,7 +322,7 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"prompt": LONG * 8}, 400, "prompt"),
     ({"prompt": "x", "temperature": "hot"}, 400, "temperature"),
     ({"prompt": "x", "surprise": 1}, 400, "surprise"),
-    ({"prompt": "x", "n": 2}, 400, "n"),
+    ({"prompt": "x", "n": 0}, 400, "n"),
     ({"prompt": [1 << 20]}, 400, "prompt"),
     ({"prompt": "x", "structured_outputs": {"regex": "(["}}, 400, "structured_outputs"),
 ]
