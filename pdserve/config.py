@@ -16,7 +16,10 @@ from pdserve.tenant_config import TenantConfig  # noqa: TC001 - read at run time
 from pdserve.types import Role
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-POLICIES = ("least_loaded", "power_of_two", "prefix_aware", "round_robin", "slo_aware")
+POLICIES = (
+    *("always_local", "least_loaded", "power_of_two", "prefix_aware", "round_robin"),
+    "slo_aware",
+)
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "pdserve-demo"
 

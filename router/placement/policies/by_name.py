@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from router.placement.policies.always_local import always_local
 from router.placement.policies.least_loaded import least_loaded
 from router.placement.policies.power_of_two import power_of_two
 from router.placement.policies.prefix_aware import prefix_aware
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Policy = Callable[[Sequence["Candidate"], "Demand", int, "PlacementContext"], "Decision"]
 
 POLICIES: Mapping[str, Policy] = {
+    "always_local": always_local,
     "least_loaded": least_loaded,
     "power_of_two": power_of_two,
     "prefix_aware": prefix_aware,
