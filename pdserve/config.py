@@ -104,7 +104,7 @@ class RouterConfig:
     grpc_port: int = key(
         8001, "Port of the gRPC face; 0 takes a free one.", minimum=0, maximum=65535
     )
-    policy: str = key("least_loaded", "How requests are placed on workers.", choices=POLICIES)
+    policy: str = key("slo_aware", "How requests are placed on workers.", choices=POLICIES)
     prefix_max_blocks: int = key(
         10_000_000,
         "Most KV blocks that the index of the workers' prefix caches remembers, at up to 100 bytes "

@@ -82,6 +82,8 @@ class Cluster:
             "grpc_port": 0,
             "lease_s": LEASE_S,
             "stop_grace_s": 0.0,
+            # The default learns: which way a request goes would hang on what was asked before.
+            "policy": "least_loaded",
             "detection": DetectionConfig(stall_s=LEASE_S),
             **(router or {}),
         }

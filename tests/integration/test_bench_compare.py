@@ -21,7 +21,9 @@ FAST = ("--engine", "fake", "--rate", "20", "--set", "worker.engine_args.step_s=
 
 
 def compare(*args: str, **more: Any) -> Any:
-    return run_cli("bench", "compare", *FAST, *args, within_s=START_S, **more)
+    # With this policy every request of two tokens or more is handed over.
+    policy = ("--set", "router.policy=least_loaded")
+    return run_cli("bench", "compare", *FAST, *policy, *args, within_s=START_S, **more)
 
 
 def left_running(directory: Path) -> list[str]:

@@ -172,8 +172,10 @@ class UpProcess:
 
 @contextlib.contextmanager
 def up(directory: Path, *args: str, terminal: bool = False) -> Iterator[UpProcess]:
-    """`pdserve up` on free ports with fake engines, unless `args` say otherwise."""
-    defaults = ("--engine", "fake", "--http-port", "0", "--grpc-port", "0")
+    """`pdserve up` on free ports with fake engines and a policy that does not learn, unless `args`
+    say otherwise."""
+    policy = ("--set", "router.policy=least_loaded")
+    defaults = ("--engine", "fake", "--http-port", "0", "--grpc-port", "0", *policy)
     running = UpProcess(directory, *defaults, *args, terminal=terminal)
     try:
         yield running

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_disaggregated_and_an_aggregated_service_are_compared(tmp_path: Path) -> None:
-    arms = ("--arms", "1P1D,1A", "--kv-cache-mib", "128")
+    arms = ("--arms", "1P1D,1A", "--kv-cache-mib", "128", "--set", "router.policy=least_loaded")
     short = ("--rounds", "1", "--requests", "6", "--rate", "3", "--scale-lengths", "1/16")
     limits = ("--slo-ttft", "60000", "--slo-tpot", "10000")
     done = subprocess.run(

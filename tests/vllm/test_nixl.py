@@ -47,6 +47,7 @@ async def running(
     options = ["--http-port", "0", "--grpc-port", "0", "--model", str(tiny_model)]
     for name, value in ENGINE_ARGS.items():
         options += ["--set", f"worker.engine_args.{name}={value}"]
+    options += ["--set", "router.policy=least_loaded"]
     options += ["--set", "worker.kv.lease_s=6", "--kv-connector", "nixl"]
     up = UpProcess(tmp_path_factory.mktemp("up"), *options)
     try:
