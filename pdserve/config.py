@@ -260,6 +260,25 @@ class KvConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuConfig:
+    """What a worker's GPUs may be like before it takes no more work."""
+
+    look_s: float = key(
+        10.0, "How often they are looked at; 0 never does.", minimum=0, maximum=86400
+    )
+    max_temperature_c: int = key(95, "Degrees, at the most; 0 for any.", minimum=0)
+    max_ecc_errors: int = key(
+        0, "Uncorrected memory errors since the driver was loaded, at the most.", minimum=0
+    )
+    min_free_memory_bytes: int = key(
+        0, "Memory that must be left, beside all that the engine has taken.", minimum=0
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker: an engine in one role."""
 
@@ -287,6 +306,9 @@ class WorkerConfig:
         (), "CPU cores the engine is pinned to; empty pins to none.", minimum=0
     )
     kv: KvConfig = section(KvConfig, "How KV blocks travel between workers.")
+    gpu: GpuConfig = section(
+        GpuConfig, "What a worker's GPUs may be like before it takes no more work."
+    )
     engine_args: Mapping[str, object] = key(
         {}, "Passed on to vLLM's engine arguments, under vLLM's names."
     )

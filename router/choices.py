@@ -237,6 +237,12 @@ class Choices:
         outcome = self._choices[0].outcome if self._error is None else self._error.code
         self.metrics.ended(self._model, outcome)
 
+    def move_off(self, worker_id: str, reason: str) -> bool:
+        """See Flight.move_off; until the KV has come the answers wait for one another, and stay.
+        True where one has moved."""
+        begun = [x for x in self._flights if self._has_kv and x.handoff.tokens]
+        return any([x.move_off(worker_id, reason) for x in begun])
+
     def close(self) -> None:
         """The reader is gone, or one answer failed: end what is open."""
         for flight in self._flights:

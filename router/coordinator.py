@@ -83,6 +83,7 @@ class Coordinator:
         self._request_timeout_s = request_timeout_s
         self._buffer_limits = buffer_limits
         self._open_requests = 0
+        self._flights: set[Flight | Choices] = set()
         # Room or a worker may have come: those who wait try again.
         fleet.subscribe(self._admission.wake)
         self.metrics.watch_pool(fleet.pool)
@@ -174,7 +175,14 @@ class Coordinator:
             raise
         stack.callback(grant.release)
         stack.callback(flight.close)
+        self._flights.add(flight)
+        stack.callback(self._flights.discard, flight)
         flight.start(grant.reservation, demand, grant.release)
+
+    def move_off(self, worker_id: str, reason: str) -> int:
+        """Have the requests that are on a worker go on elsewhere, and say how many did. The others
+        are not in need of it or have nowhere to go; they end where they are."""
+        return sum(flight.move_off(worker_id, reason) for flight in list(self._flights))
 
     def _deadline(self, request: GenerateRequest) -> float | None:
         if self._request_timeout_s is None:

@@ -21,6 +21,7 @@ from pdserve.errors import (
     PdserveError,
     TransferCorrupted,
     TransferFailed,
+    Unavailable,
 )
 from pdserve.types import HandoffStyle, StreamDelta
 from router.answer import AnswerDelta
@@ -290,6 +291,27 @@ class Flight:
             self.perform(self.handoff.unplaced(action, error))
             return
         self._go_on(booking, action)
+
+    def move_off(self, worker_id: str, reason: str) -> bool:
+        """Go on elsewhere than on a worker that is well, after the tokens that were delivered.
+        False, with nothing changed, where the request is not there, is as good as done, or has
+        nowhere to go."""
+        leaving = self.handoff.leaving(worker_id, Unavailable(reason))
+        if self._over or leaving is None:
+            return False
+        demand = self._demand_after(leaving.resume)
+        try:
+            self._budget.take(demand.model, demand.prompt_tokens, self.fleet.now())
+        except PdserveError:
+            return False
+        try:
+            booking = self._booker.book_again(demand, leaving.rung, cause=reason)
+        except PdserveError:
+            self._budget.give_back(demand.model, demand.prompt_tokens)
+            return False
+        self.perform(self.handoff.leave(leaving))
+        self._go_on(booking, leaving)
+        return True
 
     def _demand_after(self, resume: tuple[int, ...]) -> Demand:
         return replace(

@@ -32,12 +32,10 @@ from pdserve.errors import (
     from_info,
 )
 from pdserve.types import FinishReason, HandoffStyle, PhaseReport, Role, StreamDelta
-from router.ladder import RETRYABLE, Failure, Ladder, Step
+from router.ladder import MOVED, RETRYABLE, Failure, Ladder, Rung, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from router.ladder import Rung
 
 
 class LegKind(StrEnum):
@@ -211,6 +209,24 @@ class Handoff:
     def recall(self) -> Sequence[CancelLeg]:
         """What was submitted is taken back, to be submitted elsewhere: no token came of it."""
         self._falling = None
+        return self._close_legs()
+
+    def leaving(self, worker_id: str, cause: PdserveError) -> Resubmit | None:
+        """How the answer would leave a worker; None where it is not there, or as good as done. For
+        `leave`, once it has been placed; until then nothing has changed."""
+        is_there = any(
+            x.worker_id == worker_id and (x.open or x is self._holder) for x in self.legs
+        )
+        if self.done or not is_there or len(self.tokens) + 1 >= self.max_tokens:
+            return None
+        rung = Rung(Step.OTHER_PREFILL, without=frozenset({worker_id}))
+        return Resubmit(rung, tuple(self.tokens), MOVED, cause)
+
+    def leave(self, resubmit: Resubmit) -> Sequence[CancelLeg]:
+        """Lets go of all legs; `open_pair` or `open_whole` follows."""
+        self._early.clear()
+        self._joining = False
+        self._falling = resubmit
         return self._close_legs()
 
     def abandon(self) -> Sequence[CancelLeg]:

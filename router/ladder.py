@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 RETRYABLE = (WorkerFailed, TransferFailed, Unavailable, Overloaded)
 
 
+# The reason of who was asked to leave a worker that is well.
+MOVED = "moved"
+
+
 class Step(StrEnum):
     """Rungs, as receipts, metrics and logs name them. ONE_WORKER does both phases."""
 
@@ -88,6 +92,7 @@ class Ladder:
     _failed: set[str] = field(default_factory=set)
     _avoid: set[str] = field(default_factory=set)
     _from_tokens: int = 0
+    _moves: int = 0  # of what was done, for no failure
 
     def failed(self, failure: Failure, tokens: int) -> None:
         """A worker failed after so many tokens of the answer."""
@@ -103,7 +108,7 @@ class Ladder:
     def climb(self, prefill: str, *, pair_helps: bool) -> Rung | None:
         """The next rung, which is then used up; None at the top. A pair does not help where only
         one token is missing: its prefill would make it, and its decode have nothing to do."""
-        if len(self.done) >= self.limits.max_fallbacks:
+        if len(self.done) - self._moves >= self.limits.max_fallbacks:
             return None
         while self._left:
             step = self._left.pop(0)
@@ -120,6 +125,7 @@ class Ladder:
     def took(self, step: Step, reason: str, tokens: int) -> None:
         """The request goes on by `step` since, after so many tokens."""
         self.done.append(f"{step}:{reason}")
+        self._moves += reason == MOVED
         self._from_tokens = tokens
 
     def _drop(self, step: Step) -> None:

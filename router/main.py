@@ -71,6 +71,7 @@ class RouterServer:
         self._open_requests = OpenRequests()
         self._health = health.aio.HealthServicer()
         self._web: WebServer | None = None
+        self.coordinator: Coordinator
 
     async def start(self) -> RouterAddresses:
         """Serve. Raises ConfigError naming the key where an address cannot be had; nothing is left
@@ -107,7 +108,7 @@ class RouterServer:
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
         if tracing is not None:
             self._stack.push_async_callback(asyncio.to_thread, tracing.close)
-        coordinator = Coordinator(
+        self.coordinator = coordinator = Coordinator(
             fleet,
             tracing=tracing,
             metrics=metrics,

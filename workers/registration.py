@@ -44,6 +44,9 @@ class LoadSource(Protocol):
     @property
     def is_draining(self) -> bool: ...
 
+    @property
+    def unhealthy(self) -> str: ...
+
     def load(self) -> WorkerLoad | None: ...
 
     def kv_report(self) -> KvReport | None: ...
@@ -152,6 +155,7 @@ class Registration:
                 epoch=self._info.epoch,
                 load=None if load is None else wire.load_to_pb(load),
                 draining=self._source.is_draining,
+                unhealthy=self._source.unhealthy,
                 kv=None if kv is None else wire.kv_report_to_pb(kv),
             )
             try:

@@ -24,6 +24,7 @@ from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from pdserve.web_server import WebServer, bind
 from workers.debug import DebugApp
 from workers.engines import make_engine
+from workers.gpu_watch import GpuWatch
 from workers.registration import Registrations
 from workers.servicer import WorkerService
 from workers.worker import MAX_FRAMES, Worker
@@ -118,6 +119,9 @@ class WorkerServer:
         )
         self._stack.push_async_callback(self._registrations.stop)
         self._registrations.start()
+        watch = GpuWatch(self.worker, self._config.gpu, self._registrations.nudge)
+        self._stack.push_async_callback(watch.stop)
+        watch.start()
         return self.info
 
     async def registered(self) -> None:

@@ -77,6 +77,7 @@ class Worker:
         self._streams: dict[int, _Stream] = {}
         self._ids = itertools.count(1)
         self._draining = False
+        self.unhealthy = ""  # what is wrong with its machine; routers are told
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()

@@ -197,6 +197,18 @@ class TestFaults:
                     await asyncio.gather(*(cluster.ask(PROMPT, PLAIN) for _ in range(4)))
             assert (await cluster.entries())[busy].state == "ready"
 
+    async def test_answers_leave_a_worker_that_is_asked_to_be_empty(self) -> None:
+        async with Cluster(prefill=1, decode=2) as cluster:
+            busy, idle, asking = await ask_and_hold(cluster)
+            coordinator = cluster.router.coordinator
+            assert coordinator.move_off(idle, "it drains") == 0
+            cluster.faults(idle, FakeFaults())
+            assert coordinator.move_off(busy, "it drains") == 1
+            await cluster.until(lambda: not cluster.busy(busy))
+            answer = await asking
+            assert_same(answer, cluster.expected(PROMPT, LONG))
+            assert [x.partition(":")[2] for x in answer.fallbacks] == ["moved"]
+
     async def test_a_storm_of_failures_ends_with_clean_errors(self) -> None:
         """Every transfer fails; what may be computed again is a few requests' worth."""
         fallback = FallbackConfig(tokens_per_s=1.0, burst_s=5.0 * len(PROMPT))

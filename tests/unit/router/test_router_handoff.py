@@ -458,6 +458,45 @@ def test_leaving_cancels_what_is_open(
     assert pair.lost("p") == []
 
 
+def leave(driver: Driver, worker_id: str) -> list[str] | None:
+    resubmit = driver.handoff.leaving(worker_id, Unavailable("it drains"))
+    return None if resubmit is None else driver._say([*driver.handoff.leave(resubmit), resubmit])
+
+
+@pytest.mark.parametrize("worker_id", ["p", "d"])
+def test_an_answer_leaves_a_worker_that_is_well(pair: Driver, worker_id: str) -> None:
+    pair.tokens("d", 2)
+    assert leave(pair, worker_id) == [
+        "cancel p",
+        "cancel d",
+        f"other_prefill after [] without {worker_id}",
+    ]
+    pair.pair("p2", "d2")
+    assert pair.tokens("d", 2) == [], "what the old one still sends is stale"
+    pair.tokens("p2", 1, finish=LENGTH)
+    assert pair.tokens("d2", 2, finish=STOP) == ["finish [2] stop"]
+    assert pair.handoff.fallbacks == ["other_prefill:moved"]
+
+
+def test_an_answer_does_not_leave_where_it_is_not_or_is_as_good_as_done(pair: Driver) -> None:
+    assert leave(pair, "p9") is None
+    pair.tokens("p", 1, finish=LENGTH)
+    pair.tokens("d", *range(2, 8))
+    assert leave(pair, "p") is None, "decode has taken its blocks"
+    assert leave(pair, "d") is None, "one token is missing"
+    assert pair.tokens("d", 8, finish=LENGTH) == ["finish [8] length"]
+
+
+def test_leaving_is_no_failure_however_often() -> None:
+    driver = Driver(max_tokens=100, limits=LadderLimits(max_fallbacks=1))
+    driver.whole("w0")
+    for number in range(5):
+        driver.tokens(f"w{number}", number)
+        assert leave(driver, f"w{number}") is not None
+        driver.whole(f"w{number + 1}")
+    assert driver.lost("w5")[-1].startswith("other_prefill")
+
+
 class Play:
     """Workers that count: each sends the token that follows those it was told of."""
 

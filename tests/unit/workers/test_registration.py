@@ -26,6 +26,7 @@ class Source:
 
     def __init__(self) -> None:
         self.is_draining = False
+        self.unhealthy = ""
         self.known: WorkerLoad | None = None
         self.kv: KvReport | None = None
 

@@ -1,0 +1,70 @@
+"""GPUs that are not well take their worker out of service, judged by given figures."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdserve.config import GpuConfig
+from pdserve.types import Role
+from pdserve.v1 import worker_pb2 as w
+from tests.cluster import Cluster
+from tests.patience import WAIT_S
+from workers.gpu_watch import GpuWatch, fault_of
+
+WELL = w.GpuHealth(index=0, temperature_c=60, memory_used_bytes=60, memory_total_bytes=80)
+LIMITS = GpuConfig(look_s=0.001, max_temperature_c=90, max_ecc_errors=2, min_free_memory_bytes=10)
+
+
+@pytest.mark.parametrize(
+    ("figures", "fault"),
+    [
+        ({}, ""),
+        ({"temperature_c": 90}, ""),
+        ({"temperature_c": 91}, "GPU 1 is at 91 degrees"),
+        ({"ecc_errors": 2}, ""),
+        ({"ecc_errors": 3}, "GPU 1 has 3 uncorrected memory errors"),
+        ({"memory_total_bytes": 80, "memory_used_bytes": 70}, ""),
+        (
+            {"memory_total_bytes": 80, "memory_used_bytes": 71},
+            "GPU 1 has 9 bytes of memory left",
+        ),
+    ],
+)
+def test_a_gpu_is_well_up_to_the_limits(figures: dict[str, int], fault: str) -> None:
+    assert fault_of([WELL, w.GpuHealth(index=1, **figures)], LIMITS) == fault
+
+
+def test_a_limit_of_no_degrees_is_none() -> None:
+    hot = w.GpuHealth(temperature_c=200)
+    assert fault_of([hot], GpuConfig(max_temperature_c=0)) == ""
+
+
+async def test_a_worker_is_out_while_its_gpu_is_not_well() -> None:
+    """The router knows at once, and gives it nothing."""
+    gpus = [w.GpuHealth(index=0, temperature_c=99)]
+    async with Cluster(prefill=1, decode=2) as cluster:
+        server = cluster.workers["decode-0"]
+        assert server._registrations is not None
+        watch = GpuWatch(server.worker, LIMITS, server._registrations.nudge, lambda: gpus)
+        watch.start()
+        await cluster.until_state("decode-0", "suspended")
+        assert (await cluster.entries())["decode-0"].unhealthy == "GPU 0 is at 99 degrees"
+        answer = await cluster.ask([20, 21, 22])
+        assert answer.receipt is not None
+        assert answer.receipt.decode_worker == "decode-1"
+        gpus[:] = [WELL]
+        await cluster.until_state("decode-0", "ready")
+        await watch.stop()
+
+
+async def test_where_there_is_no_gpu_nobody_looks_for_long() -> None:
+    async with Cluster(aggregated=1) as cluster:
+        worker = cluster.workers["aggregated-0"].worker
+        assert worker.role is Role.AGGREGATED
+        watch = GpuWatch(worker, LIMITS, lambda: None, list)
+        watch.start()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.wait([t for t in asyncio.all_tasks() if t.get_name() == "gpu-watch"])
+        await watch.stop()
