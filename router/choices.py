@@ -241,7 +241,7 @@ class Choices:
         """See Flight.move_off; until the KV has come the answers wait for one another, and stay.
         True where one has moved."""
         begun = [x for x in self._flights if self._has_kv and x.handoff.tokens]
-        return any([x.move_off(worker_id, reason) for x in begun])
+        return sum(x.move_off(worker_id, reason) for x in begun) > 0
 
     def close(self) -> None:
         """The reader is gone, or one answer failed: end what is open."""

@@ -1,0 +1,141 @@
+"""A whole service on real vLLM: a router in this process, and each worker in a process of its own,
+so that a test can kill it or freeze it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from pdserve import rpc
+from pdserve.client import Client
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
+from router.main import RouterServer
+from tests.patience import START_S, WAIT_S
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+    from collections.abc import AsyncIterator
+
+    from pdserve.config import RouterConfig
+
+ROOT = Path(__file__).parents[2]
+_LOOK_S = 0.05
+
+
+@dataclass(slots=True)
+class Service:
+    """A router and its workers by name: prefill-0, decode-0, decode-1, ..."""
+
+    grpc: str
+    client: Client
+    registry: RegistryStub
+    model: Path
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    @staticmethod
+    @asynccontextmanager
+    async def start(config: RouterConfig, model: Path) -> AsyncIterator[Service]:
+        """The router alone; ends all workers that were added."""
+        async with AsyncExitStack() as stack:
+            router = RouterServer(config)
+            addresses = await router.start()
+            stack.push_async_callback(router.stop)
+            client = await stack.enter_async_context(Client(addresses.grpc))
+            channel = await stack.enter_async_context(rpc.open_channel(addresses.grpc))
+            service = Service(addresses.grpc, client, RegistryStub(channel), model)
+            stack.push_async_callback(service._end_all)
+            yield service
+
+    async def add(self, name: str) -> None:
+        """Starts a worker; `until_ready` waits for it."""
+        options = {
+            "worker.worker_id": name,
+            "worker.role": name.partition("-")[0],
+            "worker.model": self.model,
+            "worker.model_name": "tiny",
+            "worker.routers": f"[{self.grpc}]",
+            "worker.engine_args": (
+                "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256}"
+            ),
+        }
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        settings = [x for key, value in options.items() for x in ("--set", f"{key}={value}")]
+        self.processes[name] = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "pdserve", "worker", *settings),
+            cwd=ROOT,
+            env={**env, "PYTHONPATH": str(ROOT)},
+        )
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Signals a worker."""
+        self.processes[name].send_signal(number)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL, and the end of it."""
+        process = self.processes.pop(name)
+        process.kill()
+        await process.wait()
+
+    async def listed(self) -> w.ListWorkersResponse:
+        return await self.registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+
+    async def entries(self) -> dict[str, w.WorkerEntry]:
+        """What the router says of its workers."""
+        return {entry.info.worker_id: entry for entry in (await self.listed()).workers}
+
+    async def until_ready(self) -> None:
+        """All workers that were started and not killed can be given work."""
+        async with asyncio.timeout(START_S):
+            while True:
+                entries = await self.entries()
+                if all(x in entries and entries[x].state == "ready" for x in self.processes):
+                    return
+                await asyncio.sleep(_LOOK_S)
+
+    async def statuses(self) -> dict[str, w.WorkerStatus]:
+        """What each worker that lives says of itself."""
+        found = {}
+        entries = await self.entries()
+        for name in self.processes:
+            async with grpc.aio.insecure_channel(entries[name].info.address) as channel:
+                found[name] = await WorkerStub(channel).GetStatus(
+                    w.GetStatusRequest(), timeout=WAIT_S
+                )
+        return found
+
+    async def until_empty(self) -> None:
+        """No block is pinned and no request held on any worker, nor at the router for one."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if not await self._holds_anything():
+                    return
+                await asyncio.sleep(_LOOK_S)
+
+    async def _holds_anything(self) -> bool:
+        ledgers = [status.ledger for status in (await self.statuses()).values()]
+        entries = (await self.listed()).workers
+        placed = [x.outstanding_requests or x.outstanding_tokens for x in entries]
+        return any(placed) or any(
+            x.pinned_blocks or x.transfers or x.engine_requests for x in ledgers
+        )
+
+    async def _end_all(self) -> None:
+        for process in self.processes.values():
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                await asyncio.wait_for(process.wait(), WAIT_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                raise

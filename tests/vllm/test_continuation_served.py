@@ -1,0 +1,241 @@
+"""Workers that die or freeze under a whole service: every answer is, token for token, the one of an
+engine that nothing happens to, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from pdserve.config import DetectionConfig, RouterConfig
+from pdserve.errors import Unavailable
+from pdserve.types import Constraint, SamplingParams, StructuredOutput
+from tests.patience import HUNG_S, WAIT_S
+from tests.vllm.service import Service
+from tests.vllm.test_handoff_exact import prompt
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from pdserve.types import FinishReason, PositionLogprobs, Receipt, Usage
+    from tests.vllm.engines import EngineProcess
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(HUNG_S),
+]
+LENGTH = 400
+PLAIN = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+WORKERS = ("prefill-0", "decode-0", "decode-1")
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "seed": 1234},
+    "penalties": {
+        "temperature": 0.8,
+        "seed": 5,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.2,
+    },
+    "logprobs": {"logprobs": 3, "temperature": 0.7, "seed": 9},
+    "structured": {
+        "structured_output": StructuredOutput(Constraint.REGEX, "([a-c]{3}-[0-9]{2} )+")
+    },
+    "characters of many bytes": {"logit_bias": {}},
+    "stop string": {},
+}
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as its client has it so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    receipt: Receipt | None = None
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        assert self.receipt is not None
+        return self.receipt.fallbacks
+
+
+class Asked:
+    """One request under way."""
+
+    def __init__(self, service: Service, ids: list[int], sampling: SamplingParams) -> None:
+        self.answer = Answer()
+        self._changed = asyncio.Event()
+        self._deltas = service.client.generate(ids, sampling)
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> Answer:
+        answer = self.answer
+        async for delta in self._deltas:
+            answer.token_ids += delta.token_ids
+            answer.text += delta.text
+            answer.logprobs += delta.logprobs
+            answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+            answer.usage, answer.receipt = delta.usage, delta.receipt
+            self._changed.set()
+        return answer
+
+    async def until(self, tokens: int) -> None:
+        """Waits until the client has so many, or all."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.answer.token_ids) < tokens and self.answer.finish_reason is None:
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def running(tiny_model: Path) -> AsyncIterator[Service]:
+    config = RouterConfig(
+        http_port=0,
+        grpc_port=0,
+        # Whoever freezes is found out by what it does not say, not by the end of its lease; a third
+        # of it is how old a load can be, which keeps requests from a worker that thawed.
+        lease_s=20.0,
+        stop_grace_s=0.0,
+        detection=DetectionConfig(stall_s=2.0, suspend_s=0.5, max_suspend_s=0.5),
+    )
+    async with Service.start(config, tiny_model) as service:
+        for name in WORKERS:
+            await service.add(name)
+        await service.until_ready()
+        yield service
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def service(running: Service) -> AsyncIterator[Service]:
+    """Every test begins with all workers, and leaves them empty."""
+    for name in WORKERS:
+        if name not in running.processes:
+            await running.add(name)
+    await running.until_ready()
+    yield running
+    await running.until_empty()
+
+
+async def busy_decode(service: Service) -> str:
+    """A decode worker that has requests."""
+    entries = await service.entries()
+    return max(WORKERS[1:], key=lambda name: entries[name].outstanding_requests)
+
+
+async def expected_of(
+    engine: EngineProcess, ids: list[int], sampling: SamplingParams
+) -> tuple[Any, ...]:
+    answer = await engine.run(ids, sampling)
+    return (
+        list(answer.token_ids),
+        answer.text,
+        list(answer.logprobs),
+        answer.finish_reason,
+        answer.stop_reason,
+    )
+
+
+def found_of(answer: Answer) -> tuple[Any, ...]:
+    return (
+        answer.token_ids,
+        answer.text,
+        answer.logprobs,
+        answer.finish_reason,
+        answer.stop_reason,
+    )
+
+
+async def jobs(engine: EngineProcess) -> dict[str, tuple[list[int], SamplingParams]]:
+    """A request of each kind, long enough to be killed twice."""
+    found = {}
+    for number, (kind, fields) in enumerate(KINDS.items()):
+        ids, sampling = prompt(90 + 40 * number, number), replace(PLAIN, **fields)
+        if kind == "stop string":
+            text = (await engine.run(ids, sampling)).text
+            # Late, and nowhere earlier.
+            at = next(i for i in range(len(text) - 80, 0, -1) if text.index(text[i : i + 6]) == i)
+            sampling = replace(sampling, stop=(text[at : at + 6],))
+        found[kind] = ids, sampling
+    return found
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_worker_that_freezes_is_found_out_and_replaced(
+    service: Service, aggregated: EngineProcess, role: str
+) -> None:
+    ids, sampling = prompt(700, 77), replace(PLAIN, max_tokens=100)
+    expected = await expected_of(aggregated, ids, sampling)
+    frozen = "prefill-0"
+    if role == "prefill":
+        service.send(frozen, signal.SIGSTOP)
+        asked = Asked(service, ids, sampling)
+    else:
+        asked = Asked(service, ids, sampling)
+        await asked.until(20)
+        frozen = await busy_decode(service)
+        service.send(frozen, signal.SIGSTOP)
+    answer = await asked.task
+    reason = (await service.entries())[frozen].breaker.reason
+    service.send(frozen, signal.SIGCONT)
+    assert found_of(answer) == expected
+    assert answer.fallbacks
+    assert reason.startswith("it has said nothing for")
+    # Once it goes on, a request tries it.
+    async with asyncio.timeout(WAIT_S):
+        while (await service.entries())[frozen].HasField("breaker"):
+            short = replace(PLAIN, max_tokens=2)
+            tries = [Asked(service, prompt(50, i), short).task for i in range(2)]
+            # Without its only prefill worker a service takes nothing new.
+            for error in await asyncio.gather(*tries, return_exceptions=True):
+                assert isinstance(error, Answer | Unavailable)
+
+
+async def test_a_prefill_worker_that_dies_in_mid_prefill_is_replaced(
+    service: Service, aggregated: EngineProcess
+) -> None:
+    ids, sampling = prompt(1500, 78), replace(PLAIN, max_tokens=30)
+    expected = await expected_of(aggregated, ids, sampling)
+    service.send("prefill-0", signal.SIGSTOP)
+    asked = Asked(service, ids, sampling)
+    async with asyncio.timeout(WAIT_S):
+        while not (await service.entries())["prefill-0"].outstanding_requests:
+            pass
+    await service.kill("prefill-0")
+    answer = await asked.task
+    assert found_of(answer) == expected
+    assert answer.fallbacks == ("one_worker:worker_failed",)
+
+
+async def test_every_kind_of_answer_survives_its_workers(
+    service: Service, aggregated: EngineProcess
+) -> None:
+    """Both decode workers are killed, one after the other, under answers of every kind."""
+    asked_for = await jobs(aggregated)
+    runs = [expected_of(aggregated, *job) for job in asked_for.values()]
+    expected = dict(zip(asked_for, await asyncio.gather(*runs), strict=True))
+    assert any(ord(c) > 0x7F for c in expected["characters of many bytes"][1])
+    assert expected["stop string"][4] is not None
+    asked = {kind: Asked(service, *job) for kind, job in asked_for.items()}
+    for name, more in (("decode-0", 20), ("decode-1", 3)):
+        wanted = [(one, len(one.answer.token_ids) + more) for one in asked.values()]
+        for one, tokens in wanted:
+            await one.until(tokens)
+        await service.kill(name)
+    answers = {kind: await one.task for kind, one in asked.items()}
+    for kind, answer in answers.items():
+        assert found_of(answer) == expected[kind], kind
+        assert answer.fallbacks, kind
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len(answer.token_ids)
+        assert answer.usage.prompt_tokens == len(asked_for[kind][0])
