@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pdserve.config_schema import check, key, parse, read_file, refuse, section
 from pdserve.config_schema import overlay as overlay_keys
+from pdserve.failure_config import DetectionConfig, FallbackConfig, GpuConfig
 from pdserve.tenant_config import TenantConfig  # noqa: TC001 - read at run time
 from pdserve.types import Role
 
@@ -25,30 +26,6 @@ DEMO_MODEL_NAME = "pdserve-demo"
 
 
 @dataclass(frozen=True, slots=True)
-class FallbackConfig:
-    """What is computed again when a worker fails, and when to give up."""
-
-    max_fallbacks: int = key(
-        16, "Times one request goes on elsewhere, in all.", minimum=0, maximum=1000
-    )
-    progress_tokens: int = key(
-        16, "Tokens of progress after which all ways to go on are tried anew.", minimum=1
-    )
-    tokens_per_s: float = key(
-        20000.0,
-        "Tokens of prompts and answers that may be computed again for a model, on average; what "
-        "is beyond fails with 503. 0 for no bound.",
-        minimum=0,
-    )
-    burst_s: float = key(
-        30.0, "How many seconds of that may be used at once.", minimum=0.001, maximum=86400
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, slots=True)
 class SloConfig:
     """What clients were promised. Only the policy `slo_aware` acts on it."""
 
@@ -56,35 +33,6 @@ class SloConfig:
         1.0, "Seconds from a request's placement to its first token.", minimum=0.001, maximum=3600
     )
     tpot_s: float = key(0.1, "Seconds between two tokens.", minimum=0.0001, maximum=3600)
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, slots=True)
-class DetectionConfig:
-    """When a worker that lives is given no work."""
-
-    stall_s: float = key(
-        2.0,
-        "How long a worker with work may say nothing, or make no step, until its requests go on "
-        "elsewhere; 0 never does.",
-        minimum=0,
-        maximum=3600,
-    )
-    failures: int = key(
-        3,
-        "Failures in a row after which a worker gets no work, or two workers are kept apart.",
-        minimum=1,
-    )
-    suspend_s: float = key(
-        10.0,
-        "How long such a worker gets none, until one request tries it; doubled when that fails. "
-        "0 never does.",
-        minimum=0,
-        maximum=86400,
-    )
-    max_suspend_s: float = key(120.0, "The longest such time.", minimum=0, maximum=86400)
 
     def __post_init__(self) -> None:
         check(self)
@@ -257,25 +205,6 @@ class KvConfig:
         check(self)
         if len(set(self.transports)) != len(self.transports):
             refuse("transports", f"names one twice: {', '.join(self.transports)}")
-
-
-@dataclass(frozen=True, slots=True)
-class GpuConfig:
-    """What a worker's GPUs may be like before it takes no more work."""
-
-    look_s: float = key(
-        10.0, "How often they are looked at; 0 never does.", minimum=0, maximum=86400
-    )
-    max_temperature_c: int = key(95, "Degrees, at the most; 0 for any.", minimum=0)
-    max_ecc_errors: int = key(
-        0, "Uncorrected memory errors since the driver was loaded, at the most.", minimum=0
-    )
-    min_free_memory_bytes: int = key(
-        0, "Memory that must be left, beside all that the engine has taken.", minimum=0
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, slots=True)

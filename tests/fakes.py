@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from pdserve import rpc, wire
-from pdserve.config import DetectionConfig
 from pdserve.errors import InvalidRequest
+from pdserve.failure_config import DetectionConfig
 from pdserve.types import (
     FinishReason,
     KvEndpoint,

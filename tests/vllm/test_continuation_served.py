@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from pdserve.config import DetectionConfig, RouterConfig
+from pdserve.config import RouterConfig
 from pdserve.errors import Unavailable
+from pdserve.failure_config import DetectionConfig
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from tests.patience import HUNG_S, WAIT_S
 from tests.vllm.service import Service

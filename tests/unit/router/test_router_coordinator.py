@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.config import FallbackConfig
 from pdserve.errors import (
     BudgetExhausted,
     InvalidRequest,
@@ -15,6 +14,7 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
+from pdserve.failure_config import FallbackConfig
 from pdserve.types import FinishReason, Role, SamplingParams, TransferReport, Usage
 from router.answer import AnswerDelta
 from tests.fakes import ScriptedWorker, running_stack
