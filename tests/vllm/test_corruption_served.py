@@ -133,7 +133,13 @@ async def running(
     directory = tmp_path_factory.mktemp("orders")
     async with AsyncExitStack() as stack:
         router = RouterServer(
-            RouterConfig(http_port=0, grpc_port=0, quarantine_s=3600.0, stop_grace_s=0.0)
+            RouterConfig(
+                http_port=0,
+                grpc_port=0,
+                quarantine_s=3600.0,
+                stop_grace_s=0.0,
+                policy="least_loaded",
+            )
         )
         addresses = await router.start()
         stack.push_async_callback(router.stop)
