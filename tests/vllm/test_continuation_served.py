@@ -104,6 +104,7 @@ async def running(tiny_model: Path) -> AsyncIterator[Service]:
     config = RouterConfig(
         http_port=0,
         grpc_port=0,
+        policy="least_loaded",
         # Whoever freezes is found out by what it does not say, not by the end of its lease; a third
         # of it is how old a load can be, which keeps requests from a worker that thawed.
         lease_s=20.0,
