@@ -54,10 +54,13 @@ _LOOK_S = 0.05
 
 @dataclass(slots=True)
 class Service:
-    """A router in this process and its workers in theirs."""
+    """Two routers in this process and their workers in theirs: `local` asks the one that leaves
+    prefill to decode workers."""
 
     grpc: str
     client: Client
+    local_grpc: str
+    local: Client
     registry: RegistryStub
     orders: dict[str, Path] = field(default_factory=dict)
 
@@ -108,7 +111,7 @@ async def _start(name: str, role: str, model: Path, service: Service) -> Process
         "worker.role": role,
         "worker.model": model,
         "worker.model_name": "tiny",
-        "worker.routers": f"[{service.grpc}]",
+        "worker.routers": f"[{service.grpc}, {service.local_grpc}]",
         "worker.engine_args": (
             "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256}"
         ),
@@ -145,7 +148,13 @@ async def running(
         stack.push_async_callback(router.stop)
         client = await stack.enter_async_context(Client(addresses.grpc))
         channel = await stack.enter_async_context(rpc.open_channel(addresses.grpc))
-        service = Service(addresses.grpc, client, RegistryStub(channel))
+        other = RouterServer(
+            RouterConfig(http_port=0, grpc_port=0, stop_grace_s=0.0, policy="always_local")
+        )
+        local_grpc = (await other.start()).grpc
+        stack.push_async_callback(other.stop)
+        local = await stack.enter_async_context(Client(local_grpc))
+        service = Service(addresses.grpc, client, local_grpc, local, RegistryStub(channel))
         service.orders = {name: directory / name for name in ("prefill-0", "prefill-1")}
         service.order("", *service.orders)
         names = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
@@ -175,18 +184,38 @@ async def service(running: Service) -> AsyncIterator[Service]:
     await running.until_empty()
 
 
-async def ask(service: Service, engine: EngineProcess) -> Receipt:
+async def ask(service: Service, engine: EngineProcess, *, local: bool = False) -> Receipt:
     """One request that no cache knows, compared with what the engine answers."""
     ids = prompt(500, next(_SEEDS) + 900)
     expected = await engine.run(ids, SAMPLING)
     tokens, text, receipt = [], "", None
-    async for delta in service.client.generate(ids, SAMPLING):
+    client = service.local if local else service.client
+    async for delta in client.generate(ids, SAMPLING):
         tokens += delta.token_ids
         text += delta.text
         receipt = delta.receipt or receipt
     assert (tuple(tokens), text) == (expected.token_ids, expected.text)
     assert receipt is not None
     return receipt
+
+
+async def test_prefill_on_the_decode_worker_gives_the_same_tokens(
+    service: Service, aggregated: EngineProcess
+) -> None:
+    """And workers tell what their steps cost, of both ways."""
+    for local, source in ((True, "decode"), (False, "prefill")):
+        receipt = await ask(service, aggregated, local=local)
+        assert (receipt.first_token_source, receipt.fallbacks) == (source, ())
+        assert bool(receipt.transfer_bytes) == (source == "prefill")
+    steps = w.StepCosts()
+    async with asyncio.timeout(WAIT_S):
+        while not (steps.decode_steps and steps.prefill_steps):
+            await ask(service, aggregated, local=True)
+            listed = (await service.listed()).workers
+            (steps,) = (x.steps for x in listed if x.info.worker_id == "decode-0")
+    assert steps.prefill_end >= 256
+    assert steps.chunk_tokens == 256
+    assert 0 < sum(steps.coefficients) < WAIT_S
 
 
 async def flip(service: Service, role: w.Role.ValueType) -> a.FlipRoleResponse:
