@@ -11,11 +11,11 @@ from pdserve.types import Role
 from router.cost.outcome import outcome_of
 from router.decisions.log import DecisionLog
 from router.ladder import Step
+from router.member import Charge
 from router.placement.context import NO_CONTEXT
 from router.placement.pairing import check_known
 from router.placement.recompute import place_recompute
 from router.placement.values import Decision, Demand
-from router.pool import Charge
 from router.prefill_queue import EVERYTHING
 
 if TYPE_CHECKING:
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from router.cost.book import CostBook
     from router.fleet import Fleet
     from router.ladder import Rung
+    from router.member import Member
     from router.placement.context import PlacementContext, Prediction
     from router.placement.policies.by_name import Policy
     from router.placement.values import Candidate, Placement
-    from router.pool import Member, WorkerPool
+    from router.pool import WorkerPool
     from router.prefill_queue import PrefillQueue
     from router.quarantine import Pair
 

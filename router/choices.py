@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from router.handoff import Resubmit
     from router.ladder import LadderLimits
     from router.leg_stream import LegStream
+    from router.member import Member
     from router.metrics import RouterMetrics
     from router.placement.values import Demand
-    from router.pool import Member
     from router.prefix.metrics import PrefixMetrics
     from router.retry_budget import RetryBudget
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from pdserve.capability import CapabilityKey
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
-    from router.pool import Member, PoolAction
+    from router.member import Member
+    from router.pool import PoolAction
     from router.prefix.watch import CacheWatches
     from router.worker_link import LinkSettings
 

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from router.flight_peers import Observer, Siblings
     from router.handoff import Action
     from router.ladder import LadderLimits
+    from router.member import Charge, Member
     from router.placement.values import Demand
-    from router.pool import Charge, Member
     from router.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)

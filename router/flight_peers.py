@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from router.flight import Flight
     from router.handoff import Resubmit
     from router.leg_stream import LegStream
-    from router.pool import Member
+    from router.member import Member
     from router.prefix.metrics import PrefixMetrics
 
 

@@ -12,7 +12,7 @@ from router.handoff import LegKind
 if TYPE_CHECKING:
     from router.flight import Flight
     from router.handoff import Leg
-    from router.pool import Charge, Member
+    from router.member import Charge, Member
 
 
 class LegStream:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from router.breaker import Breaker
     from router.cost.book import CostBook
     from router.fleet import Fleet
-    from router.pool import Member
+    from router.member import Member
 
     Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.types import GenerateRequest
-    from router.pool import Member
+    from router.member import Member
 
 # A deadline that has just passed must not read as none.
 LEAST_DEADLINE_S = 0.001

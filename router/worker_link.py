@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerLoad
-    from router.pool import Member
+    from router.member import Member
 
 logger = logging.getLogger(__name__)
 

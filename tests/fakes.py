@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pdserve.capability import CapabilityKey
     from pdserve.errors import PdserveError
     from pdserve.types import TransferReport
-    from router.pool import Member
+    from router.member import Member
 
 MODEL = ModelInfo("demo", "/models/demo", max_model_len=4096, vocab_size=512, dtype="float32")
 

@@ -13,8 +13,9 @@ from router.placement.policies.by_name import POLICIES
 from router.placement.values import Demand
 
 if TYPE_CHECKING:
+    from router.member import Member
     from router.placement.policies.by_name import Policy
-    from router.pool import Member, WorkerPool
+    from router.pool import WorkerPool
 
 DEMAND = Demand(MODEL.name, prompt_tokens=2000, kv_tokens=2300)
 

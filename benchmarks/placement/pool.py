@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pdserve.types import KvEndpoint, ModelInfo, Role, WorkerInfo, WorkerLoad
-from router.pool import Member, WorkerPool
+from router.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from router.member import Member
 
 MODEL = ModelInfo("model", "/model", max_model_len=32768, vocab_size=128000, dtype="bfloat16")
 BLOCKS, BLOCK_SIZE, SEATS = 20000, 16, 256

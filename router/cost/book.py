@@ -14,8 +14,8 @@ from router.cost.objective import Slo, cost_s
 from router.cost.replay import Pool
 from router.cost.step_model import Batch, fit_steps, prompt_work
 from router.cost.transfer_model import TransferModel
+from router.member import MemberState
 from router.placement.context import Prediction
-from router.pool import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,10 +9,10 @@ from pdserve import wire
 from pdserve.errors import InvalidRequest
 from pdserve.kv_pairs import kind_of
 from pdserve.v1 import admin_pb2 as a
+from router.member import MemberState
 from router.placement.context import Prediction
 from router.placement.values import Candidate, Demand
 from router.placement.verdicts import why_not
-from router.pool import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.types import Role
+from router.member import MemberState
 from router.placement.pairing import sources_of
-from router.pool import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     from pdserve.kv_pairs import KvKind
     from pdserve.types import Role, WorkerInfo, WorkerLoad
+    from router.member import MemberState
     from router.placement.context import Prediction
     from router.placement.scoreboard import Scoreboard
-    from router.pool import MemberState
 
 NO_TOKENS_CACHED: Mapping[str, int] = MappingProxyType({})
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.types import Role
+from router.member import MemberState
 from router.placement import recompute
 from router.placement.filters import able, eligible, prefer, unbarred
-from router.pool import MemberState
 
 if TYPE_CHECKING:
     from router.placement.filters import Eligible

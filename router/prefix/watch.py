@@ -26,7 +26,7 @@ from router.prefix.index import PrefixIndex
 from router.prefix.lookup import IndexLookup
 
 if TYPE_CHECKING:
-    from router.pool import Member
+    from router.member import Member
     from router.prefix.index import Holder
 
 logger = logging.getLogger(__name__)

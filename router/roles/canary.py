@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve.types import StreamDelta
     from pdserve.v1 import worker_pb2 as w
     from router.fleet import Fleet
-    from router.pool import Member
+    from router.member import Member
 
 ANSWER_TOKENS = 8
 # Rounding may flip a tie between two tokens of one answer; hardly of two.

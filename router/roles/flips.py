@@ -22,7 +22,7 @@ from pdserve.errors import PdserveError, Unavailable, WorkerFailed
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
-from router.pool import MemberState
+from router.member import MemberState
 from router.roles.canary import prove
 from router.roles.rules import partner_for
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from router.fleet import Fleet
+    from router.member import Member
     from router.metrics import RouterMetrics
-    from router.pool import Member
 
 logger = logging.getLogger(__name__)
 

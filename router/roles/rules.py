@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.kv_pairs import exchange, kind_of
 from pdserve.types import Role
-from router.pool import MemberState
+from router.member import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from router.pool import Member
+    from router.member import Member
 
 
 def partner_for(members: Sequence[Member], worker_id: str, role: Role) -> Member:

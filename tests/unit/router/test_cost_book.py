@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,8 +16,11 @@ from router.cost.transfer_model import MIN_TRANSFERS, TransferModel
 from router.placement.context import PlacementContext
 from router.placement.policies.slo_aware import slo_aware
 from router.placement.values import Decision, Demand, Placement
-from router.pool import Member, WorkerPool
+from router.pool import WorkerPool
 from tests.fakes import worker_info
+
+if TYPE_CHECKING:
+    from router.member import Member
 
 STEP_S, TOKEN_S, REQUEST_S = 0.010, 0.001, 0.001
 TRANSFER_S = 0.005

@@ -9,7 +9,8 @@ import pytest
 
 from pdserve.types import FinishReason, Role, SamplingParams, WorkerLoad
 from router.admission import AdmissionLimits
-from router.pool import Member, WorkerPool
+from router.member import Member
+from router.pool import WorkerPool
 from router.prefill_queue import ASSUMED_CHUNK_TOKENS, PrefillQueue, chunk_tokens
 from tests.fakes import ScriptedWorker, running_stack, worker_info
 from tests.unit.router.asking import read, request

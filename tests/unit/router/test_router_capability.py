@@ -21,7 +21,7 @@ from pdserve.types import FinishReason, Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
 from router.fleet import Fleet
-from router.pool import Member
+from router.member import Member
 from router.registry import Registry
 from router.submission import CLOCK_SKEW_S, MAX_CAPABILITY_S, SubmissionBuilder
 from tests.fakes import ScriptedWorker, running_stack, worker_info

@@ -9,10 +9,10 @@ import pytest
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import FinishReason, Role
 from router.decisions.log import MAX_OF_ONE_REQUEST, DecisionLog
+from router.member import Charge, Member
 from router.placement.context import NO_CONTEXT
 from router.placement.policies.least_loaded import least_loaded
 from router.placement.values import Demand
-from router.pool import Charge, Member
 from tests.fakes import ScriptedWorker, running_stack, worker_info
 from tests.unit.router.asking import PROMPT, read, request
 

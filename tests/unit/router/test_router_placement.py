@@ -8,13 +8,13 @@ import pytest
 
 from pdserve.errors import ModelNotFound, Unavailable
 from pdserve.types import Role, WorkerLoad
+from router.member import Charge, Member
 from router.placement.context import NO_CONTEXT
 from router.placement.pairing import check_known, check_servable
 from router.placement.policies import least_loaded as policy
 from router.placement.recompute import place_recompute
 from router.placement.scorers import outstanding, quiet, room, seats
 from router.placement.values import NO_TOKENS_CACHED, Demand, Placement
-from router.pool import Charge, Member
 from tests.fakes import worker_info
 
 DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)

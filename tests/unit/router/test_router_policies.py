@@ -6,11 +6,11 @@ import pytest
 
 from pdserve import config
 from pdserve.types import Role, WorkerLoad
+from router.member import Member
 from router.placement.context import NO_CONTEXT, PlacementContext
 from router.placement.pickers import MOST_SCORED
 from router.placement.policies.by_name import POLICIES
 from router.placement.values import Candidate, Demand
-from router.pool import Member
 from tests.fakes import worker_info
 
 DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pdserve.errors import Unavailable
 from pdserve.kv_pairs import exchange
 from pdserve.types import Role, WorkerLoad
+from router.member import Member, MemberState
 from router.placement.context import PlacementContext
 from router.placement.policies.by_name import POLICIES
 from router.placement.values import Candidate, Decision, Demand
-from router.pool import Member, MemberState
 from tests.fakes import worker_info
 
 if TYPE_CHECKING:

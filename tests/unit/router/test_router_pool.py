@@ -9,7 +9,8 @@ import pytest
 from pdserve.capability import KEY_BYTES, CapabilityKey
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role, WorkerLoad
-from router.pool import FORGET_AFTER_S, Charge, CloseLink, MemberState, OpenLink, WorkerPool
+from router.member import Charge, MemberState
+from router.pool import FORGET_AFTER_S, CloseLink, OpenLink, WorkerPool
 from tests.fakes import MODEL, worker_info
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)

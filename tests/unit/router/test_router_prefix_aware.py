@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import Role, WorkerLoad
+from router.member import Member
 from router.placement.context import PlacementContext
 from router.placement.policies.prefix_aware import prefix_aware
 from router.placement.values import Demand
-from router.pool import Member
 from tests.fakes import worker_info
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from pdserve.types import Role, WorkerLoad
+from router.member import Charge, Member
 from router.placement.context import NO_CONTEXT
 from router.placement.policies.least_loaded import least_loaded
 from router.placement.values import Demand, Placement
-from router.pool import Charge, Member
 from router.quarantine import Quarantine, QuarantinedPair
 from tests.fakes import worker_info
 

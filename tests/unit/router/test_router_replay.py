@@ -16,11 +16,11 @@ from router.decisions.export import read_lines
 from router.decisions.log import DecisionLog
 from router.decisions.replay import Difference, Outcome, Replay, replay
 from router.decisions.service import explained
+from router.member import Charge, Member
 from router.placement.context import PlacementContext, Prediction
 from router.placement.policies.by_name import POLICIES
 from router.placement.recompute import place_recompute
 from router.placement.values import Candidate, Demand
-from router.pool import Charge, Member
 from tests.fakes import worker_info
 
 if TYPE_CHECKING:

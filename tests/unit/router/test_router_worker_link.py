@@ -9,7 +9,7 @@ import pytest
 from pdserve.errors import Overloaded, PdserveError, WorkerFailed
 from pdserve.types import FinishReason, Role, StreamDelta, WorkerLoad
 from pdserve.v1 import worker_pb2 as w
-from router.pool import Member
+from router.member import Member
 from router.worker_link import LinkSettings, WorkerLink
 from tests.fakes import WAIT_S, ScriptedWorker
 

@@ -9,11 +9,11 @@ import pytest
 
 from pdserve.types import Role, WorkerLoad
 from router.cost.objective import EARLY, MARGIN, cost_s
+from router.member import Member
 from router.placement.context import PlacementContext, Prediction
 from router.placement.policies.prefix_aware import prefix_aware
 from router.placement.policies.slo_aware import TRIED, slo_aware
 from router.placement.values import Candidate, Demand
-from router.pool import Member
 from tests.fakes import worker_info
 
 if TYPE_CHECKING:
