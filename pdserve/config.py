@@ -245,7 +245,9 @@ class WorkerConfig:
         "", "Where spans go by OTLP over gRPC, as `http://host:4317`; empty makes none."
     )
     drain_timeout_s: float = key(
-        30.0, "How long a stopping worker waits for its requests and blocks.", minimum=0
+        30.0,
+        "How long streams on a stopping worker have before they go on elsewhere.",
+        minimum=0,
     )
     log_level: str = key("info", "Least level that is logged.", choices=LOG_LEVELS)
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from router.cost.book import CostBook
     from router.decisions.log import DecisionLog
     from router.fleet import Fleet
+    from router.member import Member
     from router.placement.policies.by_name import Policy
 
 
@@ -86,6 +87,7 @@ class Coordinator:
         self._flights: set[Flight | Choices] = set()
         # Room or a worker may have come: those who wait try again.
         fleet.subscribe(self._admission.wake)
+        fleet.subscribe_moving(self._make_room)
         self.metrics.watch_pool(fleet.pool)
         if tenants is not None:
             self.metrics.tenants.watch(tenants)
@@ -183,6 +185,9 @@ class Coordinator:
         """Have the requests that are on a worker go on elsewhere, and say how many did. The others
         are not in need of it or have nowhere to go; they end where they are."""
         return sum(flight.move_off(worker_id, reason) for flight in list(self._flights))
+
+    def _make_room(self, member: Member) -> None:
+        self.move_off(member.worker_id, f"worker {member.worker_id} is to be empty")
 
     def _deadline(self, request: GenerateRequest) -> float | None:
         if self._request_timeout_s is None:

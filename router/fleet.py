@@ -59,6 +59,7 @@ class Fleet:
         self._links: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._subscribers: list[Callable[[], None]] = []
+        self._on_moving: list[Callable[[Member], None]] = []
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -83,6 +84,10 @@ class Fleet:
     def subscribe(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` whenever a member came, went, or changed its state."""
         self._subscribers.append(on_change)
+
+    def subscribe_moving(self, on_moving: Callable[[Member], None]) -> None:
+        """Call `on_moving` as long as what a worker does should go on elsewhere, now and again."""
+        self._on_moving.append(on_moving)
 
     def link(self, member: Member) -> WorkerLink:
         """The link of a member that is not lost."""
@@ -132,6 +137,7 @@ class Fleet:
         draining: bool,
         kv: KvReport | None = None,
         unhealthy: str = "",
+        moving: bool = False,
     ) -> bool:
         """False where the worker must register."""
         known = self.pool.renew(
@@ -144,6 +150,9 @@ class Fleet:
             unhealthy=unhealthy,
         )
         self._changed()
+        if known and moving:
+            for on_moving in self._on_moving:
+                on_moving(self.pool.members[worker_id])
         return known
 
     def deregister(self, worker_id: str, epoch: str) -> None:

@@ -29,6 +29,7 @@ from router.cost.book import CostBook
 from router.cost.objective import Slo
 from router.decisions.log import DecisionLog
 from router.decisions.service import Admin
+from router.drains import Drains
 from router.fleet import Fleet
 from router.generation import Generation
 from router.http.app import HttpApp, Services
@@ -129,7 +130,7 @@ class RouterServer:
         render, keys = coordinator.metrics.render, Keys(config.tenants)
         services = Services(coordinator, intake, self._open_requests, render, keys)
         generation = Generation(coordinator, intake, self._open_requests, keys)
-        admin = Admin(decisions, Flips(fleet, coordinator.metrics))
+        admin = Admin(decisions, Flips(fleet, coordinator.metrics), Drains(fleet))
         grpc_address = await self._start_grpc(generation, Registry(fleet, costs), admin)
         http_address = await self._start_http(services)
         return RouterAddresses(http=http_address, grpc=grpc_address)

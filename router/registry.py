@@ -57,6 +57,7 @@ class Registry(RegistryServicer):
             draining=request.draining,
             kv=kv,
             unhealthy=request.unhealthy,
+            moving=request.moving,
         )
         if not known:
             error = Unavailable(f"worker {request.worker_id} is not registered")

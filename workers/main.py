@@ -27,7 +27,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_worker(config: WorkerConfig, *, reports: Reports | None = None) -> int:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the drain. Returns the exit
+    """Serves until SIGTERM, SIGINT or a drain that is to stop it, and then drains; a second signal
+    ends the drain. Returns the exit
     code: 0 after a stop that was asked for, 1 when the engine or the registration failed.
 
     Raises ConfigError for a configuration that cannot be served.
@@ -51,7 +52,7 @@ async def serve_worker(
                 return EXIT_OK
             failure = await _serve(server, reports, stops)
             if failure is None:
-                await _unless(stops, server.drain(config.drain_timeout_s))
+                await _unless(stops, server.drain(config.drain_timeout_s, stop=True))
                 return EXIT_OK
         except ConfigError:
             raise
@@ -72,7 +73,7 @@ async def _serve(server: WorkerServer, reports: Reports, stops: _Stops) -> str |
     info = server.info
     logger.info("worker %s (%s) serves at %s", info.worker_id, info.role, info.address)
     reports.doing("registering")
-    ends: set[asyncio.Future[BaseException]] = {server.failed, server.refused}
+    ends: set[asyncio.Future[Any]] = {server.failed, server.refused, server.told_to_stop}
     if await _unless(stops, _first(server.registered(), ends)) and not any(x.done() for x in ends):
         reports.ready(
             {

@@ -45,6 +45,9 @@ class LoadSource(Protocol):
     def is_draining(self) -> bool: ...
 
     @property
+    def is_moving(self) -> bool: ...
+
+    @property
     def unhealthy(self) -> str: ...
 
     def load(self) -> WorkerLoad | None: ...
@@ -155,6 +158,7 @@ class Registration:
                 epoch=self._info.epoch,
                 load=None if load is None else wire.load_to_pb(load),
                 draining=self._source.is_draining,
+                moving=self._source.is_moving,
                 unhealthy=self._source.unhealthy,
                 kv=None if kv is None else wire.kv_report_to_pb(kv),
             )

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve import rpc
 from pdserve.capability import CapabilityKey
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, Unavailable
 from pdserve.tracing import open_tracing
 from pdserve.types import Role, WorkerInfo
 from pdserve.v1 import worker_pb2
@@ -73,6 +73,9 @@ class WorkerServer:
         self._health = health.aio.HealthServicer()
         self._registrations: Registrations | None = None
         self._unsettled: asyncio.TimerHandle | None = None
+        self._is_stopping = False
+        # Done when somebody asked over the network that the process end.
+        self.told_to_stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> WorkerInfo:
         """Loads the model, serves, and begins to register; nothing is left behind when it raises.
@@ -108,8 +111,7 @@ class WorkerServer:
         reflection.enable_server_reflection(names, server)
         await server.start()
         self._stack.push_async_callback(server.stop, GRPC_STOP_S)
-        for name in ("", _SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._say_serving(True)
         if debug is not None:
             web = WebServer(DebugApp(self.worker, lambda: self.info), debug)
             self._stack.push_async_callback(web.stop)
@@ -118,6 +120,7 @@ class WorkerServer:
             self._config.routers, self.info, self.worker, kv_key=self.kv_key
         )
         self._stack.push_async_callback(self._registrations.stop)
+        self.worker.on_change = self._registrations.nudge
         self._registrations.start()
         watch = GpuWatch(self.worker, self._config.gpu, self._registrations.nudge)
         self._stack.push_async_callback(watch.stop)
@@ -140,15 +143,15 @@ class WorkerServer:
         assert self._registrations is not None
         return self._registrations.refused
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Takes no new work, tells the routers so, and waits for what is open; False when time ran
-        out first."""
+    async def drain(self, timeout_s: float, *, stop: bool = False) -> tuple[bool, int]:
+        """Takes no new work, tells the routers so, and waits for what is open; what does not end in
+        time goes on elsewhere: (whether nothing is left, how many streams that were). With `stop`
+        there is no way back, and `told_to_stop` is done at the end."""
+        self._is_stopping |= stop
         self.worker.begin_drain()
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        if self._registrations is not None:
-            self._registrations.nudge()
-        drained = await self.worker.drain(timeout_s)
+        await self._say_serving(False)
+        self._nudge()
+        drained, moved = await self.worker.drain(timeout_s)
         if not drained:
             logger.warning(
                 "not drained after %g s: %d streams, ledger %s",
@@ -156,7 +159,22 @@ class WorkerServer:
                 self.worker.open_streams,
                 self.worker.ledger(),
             )
-        return drained
+        if stop and not self.told_to_stop.done():
+            self.told_to_stop.set_result(None)
+        return drained, moved
+
+    async def undrain(self) -> None:
+        """Takes work again. Raises Unavailable where the worker is to stop."""
+        if self._is_stopping:
+            raise Unavailable("this worker is stopping")
+        self.worker.end_drain()
+        await self._say_serving(True)
+        self._nudge()
+
+    async def _say_serving(self, is_serving: bool) -> None:
+        reply = health_pb2.HealthCheckResponse
+        for name in ("", _SERVICE):
+            await self._health.set(name, reply.SERVING if is_serving else reply.NOT_SERVING)
 
     async def set_role(self, role: Role, drain_timeout_s: float) -> tuple[float, int]:
         """Ends all work and registers in another role, which is to be settled; how long that took

@@ -79,8 +79,21 @@ class WorkerService(WorkerServicer):
                 f"timeout_s must be between 0 and {_MAX_DRAIN_S:g}", field="timeout_s"
             )
             await rpc.abort(context, error)
-        drained = await self._worker.drain(request.timeout_s)
-        return w.DrainResponse(drained=drained, ledger=wire.ledger_to_pb(self._worker.ledger()))
+        drained, moved = await self._server.drain(request.timeout_s, stop=request.stop)
+        return w.DrainResponse(
+            drained=drained,
+            ledger=wire.ledger_to_pb(self._worker.ledger()),
+            moved_streams=moved,
+        )
+
+    async def Undrain(  # noqa: N802
+        self, request: w.UndrainRequest, context: Context
+    ) -> w.UndrainResponse:
+        try:
+            await self._server.undrain()
+        except PdserveError as error:
+            await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
+        return w.UndrainResponse()
 
     async def WatchCache(  # noqa: N802
         self, request: w.WatchCacheRequest, context: Context

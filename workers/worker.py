@@ -31,7 +31,7 @@ from workers.session import Session
 from workers.submissions import deadline_s, work_from_pb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kv_transfer.snapshot import KvState
     from pdserve.tracing import Span, Tracing
@@ -45,6 +45,10 @@ logger = logging.getLogger(__name__)
 _LEDGER_LOOK_S = 0.02
 # Blocks of streams that were ended are free within a step, or a fence of their transfer.
 _UNPIN_S = 30.0
+# How long routers have to find another place for what goes on elsewhere, and how often they are
+# told: room comes and goes.
+MOVE_S = 10.0
+_MOVE_TELL_S = 0.5
 MAX_FRAMES = 1024
 # How often, at most, a router is told anew what steps cost.
 STEPS_PERIOD_S = 0.5
@@ -77,6 +81,8 @@ class Worker:
         self._streams: dict[int, _Stream] = {}
         self._ids = itertools.count(1)
         self._draining = False
+        self.is_moving = False  # what is left should go on elsewhere now
+        self.on_change: Callable[[], None] = lambda: None  # routers should be told
         self.unhealthy = ""  # what is wrong with its machine; routers are told
         self._closing = False
         self._idle = asyncio.Event()
@@ -202,10 +208,18 @@ class Worker:
         """New work is refused from now on."""
         self._draining = True
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Waits until no stream is open and no block is pinned; False when time ran out first."""
+    def end_drain(self) -> None:
+        """New work is taken again. Raises Unavailable where the engine has died or the worker
+        closes."""
+        if self._closing or self.failed.done():
+            raise Unavailable("this worker is stopping")
+        self._draining = False
+
+    async def drain(self, timeout_s: float) -> tuple[bool, int]:
+        """Waits until no stream is open and no block is pinned, and has what does not end in time
+        go on elsewhere: (whether nothing is left, how many streams that were)."""
         self.begin_drain()
-        return await self._is_idle_within(timeout_s)
+        return await self._empty(timeout_s, "this worker is draining")
 
     async def change_role(self, role: Role, drain_timeout_s: float) -> int:
         """Ends all work, by moving what has not ended in time to other workers; returns how many
@@ -213,27 +227,41 @@ class Worker:
         and Unavailable where blocks stay pinned: then the role is what it was."""
         self.roles.begin(role)
         try:
-            moved = 0
-            if not await self._is_idle_within(drain_timeout_s):
-                moved = self._move_streams()
-                if not await self._is_idle_within(_UNPIN_S):
-                    raise Unavailable(f"blocks are still pinned: {self.ledger()}")
+            is_empty, moved = await self._empty(drain_timeout_s, "this worker changes its role")
+            if not is_empty:
+                raise Unavailable(f"blocks are still pinned: {self.ledger()}")
         except BaseException:
             self.roles.give_up()
             raise
         self.roles.drained()
         return moved
 
-    def _move_streams(self) -> int:
-        """Ends all streams with an error that sends them on, and gives up what is held."""
-        count = len(self._streams)
-        moving = Unavailable("this worker changes its role")
+    async def _empty(self, timeout_s: float, why: str) -> tuple[bool, int]:
+        """Streams may end by themselves; then routers are asked to move them; then they are ended
+        with an error that sends them on, and what is held is given up."""
+        if await self._is_idle_within(timeout_s):
+            return True, 0
+        if not self.is_draining:
+            return False, 0
+        moved = len(self._streams)
+        self.is_moving = True
+        try:
+            until = deadline.after(MOVE_S)
+            while deadline.remaining(until):
+                self.on_change()
+                if await self._is_idle_within(_MOVE_TELL_S):
+                    return True, moved
+        finally:
+            self.is_moving = False
+        self._end_streams(Unavailable(why))
+        return await self._is_idle_within(_UNPIN_S), moved
+
+    def _end_streams(self, moving: Unavailable) -> None:
         for stream in list(self._streams.values()):
             self.refuse(stream.session, stream.router_stream_id, moving)
         for session in self._sessions.values():
             for stream_id in session.take_all_held():
                 self._engine.cancel(stream_id)
-        return count
 
     async def _is_idle_within(self, timeout_s: float) -> bool:
         """Whether no stream is open and no block is pinned before time runs out."""

@@ -143,12 +143,16 @@ def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> dict[str, Any]:
         "steps": _plain(entry.steps) if entry.HasField("steps") else None,
         "load": None,
         "ledger": None,
+        "open_streams": None,
         "kv": None,
         "uptime_s": None,
         "gpus": [],
     }
     if answer is not None:
         row["ledger"] = _plain(answer.ledger)
+        row["open_streams"] = answer.open_streams
+        if entry.state == "draining" and not (answer.open_streams or any(row["ledger"].values())):
+            row["state"] = "drained"
         row["uptime_s"] = round(answer.uptime_s, 3)
         if answer.HasField("kv"):
             row["kv"] = _plain(answer.kv)

@@ -1,10 +1,10 @@
 """What to do with the processes, decided apart from doing it: events in, orders out.
 
 A process that dies before all are ready ends everything: the configuration is at fault, and
-starting again would fail again. One that dies later is started again after a pause that doubles,
-and given up on after `max_restarts` deaths that followed each other closely. A stop goes in order:
-the router first, which lets running requests finish, then the workers, which drain. Whatever
-outstays its deadline is killed.
+starting again would fail again. One that was told to end is started again at once. One that dies
+later is started again after a pause that doubles, and given up on after `max_restarts` deaths that
+followed each other closely. A stop goes in order: the router first, which lets running requests
+finish, then the workers, which drain. Whatever outstays its deadline is killed.
 """
 
 from __future__ import annotations
@@ -238,6 +238,10 @@ class Supervision:
     def _restart(self, process: _Process, code: int, now: float, *, was_ready: bool) -> list[Order]:
         if was_ready and now - process.ready_at >= FORGIVEN_AFTER_S:
             process.deaths = 0
+        if was_ready and code == OK:
+            # It was drained and told to stop, by a person or a rollout.
+            again = Tell(f"{process.name} has ended and is started again")
+            return [again, self._start(process.name)]
         process.deaths += 1
         explain = Explain(process.name, code)
         if process.deaths > self.policy.max_restarts:

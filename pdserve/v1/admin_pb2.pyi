@@ -166,3 +166,41 @@ class FlipRoleResponse(_message.Message):
     total_s: float
     moved_streams: int
     def __init__(self, failure: _Optional[str] = ..., drain_s: _Optional[float] = ..., canary_s: _Optional[float] = ..., total_s: _Optional[float] = ..., moved_streams: _Optional[int] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "timeout_s", "force", "stop")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    timeout_s: float
+    force: bool
+    stop: bool
+    def __init__(self, worker_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., force: _Optional[bool] = ..., stop: _Optional[bool] = ...) -> None: ...
+
+class DrainProgress(_message.Message):
+    __slots__ = ("open_streams", "pinned_blocks", "seconds", "done", "drained", "moved_streams")
+    OPEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    open_streams: int
+    pinned_blocks: int
+    seconds: float
+    done: bool
+    drained: bool
+    moved_streams: int
+    def __init__(self, open_streams: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., seconds: _Optional[float] = ..., done: _Optional[bool] = ..., drained: _Optional[bool] = ..., moved_streams: _Optional[int] = ...) -> None: ...
+
+class UndrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class UndrainWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -45,6 +45,16 @@ class AdminStub:
                 request_serializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_stream(
+                '/pdserve.v1.Admin/DrainWorker',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+                _registered_method=True)
+        self.UndrainWorker = channel.unary_unary(
+                '/pdserve.v1.Admin/UndrainWorker',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -68,6 +78,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Takes a worker out of service without losing a request. Tells of progress until it is drained; a
+        caller that leaves earlier leaves it draining.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainWorker(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +104,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.FlipRole,
                     request_deserializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.DrainProgress.SerializeToString,
+            ),
+            'UndrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainWorker,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.UndrainWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +171,60 @@ class Admin:
             '/pdserve.v1.Admin/FlipRole',
             pdserve_dot_v1_dot_admin__pb2.FlipRoleRequest.SerializeToString,
             pdserve_dot_v1_dot_admin__pb2.FlipRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pdserve.v1.Admin/DrainWorker',
+            pdserve_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/UndrainWorker',
+            pdserve_dot_v1_dot_admin__pb2.UndrainWorkerRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.UndrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,11 @@ class AdminStub:
     """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
     whose answer is checked, and given work again; or as it was, with the failure.
     """
+    DrainWorker: _grpc.UnaryStreamMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainProgress]
+    """Takes a worker out of service without losing a request. Tells of progress until it is drained; a
+    caller that leaves earlier leaves it draining.
+    """
+    UndrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -57,6 +62,11 @@ class AdminAsyncStub(AdminStub):
     """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
     whose answer is checked, and given work again; or as it was, with the failure.
     """
+    DrainWorker: _aio.UnaryStreamMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainProgress]  # type: ignore[assignment]
+    """Takes a worker out of service without losing a request. Tells of progress until it is drained; a
+    caller that leaves earlier leaves it draining.
+    """
+    UndrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     """Served by the router, for people who run it."""
@@ -81,5 +91,22 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
         whose answer is checked, and given work again; or as it was, with the failure.
         """
+
+    @_abc_1.abstractmethod
+    def DrainWorker(
+        self,
+        request: _admin_pb2.DrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.DrainProgress], _abc.AsyncIterator[_admin_pb2.DrainProgress]]:
+        """Takes a worker out of service without losing a request. Tells of progress until it is drained; a
+        caller that leaves earlier leaves it draining.
+        """
+
+    @_abc_1.abstractmethod
+    def UndrainWorker(
+        self,
+        request: _admin_pb2.UndrainWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UndrainWorkerResponse, _abc.Awaitable[_admin_pb2.UndrainWorkerResponse]]: ...
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

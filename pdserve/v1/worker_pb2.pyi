@@ -182,20 +182,22 @@ class RegisterResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("worker_id", "epoch", "load", "draining", "kv", "unhealthy")
+    __slots__ = ("worker_id", "epoch", "load", "draining", "kv", "unhealthy", "moving")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     UNHEALTHY_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: str
     load: WorkerLoad
     draining: bool
     kv: KvReport
     unhealthy: str
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ...) -> None: ...
+    moving: bool
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ("lease_s",)
@@ -542,18 +544,30 @@ class WorkerStatus(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., ledger: _Optional[_Union[KvLedger, _Mapping]] = ..., draining: _Optional[bool] = ..., gpus: _Optional[_Iterable[_Union[GpuHealth, _Mapping]]] = ..., open_streams: _Optional[int] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("timeout_s",)
+    __slots__ = ("timeout_s", "stop")
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     timeout_s: float
-    def __init__(self, timeout_s: _Optional[float] = ...) -> None: ...
+    stop: bool
+    def __init__(self, timeout_s: _Optional[float] = ..., stop: _Optional[bool] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("drained", "ledger")
+    __slots__ = ("drained", "ledger", "moved_streams")
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
+    MOVED_STREAMS_FIELD_NUMBER: _ClassVar[int]
     drained: bool
     ledger: KvLedger
-    def __init__(self, drained: _Optional[bool] = ..., ledger: _Optional[_Union[KvLedger, _Mapping]] = ...) -> None: ...
+    moved_streams: int
+    def __init__(self, drained: _Optional[bool] = ..., ledger: _Optional[_Union[KvLedger, _Mapping]] = ..., moved_streams: _Optional[int] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WatchCacheRequest(_message.Message):
     __slots__ = ("router_id", "worker_epoch", "min_interval_s")

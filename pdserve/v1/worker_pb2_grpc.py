@@ -256,6 +256,11 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/pdserve.v1.Worker/Undrain',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
+                _registered_method=True)
         self.WatchCache = channel.unary_stream(
                 '/pdserve.v1.Worker/WatchCache',
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
@@ -293,7 +298,15 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """No new work; returns when the last request and the last held block are gone, or at the deadline.
+        """No new work; returns when the last request and the last held block are gone. What has not ended
+        in time goes on elsewhere. It takes no work afterwards either, until Undrain.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes work again. FAILED_PRECONDITION where the worker is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -337,6 +350,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
             ),
             'WatchCache': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchCache,
@@ -436,6 +454,33 @@ class Worker:
             '/pdserve.v1.Worker/Drain',
             pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/Undrain',
+            pdserve_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

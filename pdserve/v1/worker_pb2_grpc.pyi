@@ -101,7 +101,11 @@ class WorkerStub:
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """No new work; returns when the last request and the last held block are gone, or at the deadline."""
+    """No new work; returns when the last request and the last held block are gone. What has not ended
+    in time goes on elsewhere. It takes no work afterwards either, until Undrain.
+    """
+    Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
+    """Takes work again. FAILED_PRECONDITION where the worker is stopping."""
     WatchCache: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]
     """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
@@ -122,7 +126,11 @@ class WorkerAsyncStub(WorkerStub):
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """No new work; returns when the last request and the last held block are gone, or at the deadline."""
+    """No new work; returns when the last request and the last held block are gone. What has not ended
+    in time goes on elsewhere. It takes no work afterwards either, until Undrain.
+    """
+    Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
+    """Takes work again. FAILED_PRECONDITION where the worker is stopping."""
     WatchCache: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]  # type: ignore[assignment]
     """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
@@ -158,7 +166,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """No new work; returns when the last request and the last held block are gone, or at the deadline."""
+        """No new work; returns when the last request and the last held block are gone. What has not ended
+        in time goes on elsewhere. It takes no work afterwards either, until Undrain.
+        """
+
+    @_abc_1.abstractmethod
+    def Undrain(
+        self,
+        request: _worker_pb2.UndrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]:
+        """Takes work again. FAILED_PRECONDITION where the worker is stopping."""
 
     @_abc_1.abstractmethod
     def WatchCache(

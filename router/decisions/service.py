@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from pdserve.types import WorkerInfo
     from router.decisions.log import DecisionLog, RequestDecisions
+    from router.drains import Drains
     from router.roles.flips import Flips
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -28,11 +30,12 @@ MAX_DRAIN_S = 86400.0
 
 
 class Admin(AdminServicer):
-    """A face of the log and of the flips: no state of its own."""
+    """A face of the log, the flips and the drains: no state of its own."""
 
-    def __init__(self, log: DecisionLog, flips: Flips) -> None:
+    def __init__(self, log: DecisionLog, flips: Flips, drains: Drains) -> None:
         self._log = log
         self._flips = flips
+        self._drains = drains
 
     # Written, not yielded, as in `router/generation.py`.
     async def Explain(  # type: ignore[override]  # noqa: N802
@@ -55,11 +58,7 @@ class Admin(AdminServicer):
         self, request: a.FlipRoleRequest, context: Context
     ) -> a.FlipRoleResponse:
         try:
-            if not 0 <= request.drain_timeout_s <= MAX_DRAIN_S:
-                raise InvalidRequest(
-                    f"drain_timeout_s must be between 0 and {MAX_DRAIN_S:g}",
-                    field="drain_timeout_s",
-                )
+            _check_timeout(request.drain_timeout_s, field="drain_timeout_s")
             role = wire.role_from_pb(request.role)
             done = await self._flips.flip(
                 request.worker_id, role, drain_timeout_s=request.drain_timeout_s
@@ -67,6 +66,37 @@ class Admin(AdminServicer):
         except PdserveError as error:
             await rpc.abort(context, error)
         return a.FlipRoleResponse(**asdict(done))
+
+    async def DrainWorker(  # type: ignore[override]  # noqa: N802
+        self, request: a.DrainWorkerRequest, context: Context
+    ) -> None:
+        try:
+            _check_timeout(request.timeout_s, field="timeout_s")
+            steps = self._drains.drain(
+                request.worker_id,
+                timeout_s=request.timeout_s,
+                force=request.force,
+                stop=request.stop,
+            )
+            async with aclosing(steps):
+                async for progress in steps:
+                    await context.write(a.DrainProgress(**asdict(progress)))
+        except PdserveError as error:
+            await rpc.abort(context, error)
+
+    async def UndrainWorker(  # noqa: N802
+        self, request: a.UndrainWorkerRequest, context: Context
+    ) -> a.UndrainWorkerResponse:
+        try:
+            await self._drains.undrain(request.worker_id)
+        except PdserveError as error:
+            await rpc.abort(context, error)
+        return a.UndrainWorkerResponse()
+
+
+def _check_timeout(seconds: float, *, field: str) -> None:
+    if not 0 <= seconds <= MAX_DRAIN_S:
+        raise InvalidRequest(f"{field} must be between 0 and {MAX_DRAIN_S:g}", field=field)
 
 
 def explained(requests: Iterable[RequestDecisions]) -> Iterator[a.Explained]:

@@ -296,7 +296,7 @@ class TestFaults:
             assert other.receipt.decode_worker == idle
             cluster.faults(busy, FakeFaults())
             assert_same(await asking, cluster.expected(PROMPT, LONG))
-            assert await draining
+            assert await draining == (True, 0)
 
 
 async def test_a_request_is_explained_and_its_decision_made_again(

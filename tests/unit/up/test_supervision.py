@@ -193,3 +193,13 @@ def test_a_stop_with_nothing_alive_ends_at_once() -> None:
     supervision.became_ready(ROUTER, 1)
     supervision.exited(ROUTER, 1, 2)
     assert deeds(supervision.stop_requested(2.5)) == [Finish(0)]
+
+
+def test_a_worker_that_was_told_to_end_is_started_again_at_once_however_often() -> None:
+    supervision = serving()
+    for now in range(2 * POLICY.max_restarts):
+        assert deeds(supervision.exited("decode-0", 0, now)) == [Start("decode-0")]
+        supervision.became_ready("decode-0", now)
+    # One that ends before it serves is at fault all the same.
+    supervision.exited("decode-0", 0, 10)
+    assert Explain("decode-0", 0) in supervision.exited("decode-0", 0, 11)

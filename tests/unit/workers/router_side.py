@@ -141,7 +141,7 @@ async def a_worker(
         try:
             await server.registered()
             yield server
-            assert await server.worker.drain(WAIT_S), server.worker.ledger()
+            assert (await server.worker.drain(WAIT_S))[0], server.worker.ledger()
         finally:
             await server.stop()
 

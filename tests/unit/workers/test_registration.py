@@ -27,6 +27,7 @@ class Source:
     def __init__(self) -> None:
         self.is_draining = False
         self.unhealthy = ""
+        self.is_moving = False
         self.known: WorkerLoad | None = None
         self.kv: KvReport | None = None
 

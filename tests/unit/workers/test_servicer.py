@@ -26,6 +26,7 @@ from tests.unit.workers.router_side import (
     fake_engine,
     token_ids,
 )
+from workers import worker
 from workers.fake_engine import FakeEngine
 from workers.fake_settings import FakeFaults, FakeShape, FakeTiming
 from workers.worker import Worker
@@ -292,16 +293,33 @@ class TestStatusAndDrain:
             assert len(token_ids(await router.finish(1))) == 40
             assert (await drain).drained
 
-    async def test_drain_waits_for_held_blocks_and_says_so_when_it_gives_up(self) -> None:
+    async def test_drain_waits_for_held_blocks(self) -> None:
         async with a_worker(Role.PREFILL) as server, RouterSide(server) as router:
             await router.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
             await router.finish(1)
-            reply = await router.drain(0.05)
-            assert not reply.drained
-            assert reply.ledger.leased_blocks == 1
-            # Nobody will fetch them: what a decode worker that gives up would cause.
-            engine_of(server).release("t", "the test is over")
-            assert (await router.drain(WAIT_S)).drained
+            drain = asyncio.create_task(router.drain(WAIT_S))
+            async with asyncio.timeout(WAIT_S):
+                while not (await router.status()).draining:
+                    pass
+            assert (await router.status()).ledger.leased_blocks == 1
+            assert not drain.done()
+            engine_of(server).release("t", "a decode worker has them")
+            assert await drain == w.DrainResponse(drained=True, ledger=w.KvLedger())
+
+    async def test_drain_gives_up_held_blocks_that_nobody_takes_in_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(worker, "MOVE_S", 0.05)
+        async with a_worker(Role.PREFILL) as server, RouterSide(server) as router:
+            await router.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
+            await router.finish(1)
+            reply = await router.drain(0.0)
+            assert reply.drained
+            assert server.worker.ledger().is_empty
+            # Another drain finds nothing, and afterwards it can be given work again.
+            assert (await router.drain(0.0)).drained
+            await server.undrain()
+            assert not (await router.status()).draining
 
     async def test_a_drain_time_that_makes_no_sense_is_refused(self) -> None:
         async with a_worker() as server, RouterSide(server) as router:

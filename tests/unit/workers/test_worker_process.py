@@ -165,7 +165,7 @@ async def test_health_says_serving_until_it_drains() -> None:
         for name in ("", "pdserve.v1.Worker"):
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=name))
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
-        assert await server.drain(WAIT_S)
+        assert (await server.drain(WAIT_S))[0]
         reply = await stub.Check(health_pb2.HealthCheckRequest())
         assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
