@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from random import Random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -29,6 +30,8 @@ from workers.worker import Worker
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from pdserve.types import WorkerInfo
+
 SIZE = 16
 FAST = WatchSettings(
     begin_timeout_s=WAIT_S, interval_s=0.0, backoff_min_s=0.001, backoff_max_s=0.01, reread_s=0.0
@@ -46,8 +49,9 @@ class Service(WorkerService):
     """Loses the updates that it is told to lose, and garbles one where it has something to garble
     it with."""
 
-    def __init__(self, worker: Worker, info: Any) -> None:
-        super().__init__(worker, info)
+    def __init__(self, worker: Worker, info: WorkerInfo) -> None:
+        self.server = SimpleNamespace(worker=worker, info=info, epoch=info.epoch)
+        super().__init__(self.server)  # type: ignore[arg-type]
         self.losing = 0
         self.lost = 0
         self.garble = b""
@@ -206,7 +210,7 @@ async def test_a_worker_that_starts_again_is_known_by_its_new_cache_alone() -> N
             watches.open(a.member)
             await until(lambda: depth(watches, "a", 1, 2) == 2)
             # Another life of the worker stands where this watch expects the first.
-            a.service._info = worker_info("a", Role.AGGREGATED, epoch="e2")
+            a.service.server.epoch = "e2"
             a.worker.cache.close()
             await until(lambda: watches.resyncs["broken"] > 2)
             assert depth(watches, "a", 1, 2) == 0
