@@ -73,7 +73,9 @@ class Interval:
             if count >= share * total:
                 if math.isinf(bound):
                     return lower
-                return lower + (bound - lower) * (share * total - below) / (count - below)
+                part = (share * total - below) / (count - below)
+                # Rounding may carry the sum past the bound.
+                return min(bound, lower + (bound - lower) * part)
             lower, below = bound, count
         return lower
 
