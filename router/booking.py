@@ -163,21 +163,22 @@ class Booker:
             token_ids=request.prompt_token_ids,
         )
 
-    def book(self, demand: Demand) -> Booking | None:
-        """A placement now, or None where room must be waited for. Raises Unavailable."""
+    def book(self, demand: Demand, *, cause: str = "") -> Booking | None:
+        """A placement now, or None where room must be waited for. `cause` says, for people, why
+        the request is placed once more, where it is. Raises Unavailable."""
         candidates = self._pool.candidates(demand.model)
         busy = self._too_busy(demand, candidates)
         if not busy:
-            return self._book(demand, candidates, "")
+            return self._book(demand, candidates, cause)
         free = [c for c in candidates if c.worker_id not in busy]
         if any(c.role is not Role.DECODE for c in free):
             try:
-                return self._book(demand, free, "")
+                return self._book(demand, free, cause)
             except Unavailable:
                 # With those that are busy now it could be placed.
                 return None
         # What is left to choose from is a decode worker, where prefill on it is thought to pay.
-        return None if self._costs is None else self._book(demand, candidates, "", busy)
+        return None if self._costs is None else self._book(demand, candidates, cause, busy)
 
     def _too_busy(self, demand: Demand, candidates: Sequence[Candidate]) -> set[str]:
         """Workers whose engines have prompts enough in their queues."""

@@ -205,9 +205,11 @@ class Choices:
         unbegun = self._unbegun()
         if not unbegun:
             return
+        ended = self._flights.index(self._leader)
         self._leader = unbegun[0]
+        cause = f"answer {ended} ended with prefill's token, so that its KV went nowhere"
         try:
-            booking = self._booker.book(self._demand.without_forks())
+            booking = self._booker.book(self._demand.without_forks(), cause=cause)
             if booking is None:
                 raise Unavailable(f"no decode worker of model {self._model} has room")
         except PdserveError as error:

@@ -11,6 +11,7 @@ from pdserve.errors import DeadlineExceeded, TransferFailed, WorkerFailed
 from pdserve.types import FinishReason, Role, SamplingParams, TransferReport, Usage
 from pdserve.v1 import worker_pb2 as w
 from router.answer import AnswerDelta, BufferLimits
+from router.decisions.log import DecisionLog
 from tests.fakes import ScriptedWorker, running_stack
 from tests.patience import WAIT_S
 from tests.unit.router.asking import request
@@ -117,7 +118,8 @@ async def test_one_worker_that_does_it_all_forks_too(role: Role) -> None:
 async def test_where_the_first_token_is_the_last_the_next_answer_leads(
     prefill: ScriptedWorker, decode: ScriptedWorker
 ) -> None:
-    async with running_stack(prefill, decode) as stack:
+    log = DecisionLog(16)
+    async with running_stack(prefill, decode, decisions=log) as stack:
         async with stack.coordinator.generate(THREE) as answer:
             before = await decode.submitted()
             prefill.send(await prefill.submitted(), 7, finish=STOP)
@@ -137,6 +139,13 @@ async def test_where_the_first_token_is_the_last_the_next_answer_leads(
         assert deltas[-1].usage == Usage(40, 4, 4)
         assert deltas[-1].receipt is not None
         assert deltas[-1].receipt.fallbacks == ()
+    placed = log.of(THREE.request_id)
+    assert placed is not None
+    assert [x.cause for x in placed.decisions] == [
+        "",
+        "answer 0 ended with prefill's token, so that its KV went nowhere",
+        "answer 1 ended with prefill's token, so that its KV went nowhere",
+    ]
 
 
 async def test_forks_that_have_not_begun_go_where_their_leader_goes(
