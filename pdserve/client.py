@@ -54,10 +54,10 @@ class ModelCard:
 
 class Client:
     """Owns one channel to a router. Errors of the service are raised as PdserveError; one that no
-    router answered is Unavailable."""
+    router answered is Unavailable. `pdserve.access.tls.tls_dialer` makes a `dialer` for TLS."""
 
-    def __init__(self, address: str, *, api_key: str = "") -> None:
-        self._channel = rpc.open_channel(address)
+    def __init__(self, address: str, *, api_key: str = "", dialer: rpc.Dialer = rpc.PLAIN) -> None:
+        self._channel = dialer.open_channel(address)
         self._metadata = rpc.authorization(api_key)
         self._stub = GenerationStub(self._channel)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping  # noqa: TC003 - the schema reads annotation
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.access.config import AccessConfig, RouterAccessConfig
 from pdserve.config_schema import check, key, parse, read_file, refuse, section
 from pdserve.config_schema import overlay as overlay_keys
 from pdserve.failure_config import DetectionConfig, FallbackConfig, GpuConfig
@@ -106,6 +107,9 @@ class RouterConfig:
     )
     max_body_bytes: int = key(
         8 * 1024 * 1024, "Largest HTTP body or gRPC message taken from a client.", minimum=1024
+    )
+    access: RouterAccessConfig = section(
+        RouterAccessConfig, "Who may connect, and as what; API keys are those of `tenants`."
     )
     detection: DetectionConfig = section(
         DetectionConfig, "When a worker that lives is given no work."
@@ -238,6 +242,7 @@ class WorkerConfig:
     gpu: GpuConfig = section(
         GpuConfig, "What a worker's GPUs may be like before it takes no more work."
     )
+    access: AccessConfig = section(AccessConfig, "Who may connect, and as what.")
     engine_args: Mapping[str, object] = key(
         {}, "Passed on to vLLM's engine arguments, under vLLM's names."
     )

@@ -5,6 +5,7 @@ PdserveError
 │   ├── InvalidRequest          400  a field is wrong, unknown or unsupported
 │   │   └── ContextLengthExceeded
 │   ├── Unauthenticated         401  no API key, or one that is not known
+│   ├── PermissionDenied        403  the caller is known, and this is not for it
 │   ├── ModelNotFound           404
 │   ├── RequestTooLarge         413
 │   └── Cancelled               499  the client went away
@@ -96,6 +97,14 @@ class Unauthenticated(ClientError):
     code = "invalid_api_key"
     http_status = 401
     grpc_status = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(ClientError):
+    """The caller is known, and is not one who may do this."""
+
+    code = "permission_denied"
+    http_status = 403
+    grpc_status = grpc.StatusCode.PERMISSION_DENIED
 
 
 class ModelNotFound(ClientError):
@@ -194,6 +203,7 @@ _BY_CODE: dict[str, type[PdserveError]] = {
         UnknownField,
         ContextLengthExceeded,
         Unauthenticated,
+        PermissionDenied,
         ModelNotFound,
         RequestTooLarge,
         Cancelled,

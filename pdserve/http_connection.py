@@ -73,12 +73,14 @@ class HttpConnection(asyncio.Protocol):
         self._closing = False
         self.is_paused = False
         self._transport: asyncio.Transport
+        self._scheme: str
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
+        self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
         self.write: Callable[[bytes], None] = self._transport.write
         self._connections.add(self)
         self._wait(self._limits.head_s)
@@ -146,7 +148,7 @@ class HttpConnection(asyncio.Protocol):
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": self._parser.get_http_version(),
             "method": self._parser.get_method().decode("ascii"),
-            "scheme": "http",
+            "scheme": self._scheme,
             "path": unquote(path),
             "raw_path": url.path,
             "query_string": url.query or b"",

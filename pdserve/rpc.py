@@ -6,6 +6,7 @@ so that a caller gets back the class, the field at fault and the seconds after w
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 ERROR_METADATA_KEY = "pdserve-error-bin"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# On one connection; a client has more by opening another.
+MAX_STREAMS = 4096
+HANDSHAKE_S = 15.0
 KEEPALIVE_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
 
@@ -31,6 +35,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.PdserveError]] = {
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
     grpc.StatusCode.UNIMPLEMENTED: errors.InvalidRequest,
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
     grpc.StatusCode.NOT_FOUND: errors.ModelNotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
@@ -73,6 +78,8 @@ def server_options(*, keepalive_s: float = KEEPALIVE_S) -> Options:
     return [
         *_common_options(keepalive_s),
         ("grpc.http2.min_ping_interval_without_data_ms", int(keepalive_s * 500)),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
         # Two processes on one port would share its connections in silence.
         ("grpc.so_reuseport", 0),
     ]
@@ -83,14 +90,57 @@ def authorization(api_key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """How this process reaches others: without TLS where there are no `credentials`, under the name
+    that their certificates have, and with a token that says what we are."""
+
+    credentials: grpc.ChannelCredentials | None = None
+    peer_name: str = ""
+    token: str = field(default="", repr=False)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """To be sent with each RPC that is not for everyone."""
+        return authorization(self.token)
+
+    def open_channel(self, address: str) -> grpc.aio.Channel:
+        """A channel to `address` (host:port); the caller closes it."""
+        options = channel_options()
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        if self.peer_name:
+            options.append(("grpc.ssl_target_name_override", self.peer_name))
+        return grpc.aio.secure_channel(address, self.credentials, options=options)
+
+
+PLAIN = Dialer()
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `address` (host:port); the caller closes it."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+    """A channel without TLS or token; the caller closes it."""
+    return PLAIN.open_channel(address)
 
 
-def make_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+def make_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Server:
     """A server without ports or services yet; the caller starts and stops it."""
-    return grpc.aio.server(interceptors=list(interceptors), options=server_options())
+    limit = "grpc.max_receive_message_length"
+    options = [(key, value) for key, value in server_options() if key != limit]
+    options.append((limit, max_message_bytes))
+    return grpc.aio.server(interceptors=list(interceptors), options=options)
+
+
+def listen(
+    server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """The port that `server` got. Raises RuntimeError where it cannot have the address."""
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
 
 
 async def abort(

@@ -10,10 +10,14 @@ from pdserve.errors import ConfigError
 from pdserve.http_connection import ConnectionLimits, HttpConnection
 
 if TYPE_CHECKING:
+    import ssl
+
     from pdserve.http_cycle import App
 
 BACKLOG = 2048
 STOP_TIMEOUT_S = 5.0
+TLS_HANDSHAKE_S = 15.0
+TLS_SHUTDOWN_S = 5.0
 LIMITS = ConnectionLimits()
 
 
@@ -37,8 +41,9 @@ def bind(host: str, port: int, *, key: str = "http_port") -> socket.socket:
 class WebServer:
     """Serves `app` on `sock`, which it closes. `stop` ends it with all its connections."""
 
-    def __init__(self, app: App, sock: socket.socket) -> None:
+    def __init__(self, app: App, sock: socket.socket, *, tls: ssl.SSLContext | None = None) -> None:
         self._app = app
+        self._tls = tls
         self._socket = sock
         self._server: asyncio.Server | None = None
         self._connections: set[HttpConnection] = set()
@@ -51,7 +56,14 @@ class WebServer:
         def connection() -> HttpConnection:
             return HttpConnection(self._app, self._connections, self._nobody.set, LIMITS)
 
-        self._server = await loop.create_server(connection, sock=self._socket, backlog=BACKLOG)
+        self._server = await loop.create_server(
+            connection,
+            sock=self._socket,
+            backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else TLS_HANDSHAKE_S,
+            ssl_shutdown_timeout=None if self._tls is None else TLS_SHUTDOWN_S,
+        )
 
     def stop_listening(self) -> None:
         """Take no more connections; those there are stay until their response is complete."""

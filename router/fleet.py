@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from pdserve.errors import WorkerFailed
 from pdserve.failure_config import DetectionConfig
 from pdserve.kv_pairs import unpaired
+from pdserve.rpc import PLAIN
 from router.breaker import BreakerLimits
 from router.pool import CloseLink, OpenLink, WorkerPool
 from router.quarantine import Quarantine
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pdserve.capability import CapabilityKey
+    from pdserve.rpc import Dialer
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
     from router.member import Member
@@ -46,12 +48,14 @@ class Fleet:
         watches: CacheWatches | None = None,
         detection: DetectionConfig | None = None,
         link_settings: LinkSettings | None = None,
+        dialer: Dialer = PLAIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._detection = detection = detection or DetectionConfig()
         limits = BreakerLimits(detection.failures, detection.suspend_s, detection.max_suspend_s)
         self.pool = WorkerPool(lease_s, limits)
         self.quarantine = Quarantine(quarantine_s, detection.failures)
+        self.dialer = dialer
         self._router_id = router_id
         self.watches = watches
         self._link_settings = link_settings
@@ -198,6 +202,7 @@ class Fleet:
                         router_id=self._router_id,
                         observer=self,
                         settings=self._link_settings,
+                        dialer=self.dialer,
                     )
                     self._links[member] = link
                     link.start()

@@ -9,11 +9,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve import rpc
+from pdserve.access.guard import Party, guards
+from pdserve.access.tls import dialer, http_context, server_credentials
 from pdserve.errors import ConfigError
 from pdserve.tracing import open_tracing
 from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
@@ -86,17 +87,20 @@ class RouterServer:
     async def _start(self) -> RouterAddresses:
         config = self._config
         router_id = f"router-{uuid.uuid4().hex[:12]}"
+        dials = dialer(config.access)
         if config.prefix_max_blocks:
             self.watches = CacheWatches(
                 router_id,
                 max_blocks=config.prefix_max_blocks,
                 settings=WatchSettings(interval_s=config.prefix_interval_s),
+                dialer=dials,
             )
         fleet = await self._stack.enter_async_context(
             Fleet(
                 router_id=router_id,
                 watches=self.watches,
                 lease_s=config.lease_s,
+                dialer=dials,
                 quarantine_s=config.quarantine_s,
                 detection=config.detection,
             )
@@ -136,8 +140,11 @@ class RouterServer:
         return RouterAddresses(http=http_address, grpc=grpc_address)
 
     async def _start_grpc(self, generation: Generation, registry: Registry, admin: Admin) -> str:
-        host = self._config.grpc_host
-        server = grpc.aio.server(options=_server_options(self._config.max_body_bytes))
+        host, access = self._config.grpc_host, self._config.access
+        credentials = server_credentials(access.tls)
+        server = rpc.make_server(
+            guards(access, shared_with=Party.WORKER), max_message_bytes=self._config.max_body_bytes
+        )
         add_GenerationServicer_to_server(generation, server)
         add_RegistryServicer_to_server(registry, server)
         add_AdminServicer_to_server(admin, server)
@@ -145,7 +152,7 @@ class RouterServer:
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         try:
-            port = server.add_insecure_port(_join(host, self._config.grpc_port))
+            port = rpc.listen(server, _join(host, self._config.grpc_port), credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {host} port {self._config.grpc_port}", field="grpc_port"
@@ -161,9 +168,10 @@ class RouterServer:
         app = HttpApp(
             services, max_body_bytes=self._config.max_body_bytes, started=int(time.time())
         )
+        tls = http_context(self._config.access.http_tls)
         sock = bind(host, self._config.http_port)
         port: int = sock.getsockname()[1]
-        self._web = WebServer(app, sock)
+        self._web = WebServer(app, sock, tls=tls)
         self._stack.push_async_callback(self._web.stop)
         await self._web.start()
         return _join(host, port)
@@ -181,12 +189,6 @@ class RouterServer:
             )
         finally:
             await self._stack.aclose()
-
-
-def _server_options(max_message_bytes: int) -> rpc.Options:
-    limit = "grpc.max_receive_message_length"
-    common = [(key, value) for key, value in rpc.server_options() if key != limit]
-    return [*common, (limit, max_message_bytes)]
 
 
 def _join(host: str, port: int) -> str:

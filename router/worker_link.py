@@ -88,9 +88,11 @@ class WorkerLink:
         router_id: str,
         observer: LinkObserver,
         settings: LinkSettings | None = None,
+        dialer: rpc.Dialer = rpc.PLAIN,
     ) -> None:
         self._member = member
         self._router_id = router_id
+        self._dialer = dialer
         self._observer = observer
         self._settings = settings or LinkSettings()
         self._sinks: dict[int, DeltaSink] = {}
@@ -166,9 +168,11 @@ class WorkerLink:
     async def _run(self) -> None:
         settings = self._settings
         pause_s = settings.backoff_min_s
-        async with rpc.open_channel(self._member.info.address) as channel:
+        async with self._dialer.open_channel(self._member.info.address) as channel:
             while True:
-                error = await self._serve(WorkerStub(channel).Attach())
+                error = await self._serve(
+                    WorkerStub(channel).Attach(metadata=self._dialer.metadata)
+                )
                 was_attached = self._outgoing is not None
                 logger.log(
                     logging.WARNING if was_attached else logging.DEBUG, "link: %s", error.message

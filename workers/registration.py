@@ -31,7 +31,12 @@ logger = logging.getLogger(__name__)
 
 _RPC_S = 5.0
 _DEREGISTER_S = 2.0
-_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+_REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
 
 
 class RegistrationRefused(ConfigError):
@@ -83,7 +88,9 @@ class Registration:
         source: LoadSource,
         *,
         kv_key: CapabilityKey | None = None,
+        dialer: rpc.Dialer = rpc.PLAIN,
     ) -> None:
+        self._dialer = dialer
         self.address = address
         self.registered = asyncio.Event()
         self._info = self._told = info
@@ -94,7 +101,7 @@ class Registration:
 
     async def run(self) -> NoReturn:
         """Registers and renews until cancelled. Raises RegistrationRefused."""
-        async with rpc.open_channel(self.address) as channel:
+        async with self._dialer.open_channel(self.address) as channel:
             stub = RegistryStub(channel)
             while True:
                 lease_s = await self._register(stub)
@@ -118,9 +125,11 @@ class Registration:
         """Tells the router that the worker leaves; its lease ends anyway where that fails. Call it
         once `run` has ended."""
         request = w.DeregisterRequest(worker_id=self._info.worker_id, epoch=self._info.epoch)
-        async with rpc.open_channel(self.address) as channel:
+        async with self._dialer.open_channel(self.address) as channel:
             try:
-                await RegistryStub(channel).Deregister(request, timeout=_DEREGISTER_S)
+                await RegistryStub(channel).Deregister(
+                    request, timeout=_DEREGISTER_S, metadata=self._dialer.metadata
+                )
             except grpc.aio.AioRpcError as error:
                 logger.warning("leaving router %s failed: %s", self.address, error.code().name)
 
@@ -131,7 +140,7 @@ class Registration:
             request = wire.registration_to_pb(info, self._kv_key)
             request.draining = self._source.is_draining
             try:
-                reply = await stub.Register(request, timeout=_RPC_S)
+                reply = await stub.Register(request, timeout=_RPC_S, metadata=self._dialer.metadata)
             except grpc.aio.AioRpcError as error:
                 if error.code() in _REFUSALS:
                     reason = rpc.error_from_rpc(error)
@@ -163,7 +172,8 @@ class Registration:
                 kv=None if kv is None else wire.kv_report_to_pb(kv),
             )
             try:
-                lease_s = (await stub.Renew(request, timeout=_RPC_S)).lease_s
+                reply = await stub.Renew(request, timeout=_RPC_S, metadata=self._dialer.metadata)
+                lease_s = reply.lease_s
                 self._backoff.reset()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
@@ -182,7 +192,11 @@ class Registration:
     async def _wait_for_router(self, error: grpc.aio.AioRpcError) -> None:
         pause_s = self._backoff.pause_s()
         logger.warning(
-            "router %s: %s; next try in %.1f s", self.address, error.code().name, pause_s
+            "router %s: %s (%s); next try in %.1f s",
+            self.address,
+            error.code().name,
+            error.details(),
+            pause_s,
         )
         await asyncio.sleep(pause_s)
 
@@ -197,9 +211,13 @@ class Registrations:
         source: LoadSource,
         *,
         kv_key: CapabilityKey | None = None,
+        dialer: rpc.Dialer = rpc.PLAIN,
     ) -> None:
         self.refused: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._all = [Registration(address, info, source, kv_key=kv_key) for address in addresses]
+        self._all = [
+            Registration(address, info, source, kv_key=kv_key, dialer=dialer)
+            for address in addresses
+        ]
         self._tasks: list[asyncio.Task[NoReturn]] = []
 
     def start(self) -> None:

@@ -15,6 +15,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve import rpc
+from pdserve.access.guard import Party, guards
+from pdserve.access.tls import dialer, server_credentials
 from pdserve.capability import CapabilityKey
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.tracing import open_tracing
@@ -89,6 +91,8 @@ class WorkerServer:
             raise
 
     async def _start(self) -> WorkerInfo:
+        access = self._config.access
+        dials, credentials = dialer(access), server_credentials(access.tls)
         tracing = open_tracing(
             self._config.otlp_endpoint, service="pdserve-worker", instance=self.worker_id
         )
@@ -97,10 +101,10 @@ class WorkerServer:
             self._stack.push_async_callback(asyncio.to_thread, tracing.close)
         self._stack.push_async_callback(self.worker.close)
         engine = await self.worker.start()
-        server = rpc.make_server()
+        server = rpc.make_server(guards(access, shared_with=Party.ROUTER))
         host, port = self._config.host, self._config.port
         try:
-            port = server.add_insecure_port(_join(host, port))
+            port = rpc.listen(server, _join(host, port), credentials)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host} port {port}", field="port") from error
         debug = self._bind_debug()
@@ -117,7 +121,7 @@ class WorkerServer:
             self._stack.push_async_callback(web.stop)
             await web.start()
         self._registrations = Registrations(
-            self._config.routers, self.info, self.worker, kv_key=self.kv_key
+            self._config.routers, self.info, self.worker, kv_key=self.kv_key, dialer=dials
         )
         self._stack.push_async_callback(self._registrations.stop)
         self.worker.on_change = self._registrations.nudge

@@ -51,9 +51,15 @@ class CacheWatches:
     that left. State beside them: why watches ended, by reason."""
 
     def __init__(
-        self, router_id: str, *, max_blocks: int, settings: WatchSettings | None = None
+        self,
+        router_id: str,
+        *,
+        max_blocks: int,
+        settings: WatchSettings | None = None,
+        dialer: rpc.Dialer = rpc.PLAIN,
     ) -> None:
         self.router_id = router_id
+        self.dialer = dialer
         self.index = PrefixIndex(max_blocks)
         self.lookup = IndexLookup(self.index)
         self.settings = settings or WatchSettings()
@@ -135,7 +141,7 @@ class CacheWatch:
     async def _run(self) -> None:
         settings = self._settings
         pause_s = settings.backoff_min_s
-        async with rpc.open_channel(self._member.info.address) as channel:
+        async with self._watches.dialer.open_channel(self._member.info.address) as channel:
             while True:
                 why = await self._watch(WorkerStub(channel))
                 had_begun = self._sequence > 0
@@ -156,7 +162,7 @@ class CacheWatch:
             worker_epoch=self._member.info.epoch,
             min_interval_s=self._settings.interval_s,
         )
-        call = cast("CacheCall", stub.WatchCache(request))
+        call = cast("CacheCall", stub.WatchCache(request, metadata=self._watches.dialer.metadata))
         try:
             async with asyncio.timeout(self._settings.begin_timeout_s):
                 update = await call.read()

@@ -83,11 +83,12 @@ class Flips:
         return done
 
     async def _flip(self, member: Member, partner: Member, role: Role, drain_s: float) -> Flip:
-        async with rpc.open_channel(member.info.address) as channel:
-            stub = WorkerStub(channel)
+        dialer = self._fleet.dialer
+        async with dialer.open_channel(member.info.address) as channel:
+            stub, metadata = WorkerStub(channel), dialer.metadata
             try:
                 request = w.SetRoleRequest(role=wire.role_to_pb(role), drain_timeout_s=drain_s)
-                reply = await stub.SetRole(request, timeout=drain_s + SET_ROLE_S)
+                reply = await stub.SetRole(request, timeout=drain_s + SET_ROLE_S, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 # It may have changed all the same: then nobody settles it, and it changes back.
                 return Flip(failure=rpc.error_from_rpc(error).message)
@@ -102,7 +103,8 @@ class Flips:
                 failure = error.message
             finally:
                 with suppress(grpc.aio.AioRpcError):
-                    await stub.SettleRole(w.SettleRoleRequest(keep=keep), timeout=RPC_S)
+                    settle = w.SettleRoleRequest(keep=keep)
+                    await stub.SettleRole(settle, timeout=RPC_S, metadata=metadata)
             settled = role if keep else member.info.role
             if not await self._is_within(lambda: self._is_ready(member.worker_id, settled)):
                 failure = failure or "the worker did not come back"

@@ -1,0 +1,1 @@
+"""Who may do what, and over which connections: TLS, tokens, and the parties behind them."""

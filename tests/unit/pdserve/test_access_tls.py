@@ -1,0 +1,116 @@
+"""Certificates, keys and tokens are checked at the start; what is wrong is said with its key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.access.config import AccessConfig, HttpTlsConfig, RouterAccessConfig, TlsConfig
+from pdserve.access.tls import dialer, http_context, server_credentials, tls_dialer
+from pdserve.api_keys import hash_key
+from pdserve.config import Config
+from pdserve.config_schema import parse
+from pdserve.errors import ConfigError
+from tests.pki import Ca
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def ca(tmp_path: Path) -> Ca:
+    return Ca(tmp_path)
+
+
+def refusal(what: Callable[[], object]) -> tuple[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        what()
+    return caught.value.field, caught.value.message
+
+
+def test_a_good_pair_is_taken_and_none_is_plain(ca: Ca) -> None:
+    files = ca.issue("router")
+    tls = TlsConfig(cert_file=files.cert, key_file=files.key, ca_file=ca.path)
+    assert tls.is_mutual
+    assert server_credentials(tls) is not None
+    assert dialer(AccessConfig(tls=tls)).credentials is not None
+    assert tls_dialer(ca_file=ca.path).credentials is not None
+    assert http_context(HttpTlsConfig(cert_file=files.cert, key_file=files.key)) is not None
+    assert server_credentials(TlsConfig()) is None
+    assert http_context(HttpTlsConfig()) is None
+    assert dialer(AccessConfig()).credentials is None
+
+
+def test_each_fault_of_a_pair_names_its_key_and_the_reason(ca: Ca, tmp_path: Path) -> None:
+    good, other, late = ca.issue("good"), ca.issue("other"), ca.issue("late", hours=-1)
+    garbage, absent = tmp_path / "garbage", str(tmp_path / "absent")
+    garbage.write_text("no certificate")
+
+    def start(**files: str) -> tuple[str, str]:
+        return refusal(lambda: server_credentials(TlsConfig(**files)))
+
+    field, reason = start(cert_file=absent, key_file=good.key)
+    assert (field, "No such file" in reason) == ("access.tls.cert_file", True)
+    field, reason = start(cert_file=good.cert, key_file=absent)
+    assert (field, "No such file" in reason) == ("access.tls.key_file", True)
+    field, reason = start(cert_file=good.cert, key_file=other.key)
+    assert (field, "is not the key of" in reason) == ("access.tls.key_file", True)
+    field, reason = start(cert_file=late.cert, key_file=late.key)
+    assert (field, "certificate has expired" in reason) == ("access.tls.cert_file", True)
+    field, reason = start(cert_file=str(garbage), key_file=good.key)
+    assert (field, "is no certificate in PEM" in reason) == ("access.tls.cert_file", True)
+    field, reason = start(cert_file=good.cert, key_file=str(garbage))
+    assert (field, "is no private key" in reason) == ("access.tls.key_file", True)
+    for path, why in (
+        (str(garbage), "no certificate in PEM"),
+        (good.cert, "holds no CA's certificate"),
+        (Ca(tmp_path, "old", hours=-1).path, "has expired"),
+    ):
+        field, reason = start(cert_file=good.cert, key_file=good.key, ca_file=path)
+        assert (field, why in reason) == ("access.tls.ca_file", True)
+
+
+def test_a_client_says_of_its_own_certificate_that_it_has_expired(ca: Ca) -> None:
+    late = ca.issue("late", hours=-1)
+    field, reason = refusal(lambda: tls_dialer(cert_file=late.cert, key_file=late.key))
+    assert (field, "expired" in reason) == ("tls.cert_file", True)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: TlsConfig(cert_file="a"), "key_file"),
+        (lambda: TlsConfig(key_file="a"), "cert_file"),
+        (lambda: TlsConfig(ca_file="a"), "cert_file"),
+        (lambda: HttpTlsConfig(cert_file="a"), "key_file"),
+        (lambda: HttpTlsConfig(ca_file="a"), "cert_file"),
+        (lambda: AccessConfig(admin_keys=("plain",)), "admin_keys[0]"),
+        (lambda: AccessConfig(admin_keys=(hash_key("k"),)), "admin_keys"),
+    ],
+)
+def test_halves_of_a_configuration_are_refused(make: Callable[[], object], field: str) -> None:
+    assert refusal(make)[0] == field
+
+
+def test_the_sections_name_the_whole_key() -> None:
+    raw = {"router": {"access": {"http_tls": {"cert_file": "a"}}}}
+    assert refusal(lambda: parse(Config, raw))[0] == "router.access.http_tls.key_file"
+
+
+def test_a_token_is_read_and_never_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    found = dialer(AccessConfig(worker_token_file=str(file)))
+    assert found.token == TOKEN
+    assert TOKEN not in repr(found)
+    assert found.metadata == (("authorization", f"Bearer {TOKEN}"),)
+    for text in ("short secret", "", f"{TOKEN} {TOKEN}", "é" * 40):
+        file.write_text(text)
+        field, reason = refusal(lambda: dialer(AccessConfig(worker_token_file=str(file))))
+        assert field == "access.worker_token_file"
+        assert not text or text not in reason
+    assert RouterAccessConfig(worker_token_file=str(file)).asks_for_roles

@@ -1,0 +1,196 @@
+"""Who may call what: each gRPC method, over real connections, by certificate and by token."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import grpc
+import pytest
+
+from pdserve import rpc
+from pdserve.access.config import AccessConfig, HttpTlsConfig, RouterAccessConfig, TlsConfig
+from pdserve.access.guard import Party, allowed
+from pdserve.access.tls import tls_dialer
+from pdserve.api_keys import hash_key
+from pdserve.client import Client
+from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.rpc import Dialer
+from pdserve.types import SamplingParams
+from pdserve.v1 import admin_pb2 as a
+from pdserve.v1 import generation_pb2, worker_pb2
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.admin_pb2_grpc import AdminStub
+from pdserve.v1.generation_pb2_grpc import GenerationStub
+from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
+from router.main import RouterServer
+from tests.patience import WAIT_S
+from tests.pki import Ca
+from workers.registration import RegistrationRefused
+from workers.server import WorkerServer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable
+    from pathlib import Path
+
+DENIED, UNKNOWN = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
+OK = grpc.StatusCode.OK
+ADMIN_KEY, TOKEN = "pd-an-admin-of-tests", "a-token-that-only-tests-have-got-1"
+
+
+def test_every_method_that_we_serve_is_for_somebody() -> None:
+    for module in (a, generation_pb2, worker_pb2):
+        for service in module.DESCRIPTOR.services_by_name.values():
+            for method in service.methods:
+                who = allowed(f"/{service.full_name}/{method.name}")
+                assert who is None or who, method.full_name
+    assert allowed("/pdserve.v1.Generation/Generate") is None
+    assert allowed("/pdserve.v1.Worker/Attach") == {Party.ROUTER}
+    assert allowed("/somebody.Else/Entirely") == frozenset()
+
+
+@asynccontextmanager
+async def stack(
+    router: RouterAccessConfig, worker: AccessConfig
+) -> AsyncIterator[tuple[RouterServer, str, str, WorkerServer]]:
+    """A router and an aggregated worker that has registered: with their addresses."""
+    async with AsyncExitStack() as exits:
+        server = RouterServer(
+            RouterConfig(http_port=0, grpc_port=0, stop_grace_s=0.0, access=router)
+        )
+        addresses = await server.start()
+        exits.push_async_callback(server.stop)
+        config = WorkerConfig(
+            worker_id="w", engine="fake", routers=(addresses.grpc,), access=worker
+        )
+        worker_server = WorkerServer(config)
+        await worker_server.start()
+        exits.push_async_callback(worker_server.stop)
+        await asyncio.wait_for(worker_server.registered(), WAIT_S)
+        yield server, addresses.grpc, addresses.http, worker_server
+
+
+async def may(dialer: Dialer, router: str, worker: str) -> set[str]:
+    """The methods that a caller gets into, whatever they then say of an empty request."""
+    async with dialer.open_channel(router) as channel, dialer.open_channel(worker) as other:
+        registry, admin, at_worker = RegistryStub(channel), AdminStub(channel), WorkerStub(other)
+        values: dict[str, Any] = {"metadata": dialer.metadata, "timeout": WAIT_S}
+        calls: dict[str, Awaitable[Any]] = {
+            "ListModels": GenerationStub(channel).ListModels(
+                generation_pb2.ListModelsRequest(), **values
+            ),
+            "Register": registry.Register(w.RegisterRequest(), **values),
+            "Renew": registry.Renew(w.RenewRequest(), **values),
+            "Deregister": registry.Deregister(w.DeregisterRequest(), **values),
+            "ListWorkers": registry.ListWorkers(w.ListWorkersRequest(), **values),
+            "Explain": admin.Explain(a.ExplainRequest(request_id="?"), **values).read(),
+            "FlipRole": admin.FlipRole(a.FlipRoleRequest(), **values),
+            "Attach": attach(at_worker, dialer),
+            "WatchCache": at_worker.WatchCache(w.WatchCacheRequest(), **values).read(),
+            "GetStatus": at_worker.GetStatus(w.GetStatusRequest(), **values),
+            "Drain": at_worker.Drain(w.DrainRequest(timeout_s=-1), **values),
+            "SetRole": at_worker.SetRole(w.SetRoleRequest(), **values),
+            "SettleRole": at_worker.SettleRole(w.SettleRoleRequest(), **values),
+        }
+        codes = {name: await code_of(call) for name, call in calls.items()}
+    assert not {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN} & set(codes.values()), codes
+    return {name for name, code in codes.items() if code not in (DENIED, UNKNOWN)}
+
+
+async def attach(stub: WorkerStub, dialer: Dialer) -> None:
+    call = stub.Attach(metadata=dialer.metadata, timeout=WAIT_S)
+    await call.write(w.Command())
+    await call.read()
+
+
+async def code_of(call: Awaitable[Any]) -> grpc.StatusCode:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return OK
+
+
+WORKERS = {"ListModels", "Register", "Renew", "Deregister", "ListWorkers"}
+ROUTERS = {"ListModels", "Attach", "WatchCache", "GetStatus", "Drain", "SetRole", "SettleRole"}
+ADMINS = {"ListModels", "ListWorkers", "Explain", "FlipRole", "GetStatus", "Drain"}
+
+
+async def test_a_certificate_opens_what_its_role_is_for_and_no_more(tmp_path: Path) -> None:
+    ca = Ca(tmp_path)
+    files = {name: ca.issue(name, role=name) for name in ("router", "worker", "admin")}
+    files["client"] = ca.issue("client")
+    tls = {
+        name: TlsConfig(cert_file=x.cert, key_file=x.key, ca_file=ca.path)
+        for name, x in files.items()
+    }
+    dialers = {
+        name: tls_dialer(ca_file=ca.path, cert_file=x.cert, key_file=x.key)
+        for name, x in files.items()
+    }
+    foreign = Ca(tmp_path, "other").issue("intruder", role="admin")
+    http = HttpTlsConfig(cert_file=files["router"].cert, key_file=files["router"].key)
+    access = RouterAccessConfig(tls=tls["router"], http_tls=http)
+    async with stack(access, AccessConfig(tls=tls["worker"])) as (_, router, url, worker):
+        address = worker.info.address
+        assert await may(dialers["client"], router, address) == {"ListModels"}
+        assert await may(dialers["worker"], router, address) == WORKERS
+        assert await may(dialers["router"], router, address) == ROUTERS
+        assert await may(dialers["admin"], router, address) == ADMINS
+        # Nobody speaks to either without a certificate of the CA.
+        for stranger in (
+            rpc.PLAIN,
+            tls_dialer(ca_file=ca.path),
+            tls_dialer(ca_file=ca.path, cert_file=foreign.cert, key_file=foreign.key),
+        ):
+            for to in (router, address):
+                async with stranger.open_channel(to) as channel:
+                    call = GenerationStub(channel).ListModels(
+                        generation_pb2.ListModelsRequest(), timeout=WAIT_S
+                    )
+                    assert await code_of(call) is grpc.StatusCode.UNAVAILABLE
+        async with Client(router, dialer=dialers["client"]) as client:
+            sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+            deltas = [x async for x in client.generate([1, 2, 3], sampling)]
+            assert sum(len(x.token_ids) for x in deltas) == 3
+        trusting = ssl.create_default_context(cafile=ca.path)
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"https://{url}/v1/models", ssl=trusting) as response:
+                assert response.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(f"http://{url}/v1/models")
+
+
+async def test_without_certificates_a_shared_token_does_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    values: dict[str, Any] = {
+        "worker_token_file": str(file),
+        "admin_keys": (hash_key(ADMIN_KEY),),
+    }
+    async with stack(RouterAccessConfig(**values), AccessConfig(**values)) as found:
+        _, router, _, worker = found
+        address = worker.info.address
+        assert await may(rpc.PLAIN, router, address) == {"ListModels"}
+        assert await may(Dialer(token="a-guess"), router, address) == {"ListModels"}
+        assert await may(Dialer(token=TOKEN), router, address) == WORKERS | ROUTERS
+        assert await may(Dialer(token=ADMIN_KEY), router, address) == ADMINS
+        other = tmp_path / "other"
+        other.write_text(TOKEN[::-1])
+        intruder = WorkerServer(
+            WorkerConfig(
+                worker_id="intruder",
+                engine="fake",
+                routers=(router,),
+                access=AccessConfig(worker_token_file=str(other)),
+            )
+        )
+        await intruder.start()
+        refused = await asyncio.wait_for(intruder.refused, WAIT_S)
+        assert isinstance(refused, RegistrationRefused)
+        assert "is for worker alone" in str(refused)
+        assert TOKEN[::-1] not in str(refused)
+        await intruder.stop()
