@@ -23,6 +23,7 @@ from pdserve.commands import (
     profile,
     replay_decisions,
     router,
+    simulate,
     status,
     top,
     up,
@@ -47,6 +48,7 @@ _COMMANDS = (
     replay_decisions,
     config,
     profile,
+    simulate,
     hash_key,
     bench,
 )

@@ -102,6 +102,7 @@ class WorkerPool:
                         f"{known} on worker {other.worker_id}",
                         field=f"worker.model.{name}",
                     )
+            return  # those that are members agree with each other
 
     def renew(
         self,

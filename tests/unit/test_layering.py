@@ -28,7 +28,8 @@ TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 # Measure the KV plane without engines; on a GPU, with torch.
 MEASURES_KV = ("benchmarks/kv_transfer/", "benchmarks/gpu/")
-MEASURES_PLACEMENT = "benchmarks/placement/"
+# Time decisions by themselves, or make them on a virtual clock: the router's faces are not in it.
+RUNS_ROUTER_CODE = ("benchmarks/placement/", "benchmarks/simulation/")
 # The demo model is trained with torch, and by nothing that serves.
 TRAINING = frozenset({"pdserve/demo/train.py", "pdserve/demo/batches.py"})
 
@@ -71,8 +72,7 @@ def trespasses(package: str) -> Iterator[str]:
                 # Measures the KV plane without engines: an HTTP endpoint does not show it.
                 if name.startswith(MEASURES_KV) and top == "kv_transfer":
                     continue
-                # Times decisions by themselves: the router's faces hide what they cost.
-                if name.startswith(MEASURES_PLACEMENT) and top == "router":
+                if name.startswith(RUNS_ROUTER_CODE) and top == "router":
                     continue
                 yield f"{name}:{line} imports {module}"
             if top in HEAVY and top not in heavy and not name.startswith("benchmarks/gpu/"):

@@ -1,0 +1,224 @@
+"""One simulated request: waits for its grant, and goes through prefill, transfer and decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from benchmarks.simulation.jobs import Job, Part
+from pdserve.errors import DeadlineExceeded
+from pdserve.types import Receipt, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.simulation.arrivals import Arrival
+    from benchmarks.simulation.engine import Engine
+    from benchmarks.simulation.service import Service
+    from pdserve.errors import PdserveError
+    from pdserve.types import GenerateRequest
+    from router.admission.gate import Grant, Place
+    from router.booking import Booking
+
+TRANSPORT = "simulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one request ended; times are the simulation's. `error` is empty where it was answered,
+    else the refusal's reason or the error's code. `admission_s` is its wait in the router."""
+
+    request_id: str
+    arrived_s: float
+    prompt_tokens: int
+    output_tokens: int
+    error: str = ""
+    admission_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean gap between tokens; None where there is one token."""
+        gaps = self.output_tokens - 1
+        return (self.last_s - self.first_s) / gaps if gaps else None
+
+    def keeps(self, ttft_s: float, tpot_s: float) -> bool:
+        """Whether it was answered within both limits."""
+        gap_s = self.tpot_s
+        return not self.error and self.ttft_s <= ttft_s and (gap_s is None or gap_s <= tpot_s)
+
+
+class Flight:
+    """The waiter of one request, then its legs. Ends once: answered, refused or too late."""
+
+    def __init__(
+        self,
+        service: Service,
+        request: GenerateRequest,
+        arrival: Arrival,
+        on_end: Callable[[Outcome], None],
+    ) -> None:
+        self.place: Place | None = None
+        self._service = service
+        self._clock = service.clock
+        self._request = request
+        self._arrival = arrival
+        self._on_end = on_end
+        self._arrived_s = self._placed_s = self._first_s = self._clock.now_s
+        self._grant: Grant[Booking] | None = None
+        self._jobs: list[tuple[Engine, Job]] = []
+        self._transfer_s: float | None = None
+        self._over = False
+        assert request.deadline is not None, "the router gives every request one"
+        self._clock.at(request.deadline, self._expire)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._over
+
+    def granted(self, grant: Grant[Booking]) -> None:
+        self.place = None
+        self._grant = grant
+        self._placed_s = self._clock.now_s
+        booking = grant.reservation
+        if booking.prefill is None:
+            self._start_whole(booking)
+        else:
+            self._start_pair(booking)
+
+    def refused(self, error: PdserveError) -> None:
+        self.place = None
+        self._end(error.reason or error.code)
+
+    def _start_whole(self, booking: Booking) -> None:
+        engine, charge = self._service.engine_of(booking.decode), booking.decode_charge
+
+        def on_first(now: float) -> None:
+            self._first_s = now
+            charge.prefilled()
+
+        job = self._job(Part.WHOLE, engine, on_first, lambda now: self._answered(now, booking))
+        self._submit(engine, job)
+
+    def _start_pair(self, booking: Booking) -> None:
+        assert booking.prefill is not None, "a pair has a prefill worker"
+        source = self._service.engine_of(booking.prefill)
+        target = self._service.engine_of(booking.decode)
+        decode = self._job(
+            Part.DECODE, target, lambda now: None, lambda now: self._answered(now, booking)
+        )
+
+        def on_first(now: float) -> None:
+            assert booking.prefill_charge is not None, "a pair charges both"
+            self._first_s = now
+            booking.prefill_charge.release()
+            moved = self._request_tokens - self._cached_at(target)
+            self._transfer_s = self._service.model.transfer_s(moved)
+            self._clock.after(self._transfer_s, partial(self._hand_over, source, target))
+
+        prefill = self._job(Part.PREFILL, source, on_first, lambda now: None)
+        self._submit(target, decode)
+        self._submit(source, prefill)
+
+    @property
+    def _request_tokens(self) -> int:
+        return self._arrival.prompt_tokens
+
+    def _cached_at(self, engine: Engine) -> int:
+        caches = self._service.caches
+        if caches is None:
+            return 0
+        return caches.hit(engine.worker_id, self._arrival.prefix, self._request_tokens)
+
+    def _job(
+        self,
+        part: Part,
+        engine: Engine,
+        on_first: Callable[[float], None],
+        on_end: Callable[[float], None],
+    ) -> Job:
+        prompt, output = self._arrival.prompt_tokens, self._arrival.output_tokens
+        kept = prompt if part is Part.PREFILL else prompt + output
+        blocks = engine.model.blocks_for(kept)
+        return Job(part, prompt, output, blocks, on_first, on_end, self._arrival.prefix)
+
+    def _submit(self, engine: Engine, job: Job) -> None:
+        self._jobs.append((engine, job))
+        self._clock.after(self._service.model.overhead_s, lambda: engine.submit(job))
+
+    def _hand_over(self, source: Engine, target: Engine) -> None:
+        (_, decode), (_, prefill) = self._jobs
+        target.receive(decode, self._first_s)
+        source.give_up(prefill)
+
+    def _answered(self, now: float, booking: Booking) -> None:
+        if self._over:
+            return
+        self._over = True
+        assert self._grant is not None, "only what was granted is answered"
+        first = self._jobs[-1][1]
+        prefill = booking.prefill or booking.decode
+        receipt = Receipt(
+            queue_s=first.admitted_at - self._placed_s,
+            prefill_s=self._first_s - first.admitted_at,
+            exposed_transfer_s=self._transfer_s or 0.0,
+            prefill_worker=prefill.worker_id,
+            decode_worker=booking.decode.worker_id,
+            transport="" if self._transfer_s is None else TRANSPORT,
+        )
+        booking.decode_charge.release()
+        self._service.booker.answered(
+            booking.prediction,
+            self._request.model,
+            Usage(self._request_tokens, self._arrival.output_tokens, first.cached_tokens),
+            receipt,
+            ttft_s=self._first_s - self._placed_s,
+            e2e_s=now - self._placed_s,
+        )
+        self._tell("", now, first.cached_tokens, booking)
+        self._grant.release()
+
+    def _expire(self) -> None:
+        if self._over:
+            return
+        place, self.place = self.place, None
+        if place is not None:
+            self._service.gate.leave(place)
+        for engine, job in self._jobs:
+            engine.cancel(job)
+        self._end(DeadlineExceeded.code)
+
+    def _end(self, error: str) -> None:
+        self._over = True
+        self._tell(error, self._clock.now_s)
+        if self._grant is not None:
+            self._grant.release()
+
+    def _tell(
+        self, error: str, now: float, cached_tokens: int = 0, booking: Booking | None = None
+    ) -> None:
+        prefill = None if booking is None else booking.prefill or booking.decode
+        self._on_end(
+            Outcome(
+                request_id=self._request.request_id,
+                arrived_s=self._arrived_s,
+                prompt_tokens=self._request_tokens,
+                output_tokens=self._arrival.output_tokens,
+                error=error,
+                admission_s=self._placed_s - self._arrived_s,
+                first_s=self._first_s,
+                last_s=now,
+                cached_tokens=cached_tokens,
+                prefill_worker="" if prefill is None else prefill.worker_id,
+                decode_worker="" if booking is None else booking.decode.worker_id,
+            )
+        )

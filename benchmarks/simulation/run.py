@@ -1,0 +1,105 @@
+"""A simulation from settings to summary."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from benchmarks.errors import BenchError
+from benchmarks.simulation.clock import VirtualClock
+from benchmarks.simulation.service import RouterSettings, Service, Workers
+from benchmarks.simulation.summary import Summary, summarise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from benchmarks.simulation.arrivals import Arrivals
+    from benchmarks.simulation.flight import Outcome
+    from benchmarks.simulation.service_model import ServiceModel
+
+TELL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is simulated."""
+
+    model: ServiceModel
+    workers: Workers
+    settings: RouterSettings = field(default_factory=RouterSettings)
+
+    def __post_init__(self) -> None:
+        workers = self.workers
+        if bool(workers.prefill) != bool(workers.decode):
+            raise BenchError("prefill and decode workers serve together: give both, or neither")
+        if not (workers.decode or workers.aggregated):
+            raise BenchError("give prefill and decode workers, or aggregated ones")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """`outcomes` in the order of arrival; `leftovers` is empty, or the simulation is wrong."""
+
+    summary: Summary
+    outcomes: tuple[Outcome, ...]
+    leftovers: tuple[str, ...]
+
+
+def simulate(
+    setup: Setup,
+    arrivals: Arrivals,
+    *,
+    tell: Callable[[int, int], None] = lambda ended, asked: None,
+) -> Finished:
+    """Serve all that arrives, to the last token. The same arguments give the same result.
+
+    `tell` hears now and then of how many requests have ended, of how many.
+    """
+    clock = VirtualClock()
+    block_tokens = arrivals.block_tokens
+    service = Service(setup.model, setup.workers, setup.settings, clock, block_tokens=block_tokens)
+    horizon_s = arrivals.requests[-1].at_s
+    for engine in service.engines.values():
+        engine.horizon_s = horizon_s
+    run = _Run(service, arrivals)
+    run.start()
+    told_at = time.monotonic()
+    while run.ended < len(arrivals.requests):
+        if not clock.step():
+            raise BenchError("the simulation stands still; this is a bug of it")
+        if run.ended % 64 == 0 and time.monotonic() - told_at > TELL_S:
+            told_at = time.monotonic()
+            tell(run.ended, len(arrivals.requests))
+    # What was cancelled leaves its engine with the end of a step.
+    while not all(x.is_empty for x in service.engines.values()) and clock.step():
+        pass
+    leftovers = tuple(service.leftovers())
+    outcomes = tuple(x for x in run.outcomes if x is not None)
+    return Finished(summarise(setup, service, outcomes, horizon_s), outcomes, leftovers)
+
+
+class _Run:
+    """State: the outcomes so far, by place; arrivals are asked one after another."""
+
+    def __init__(self, service: Service, arrivals: Arrivals) -> None:
+        self._service = service
+        self._left: Iterator[int] = iter(range(len(arrivals.requests)))
+        self._requests = arrivals.requests
+        self.outcomes: list[Outcome | None] = [None] * len(arrivals.requests)
+        self.ended = 0
+
+    def start(self) -> None:
+        """Have the next request come when it is due, and so on."""
+        index = next(self._left, None)
+        if index is not None:
+            self._service.clock.at(self._requests[index].at_s, lambda: self._ask(index))
+
+    def _ask(self, index: int) -> None:
+        def on_end(outcome: Outcome) -> None:
+            assert self.outcomes[index] is None, f"{outcome.request_id} ended twice"
+            self.outcomes[index] = outcome
+            self.ended += 1
+
+        self._service.ask(index, self._requests[index], on_end)
+        self.start()
