@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.access.config import AccessConfig, RouterAccessConfig
+from pdserve.access.strict import check_router, check_worker
 from pdserve.config_schema import check, key, parse, read_file, refuse, section
 from pdserve.config_schema import overlay as overlay_keys
 from pdserve.failure_config import DetectionConfig, FallbackConfig, GpuConfig
@@ -137,6 +138,7 @@ class RouterConfig:
         if len(set(hashes)) != len(hashes):
             refuse("tenants", "has one key twice")
         _check_otlp(self.otlp_endpoint)
+        check_router(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,7 @@ class WorkerConfig:
                 refuse("routers", f"must be host:port addresses, not {address!r}")
         if len(set(self.cores)) != len(self.cores):
             refuse("cores", "names one core twice")
+        check_worker(self)
 
     @property
     def model_path(self) -> Path:

@@ -80,15 +80,17 @@ class Drains:
         Raises as `member_to_drain`, and what the worker raises.
         """
         member = member_to_drain(self._fleet.pool, worker_id, force=force)
-        began = time.monotonic()
-        async with rpc.open_channel(member.info.address) as channel:
-            stub = WorkerStub(channel)
+        began, dialer = time.monotonic(), self._fleet.dialer
+        async with dialer.open_channel(member.info.address) as channel:
+            stub, metadata = WorkerStub(channel), dialer.metadata
             request = w.DrainRequest(timeout_s=timeout_s, stop=stop)
-            call = stub.Drain(request, timeout=timeout_s + REST_S)
+            call = stub.Drain(request, timeout=timeout_s + REST_S, metadata=metadata)
             asking = asyncio.ensure_future(_reply(call))
             try:
                 while not (await asyncio.wait({asking}, timeout=LOOK_S))[0]:
-                    status = await stub.GetStatus(w.GetStatusRequest(), timeout=RPC_S)
+                    status = await stub.GetStatus(
+                        w.GetStatusRequest(), timeout=RPC_S, metadata=metadata
+                    )
                     progress = _progress(status, time.monotonic() - began)
                     yield progress
                     if progress.done:
@@ -113,9 +115,12 @@ class Drains:
     async def undrain(self, worker_id: str) -> None:
         """Gives a worker work again. Raises InvalidRequest and what the worker raises."""
         member = member_to_drain(self._fleet.pool, worker_id, force=True)
-        async with rpc.open_channel(member.info.address) as channel:
+        dialer = self._fleet.dialer
+        async with dialer.open_channel(member.info.address) as channel:
             try:
-                await WorkerStub(channel).Undrain(w.UndrainRequest(), timeout=RPC_S)
+                await WorkerStub(channel).Undrain(
+                    w.UndrainRequest(), timeout=RPC_S, metadata=dialer.metadata
+                )
             except grpc.aio.AioRpcError as error:
                 raise rpc.error_from_rpc(error) from error
 

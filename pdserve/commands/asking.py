@@ -7,17 +7,26 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from pdserve.commands.options import DEFAULT_GRPC, add_key_option, api_key_from
+from pdserve.commands.options import (
+    DEFAULT_GRPC,
+    add_dial_options,
+    api_key_from,
+    dialer_from,
+    http_tls_from,
+)
 from pdserve.errors import InternalError, Unavailable, from_info
+from pdserve.rpc import PLAIN
 from pdserve.types import ErrorInfo, SamplingParams
 
 if TYPE_CHECKING:
     import argparse
+    import ssl
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     import aiohttp
 
     from pdserve.client import Delta
+    from pdserve.rpc import Dialer
 
 _SAMPLING: dict[str, tuple[type, str]] = {
     "--max-tokens": (int, "most tokens of the answer (default: the service's)"),
@@ -35,6 +44,8 @@ class Target:
     url: str | None
     grpc: str
     api_key: str = field(default="", repr=False)
+    dialer: Dialer = PLAIN
+    tls: ssl.SSLContext | bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +79,7 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
         help="the router's gRPC address (default: %(default)s)",
     )
     where.add_argument("--url", help="ask over HTTP instead, such as http://127.0.0.1:8000")
-    add_key_option(parser)
+    add_dial_options(parser)
     parser.add_argument("--model", default="", help="served model (default: the only one)")
     for flag, (kind, text) in _SAMPLING.items():
         parser.add_argument(flag, type=kind, metavar="N", help=text)
@@ -79,7 +90,7 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
 
 def target_from(args: argparse.Namespace) -> Target:
     """Where the options say to ask."""
-    return Target(args.url, args.grpc, api_key_from(args))
+    return Target(args.url, args.grpc, api_key_from(args), dialer_from(args), http_tls_from(args))
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
@@ -104,7 +115,7 @@ async def _ask_grpc(target: Target, question: Question) -> AsyncGenerator[Piece,
 
     chat = [ChatMessage(role, content) for role, content in question.messages]
     prompt: str | Sequence[ChatMessage] = chat if question.text is None else question.text
-    async with Client(target.grpc, api_key=target.api_key) as client:
+    async with Client(target.grpc, api_key=target.api_key, dialer=target.dialer) as client:
         deltas = client.generate(
             prompt,
             SamplingParams(**question.sampling),
@@ -132,7 +143,10 @@ async def _ask_http(target: Target, question: Question) -> AsyncGenerator[Piece,
     timeout = aiohttp.ClientTimeout(total=question.timeout_s)
     try:
         async with aiohttp.ClientSession(
-            timeout=timeout, read_bufsize=1 << 20, headers=dict(authorization(target.api_key))
+            connector=aiohttp.TCPConnector(ssl=target.tls),
+            timeout=timeout,
+            read_bufsize=1 << 20,
+            headers=dict(authorization(target.api_key)),
         ) as session:
             path, body = _body(question, question.model or await _only_model(session, base))
             async with session.post(f"{base}{path}", json=body) as response:

@@ -7,12 +7,13 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from pdserve.commands.options import DEFAULT_GRPC
+from pdserve.commands.options import DEFAULT_GRPC, add_dial_options, dialer_from
 
 if TYPE_CHECKING:
     import argparse
 
     from pdserve.commands.options import Subparsers
+    from pdserve.rpc import Dialer
     from pdserve.v1.admin_pb2 import DrainProgress
 
 # What a drain takes at most beyond the time that streams may take to end.
@@ -70,6 +71,7 @@ def _add(
         metavar="HOST:PORT",
         help="the gRPC address of a router, any one (default: %(default)s)",
     )
+    add_dial_options(parser)
     return parser
 
 
@@ -88,10 +90,11 @@ async def _drain(args: argparse.Namespace) -> int:
         worker_id=args.worker, timeout_s=args.timeout, force=args.force, stop=args.stop
     )
     show = _Shown(args.worker, as_json=args.json)
-    async with rpc.open_channel(args.grpc) as channel:
+    dialer = dialer_from(args)
+    async with dialer.open_channel(args.grpc) as channel:
         try:
             async for progress in AdminStub(channel).DrainWorker(
-                request, timeout=args.timeout + _REST_S
+                request, timeout=args.timeout + _REST_S, metadata=dialer.metadata
             ):
                 show.step(progress)
         except grpc.aio.AioRpcError as error:
@@ -145,22 +148,24 @@ class _Shown:
 
 
 def _run_undrain(args: argparse.Namespace) -> int:
-    asyncio.run(_undrain(args.grpc, args.worker))
+    asyncio.run(_undrain(dialer_from(args), args.grpc, args.worker))
     sys.stdout.write(f"worker {args.worker} is given work again\n")
     return 0
 
 
-async def _undrain(address: str, worker_id: str) -> None:
+async def _undrain(dialer: Dialer, address: str, worker_id: str) -> None:
     import grpc.aio
 
     from pdserve import rpc
     from pdserve.v1 import admin_pb2 as a
     from pdserve.v1.admin_pb2_grpc import AdminStub
 
-    async with rpc.open_channel(address) as channel:
+    async with dialer.open_channel(address) as channel:
         try:
             await AdminStub(channel).UndrainWorker(
-                a.UndrainWorkerRequest(worker_id=worker_id), timeout=_UNDRAIN_S
+                a.UndrainWorkerRequest(worker_id=worker_id),
+                timeout=_UNDRAIN_S,
+                metadata=dialer.metadata,
             )
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from error

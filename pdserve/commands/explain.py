@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve.commands.options import DEFAULT_GRPC
+from pdserve.commands.options import DEFAULT_GRPC, add_dial_options, dialer_from
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import AsyncIterator
 
     from pdserve.commands.options import Subparsers
+    from pdserve.rpc import Dialer
     from pdserve.v1.admin_pb2 import Explained
 
 
@@ -48,6 +49,7 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="deadline of the answer (default: %(default)g)",
     )
+    add_dial_options(parser)
     parser.set_defaults(handler=_run)
 
 
@@ -59,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
 async def _explain(args: argparse.Namespace) -> None:
     from pdserve.errors import PdserveError
 
-    said = explain(args.grpc, args.request_id or "", args.timeout)
+    said = explain(dialer_from(args), args.grpc, args.request_id or "", args.timeout)
     if args.save is not None:
         # What the router says must be taken as it comes, so the file is written at the end.
         lines = [_line(message) async for message in said]
@@ -78,18 +80,20 @@ async def _explain(args: argparse.Namespace) -> None:
             view.show(message)
 
 
-async def explain(address: str, request_id: str, timeout_s: float) -> AsyncIterator[Explained]:
+async def explain(
+    dialer: Dialer, address: str, request_id: str, timeout_s: float
+) -> AsyncIterator[Explained]:
     """What the router says of a request, or of all with "". Raises PdserveError."""
     import grpc.aio
 
-    from pdserve.rpc import error_from_rpc, open_channel
+    from pdserve.rpc import error_from_rpc
     from pdserve.v1 import admin_pb2, admin_pb2_grpc
 
-    async with open_channel(address) as channel:
+    async with dialer.open_channel(address) as channel:
         stub = admin_pb2_grpc.AdminStub(channel)
         asked = admin_pb2.ExplainRequest(request_id=request_id)
         try:
-            async for message in stub.Explain(asked, timeout=timeout_s):
+            async for message in stub.Explain(asked, timeout=timeout_s, metadata=dialer.metadata):
                 yield message
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error

@@ -6,12 +6,13 @@ import asyncio
 import sys
 from typing import TYPE_CHECKING
 
-from pdserve.commands.options import DEFAULT_GRPC
+from pdserve.commands.options import DEFAULT_GRPC, add_dial_options, dialer_from
 
 if TYPE_CHECKING:
     import argparse
 
     from pdserve.commands.options import Subparsers
+    from pdserve.rpc import Dialer
     from pdserve.v1.admin_pb2 import FlipRoleResponse
 
 # What a flip takes at most beside its drain.
@@ -42,11 +43,13 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
         metavar="HOST:PORT",
         help="the router's gRPC address (default: %(default)s)",
     )
+    add_dial_options(parser)
     parser.set_defaults(handler=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    reply = asyncio.run(_flip(args.grpc, args.worker, args.to, args.drain_timeout))
+    dialer = dialer_from(args)
+    reply = asyncio.run(_flip(dialer, args.grpc, args.worker, args.to, args.drain_timeout))
     if reply.failure:
         sys.stderr.write(f"pdserve: worker {args.worker} is what it was: {reply.failure}\n")
         return 1
@@ -59,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 async def _flip(
-    address: str, worker_id: str, role: str, drain_timeout_s: float
+    dialer: Dialer, address: str, worker_id: str, role: str, drain_timeout_s: float
 ) -> FlipRoleResponse:
     import grpc.aio
 
@@ -71,8 +74,10 @@ async def _flip(
     request = a.FlipRoleRequest(
         worker_id=worker_id, role=wire.role_to_pb(Role(role)), drain_timeout_s=drain_timeout_s
     )
-    async with rpc.open_channel(address) as channel:
+    async with dialer.open_channel(address) as channel:
         try:
-            return await AdminStub(channel).FlipRole(request, timeout=drain_timeout_s + _REST_S)
+            return await AdminStub(channel).FlipRole(
+                request, timeout=drain_timeout_s + _REST_S, metadata=dialer.metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from error

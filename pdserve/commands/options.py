@@ -5,19 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdserve.config import Config, load_config
 from pdserve.config_schema import keys, read_yaml, refuse, sections
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Callable, Iterator, Mapping
 
     from pdserve.config_schema import KeyInfo
+    from pdserve.rpc import Dialer
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
 
 KEY_VARIABLE = "PDSERVE_API_KEY"
+_TLS_OPTIONS = {
+    "ca": ("FILE", "CAs of the service's certificate"),
+    "cert": ("FILE", "certificate to show"),
+    "key": ("FILE", "its private key"),
+    "name": ("NAME", "name that the service's certificate has, where it is not its address"),
+}
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
 
@@ -47,13 +55,11 @@ def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]
     for flag, dotted in flags.items():
         info = known[dotted]
         default = ",".join(map(str, x)) if isinstance(x := info.default, list) else info.default
-        note = f" (default: {default})" if default not in ("", None) else ""
+        note = f" (default: {default})" if default not in ("", None, False) else ""
         parser.add_argument(
             flag,
             dest=dotted,
-            type=_reader(info),
-            choices=info.choices if info.type_name == "string" and info.choices else None,
-            metavar=None if info.type_name == "string" and info.choices else _metavar(info),
+            **_value(info),
             help=info.doc.removesuffix(".").replace("%", "%%") + note,
         )
 
@@ -73,6 +79,59 @@ def api_key_from(args: argparse.Namespace) -> str:
     return os.environ.get(KEY_VARIABLE, "") if given is None else given
 
 
+def add_dial_options(parser: argparse.ArgumentParser) -> None:
+    """How to reach a service that speaks TLS, and how to say who asks."""
+    add_key_option(parser)
+    parser.add_argument(
+        "--tls", action="store_true", help="speak TLS; any of the other --tls options implies it"
+    )
+    for name, (metavar, text) in _TLS_OPTIONS.items():
+        variable = f"PDSERVE_TLS_{name.upper()}"
+        parser.add_argument(
+            f"--tls-{name}",
+            metavar=metavar,
+            default=os.environ.get(variable, ""),
+            help=f"{text} (default: ${variable})",
+        )
+
+
+def dialer_from(args: argparse.Namespace) -> Dialer:
+    """How the options say to reach a service. Raises ConfigError."""
+    from pdserve.access.tls import tls_dialer
+    from pdserve.rpc import Dialer
+
+    values = {name: getattr(args, f"tls_{name}") for name in _TLS_OPTIONS}
+    if not (args.tls or any(values.values())):
+        return Dialer(token=api_key_from(args))
+    for given, lacking in (("cert", "key"), ("key", "cert")):
+        if values[given] and not values[lacking]:
+            refuse(f"--tls-{lacking}", f"is needed where --tls-{given} is given")
+    return tls_dialer(
+        ca_file=values["ca"],
+        cert_file=values["cert"],
+        key_file=values["key"],
+        peer_name=values["name"],
+        token=api_key_from(args),
+    )
+
+
+def http_tls_from(args: argparse.Namespace) -> ssl.SSLContext | bool:
+    """The same for https, as aiohttp takes it. Raises ConfigError."""
+    if not (args.tls_ca or args.tls_cert):
+        return True
+    import ssl
+
+    from pdserve.access.certificates import read_ca
+
+    context = ssl.create_default_context()
+    if args.tls_ca:
+        context.load_verify_locations(cadata=read_ca(args.tls_ca, "--tls-ca").decode("ascii"))
+    if args.tls_cert:
+        dialer_from(args)  # says what is wrong with it
+        context.load_cert_chain(args.tls_cert, args.tls_key)
+    return context
+
+
 def config_from(args: argparse.Namespace) -> Config:
     """The configuration that the options ask for. Raises ConfigError."""
     return load_config(args.config, changes_from(args))
@@ -89,6 +148,14 @@ def changes_from(args: argparse.Namespace) -> dict[str, object]:
             refuse("--set", f"must be KEY=VALUE, not {text!r}")
         changes[dotted] = read_yaml(f"value: {value}", f"--set {dotted}")["value"]
     return changes
+
+
+def _value(info: KeyInfo) -> dict[str, Any]:
+    if info.type_name == "boolean":
+        return {"action": "store_const", "const": True}
+    if info.type_name == "string" and info.choices:
+        return {"choices": info.choices}
+    return {"type": _reader(info), "metavar": _metavar(info)}
 
 
 def _reader(info: KeyInfo) -> Callable[[str], object]:

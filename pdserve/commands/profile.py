@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve.commands.options import DEFAULT_GRPC, KEY_VARIABLE
+from pdserve.commands.options import DEFAULT_GRPC, add_dial_options, dialer_from
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,6 +66,7 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
         "--out", type=Path, default=Path("profile.json"), help="file (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the profile in place of words")
+    add_dial_options(parser)
     parser.set_defaults(handler=_run)
 
 
@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
     if min(counts) < 1 or args.output_tokens < 3:
         raise ConfigError("counts must be at least 1, and output tokens at least 3")
     grid = Grid(args.prompts, args.concurrency, args.output_tokens, args.rounds)
-    service = Service(args.grpc, args.model, os.environ.get(KEY_VARIABLE, ""), args.timeout)
+    service = Service(args.grpc, args.model, dialer_from(args), args.timeout)
     profile = asyncio.run(measure(service, grid, _tell))
     try:
         args.out.write_text(profile.to_json(), encoding="utf-8")

@@ -25,6 +25,7 @@ _FLAGS = {
     "--http-port": "router.http_port",
     "--grpc-host": "router.grpc_host",
     "--grpc-port": "router.grpc_port",
+    "--require-auth": "router.access.require_auth",
     "--otlp-endpoint": "router.otlp_endpoint",
     "--log-level": "router.log_level",
 }

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pdserve.commands.options import DEFAULT_GRPC
+from pdserve.commands.options import DEFAULT_GRPC, add_dial_options, dialer_from
 
 if TYPE_CHECKING:
     import argparse
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from pdserve.commands.options import Subparsers
+    from pdserve.rpc import Dialer
     from pdserve.v1.worker_pb2 import Role, WorkerEntry, WorkerStatus
 
 
@@ -43,11 +44,12 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="deadline for each question (default: %(default)g)",
     )
+    add_dial_options(parser)
     parser.set_defaults(handler=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    found = asyncio.run(collect(args.grpc, args.timeout))
+    found = asyncio.run(collect(dialer_from(args), args.grpc, args.timeout))
     if args.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return 0
@@ -57,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def collect(address: str, timeout_s: float) -> dict[str, Any]:
+async def collect(dialer: Dialer, address: str, timeout_s: float) -> dict[str, Any]:
     """`workers`, a row each; `unpaired`, a row for each two that cannot exchange KV;
     `costs`, one for each model (whether P/D helps now, and how far predictions were off); and
     `quarantined`, one for each two that the router keeps apart because KV came damaged. Raises
@@ -65,17 +67,19 @@ async def collect(address: str, timeout_s: float) -> dict[str, Any]:
     import grpc.aio
 
     from pdserve.errors import Unavailable
-    from pdserve.rpc import error_from_rpc, open_channel
+    from pdserve.rpc import error_from_rpc
     from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
-    async with open_channel(address) as channel:
+    async with dialer.open_channel(address) as channel:
         stub = worker_pb2_grpc.RegistryStub(channel)
         try:
-            listed = await stub.ListWorkers(worker_pb2.ListWorkersRequest(), timeout=timeout_s)
+            listed = await stub.ListWorkers(
+                worker_pb2.ListWorkersRequest(), timeout=timeout_s, metadata=dialer.metadata
+            )
         except grpc.aio.AioRpcError as error:
             reason = error_from_rpc(error).message
             raise Unavailable(f"no router answers at {address}: {reason}") from error
-    asked = [_ask(entry.info.address, timeout_s) for entry in listed.workers]
+    asked = [_ask(dialer, entry.info.address, timeout_s) for entry in listed.workers]
     answers = await asyncio.gather(*asked)
     rows = [_row(entry, answer) for entry, answer in zip(listed.workers, answers, strict=True)]
     return {
@@ -103,17 +107,18 @@ def _unpaired(entries: Iterable[WorkerEntry]) -> list[dict[str, Any]]:
     ]
 
 
-async def _ask(address: str, timeout_s: float) -> WorkerStatus | None:
+async def _ask(dialer: Dialer, address: str, timeout_s: float) -> WorkerStatus | None:
     """The worker's own word, or None where it does not answer."""
     import grpc.aio
 
-    from pdserve.rpc import open_channel
     from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
-    async with open_channel(address) as channel:
+    async with dialer.open_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         try:
-            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+            return await stub.GetStatus(
+                worker_pb2.GetStatusRequest(), timeout=timeout_s, metadata=dialer.metadata
+            )
         except grpc.aio.AioRpcError:
             return None
 

@@ -9,9 +9,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from pdserve.commands.options import DEFAULT_GRPC, DEFAULT_URL
+from pdserve.commands.options import (
+    DEFAULT_GRPC,
+    DEFAULT_URL,
+    add_dial_options,
+    dialer_from,
+    http_tls_from,
+)
 
 if TYPE_CHECKING:
+    import ssl
+
     from pdserve.commands.options import Subparsers
     from pdserve.scrape import Reading
 
@@ -54,6 +62,7 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print a line of JSON for each interval"
     )
+    add_dial_options(parser)
     parser.set_defaults(handler=_run)
 
 
@@ -80,12 +89,13 @@ async def _watch(args: argparse.Namespace) -> None:
     from pdserve.commands.top_view import Screen, summary
     from pdserve.scrape import Interval
 
-    before = await _read(args.url)
+    dialer, tls = dialer_from(args), http_tls_from(args)
+    before = await _read(args.url, tls)
     with Screen(args.url, live=not (args.json or args.once)) as screen:
         while True:
             await asyncio.sleep(args.interval)
-            after = await _read(args.url)
-            state = await collect(args.grpc, timeout_s=max(1.0, args.interval))
+            after = await _read(args.url, tls)
+            state = await collect(dialer, args.grpc, timeout_s=max(1.0, args.interval))
             found = summary(Interval(before, after), args.slo_ttft, args.slo_tpot)
             before = after
             if args.json:
@@ -97,7 +107,7 @@ async def _watch(args: argparse.Namespace) -> None:
                 return
 
 
-async def _read(url: str) -> Reading:
+async def _read(url: str, tls: ssl.SSLContext | bool) -> Reading:
     """Raises Unavailable where the router does not answer."""
     import aiohttp
 
@@ -108,7 +118,7 @@ async def _read(url: str) -> Reading:
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(f"{url.rstrip('/')}/metrics", raise_for_status=True) as answer,
+            session.get(f"{url.rstrip('/')}/metrics", raise_for_status=True, ssl=tls) as answer,
         ):
             return read(await answer.text(), time.monotonic())
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:

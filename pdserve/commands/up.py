@@ -25,6 +25,7 @@ _FLAGS = {
     "--grpc-port": "router.grpc_port",
     "--kv-connector": "worker.kv.connector",
     "--kv-transport": "worker.kv.transports",
+    "--require-auth": "router.access.require_auth",
     "--cores-per-worker": "up.cores_per_worker",
     "--ready-file": "up.ready_file",
     "--run-dir": "up.run_dir",

@@ -28,6 +28,7 @@ _FLAGS = {
     "--kv-connector": "worker.kv.connector",
     "--kv-host": "worker.kv.host",
     "--kv-transport": "worker.kv.transports",
+    "--require-auth": "worker.access.require_auth",
     "--otlp-endpoint": "worker.otlp_endpoint",
     "--log-level": "worker.log_level",
 }

@@ -54,11 +54,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What is measured; an empty `model` is the only one."""
+    """What is measured; an empty `model` is the only one. The dialer's token is the API key."""
 
     address: str
     model: str = ""
-    api_key: str = ""
+    dialer: rpc.Dialer = rpc.PLAIN
     timeout_s: float = 300.0
 
 
@@ -68,7 +68,9 @@ async def measure(
     """The profile. `tell` hears of each cell: how many are done, of how many, and its samples.
     Raises PdserveError, InvalidRequest where a prompt does not fit the model's context."""
     seed = int.from_bytes(os.urandom(4))  # what was asked before may be cached
-    async with Client(service.address, api_key=service.api_key) as client:
+    async with Client(
+        service.address, api_key=service.dialer.token, dialer=service.dialer
+    ) as client:
         card = _card(await client.list_models(), service.model)
         longest = max(grid.prompts) + grid.output_tokens
         if longest > card.max_model_len:
@@ -96,7 +98,7 @@ async def measure(
             "system": platform.system(),
             "cores": str(os.cpu_count()),
         },
-        workers=tuple(await _workers(service.address, card.name)),
+        workers=tuple(await _workers(service, card.name)),
         samples=tuple(samples),
         version=__version__,
     )
@@ -168,11 +170,11 @@ def _sample(
     )
 
 
-async def _workers(address: str, model: str) -> list[WorkerProfile]:
-    async with rpc.open_channel(address) as channel:
+async def _workers(service: Service, model: str) -> list[WorkerProfile]:
+    async with service.dialer.open_channel(service.address) as channel:
         try:
             listed = await RegistryStub(channel).ListWorkers(
-                w.ListWorkersRequest(), timeout=_LIST_S
+                w.ListWorkersRequest(), timeout=_LIST_S, metadata=service.dialer.metadata
             )
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from error

@@ -65,6 +65,9 @@ def worker_configs(config: Config, cores: Collection[int]) -> dict[str, WorkerCo
     for name in _CHOSEN_HERE:
         if getattr(config.worker, name) != getattr(WorkerConfig(), name):
             refuse(f"worker.{name}", "is chosen by `pdserve up`; remove it from the configuration")
+    strict = config.worker.access.require_auth or config.router.access.require_auth
+    access = replace(config.worker.access, require_auth=strict)
+    worker = replace(config.worker, access=access)
     counts = {
         Role.PREFILL: config.up.prefill,
         Role.DECODE: config.up.decode,
@@ -73,7 +76,7 @@ def worker_configs(config: Config, cores: Collection[int]) -> dict[str, WorkerCo
     named = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
     shares = share_cores(len(named), cores, config.up.cores_per_worker)
     return {
-        name: replace(config.worker, worker_id=name, role=role, cores=share)
+        name: replace(worker, worker_id=name, role=role, cores=share)
         for (name, role), share in zip(named, shares, strict=True)
     }
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from pdserve.access.tls import dialer
 from pdserve.config_schema import refuse
-from pdserve.rpc import open_channel
 from pdserve.up import ready_file, specs
 from pdserve.up import supervision as sv
 from pdserve.up.preflight import check_model, check_ports
@@ -43,6 +43,7 @@ class Supervisor:
         self._model = config.worker.served_model_name
         check_model(config.worker)
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0))
+        self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
         self._run_dir = _make_run_dir(config.up.run_dir)
         self._router_address = _address(config.router.grpc_host, config.router.grpc_port)
@@ -149,12 +150,14 @@ class Supervisor:
     async def _poll_registration(self) -> None:
         """Tell of the workers that the router can place work on, until that is all of them."""
         known: set[str] = set()
-        async with open_channel(self._router_address) as channel:
+        async with self._dialer.open_channel(self._router_address) as channel:
             stub = worker_pb2_grpc.RegistryStub(channel)
             while known < set(self._workers):
                 try:
                     request = worker_pb2.ListWorkersRequest()
-                    listed = await stub.ListWorkers(request, timeout=_LIST_TIMEOUT_S)
+                    listed = await stub.ListWorkers(
+                        request, timeout=_LIST_TIMEOUT_S, metadata=self._dialer.metadata
+                    )
                 except grpc.aio.AioRpcError:
                     listed = worker_pb2.ListWorkersResponse()
                 now_ready = {x.info.worker_id for x in listed.workers if x.state == "ready"}

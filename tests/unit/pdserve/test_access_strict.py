@@ -1,0 +1,119 @@
+"""`access.require_auth`: what is open to all is refused, with the keys that would close it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.access.strict import is_exposed
+from pdserve.api_keys import hash_key
+from pdserve.commands import router as router_command
+from pdserve.commands import up as up_command
+from pdserve.commands.options import config_from
+from pdserve.config import Config
+from pdserve.config_schema import overlay, parse
+from pdserve.errors import ConfigError
+from pdserve.up.specs import worker_configs
+
+TLS = {"cert_file": "c", "key_file": "k"}
+TENANTS = [{"name": "t", "keys": [hash_key("t")]}]
+CLOSED_ROUTER: dict[str, Any] = {
+    "router.tenants": TENANTS,
+    "router.access": {"require_auth": True, "tls": {**TLS, "ca_file": "a"}, "http_tls": TLS},
+    "router.http_host": "0.0.0.0",
+    "router.grpc_host": "::",
+}
+CLOSED_WORKER: dict[str, Any] = {
+    "worker.access": {"require_auth": True, "tls": {**TLS, "ca_file": "a"}},
+    "worker.host": "10.0.0.2",
+    "worker.routers": ["router.example:8001"],
+}
+
+
+def made(**changes: Any) -> Config:
+    return parse(Config, overlay({}, changes))
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        made(**changes)
+    assert caught.value.field.endswith("access.require_auth")
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("host", "exposed"),
+    [
+        ("127.0.0.1", False),
+        ("127.9.9.9", False),
+        ("::1", False),
+        ("localhost", False),
+        ("0.0.0.0", True),
+        ("::", True),
+        ("10.0.0.1", True),
+        ("some.host", True),
+    ],
+)
+def test_what_others_can_reach(host: str, exposed: bool) -> None:
+    assert is_exposed(host) is exposed
+
+
+def test_loopback_may_be_open_and_what_is_closed_may_be_anywhere() -> None:
+    made(**{"router.access.require_auth": True, "worker.access.require_auth": True})
+    made(**CLOSED_ROUTER)
+    made(**CLOSED_WORKER)
+    token = {"require_auth": True, "tls": TLS, "http_tls": TLS, "worker_token_file": "f"}
+    keys = {"admin_keys": [hash_key("a")]}
+    made(**{**CLOSED_ROUTER, "router.access": {**token, **keys}})
+    # Without the demand everything may be open, as it always could.
+    made(**{"router.http_host": "0.0.0.0", "router.grpc_host": "0.0.0.0"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"router.access": {"require_auth": True}}, "access.http_tls.cert_file; access.tls"),
+        ({"router.access": {"require_auth": True, "http_tls": TLS}}, "access.tls.cert_file"),
+        (
+            {"router.access": {"require_auth": True, "http_tls": TLS, "tls": TLS}},
+            "worker_token_file (workers); access.tls.ca_file or access.admin_keys (admin",
+        ),
+        ({"router.tenants": []}, "set tenants (API keys)"),
+    ],
+)
+def test_an_open_router_is_refused(changes: dict[str, Any], named: str) -> None:
+    assert named in refusal(**{**CLOSED_ROUTER, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"worker.access": {"require_auth": True}}, "access.tls.cert_file"),
+        (
+            {"worker.access": {"require_auth": True, "tls": TLS}},
+            "access.tls.ca_file or access.worker_token_file",
+        ),
+        ({"worker.debug_host": "0.0.0.0"}, "debug_host"),
+        ({"worker.kv": {"connector": "nixl", "host": "10.0.0.2"}}, "kv.connector"),
+        ({"worker.host": "127.0.0.1", "worker.access": {"require_auth": True}}, "router.example"),
+    ],
+)
+def test_an_open_worker_is_refused(changes: dict[str, Any], named: str) -> None:
+    assert named in refusal(**{**CLOSED_WORKER, **changes})
+
+
+def test_the_option_is_the_key_and_a_stack_is_as_strict_as_its_router() -> None:
+    import argparse
+
+    for command in (router_command, up_command):
+        parser = argparse.ArgumentParser()
+        command.register(parser.add_subparsers())
+        name = command.__name__.rpartition(".")[2]
+        open_, strict = (
+            config_from(parser.parse_args([name, *options])) for options in ([], ["--require-auth"])
+        )
+        assert not open_.router.access.require_auth
+        assert strict.router.access.require_auth
+        workers = worker_configs(strict, {0, 1})
+        assert all(worker.access.require_auth for worker in workers.values())
