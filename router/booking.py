@@ -11,10 +11,10 @@ from pdserve.types import Role
 from router.cost.outcome import outcome_of
 from router.decisions.log import DecisionLog
 from router.ladder import Step
-from router.member import Charge
+from router.member import Charge, MemberState
 from router.placement.context import NO_CONTEXT
 from router.placement.pairing import check_known
-from router.placement.recompute import place_recompute
+from router.placement.recompute import or_alone, place_recompute
 from router.placement.values import Decision, Demand
 from router.prefill_queue import EVERYTHING
 
@@ -127,6 +127,7 @@ class Booker:
         self._log = DecisionLog(0) if log is None else log
         self._pool = fleet.pool
         self._policy = policy
+        self._policy_or_alone = or_alone(policy)
         self._turn = 0
 
     def demand(self, request: GenerateRequest) -> Demand:
@@ -169,7 +170,7 @@ class Booker:
         candidates = self._pool.candidates(demand.model)
         busy = self._too_busy(demand, candidates)
         if not busy:
-            return self._book(demand, candidates, cause)
+            return self._book(demand, candidates, cause, policy=self._policy_or_alone)
         free = [c for c in candidates if c.worker_id not in busy]
         if any(c.role is not Role.DECODE for c in free):
             try:
@@ -186,7 +187,10 @@ class Booker:
         return {
             c.worker_id
             for c in candidates
-            if c.outstanding_tokens and c.role is not Role.DECODE and not takes(c, tokens)
+            if c.outstanding_tokens
+            and c.role is not Role.DECODE
+            and c.state is MemberState.READY
+            and not takes(c, tokens)
         }
 
     def book_again(self, demand: Demand, rung: Rung, *, cause: str) -> Booking:
@@ -208,12 +212,13 @@ class Booker:
         candidates: Sequence[Candidate],
         cause: str,
         busy: Collection[str] = (),
+        policy: Policy | None = None,
     ) -> Booking | None:
         now = self._fleet.now()
         barred = self._fleet.quarantine.barred(now)
         if barred:
             demand = replace(demand, barred=barred)
-        decision = self._decide(self._policy, demand, candidates, cause, busy)
+        decision = self._decide(policy or self._policy, demand, candidates, cause, busy)
         if decision.placement is None:
             return None
         booking = self._take(decision, decision.placement)

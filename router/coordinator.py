@@ -22,7 +22,7 @@ from router.flight import Flight
 from router.ladder import LadderLimits
 from router.metrics import RouterMetrics
 from router.placement.context import PlacementContext
-from router.placement.pairing import check_servable
+from router.placement.pairing import check_servable_alone
 from router.placement.policies.least_loaded import least_loaded
 from router.prefill_queue import EVERYTHING, PrefillQueue
 from router.request_span import open_span
@@ -125,12 +125,13 @@ class Coordinator:
         return self._fleet.pool.models()
 
     def check_ready(self) -> None:
-        """Raises Unavailable, naming what is missing, unless every model can be served now."""
+        """Raises Unavailable, naming what is missing, unless every model can be served now, be it
+        by workers that do both phases."""
         models = self.models()
         if not models:
             raise Unavailable("no worker is registered")
         for name in models:
-            check_servable(self._fleet.pool.candidates(name), name)
+            check_servable_alone(self._fleet.pool.candidates(name), name)
 
     def generate(self, request: GenerateRequest) -> AnswerStream:
         """The answer to `request`; nothing happens until it is entered.

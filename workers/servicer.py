@@ -200,13 +200,14 @@ class WorkerService(WorkerServicer):
                 raise InvalidRequest(f"{name} is no command after hello", field="command")
 
     async def _write(self, session: Session, context: Context) -> None:
-        """Frames as they come; and while requests are open, a sign of life where none do."""
+        """Frames as they come; where none do, a sign of life while requests are open, and the load
+        when it has changed."""
         while True:
             try:
                 frame = await session.next_frame(BEAT_S)
             except TimeoutError:
-                if session.engine_ids:
-                    await context.write(self._worker.beat())
+                if beat := self._worker.beat(session):
+                    await context.write(beat)
                 continue
             if frame is None:
                 return

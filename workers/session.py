@@ -11,6 +11,7 @@ from pdserve.errors import Overloaded
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
+    from pdserve.types import WorkerLoad
     from pdserve.v1 import worker_pb2 as w
 
 
@@ -19,8 +20,8 @@ _MAX_HELD = 4096
 
 class Session:
     """State: engine stream ids by the router's own, those of prefills that ended and may hold
-    blocks, the outgoing queue, when the router was told what steps cost, and why the session was
-    cut, once it was.
+    blocks, the outgoing queue, when the router was told what steps cost, the load that it was told,
+    and why the session was cut, once it was.
 
     The queue is bounded: a router that stops reading is cut rather than remembered without end.
     """
@@ -29,6 +30,7 @@ class Session:
         self.router_id = router_id
         self.engine_ids: dict[int, int] = {}
         self.steps_told_at = -math.inf  # on the loop's clock
+        self.load_told: WorkerLoad | None = None
         self._held: OrderedDict[int, int] = OrderedDict()
         self.cut_by: asyncio.Future[PdserveError] = asyncio.get_running_loop().create_future()
         self._frames: asyncio.Queue[w.StepFrame | None] = asyncio.Queue(max_frames)

@@ -136,6 +136,7 @@ class Worker:
         session = self._sessions[router_id] = Session(router_id, max_frames=self._max_frames)
         load = self.load()
         if load is not None:
+            session.load_told = load
             frame = w.StepFrame(load=wire.load_to_pb(load))
             self._tell_steps(session, frame, asyncio.get_running_loop().time())
             session.put(frame)
@@ -313,6 +314,7 @@ class Worker:
                 self._forget(delta.stream_id, last=delta)
         now = asyncio.get_running_loop().time()
         for session, frame in frames.items():
+            session.load_told = load
             if now - session.steps_told_at >= STEPS_PERIOD_S:
                 self._tell_steps(session, frame, now)
             session.put(frame)
@@ -324,9 +326,13 @@ class Worker:
             session.steps_told_at = now
             frame.steps.CopyFrom(moments_to_pb(moments))
 
-    def beat(self) -> w.StepFrame:
-        """A frame that says how the engine fares, and nothing else."""
+    def beat(self, session: Session) -> w.StepFrame | None:
+        """A frame that says how the engine fares, and nothing else. None where the router waits for
+        nothing and knows it: what it cancelled is gone from the engine some time later."""
         load = self.load()
+        if load == session.load_told and not session.engine_ids:
+            return None
+        session.load_told = load
         return w.StepFrame(load=None if load is None else wire.load_to_pb(load))
 
     def _on_failure(self, error: BaseException) -> None:

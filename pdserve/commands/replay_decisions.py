@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 _NOTES = {
-    "recomputes": "recomputes are not made again: no policy makes them",
+    "recomputes": "on one worker, for want of a pair or after a failure: no policy decides them",
     "without_cached": "were made again without what was cached: it was not asked then",
     "without_prediction": "were made again without a prediction: it was not made then",
 }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import Unavailable
 from router.placement.context import PlacementContext
+from router.placement.recompute import ALONE
 from router.placement.recompute import NAME as RECOMPUTE
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Difference:
 
 @dataclass(slots=True)
 class Replay:
-    """What came of it. `recomputes` are not made again, for no policy makes them; `without_cached`
+    """What came of it. `recomputes`, and what one worker
+    did for want of a pair, are not made again, for no policy makes them; `without_cached`
     and `without_prediction` count decisions in which the policy asked what was not recorded."""
 
     policy: str
@@ -106,7 +108,7 @@ def replay(recorded: Iterable[Given], name: str, policy: Policy) -> Replay:
     """Make every recorded decision again by `policy`, which is called `name`."""
     result = Replay(name)
     for given in recorded:
-        if given.recorded_as == RECOMPUTE:
+        if given.recorded_as in (RECOMPUTE, ALONE):
             result.recomputes += 1
             continue
         lookups = _Recorded(given)

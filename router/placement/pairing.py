@@ -24,8 +24,16 @@ def sources_of(giving: set[KvKind], taking: set[KvKind]) -> dict[KvKind, set[KvK
     return {kind: kinds for kind, kinds in found.items() if kinds}
 
 
+def check_servable_alone(candidates: Sequence[Candidate], model: str) -> None:
+    """Raises Unavailable, naming what is missing, unless a worker of `model` is ready: each can do
+    both phases."""
+    if not any(c.state is MemberState.READY for c in candidates):
+        check_servable(candidates, model)
+
+
 def check_servable(candidates: Sequence[Candidate], model: str) -> None:
-    """Raises Unavailable, naming what is missing, unless `model` can be placed on an idle pool."""
+    """Raises Unavailable, naming what is missing, unless `model` can be placed on an idle pool, one
+    phase apart from the other where its workers have roles."""
     ready = [c for c in candidates if c.state is MemberState.READY]
     if any(c.role is Role.AGGREGATED for c in ready):
         return

@@ -19,10 +19,8 @@ def why_not(decision: Decision) -> dict[str, str]:
     """By worker id, for each candidate that was not scored."""
     demand = decision.demand
     scored = {c for b in (decision.prefill, decision.decode) if b is not None for c in b.candidates}
-    if decision.policy == recompute.NAME:
-        passed_over = "one that decodes comes first"
-    else:
-        passed_over = "not drawn"
+    is_alone = decision.policy in (recompute.NAME, recompute.ALONE)
+    passed_over = "one that decodes comes first" if is_alone else "not drawn"
     left = able(decision.candidates, demand)
     preferred = set(prefer(left, demand.avoid))
     found = eligible(decision.candidates, demand)
@@ -31,8 +29,10 @@ def why_not(decision: Decision) -> dict[str, str]:
         if c in scored:
             continue
         reason = _not_able(c, demand) or ("to be avoided" if c not in preferred else "")
-        if not reason and decision.policy != recompute.NAME:
+        if not reason and not is_alone:
             reason = _not_paired(c, found, demand)
+        if not reason and decision.policy == recompute.ALONE:
+            reason = _no_room(c, demand)
         reasons[c.worker_id] = reason or passed_over
     return reasons
 
@@ -53,14 +53,20 @@ def _not_paired(candidate: Candidate, found: Eligible, demand: Demand) -> str:
         return _not_giving(candidate, found, demand)
     if candidate.role is Role.DECODE and candidate.kind not in found.sources:
         return "no prefill worker can hand KV to it"
-    if not candidate.has_room(demand.kv_tokens):
-        taken, total = candidate.reserved_blocks, candidate.info.total_blocks
-        return f"no room: {taken} of {total} blocks are promised, {demand.kv_tokens} tokens asked"
+    if no_room := _no_room(candidate, demand):
+        return no_room
     if candidate.role is Role.DECODE and not unbarred(
         found.givers(candidate), candidate, demand.barred
     ):
         return "every pair with it is quarantined"
     return ""
+
+
+def _no_room(candidate: Candidate, demand: Demand) -> str:
+    if candidate.role is Role.PREFILL or candidate.has_room(demand.kv_tokens):
+        return ""
+    taken, total = candidate.reserved_blocks, candidate.info.total_blocks
+    return f"no room: {taken} of {total} blocks are promised, {demand.kv_tokens} tokens asked"
 
 
 def _not_giving(candidate: Candidate, found: Eligible, demand: Demand) -> str:

@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 
 from pdserve.config import RouterConfig
-from pdserve.errors import Unavailable
 from pdserve.failure_config import DetectionConfig
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from tests.patience import HUNG_S, WAIT_S
@@ -105,8 +104,7 @@ async def running(tiny_model: Path) -> AsyncIterator[Service]:
         http_port=0,
         grpc_port=0,
         policy="least_loaded",
-        # Whoever freezes is found out by what it does not say, not by the end of its lease; a third
-        # of it is how old a load can be, which keeps requests from a worker that thawed.
+        # Whoever freezes is found out by what it does not say, not by the end of its lease.
         lease_s=20.0,
         stop_grace_s=0.0,
         detection=DetectionConfig(stall_s=2.0, suspend_s=0.5, max_suspend_s=0.5),
@@ -198,9 +196,8 @@ async def test_a_worker_that_freezes_is_found_out_and_replaced(
         while (await service.entries())[frozen].HasField("breaker"):
             short = replace(PLAIN, max_tokens=2)
             tries = [Asked(service, prompt(50, i), short).task for i in range(2)]
-            # Without its only prefill worker a service takes nothing new.
-            for error in await asyncio.gather(*tries, return_exceptions=True):
-                assert isinstance(error, Answer | Unavailable)
+            # Meanwhile others do its phase.
+            await asyncio.gather(*tries)
 
 
 async def test_a_prefill_worker_that_dies_in_mid_prefill_is_replaced(

@@ -138,9 +138,12 @@ async def test_a_request_that_is_placed_again_says_why() -> None:
 async def test_a_request_that_is_refused_says_why() -> None:
     log = DecisionLog(10)
     async with running_stack(ScriptedWorker("p", Role.PREFILL), decisions=log) as stack:
+        stack.fleet.pool.members["p"].draining = True
         with pytest.raises(Unavailable):
             async with stack.coordinator.generate(request(request_id="refused")):
                 pass
     found = log.of("refused")
     assert found is not None
-    assert [x.refused for x in found.decisions] == ["no decode worker is ready for model demo"]
+    assert [x.refused for x in found.decisions] == [
+        "no prefill worker and no decode worker is ready for model demo"
+    ]

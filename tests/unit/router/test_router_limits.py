@@ -70,6 +70,7 @@ async def test_refusals_come_before_anything_is_sent(
 
 async def test_a_missing_worker_is_named(prefill: ScriptedWorker) -> None:
     async with running_stack(prefill) as stack:
+        stack.fleet.pool.members[prefill.info.worker_id].draining = True
         with pytest.raises(Unavailable, match="no decode worker is ready for model demo"):
             stack.coordinator.check_ready()
         with pytest.raises(Unavailable, match="no decode worker is ready for model demo"):

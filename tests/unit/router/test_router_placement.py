@@ -8,11 +8,11 @@ import pytest
 
 from pdserve.errors import ModelNotFound, Unavailable
 from pdserve.types import Role, WorkerLoad
-from router.member import Charge, Member
+from router.member import Charge, Member, MemberState
 from router.placement.context import NO_CONTEXT
-from router.placement.pairing import check_known, check_servable
+from router.placement.pairing import check_known, check_servable, check_servable_alone
 from router.placement.policies import least_loaded as policy
-from router.placement.recompute import place_recompute
+from router.placement.recompute import or_alone, place_recompute
 from router.placement.scorers import outstanding, quiet, room, seats
 from router.placement.values import NO_TOKENS_CACHED, Demand, Placement
 from tests.fakes import worker_info
@@ -51,6 +51,7 @@ def names(placement: Placement | None) -> tuple[str, str | None] | None:
 
 
 P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
+READY = MemberState.READY
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_the_worker_to_avoid_is_taken_only_for_want_of_another() -> None:
     assert names(least_loaded([member("p1", P), member("d", D)], demand, 0)) == ("d", "p1")
 
 
-def not_ready(worker_id: str, role: Role, **state: bool) -> Member:
+def not_ready(worker_id: str, role: Role, **state: object) -> Member:
     found = member(worker_id, role)
     for name, value in state.items():
         setattr(found, name, value)
@@ -257,6 +258,81 @@ def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
         least_loaded(members, DEMAND, 0)
     with pytest.raises(Unavailable, match=message):
         check_servable([m.seen() for m in members], "demo")
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        pytest.param(
+            [member("p", P), member("d", D, FULL)], ("d", "p"), id="a pair, if there is one"
+        ),
+        pytest.param(
+            [not_ready("p", P, suspended=True), member("d1", D, HALF), member("d2", D, IDLE)],
+            ("d2", None),
+            id="a suspended prefill worker",
+        ),
+        pytest.param(
+            [not_ready("p", P, unhealthy="hot"), member("d", D)], ("d", None), id="an unwell one"
+        ),
+        pytest.param([not_ready("p", P, lost=True), member("d", D)], ("d", None), id="a lost one"),
+        pytest.param(
+            [member("p", P), not_ready("d", D, suspended=True)],
+            ("p", None),
+            id="a suspended decode worker",
+        ),
+        pytest.param(
+            [
+                not_ready("p1", P, suspended=True),
+                member("p2", P, compatibility="x"),
+                member("d", D),
+            ],
+            ("d", None),
+            id="nobody else can hand over",
+        ),
+        pytest.param(
+            [
+                not_ready("p", P, suspended=True),
+                not_ready("d1", D, attached=False),
+                member("d2", D, FULL),
+            ],
+            ("d2", None),
+            id="whichever is ready",
+        ),
+        pytest.param(
+            [not_ready("p", P, suspended=True), member("small", D, IDLE, blocks=4), member("d", D)],
+            ("d", None),
+            id="one that could hold the prompt",
+        ),
+        pytest.param(
+            [not_ready("p", P, suspended=True), not_ready("d", D, reserved_blocks=95)],
+            None,
+            id="room is waited for",
+        ),
+    ],
+)
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_without_a_pair_one_worker_does_both(
+    members: list[Member], expected: tuple[str, str | None] | None, prefill_only: bool
+) -> None:
+    demand = replace(DEMAND, prefill_only=prefill_only)
+    seen = [m.seen() for m in members]
+    decision = or_alone(policy.least_loaded)(seen, demand, 0, NO_CONTEXT)
+    if prefill_only and any(m.info.role is P and m.state is READY for m in members):
+        assert decision.placement is not None
+        assert decision.placement.decode.role is P
+    else:
+        assert names(decision.placement) == expected
+    if any(m.state is READY for m in members):
+        check_servable_alone(seen, "demo")
+
+
+def test_without_any_worker_that_is_ready_the_policy_says_what_is_missing() -> None:
+    seen = [not_ready("p", P, suspended=True).seen(), not_ready("d", D, draining=True).seen()]
+    message = "no prefill worker and no decode worker is ready for model demo"
+    with pytest.raises(Unavailable, match=message):
+        or_alone(policy.least_loaded)(seen, DEMAND, 0, NO_CONTEXT)
+    with pytest.raises(Unavailable, match=message):
+        check_servable_alone(seen, "demo")
 
 
 @pytest.mark.parametrize(

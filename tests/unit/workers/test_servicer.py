@@ -52,6 +52,19 @@ class TestStreams:
             await router.until(lambda: router.frames)
             assert router.frames[0].load.free_blocks == FakeShape().total_blocks
 
+    async def test_a_router_without_streams_hears_of_a_load_that_changed(self) -> None:
+        """It may remember what it has cancelled there, and take it for another router's."""
+        async with (
+            a_worker(timing=FakeTiming(step_s=0.01)) as server,
+            RouterSide(server, "one") as one,
+            RouterSide(server, "two") as two,
+        ):
+            await one.submit(1, LONG)
+            await two.until(lambda: two.frames and two.frames[-1].load.num_running_reqs == 1)
+            await one.cancel(1)
+            await two.until(lambda: two.frames[-1].load.num_running_reqs == 0)
+            assert two.frames[-1].load.free_blocks == FakeShape().total_blocks
+
     async def test_a_router_that_comes_later_knows_at_once_what_steps_cost(self) -> None:
         timing = FakeTiming(step_s=0.001)
         async with a_worker(timing=timing) as server:
