@@ -11,6 +11,7 @@ from pdserve.errors import WorkerFailed
 from pdserve.failure_config import DetectionConfig
 from pdserve.kv_pairs import unpaired
 from pdserve.rpc import PLAIN
+from router.attention import TICK_S, Attention
 from router.breaker import BreakerLimits
 from router.pool import CloseLink, OpenLink, WorkerPool
 from router.quarantine import Quarantine
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SWEEP_S = 0.5
+TICKS_A_SWEEP = 5
 
 
 class Fleet:
@@ -60,6 +61,7 @@ class Fleet:
         self.watches = watches
         self._link_settings = link_settings
         self._clock = clock
+        self._attention = Attention(clock)
         self._links: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._subscribers: list[Callable[[], None]] = []
@@ -79,7 +81,7 @@ class Fleet:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
-        self._apply(self.pool.close(self._clock()))
+        self._apply(self.pool.close(self.lease_now()))
         if self._closing:
             await asyncio.wait(self._closing)
         if self.watches is not None:
@@ -106,15 +108,19 @@ class Fleet:
         return self.pool.lease_s
 
     def now(self) -> float:
-        """The clock that leases and quarantines are counted on."""
+        """The clock that breakers and quarantines are counted on."""
         return self._clock()
+
+    def lease_now(self) -> float:
+        """The clock that leases are counted on."""
+        return self._attention.now()
 
     def register(
         self, info: WorkerInfo, kv_key: CapabilityKey | None = None, *, draining: bool = False
     ) -> None:
         """Raises InvalidRequest where the worker cannot serve beside the others."""
         known = self.pool.members.get(info.worker_id)
-        now = self._clock()
+        now = self.lease_now()
         actions = self.pool.register(info, now, kv_key=kv_key)
         self.pool.renew(info.worker_id, info.epoch, now, load=None, draining=draining)
         self._apply(actions)
@@ -147,7 +153,7 @@ class Fleet:
         known = self.pool.renew(
             worker_id,
             epoch,
-            self._clock(),
+            self.lease_now(),
             load=load,
             draining=draining,
             kv=kv,
@@ -160,7 +166,7 @@ class Fleet:
         return known
 
     def deregister(self, worker_id: str, epoch: str) -> None:
-        self._apply(self.pool.deregister(worker_id, epoch, self._clock()))
+        self._apply(self.pool.deregister(worker_id, epoch, self.lease_now()))
 
     def attached(self, member: Member) -> None:
         self.pool.attached(member)
@@ -225,24 +231,19 @@ class Fleet:
             on_change()
 
     async def _sweep(self) -> None:
-        """End leases. A router that stood still itself (stopped, or its machine asleep) could not
-        hear its workers, so it extends their leases by that time first."""
-        due = self._clock() + SWEEP_S
+        """End leases, and look for workers that hang."""
         while True:
-            await asyncio.sleep(SWEEP_S)
-            now = self._clock()
-            if now - due > SWEEP_S:
-                self.pool.forgive(now - due)
-                for member in self._links:
-                    member.watch.forgive(now - due)
-            self._apply(self.pool.expire(now))
-            self._look_for_stalls(now)
-            if self.pool.let_try(now):
+            for _ in range(TICKS_A_SWEEP):
+                await asyncio.sleep(TICK_S)
+                self._attention.tick()
+            self._apply(self.pool.expire(self.lease_now()))
+            self._look_for_stalls()
+            if self.pool.let_try(self._clock()):
                 self._changed()
-            due = now + SWEEP_S
 
-    def _look_for_stalls(self, now: float) -> None:
+    def _look_for_stalls(self) -> None:
         """Take out members that do not get on: their requests go on elsewhere."""
+        now = self.lease_now()
         for member, link in list(self._links.items()):
             why = member.watch.look(
                 now,
@@ -254,5 +255,5 @@ class Fleet:
             if not why:
                 continue
             logger.warning("worker %s gets no work: %s", member.worker_id, why)
-            self.pool.tripped(member, now, why)
+            self.pool.tripped(member, self._clock(), why)
             link.drop(WorkerFailed(f"worker {member.worker_id} hangs: {why}"))

@@ -1,7 +1,9 @@
 """Membership: which workers there are, what each is doing, and what this router has placed there.
 
 Every transition is a synchronous function with the clock passed in, and returns the links to open
-and to close; `router/fleet.py` does that.
+and to close; `router/fleet.py` does that. Leases are counted on a clock of their own
+(`router/attention.py`): what registers, renews, ends and expires is told that one, the breakers'
+transitions the other.
 
     register ──► connecting ⇄ ready ──► draining
                      │          │           │
@@ -200,11 +202,6 @@ class WorkerPool:
             elif now >= member.lease_end:
                 actions += self._lose(member, now, "its lease ran out")
         return actions
-
-    def forgive(self, seconds: float) -> None:
-        """Extend every lease by a time in which this router itself stood still."""
-        for member in self.members.values():
-            member.lease_end += seconds
 
     def close(self, now: float) -> list[PoolAction]:
         """Lose every member."""

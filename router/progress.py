@@ -1,4 +1,5 @@
-"""Whether a worker with work gets on, from what it says of itself. Pure; the clock is the caller's.
+"""Whether a worker with work gets on, from what it says of itself. Pure; the clock is the caller's,
+and must stand still while nobody listens (`router/attention.py`).
 
 A worker with open streams says something at least every half second. One that says nothing hangs,
 or its machine or network does; one that speaks, has work, and whose count of progress stands still
@@ -40,8 +41,3 @@ class ProgressWatch:
         if now - self.got_on_at >= stall_s:
             return f"it has work and has made no step for {now - self.got_on_at:.1f} s"
         return ""
-
-    def forgive(self, seconds: float) -> None:
-        """The router itself stood still for so long."""
-        self.heard_at += seconds
-        self.got_on_at += seconds

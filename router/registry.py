@@ -94,6 +94,8 @@ class Registry(RegistryServicer):
 
     def _entry(self, member: Member, now: float) -> w.WorkerEntry:
         entry = _entry(member, now)
+        if not member.lost:
+            entry.lease_remaining_s = max(0.0, member.lease_end - self._fleet.lease_now())
         if self._costs is not None and member.steps is not None:
             entry.steps.CopyFrom(steps_to_pb(self._costs.step_model(member.worker_id)))
         return entry
@@ -107,7 +109,6 @@ def _entry(member: Member, now: float) -> w.WorkerEntry:
         state=member.state.value,
         outstanding_requests=member.outstanding_requests,
         outstanding_tokens=member.outstanding_tokens if prefills else member.reserved_tokens,
-        lease_remaining_s=0.0 if member.lost else max(0.0, member.lease_end - now),
         breaker=_breaker(member.breaker, now),
         unhealthy=member.unhealthy,
     )

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _HELLO_S = 10.0
 # A router that has heard nothing for several of these knows that something hangs.
 BEAT_S = 0.5
+# A large batch is taken in slices of this, or signs of life would wait behind it.
+_TAKE_S = 0.01
 _MAX_DRAIN_S = 86400.0
 _MAX_INTERVAL_S = 60.0
 
@@ -184,8 +186,12 @@ class WorkerService(WorkerServicer):
         that belongs to no request: then the two do not speak the same language."""
         async for command in commands:
             if command.WhichOneof("command") == "batch":
+                began = time.monotonic()
                 for one in command.batch.commands:
                     self._take(session, one)
+                    if time.monotonic() - began >= _TAKE_S:
+                        await asyncio.sleep(0)
+                        began = time.monotonic()
             else:
                 self._take(session, command)
 

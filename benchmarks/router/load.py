@@ -13,6 +13,7 @@ from typing import cast
 # Each token's text is the time at which its step ended.
 _TIMES = re.compile(rb'"content":\s?"([0-9. ]+)"')
 _END = b"data: [DONE]"
+_ERROR = b'data: {"error"'
 TIMEOUT_S = 120.0
 
 
@@ -60,8 +61,10 @@ class _Stream(asyncio.Protocol):
             elif not self.done.done():
                 self.done.set_result(None)
                 self._transport.close()
-        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
-            self._fail(data[:300].decode(errors="replace"))
+        elif _ERROR in data or (
+            data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200")
+        ):
+            self._fail(data[:800].decode(errors="replace"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._fail(f"the connection was closed: {exc}")

@@ -98,11 +98,6 @@ class Watched:
             )
         return why
 
-    def stand_still(self, seconds: float) -> None:
-        """The router does."""
-        self.now += seconds
-        self._watch.forgive(seconds)
-
 
 def test_a_worker_that_gets_on_is_left_alone() -> None:
     watched = Watched()
@@ -141,10 +136,3 @@ def test_a_worker_that_says_nothing_hangs() -> None:
 
 def test_a_silent_worker_without_streams_is_the_leases_business() -> None:
     assert Watched().look(60.0, load(7), speaks=False, streams=0) == ""
-
-
-def test_a_router_that_stood_still_blames_nobody() -> None:
-    watched = Watched()
-    watched.look(1.0, load(7))
-    watched.stand_still(60.0)
-    assert watched.look(0.5, load(7)) == ""

@@ -132,12 +132,6 @@ def test_closing_loses_everyone(pool: WorkerPool) -> None:
     assert states(pool) == {"d": "lost", "p": "lost"}
 
 
-def test_a_router_that_stood_still_does_not_blame_its_workers(pool: WorkerPool) -> None:
-    pool.register(worker_info("d", Role.DECODE), now=0.0)
-    pool.forgive(100.0)
-    assert pool.expire(now=104.0) == []
-
-
 @pytest.mark.parametrize(
     ("info", "field", "reason"),
     [

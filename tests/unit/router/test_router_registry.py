@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from pdserve.types import FinishReason, GenerateRequest, Role, SamplingParams, W
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
 from router.coordinator import Coordinator
-from router.fleet import SWEEP_S, Fleet
+from router.fleet import Fleet
 from router.registry import Registry
 from tests.fakes import MODEL, ScriptedWorker, Stack, worker_info
 
@@ -28,11 +29,16 @@ LOAD = WorkerLoad(1, 2, 0.5, 50)
 
 
 class Clock:
+    """Stands at 0 until it `runs`."""
+
     def __init__(self) -> None:
-        self.now = 0.0
+        self._ran_at: float | None = None
+
+    def runs(self) -> None:
+        self._ran_at = time.monotonic()
 
     def __call__(self) -> float:
-        return self.now
+        return 0.0 if self._ran_at is None else time.monotonic() - self._ran_at
 
 
 @asynccontextmanager
@@ -151,8 +157,7 @@ async def test_a_lease_that_runs_out_fails_the_streams_of_its_worker() -> None:
             submit = await worker.submitted()
             worker.send(submit, 7)
             assert (await anext(answer)).token_ids == (7,)
-            # No more than two sweeps on: a longer jump would be the router's own pause.
-            clock.now = 2 * SWEEP_S
+            clock.runs()
             await stack.until_state(worker, "lost")
             with pytest.raises(Unavailable, match="no worker is ready for model demo"):
                 await anext(answer)

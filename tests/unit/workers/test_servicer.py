@@ -26,7 +26,7 @@ from tests.unit.workers.router_side import (
     fake_engine,
     token_ids,
 )
-from workers import worker
+from workers import servicer, worker
 from workers.fake_engine import FakeEngine
 from workers.fake_settings import FakeFaults, FakeShape, FakeTiming
 from workers.worker import Worker
@@ -107,6 +107,27 @@ class TestStreams:
             await router.send(w.Command(batch=batch))
             assert error_of(await router.finish(2)) == ("invalid_value", "max_tokens")
             await router.until_empty()
+
+    async def test_others_run_in_between_the_commands_of_a_large_batch(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(servicer, "_TAKE_S", 0.0)
+        turns: list[int] = []
+        async with a_worker() as server, RouterSide(server) as router:
+            loop, taken_in = asyncio.get_running_loop(), []
+
+            def turn() -> None:
+                turns.append(len(turns))
+                if len(taken_in) < 3:
+                    loop.call_soon(turn)
+
+            monkeypatch.setattr(server.worker, "cancel", lambda *_: taken_in.append(len(turns)))
+            turn()
+            cancels = [w.Command(cancel=w.Cancel(stream_id=x)) for x in (1, 2, 3)]
+            refused = w.Command(submit=w.Submit(stream_id=4))
+            await router.send(w.Command(batch=w.Batch(commands=[*cancels, refused])))
+            await router.finish(4)
+            assert len(set(taken_in)) == len(taken_in) > 2
 
     async def test_stream_ids_of_two_routers_do_not_meet(self) -> None:
         async with (
