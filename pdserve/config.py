@@ -15,6 +15,7 @@ from pdserve.access.strict import check_router, check_worker
 from pdserve.config_schema import check, key, parse, read_file, refuse, section
 from pdserve.config_schema import overlay as overlay_keys
 from pdserve.failure_config import DetectionConfig, FallbackConfig, GpuConfig
+from pdserve.role_config import RolesConfig
 from pdserve.tenant_config import TenantConfig  # noqa: TC001 - read at run time
 from pdserve.types import Role
 
@@ -112,6 +113,7 @@ class RouterConfig:
     access: RouterAccessConfig = section(
         RouterAccessConfig, "Who may connect, and as what; API keys are those of `tenants`."
     )
+    roles: RolesConfig = section(RolesConfig, "When workers are moved between prefill and decode.")
     detection: DetectionConfig = section(
         DetectionConfig, "When a worker that lives is given no work."
     )
@@ -310,7 +312,7 @@ class UpConfig:
         5, "Times a worker that dies is started again before `up` gives up.", minimum=0
     )
     ready_file: str = key(
-        "", "File to write once all are ready: addresses and process ids as JSON."
+        "", "File to write once all are ready: addresses, process ids and first roles, as JSON."
     )
     run_dir: str = key("", "Directory for the processes' logs; empty makes one.")
 

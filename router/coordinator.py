@@ -115,6 +115,10 @@ class Coordinator:
         """Requests admitted and not ended."""
         return self._admission.running
 
+    def queued_of(self, model: str) -> int:
+        """Requests of one model that wait for admission."""
+        return self._admission.queued_of(model)
+
     @property
     def queued_requests(self) -> int:
         """Requests waiting for admission."""

@@ -42,9 +42,13 @@ from router.prefill_queue import PrefillQueue
 from router.prefix.watch import CacheWatches, WatchSettings
 from router.registry import Registry
 from router.roles.flips import Flips
+from router.roles.rebalancer import Rebalancer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pdserve.config import RouterConfig
+    from router.roles.controller import Verdict
 
 GRPC_STOP_S = 1.0
 _SERVICES = (
@@ -134,10 +138,31 @@ class RouterServer:
         render, keys = coordinator.metrics.render, Keys(config.tenants)
         services = Services(coordinator, intake, self._open_requests, render, keys)
         generation = Generation(coordinator, intake, self._open_requests, keys)
-        admin = Admin(decisions, Flips(fleet, coordinator.metrics), Drains(fleet))
-        grpc_address = await self._start_grpc(generation, Registry(fleet, costs), admin)
+        flips = Flips(fleet, coordinator.metrics)
+        admin = Admin(decisions, flips, Drains(fleet))
+        roles = await self._start_rebalancer(fleet, flips, costs)
+        grpc_address = await self._start_grpc(generation, Registry(fleet, costs, roles), admin)
         http_address = await self._start_http(services)
         return RouterAddresses(http=http_address, grpc=grpc_address)
+
+    async def _start_rebalancer(
+        self, fleet: Fleet, flips: Flips, costs: CostBook
+    ) -> Mapping[str, Verdict]:
+        """Its verdicts; none where roles are not moved by load."""
+        if not self._config.roles.auto:
+            return {}
+        metrics = self.coordinator.metrics.roles
+        rebalancer = Rebalancer(
+            fleet,
+            flips,
+            costs,
+            self._config.roles,
+            queued=self.coordinator.queued_of,
+            on_verdict=metrics.decided,
+        )
+        metrics.watch(rebalancer.verdicts)
+        await self._stack.enter_async_context(rebalancer)
+        return rebalancer.verdicts
 
     async def _start_grpc(self, generation: Generation, registry: Registry, admin: Admin) -> str:
         host, access = self._config.grpc_host, self._config.access

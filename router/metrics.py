@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.kv_metrics import KvCollector
 from router.prefix.metrics import PrefixMetrics
+from router.roles.metrics import RoleMetrics
 from router.tenant_metrics import TenantMetrics
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self.prefix = PrefixMetrics(self.registry)
         self.tenants = TenantMetrics(self.registry)
+        self.roles = RoleMetrics(self.registry)
         self._ttft = self._seconds("time_to_first_token", "From arrival to the first token.")
         self._tpot = self._seconds(
             "time_per_output_token", "Mean gap between tokens after the first.", _TOKEN_SECONDS

@@ -13,14 +13,17 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
 from router.breaker import BreakerState
 from router.cost.wire import costs_to_pb, steps_to_pb
+from router.roles.wire import roles_to_pb
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
     from router.breaker import Breaker
     from router.cost.book import CostBook
     from router.fleet import Fleet
     from router.member import Member
+    from router.roles.controller import Verdict
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -28,7 +31,13 @@ if TYPE_CHECKING:
 class Registry(RegistryServicer):
     """A face of the fleet: no state of its own."""
 
-    def __init__(self, fleet: Fleet, costs: CostBook | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        costs: CostBook | None = None,
+        roles: Mapping[str, Verdict] | None = None,
+    ) -> None:
+        self._roles = {} if roles is None else roles
         self._fleet = fleet
         self._costs = costs
 
@@ -80,6 +89,7 @@ class Registry(RegistryServicer):
             costs=()
             if self._costs is None
             else costs_to_pb(self._costs, self._fleet.pool.models()),
+            roles=roles_to_pb(self._roles),
             quarantined=[
                 w.QuarantinedPair(
                     prefill_worker=pair.prefill,

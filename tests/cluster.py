@@ -195,6 +195,12 @@ class Cluster:
         (costs,) = reply.costs
         return costs
 
+    async def roles(self) -> w.ModelRoles:
+        """What the router, which moves roles by load, wants of its one model's workers."""
+        reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+        (roles,) = reply.roles
+        return roles
+
     async def entries(self) -> dict[str, w.WorkerEntry]:
         """What the router says of its workers."""
         reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)

@@ -55,6 +55,11 @@ def show(address: str, found: dict[str, list[Row]], console: Console | None = No
         "[bold]does P/D help?[/]",
         [line for row in found.get("costs", []) for line in _costs(row)],
     )
+    _list(
+        console,
+        "[bold]roles[/], moved by load:",
+        [f"{row['model']}: {row['text']}" for row in found["roles"]],
+    )
 
 
 def _costs(row: Row) -> list[str]:

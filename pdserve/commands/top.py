@@ -102,7 +102,7 @@ async def _watch(args: argparse.Namespace) -> None:
                 sys.stdout.write(json.dumps({**found, **state}) + "\n")
                 sys.stdout.flush()
             else:
-                screen.show(found, state["workers"])
+                screen.show(found, state["workers"], state["roles"])
             if args.once:
                 return
 

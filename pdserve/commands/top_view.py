@@ -79,14 +79,20 @@ class Screen:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, found: dict[str, Any], workers: Sequence[dict[str, Any]]) -> None:
-        """One interval."""
+    def show(
+        self,
+        found: dict[str, Any],
+        workers: Sequence[dict[str, Any]],
+        roles: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """One interval; `roles` says what is wanted of the roles that are moved by load."""
         body = Group(
             _headline(self._url, found),
             Text(),
             _latencies(found),
             Text(),
             load_table("workers", workers) if workers else Text("No worker is registered."),
+            *(Text(f"roles of {row['model']}: {row['text']}") for row in roles),
         )
         if self._live is None:
             self._console.print(body)

@@ -19,7 +19,8 @@ def describe(
     model: str,
     run_dir: Path,
 ) -> dict[str, object]:
-    """The file's content. `facts` is what each process said of itself when it became ready."""
+    """The file's content. `facts` is what each process said of itself when it became ready. A role
+    is the one of the start: `pdserve status` has the one of now."""
     router, *workers = children
     return {
         "pid": os.getpid(),

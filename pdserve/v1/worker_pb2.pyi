@@ -222,14 +222,16 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "quarantined", "costs")
+    __slots__ = ("workers", "quarantined", "costs", "roles")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     quarantined: _containers.RepeatedCompositeFieldContainer[QuarantinedPair]
     costs: _containers.RepeatedCompositeFieldContainer[ModelCosts]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[QuarantinedPair, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[ModelCosts, _Mapping]]] = ...) -> None: ...
+    roles: _containers.RepeatedCompositeFieldContainer[ModelRoles]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[QuarantinedPair, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[ModelCosts, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ...) -> None: ...
 
 class ModelCosts(_message.Message):
     __slots__ = ("model", "text", "requests", "measured", "modelled", "aggregated", "goodput_ratio", "stall_s", "predictions")
@@ -252,6 +254,28 @@ class ModelCosts(_message.Message):
     stall_s: float
     predictions: _containers.RepeatedCompositeFieldContainer[PredictionRatio]
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., requests: _Optional[int] = ..., measured: _Optional[float] = ..., modelled: _Optional[float] = ..., aggregated: _Optional[float] = ..., goodput_ratio: _Optional[float] = ..., stall_s: _Optional[float] = ..., predictions: _Optional[_Iterable[_Union[PredictionRatio, _Mapping]]] = ...) -> None: ...
+
+class ModelRoles(_message.Message):
+    __slots__ = ("model", "text", "stance", "prefill_workers", "decode_workers", "wanted_prefill_workers", "wanted_decode_workers", "prefill_load", "decode_load")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    STANCE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_LOAD_FIELD_NUMBER: _ClassVar[int]
+    DECODE_LOAD_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    text: str
+    stance: str
+    prefill_workers: int
+    decode_workers: int
+    wanted_prefill_workers: int
+    wanted_decode_workers: int
+    prefill_load: float
+    decode_load: float
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., stance: _Optional[str] = ..., prefill_workers: _Optional[int] = ..., decode_workers: _Optional[int] = ..., wanted_prefill_workers: _Optional[int] = ..., wanted_decode_workers: _Optional[int] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ...) -> None: ...
 
 class PredictionRatio(_message.Message):
     __slots__ = ("what", "count", "p10", "p50", "p90")

@@ -66,6 +66,10 @@ class Admission:
     def queued(self) -> int:
         return self._gate.queued
 
+    def queued_of(self, model: str) -> int:
+        """Those of one model that wait."""
+        return self._gate.queued_of(model)
+
     @property
     def drain(self) -> DrainPredictor:
         return self._gate.drain

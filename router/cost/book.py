@@ -11,6 +11,7 @@ from router.cost.accuracy import Accuracy, ratios
 from router.cost.backlog import Backlog
 from router.cost.meter import Reading, Window, read
 from router.cost.objective import Slo, cost_s
+from router.cost.pace import pace_of
 from router.cost.replay import Pool
 from router.cost.step_model import Batch, fit_steps, prompt_work
 from router.cost.transfer_model import TransferModel
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from router.cost.outcome import Outcome
+    from router.cost.pace import Pace
     from router.cost.step_model import PromptWork, StepModel
     from router.placement.values import Candidate, Decision, Demand
     from router.pool import WorkerPool
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 REFIT_S = 2.0
 PRIOR_S = 5.0
 READING_S = 5.0
+# Of so many requests, the last ones, the pace is said.
+PACE_OUTCOMES = 64
 
 # A model, and the size of a prompt in powers of two: habits are kept by it.
 SizeClass = tuple[str, int]
@@ -229,6 +233,11 @@ class CostBook:
         )
         self._readings[model] = (found, now)
         return found
+
+    def pace(self, model: str) -> Pace | None:
+        """What the last requests of `model` took of each phase; None of too few."""
+        window = self._windows.get(model)
+        return None if window is None else pace_of(window.recent(self._clock())[-PACE_OUTCOMES:])
 
     def _pool_of(self, model: str, role: Role) -> Pool | None:
         """The ready workers of a role as one: the model of the first that is known."""

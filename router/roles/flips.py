@@ -24,7 +24,7 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 from router.member import MemberState
 from router.roles.canary import prove
-from router.roles.rules import partner_for
+from router.roles.rules import is_left, partner_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,6 +118,10 @@ class Flips:
             raise Unavailable(f"worker {partner.worker_id}, its partner, is gone")
         pair = (partner, worker) if role is Role.DECODE else (worker, partner)
         await prove(self._fleet, *pair, timeout_s=CANARY_S)
+        # Another router may have moved the others meanwhile.
+        model, before = partner.info.model.name, partner.info.role
+        if not is_left(list(self._fleet.pool.members.values()), model, before):
+            raise Unavailable(f"no {before} worker of model {model} would be left")
 
     def _has_joined(self, worker_id: str, role: Role) -> bool:
         member = self._fleet.pool.members.get(worker_id)

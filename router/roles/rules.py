@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,29 @@ from pdserve.types import Role
 from router.member import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from router.member import Member
+
+
+def spare_for(members: Sequence[Member], role: Role, failed: Collection[str]) -> Member | None:
+    """The worker of one model's `members` that can become a `role` worker at the least cost: with
+    the least work, and of those that have not `failed` to, if there are such."""
+    ready = [m for m in members if m.state is MemberState.READY and m.info.role is not role]
+    ready.sort(
+        key=lambda m: (
+            m.worker_id in failed,
+            m.outstanding_tokens,
+            m.outstanding_requests if m.load is None else m.load.num_running_reqs,
+            m.reserved_blocks,
+            m.worker_id,
+        )
+    )
+    for member in ready:
+        with suppress(InvalidRequest, Unavailable):
+            partner_for(members, member.worker_id, role)
+            return member
+    return None
 
 
 def partner_for(members: Sequence[Member], worker_id: str, role: Role) -> Member:
@@ -39,7 +60,7 @@ def partner_for(members: Sequence[Member], worker_id: str, role: Role) -> Member
         for m in members
         if m is not member and m.state is MemberState.READY and m.info.model.name == model
     ]
-    if not any(m.info.role is before for m in others):
+    if not is_left(others, model, before):
         raise Unavailable(f"worker {worker_id} is the last {before} worker of model {model}")
     own = kind_of(replace(member.info, role=role))
     for other in others:
@@ -49,3 +70,11 @@ def partner_for(members: Sequence[Member], worker_id: str, role: Role) -> Member
         if exchange(*pair):
             return other
     raise Unavailable(f"no {before} worker can exchange KV with worker {worker_id}")
+
+
+def is_left(members: Sequence[Member], model: str, role: Role) -> bool:
+    """Whether a `role` worker of a model is ready."""
+    return any(
+        m.state is MemberState.READY and m.info.role is role and m.info.model.name == model
+        for m in members
+    )

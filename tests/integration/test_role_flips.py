@@ -14,7 +14,7 @@ import pytest
 from pdserve import rpc, wire
 from pdserve.cli import main
 from pdserve.errors import InvalidRequest, PdserveError, Unavailable
-from pdserve.types import Role
+from pdserve.types import Role, SamplingParams
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 from tests.cluster import WAIT_S, Cluster
@@ -22,7 +22,7 @@ from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, assert_same
 from workers.fake_settings import FakeFaults
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 
@@ -47,19 +47,30 @@ async def role_of(cluster: Cluster, name: str) -> tuple[Role, str]:
     return wire.role_from_pb(entry.info.role), entry.state
 
 
+async def metrics(cluster: Cluster) -> str:
+    url = f"http://{cluster.http}/metrics"
+    async with aiohttp.ClientSession() as session, session.get(url) as reply:
+        return await reply.text()
+
+
 @asynccontextmanager
-async def under_load(cluster: Cluster, clients: int = 6) -> AsyncIterator[list[int]]:
+async def under_load(
+    cluster: Cluster,
+    clients: int = 6,
+    prompt: Sequence[int] = PROMPT,
+    plain: SamplingParams = PLAIN,
+) -> AsyncIterator[list[int]]:
     """Clients that ask one request after the other, and check each answer; counts them."""
     counts, is_over = [0] * clients, False
 
     async def ask(client: int) -> None:
         while not is_over:
-            sampling = replace(PLAIN, seed=1000 * client + counts[client], n=1 + client % 3)
+            sampling = replace(plain, seed=1000 * client + counts[client], n=1 + client % 3)
             tokens: list[list[int]] = [[] for _ in range(sampling.n)]
-            async for delta in cluster.client.generate(PROMPT, sampling):
+            async for delta in cluster.client.generate(prompt, sampling):
                 tokens[delta.index] += delta.token_ids
             for i, found in enumerate(tokens):
-                assert found == cluster.expected(PROMPT, sampling.of_choice(i)).token_ids
+                assert found == cluster.expected(prompt, sampling.of_choice(i)).token_ids
             counts[client] += 1
 
     asking = [asyncio.create_task(ask(i)) for i in range(clients)]
@@ -85,10 +96,7 @@ async def test_flips_under_load_lose_nothing() -> None:
                 assert 0 < done.canary_s < done.total_s
                 assert await role_of(cluster, name) == (role, "ready")
                 await cluster.until(lambda before=before: sum(counts) > before)
-        metrics = f"http://{cluster.http}/metrics"
-        async with aiohttp.ClientSession() as session, session.get(metrics) as reply:
-            text = await reply.text()
-        assert 'outcome="done",role="decode"} 2.0' in text
+        assert 'outcome="done",role="decode"} 2.0' in await metrics(cluster)
 
 
 async def test_streams_that_do_not_end_go_on_elsewhere() -> None:

@@ -51,6 +51,7 @@ def printed(
     unpaired: tuple[dict[str, str], ...] = (),
     quarantined: tuple[dict[str, Any], ...] = (),
     costs: tuple[dict[str, Any], ...] = (),
+    roles: tuple[dict[str, Any], ...] = (),
     width: int = 200,
 ) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
@@ -59,6 +60,7 @@ def printed(
         "unpaired": [*unpaired],
         "quarantined": [*quarantined],
         "costs": [*costs],
+        "roles": [*roles],
     }
     show("127.0.0.1:8001", found, console)
     assert isinstance(console.file, io.StringIO)
@@ -146,3 +148,9 @@ def test_the_meter_speaks_in_words_and_predictions_in_quantiles() -> None:
     lines = printed(row(), costs=(costs,))
     assert "  demo: P/D helps now [x]." in lines
     assert lines[-1].endswith("ttft 1.00 (0.80 to 1.25)")
+
+
+def test_what_is_wanted_of_the_roles_is_said_in_words() -> None:
+    text = "1 prefill worker loaded 2.00; 2 and 2 are wanted"
+    lines = printed(row(), roles=({"model": "demo", "text": text},))
+    assert lines[-2:] == ["roles, moved by load:", f"  demo: {text}"]

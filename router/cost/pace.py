@@ -1,0 +1,36 @@
+"""What a recent request took of each phase, on average. Times in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from router.cost.outcome import Outcome
+
+# With fewer nothing is said.
+MIN_OUTCOMES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """`prompt_tokens` are those that were computed, in `prefill_s`; `decode_s` is from the first
+    token to the last."""
+
+    prompt_tokens: float
+    prefill_s: float
+    decode_s: float
+
+
+def pace_of(outcomes: Sequence[Outcome]) -> Pace | None:
+    """None of too few."""
+    if len(outcomes) < MIN_OUTCOMES:
+        return None
+    return Pace(
+        fmean(x.prompt_tokens - x.cached_tokens for x in outcomes),
+        fmean(x.prefill_s for x in outcomes),
+        fmean((x.tpot_s or 0.0) * (x.output_tokens - 1) for x in outcomes),
+    )
