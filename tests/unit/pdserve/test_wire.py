@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
@@ -43,10 +44,9 @@ STRUCTURED = st.one_of(
     st.just(t.StructuredOutput(t.Constraint.JSON_OBJECT)),
     st.builds(t.StructuredOutput, st.just(t.Constraint.CHOICE), choices=texts(max_size=3)),
 )
-SAMPLING = st.builds(
+ONE_ANSWER = st.builds(
     t.SamplingParams,
     max_tokens=st.integers(100, 1 << 30),
-    n=st.integers(1, 128),
     temperature=st.floats(0, 100),
     top_p=st.floats(0.01, 1),
     top_k=st.integers(-1, 1 << 30),
@@ -64,6 +64,13 @@ SAMPLING = st.builds(
     logit_bias=st.dictionaries(UINT32, st.floats(-100, 100), max_size=3),
     structured_output=st.none() | STRUCTURED,
     skip_special_tokens=st.booleans(),
+)
+# Each answer of several has a seed of its own, counted from the first one's.
+SAMPLING = ONE_ANSWER | st.builds(
+    lambda one, n, seed: replace(one, n=n, seed=seed),
+    ONE_ANSWER,
+    st.integers(2, 128),
+    st.none() | st.integers(0, t.MAX_SEED - 128),
 )
 TOKEN_LOGPROB = st.builds(t.TokenLogprob, UINT32, TEXT, FLOAT, st.integers(-1, 1 << 30))
 LOGPROBS = st.lists(
