@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pdserve import __version__
 from pdserve.commands import (
     bench,
+    chaos,
     chat,
     config,
     drain,
@@ -51,6 +52,7 @@ _COMMANDS = (
     simulate,
     hash_key,
     bench,
+    chaos,
 )
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -31,19 +31,23 @@ _POLL_S: Final = 0.05
 _TAIL_LINES: Final = 12
 # The kernel ends it with us, whatever ends us.
 _PROGRAM: Final = (
-    "import sys; from pdserve.child import die_with; die_with(int(sys.argv.pop(1))); "
-    "from pdserve.cli import main; sys.exit(main())"
+    "import importlib, sys; from pdserve.child import die_with; die_with(int(sys.argv.pop(1))); "
+    "sys.exit(importlib.import_module(sys.argv.pop(1)).main())"
 )
 
 
 class Stack:
     """Owns one `pdserve up` from :meth:`start` to :meth:`stop`; its files are in ``directory``.
 
-    ``ready`` is the ready file's content, None while it does not serve.
+    ``ready`` is the ready file's content, None while it does not serve. ``module``'s ``main`` is
+    what runs: the command line.
     """
 
-    def __init__(self, name: str, config: Mapping[str, Any], directory: Path) -> None:
+    def __init__(
+        self, name: str, config: Mapping[str, Any], directory: Path, *, module: str = "pdserve.cli"
+    ) -> None:
         self.name = name
+        self._module = module
         self.ready: Mapping[str, Any] | None = None
         self._directory = directory
         self._ready_path = directory / "ready.json"
@@ -60,7 +64,10 @@ class Stack:
         with self._log_path.open("wb") as log:
             # Not by the loop, whose fork gRPC's threads object to.
             self._process = subprocess.Popen(  # noqa: ASYNC220
-                [sys.executable, "-c", _PROGRAM, str(os.getpid()), "up", "--config", config_path],
+                [
+                    *(sys.executable, "-c", _PROGRAM, str(os.getpid()), self._module),
+                    *("up", "--config", config_path),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -122,6 +129,13 @@ class Stack:
             }
             for info in found
         ]
+
+    @property
+    def pid(self) -> int:
+        """Of `pdserve up`; raises :class:`BenchError` where it has ended."""
+        if self._process is None or self._process.poll() is not None:
+            raise BenchError(f"{self.name} ended:\n{self._tail()}")
+        return self._process.pid
 
     def changed(self) -> str | None:
         """What happened to its processes since it was ready; None if nothing did."""

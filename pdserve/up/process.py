@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from pdserve.up.specs import ProcessSpec
 
+# What a process runs, before the name of its command.
+PROGRAM = (sys.executable, "-m", "pdserve")
 TAIL_LINES = 20
 _MAX_LINE_BYTES = 1 << 20
 _LAST_REPORTS_S = 1.0
@@ -82,8 +84,7 @@ class ChildProcess:
         try:
             with self.log_path.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "pdserve", self.spec.command),
-                    *("--config", str(self._config_path)),
+                    *(*PROGRAM, self.spec.command, "--config", str(self._config_path)),
                     *("--report-fd", str(write_fd), "--parent-pid", str(os.getpid())),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,

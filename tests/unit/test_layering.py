@@ -30,6 +30,8 @@ TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 MEASURES_KV = ("benchmarks/kv_transfer/", "benchmarks/gpu/")
 # Time decisions by themselves, or make them on a virtual clock: the router's faces are not in it.
 RUNS_ROUTER_CODE = ("benchmarks/placement/", "benchmarks/simulation/")
+# Puts faults into a worker's own process.
+HURTS_WORKERS = "benchmarks/chaos/hooks/worker.py"
 # The demo model is trained with torch, and by nothing that serves.
 TRAINING = frozenset({"pdserve/demo/train.py", "pdserve/demo/batches.py"})
 
@@ -73,6 +75,8 @@ def trespasses(package: str) -> Iterator[str]:
                 if name.startswith(MEASURES_KV) and top == "kv_transfer":
                     continue
                 if name.startswith(RUNS_ROUTER_CODE) and top == "router":
+                    continue
+                if name == HURTS_WORKERS and top in ("kv_transfer", "workers"):
                     continue
                 yield f"{name}:{line} imports {module}"
             if top in HEAVY and top not in heavy and not name.startswith("benchmarks/gpu/"):

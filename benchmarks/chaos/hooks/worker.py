@@ -1,0 +1,93 @@
+"""Faults inside a worker: KV that is lost, late or damaged on its way out, and a lease that is not
+renewed. Wraps `kv_transfer`'s transports, the fake engine's link and `workers.registration`."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import time
+from typing import TYPE_CHECKING
+
+from kv_transfer.errors import LinkClosed
+from kv_transfer.memory import KvRegion
+from kv_transfer.transport.shm import ShmSource
+from workers.fake_link import LinkServer
+from workers.registration import Registration
+
+if TYPE_CHECKING:
+    from asyncio import StreamWriter
+
+    from benchmarks.chaos.orders import Orders
+    from kv_transfer.layout import PagePart
+    from kv_transfer.messages import Chunk
+
+
+def install(orders: Orders) -> None:
+    """From now on this worker does as ordered."""
+    _install_shm(orders)
+    _install_fake_link(orders)
+    _install_renewals(orders)
+
+
+def _install_shm(orders: Orders) -> None:
+    push, copy_from = ShmSource.push, KvRegion.copy_from
+
+    def faulty_push(
+        self: ShmSource,
+        chunk: Chunk,
+        source_ids: list[int],
+        target_ids: list[int],
+        part: PagePart | None = None,
+    ) -> None:
+        order = orders.now
+        if order.transfers == "drop":
+            orders.did()
+            raise LinkClosed("the link was cut, as ordered")
+        if order.transfers == "delay":
+            orders.did()
+            time.sleep(order.delay_s)
+        push(self, chunk, source_ids, target_ids, part)
+
+    def faulty_copy(
+        self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: list[int]
+    ) -> int:
+        copied = copy_from(self, source, source_ids, own_ids)
+        if orders.now.transfers == "corrupt":
+            orders.did()
+            g = self.geometry
+            at = self.address + g.page_offset(g.num_layers - 1, own_ids[0])
+            ctypes.c_uint8.from_address(at).value ^= 0x40
+        return copied
+
+    ShmSource.push = faulty_push  # type: ignore[method-assign]
+    KvRegion.copy_from = faulty_copy  # type: ignore[method-assign]
+    # A push that is held must hold its link's thread and not the engine's step.
+    ShmSource.unwaited_bytes = 0
+
+
+def _install_fake_link(orders: Orders) -> None:
+    answer = LinkServer._answer
+
+    async def faulty_answer(self: LinkServer, transfer_id: str, writer: StreamWriter) -> bool:
+        order = orders.now
+        if order.transfers == "drop":
+            orders.did()
+            raise ConnectionAbortedError("the link was cut, as ordered")
+        if order.transfers == "delay":
+            orders.did()
+            await asyncio.sleep(order.delay_s)
+        return await answer(self, transfer_id, writer)
+
+    LinkServer._answer = faulty_answer  # type: ignore[method-assign]
+
+
+def _install_renewals(orders: Orders) -> None:
+    pause = Registration._pause
+
+    async def faulty_pause(self: Registration, seconds: float) -> None:
+        await pause(self, seconds)
+        while orders.now.renewals == "stop":
+            orders.did()
+            await asyncio.sleep(0.05)
+
+    Registration._pause = faulty_pause  # type: ignore[method-assign]
