@@ -128,12 +128,19 @@ def _run_matrix(args: argparse.Namespace, faults: Sequence[Fault]) -> int:
     directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     began_s = time.monotonic()
     with Progress(directory) as progress:
-        result: MatrixResult = asyncio.run(
-            run_matrix(settings, faults, directory, doing=progress.doing, done=progress.done)
-        )
+
+        def done(so_far: MatrixResult) -> None:
+            progress.done(so_far.rows[-1])
+            keep(so_far)
+
+        def keep(found: MatrixResult) -> None:
+            if args.json is not None:
+                args.json.write_text(to_json(found), encoding="utf-8")
+
+        running = run_matrix(settings, faults, directory, doing=progress.doing, done=done)
+        result = asyncio.run(running)
     render(result, time.monotonic() - began_s)
-    if args.json is not None:
-        args.json.write_text(to_json(result), encoding="utf-8")
+    keep(result)
     return EXIT_OK if result.passed else EXIT_FAILED
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
@@ -30,27 +31,17 @@ async def run_matrix(
     directory: Path,
     *,
     doing: Callable[[str, str], None],
-    done: Callable[[RowResult], None],
+    done: Callable[[MatrixResult], None],
 ) -> MatrixResult:
-    """``doing`` hears what happens now (row, text), ``done`` each row. Raises
-    :class:`BenchError`."""
+    """``doing`` hears what happens now (row, text), ``done`` after each row what there is so far.
+    Raises :class:`BenchError`."""
     pair = Pair(settings, directory)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    rows: list[RowResult] = []
-    try:
-        doing("start", f"router, {settings.workers} workers, and one for the right answers")
-        await pair.start()
-        for place, fault in enumerate(faults):
-            rows.append(await _row(settings, fault, place, pair, doing))
-            done(rows[-1])
-    finally:
-        doing("stop", "letting all processes end")
-        await pair.stop()
-    return MatrixResult(
+    result = MatrixResult(
         created=created,
         engine=settings.engine,
         workers=settings.workers,
-        model=pair.service.model,
+        model="",
         trace=TRACE,
         host=host(),
         settings={
@@ -59,9 +50,20 @@ async def run_matrix(
             "seed": settings.seed,
             "kinds": kinds_of(settings.engine),
         },
-        rows=rows,
-        left=pair.left,
+        rows=[],
     )
+    try:
+        doing("start", f"router, {settings.workers} workers, and one for the right answers")
+        await pair.start()
+        result = replace(result, model=pair.service.model)
+        for place, fault in enumerate(faults):
+            row = await _row(settings, fault, place, pair, doing)
+            result = replace(result, rows=[*result.rows, row])
+            done(result)
+    finally:
+        doing("stop", "letting all processes end")
+        await pair.stop()
+    return replace(result, left=pair.left)
 
 
 async def _row(
