@@ -67,6 +67,8 @@ class ExplainView:
             out.print(f"   and {others.total()} more: {escape(reasons)}", soft_wrap=True)
         for prediction in decision.predictions:
             out.print(f"   {escape(_predicted(prediction))}", soft_wrap=True)
+        for line in _last_step(decision):
+            out.print(f"   {escape(line)}", soft_wrap=True)
 
     def _table(
         self, decision: a.PlacementDecision, candidates: Sequence[a.PlacementCandidate]
@@ -168,3 +170,20 @@ def _predicted(prediction: a.PlacementPrediction) -> str:
     seconds = sorted(prediction.seconds.items())
     figures = ", ".join(f"{name.removesuffix('_s')} {x * 1e3:.1f} ms" for name, x in seconds)
     return f"predicted {where}: {figures}"
+
+
+def _last_step(decision: a.PlacementDecision) -> list[str]:
+    """Where both ways were predicted: what they cost, and whether habit or prediction decided."""
+    costs = {x.prefill: x.seconds["cost_s"] for x in decision.predictions if "cost_s" in x.seconds}
+    apart = {name: cost_s for name, cost_s in costs.items() if name}
+    if not decision.decode or not apart or "" not in costs:
+        return []
+    cost_s = apart.get(decision.prefill, min(apart.values()))
+    was_apart = not any(x.is_habit and not x.prefill for x in decision.predictions)
+    habit = "apart" if was_apart else "on the decode worker"
+    if was_apart == bool(decision.prefill):
+        verdict = "which is not beaten clearly"
+    else:
+        verdict = "which is beaten clearly"
+    figures = f"apart {cost_s * 1e3:.1f} ms, on the decode worker {costs[''] * 1e3:.1f} ms"
+    return [f"cost of prefill {figures}; requests of this size last had it {habit}, {verdict}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from pdserve.errors import PdserveError
@@ -113,6 +114,9 @@ class Rebalancer:
         if member is None:
             logger.warning("roles of %s: no worker can become a %s worker", model, role)
             return "", f"no worker can become a {role} worker"
+        verdict = self._verdicts[model]
+        text = f"{verdict.text}: {member.worker_id} does now"
+        self._verdicts[model] = replace(verdict, text=text)
         drain_s = self._config.drain_timeout_s
         try:
             done = await self._flips.flip(member.worker_id, role, drain_timeout_s=drain_s)

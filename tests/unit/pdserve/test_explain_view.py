@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from pdserve.commands.explain_view import ExplainView
@@ -104,3 +105,26 @@ def test_of_many_workers_the_best_are_shown_and_the_others_counted() -> None:
     assert rows == ["x3", *(f"d{i}" for i in range(39, 16, -1))]
     assert lines[-1] == "   and 76 more: 59 not drawn, 17 scored less"
     assert "   to be avoided: y, p1 with d1" in lines
+
+
+@pytest.mark.parametrize(
+    ("prefill", "is_habit", "said"),
+    [
+        ("p0", False, "last had it apart, which is not beaten clearly"),
+        ("", False, "last had it apart, which is beaten clearly"),
+        ("", True, "last had it on the decode worker, which is not beaten clearly"),
+        ("p0", True, "last had it on the decode worker, which is beaten clearly"),
+    ],
+)
+def test_both_ways_are_weighed_against_habit(prefill: str, is_habit: bool, said: str) -> None:
+    predictions = [
+        a.PlacementPrediction(
+            prefill="p0", decode="d0", seconds={"cost_s": 0.012}, is_habit=not is_habit
+        ),
+        a.PlacementPrediction(decode="d0", seconds={"cost_s": 0.01}, is_habit=is_habit),
+    ]
+    text = printed(decision(prefill=prefill, decode="d0", predictions=predictions))
+    costs = "cost of prefill apart 12.0 ms, on the decode worker 10.0 ms"
+    assert f"{costs}; requests of this size {said}" in text
+    assert "cost of" not in printed(decision(decode="d0", predictions=predictions[:1]))
+    assert "cost of" not in printed(decision(predictions=predictions))
