@@ -69,7 +69,7 @@ def many(
     holders = [c for c in candidates if c.worker_id in cached] if cached else []
     if len(holders) > MOST_CACHED:
         holders = heapq.nlargest(MOST_CACHED, holders, key=lambda c: cached[c.worker_id])
-    chance = random.Random(_mix(2 * turn + phase))  # noqa: S311: no secret
+    chance = random.Random(_mix(2 * turn + phase))
     return list(dict.fromkeys(holders + chance.sample(candidates, MOST_SCORED - len(holders))))
 
 

@@ -26,6 +26,7 @@ KEYS = Keys(
         (f"bearer  {TWO} ", "a"),
         (f"BEARER {THREE}", "b"),
     ],
+    ids=["one", "two", "three"],
 )
 def test_a_key_is_its_tenants(header: str, tenant: str) -> None:
     assert KEYS.tenant_of(header) == tenant
@@ -34,6 +35,7 @@ def test_a_key_is_its_tenants(header: str, tenant: str) -> None:
 @pytest.mark.parametrize(
     "header",
     [None, "", "Bearer", "Bearer ", ONE, f"Basic {ONE}", f"Bearer {ONE}x", f"Bearer {ONE[:-1]}"],
+    ids=["none", "empty", "scheme", "space", "bare", "basic", "longer", "shorter"],
 )
 def test_anything_else_is_refused_and_not_repeated(header: str | None) -> None:
     with pytest.raises(Unauthenticated, match="API key") as caught:
