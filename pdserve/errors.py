@@ -7,6 +7,7 @@ PdserveError
 │   ├── Unauthenticated         401  no API key, or one that is not known
 │   ├── PermissionDenied        403  the caller is known, and this is not for it
 │   ├── ModelNotFound           404
+│   ├── Conflict                409  a request of this name is being answered
 │   ├── RequestTooLarge         413
 │   └── Cancelled               499  the client went away
 ├── ServiceError                the service is at fault, or busy
@@ -115,6 +116,14 @@ class ModelNotFound(ClientError):
     grpc_status = grpc.StatusCode.NOT_FOUND
 
 
+class Conflict(ClientError):
+    """A request of this name is being answered over another connection."""
+
+    code = "request_in_progress"
+    http_status = 409
+    grpc_status = grpc.StatusCode.ALREADY_EXISTS
+
+
 class RequestTooLarge(ClientError):
     """The body is over the limit."""
 
@@ -205,6 +214,7 @@ _BY_CODE: dict[str, type[PdserveError]] = {
         Unauthenticated,
         PermissionDenied,
         ModelNotFound,
+        Conflict,
         RequestTooLarge,
         Cancelled,
         Overloaded,

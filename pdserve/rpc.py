@@ -37,6 +37,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[errors.PdserveError]] = {
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
     grpc.StatusCode.NOT_FOUND: errors.ModelNotFound,
+    grpc.StatusCode.ALREADY_EXISTS: errors.Conflict,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
@@ -157,6 +158,11 @@ async def abort(
         trailing_metadata=((ERROR_METADATA_KEY, payload),),
     )
     raise AssertionError("abort returned")
+
+
+def has_error(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the peer said what went wrong; else the connection did."""
+    return any(key == ERROR_METADATA_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.PdserveError:

@@ -255,7 +255,8 @@ class Receipt:
 class GenerateRequest:
     """One request as the router works on it: tokenised, checked, with its deadline as a point on
     the monotonic clock (see pdserve.deadline). A lower `priority` is served earlier, as in vLLM;
-    `tenant` is empty where no API keys are asked for."""
+    `tenant` is empty where no API keys are asked for. `resume` are tokens of the answer that the
+    client has from elsewhere already."""
 
     request_id: str
     model: str
@@ -266,6 +267,7 @@ class GenerateRequest:
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
     traceparent: str = ""  # of the client, or of the router's own span
+    resume: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

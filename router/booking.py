@@ -138,11 +138,12 @@ class Booker:
         """
         if not self._pool.of_model(request.model):
             check_known((), request.model, others=self._pool.models())
-        prompt_tokens = len(request.prompt_token_ids)
-        max_tokens = request.sampling.max_tokens
-        prefill_only = max_tokens == 1
+        token_ids = request.prompt_token_ids + request.resume
+        prompt_tokens = len(token_ids)
+        max_tokens = request.sampling.max_tokens - len(request.resume)
+        prefill_only = max_tokens <= 1
         capacity, block_size = self._pool.largest(request.model, prefill_only=prefill_only)
-        if prompt_tokens + 1 > capacity:
+        if prompt_tokens + min(1, max_tokens) > capacity:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt_tokens} tokens, and the largest worker of model "
                 f"{request.model} holds the KV of {capacity}",
@@ -161,7 +162,7 @@ class Booker:
             fork_tokens=fork_tokens if forks else 0,
             prefill_only=prefill_only,
             request_id=request.request_id,
-            token_ids=request.prompt_token_ids,
+            token_ids=token_ids,
         )
 
     def book(self, demand: Demand, *, cause: str = "") -> Booking | None:

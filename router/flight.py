@@ -76,7 +76,9 @@ class Flight:
         siblings: Siblings | None = None,
     ) -> None:
         self.fleet = fleet
-        self.handoff = Handoff(request.sampling.max_tokens, ladder=Ladder(limits))
+        self.handoff = Handoff(
+            request.sampling.max_tokens, list(request.resume), ladder=Ladder(limits)
+        )
         self._budget = budget
         self._request = request
         self._deadline = deadline
@@ -110,9 +112,12 @@ class Flight:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
 
     def lead(self, booking: Booking) -> None:
-        """Submit to the workers that were booked; replaces what was."""
+        """Submit to the workers that were booked; replaces what was. All is said where the client
+        has every token already."""
         self.perform(self.handoff.recall())
-        self._submit_booking(booking)
+        self.perform(self.handoff.complete())
+        if not self._over:
+            self._submit_booking(booking, self._request.resume)
 
     def join(self, member: Member, charge: Charge) -> LegStream:
         """A new stream on `member`, of a fork that is yet to be submitted; replaces what was."""
@@ -251,11 +256,12 @@ class Flight:
         )
         self.buffer.end()
         model, ttft_s = self._request.model, self._ttft_s or elapsed_s
-        self._metrics.answered(model, usage, receipt, ttft_s=ttft_s, e2e_s=elapsed_s)
         self._metrics.tenants.answered(self._request.tenant, usage)
+        made = replace(usage, completion_tokens=usage.completion_tokens - len(self._request.resume))
+        self._metrics.answered(model, made, receipt, ttft_s=ttft_s, e2e_s=elapsed_s)
         if self._booking is not None:
             self._metrics.prefix.judge(model, self._booking.decision.cached, receipt)
-        if self._booking is not None and not self.handoff.fallbacks:
+        if self._booking is not None and not (self.handoff.fallbacks or self._request.resume):
             waited_s = self._admission_s
             self._booker.answered(
                 prediction,
@@ -314,6 +320,7 @@ class Flight:
         return True
 
     def _demand_after(self, resume: tuple[int, ...]) -> Demand:
+        resume = resume[len(self._request.resume) :]  # those are in the demand
         return replace(
             self._demand,
             prompt_tokens=self._demand.prompt_tokens + len(resume),

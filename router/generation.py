@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from router.answer import AnswerDelta, Generates
     from router.auth import Keys
     from router.intake import Intake, Prompt
-    from router.open_requests import OpenRequests
+    from router.open_requests import Interruption, OpenRequests
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -65,24 +65,28 @@ class Generation(GenerationServicer):
         self, request: g.GenerateRequest, context: Context
     ) -> None:
         try:
-            async with self._open_requests.enter():
-                await self._generate(request, context)
+            async with self._open_requests.enter() as interruption:
+                await self._generate(request, context, interruption)
         except PdserveError as error:
             await rpc.abort(context, error)
         except Exception:
             logger.exception("Generate")
             await rpc.abort(context, InternalError("internal error; the router's log has it"))
 
-    async def _generate(self, request: g.GenerateRequest, context: Context) -> None:
+    async def _generate(
+        self, request: g.GenerateRequest, context: Context, interruption: Interruption
+    ) -> None:
         tenant = self._keys.tenant_of(_authorization(context))
         ask = read_request(request, timeout_s=context.time_remaining())
         made = await self._intake.make(ask, tenant=tenant)
         for key, value in context.invocation_metadata() or ():
             if key == TRACEPARENT and isinstance(value, str):
                 made = replace(made, traceparent=value)
-        async with self._generator.generate(made) as answer:
-            async for delta in answer:
-                await context.write(response_of(made.request_id, delta))
+        name, resumes = request.request_id, bool(made.resume)
+        with self._open_requests.named(tenant, name, interruption, resumes=resumes):
+            async with self._generator.generate(made) as answer:
+                async for delta in answer:
+                    await context.write(response_of(made.request_id, delta))
 
     async def ListModels(  # noqa: N802
         self, request: g.ListModelsRequest, context: Context
@@ -129,6 +133,7 @@ def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> Ask:
         prompt_field=prompt_field,
         priority=request.priority,
         service_class=_service_class(request.service_class),
+        resume=tuple(request.resume_token_ids),
     )
 
 

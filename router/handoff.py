@@ -116,7 +116,8 @@ _NOTHING: tuple[Action, ...] = ()
 
 @dataclass(slots=True, eq=False)
 class Handoff:
-    """State: the legs of one request, the tokens delivered and the fallbacks used."""
+    """State: the legs of one request, the tokens delivered, with those that the client had from
+    elsewhere, and the fallbacks used."""
 
     max_tokens: int
     tokens: list[int] = field(default_factory=list)
@@ -198,6 +199,12 @@ class Handoff:
             return self._early_event(leg, error, error)
         return self._failed(leg, error)
 
+    def complete(self) -> Sequence[Action]:
+        """The end, where all tokens are there before anything was submitted; else nothing."""
+        if len(self.tokens) < self.max_tokens:
+            return _NOTHING
+        return self._finish(StreamDelta(0), FinishReason.LENGTH)
+
     def unplaced(self, resubmit: Resubmit, error: PdserveError) -> Sequence[Action]:
         """The rung of a resubmission leads nowhere: the next one, or the end."""
         return self._climb(resubmit.reason, resubmit.cause) or self._fail(error)
@@ -243,7 +250,7 @@ class Handoff:
         return _NOTHING
 
     def _deliver(self, leg: Leg, delta: StreamDelta) -> Sequence[Action]:
-        if not self.tokens and delta.token_ids:
+        if self.first_token_leg is None and delta.token_ids:
             self.first_token_leg = leg
         self.tokens += delta.token_ids
         if not self._joining or not delta.token_ids:
@@ -273,7 +280,7 @@ class Handoff:
                 return self._fail(error)
             leg.holds, self._holder = True, leg
             return [*self._deliver(leg, delta), *self._take_turn(delta.kv_handle)]
-        if not self.tokens and delta.token_ids:
+        if self.first_token_leg is None and delta.token_ids:
             self.first_token_leg = leg
         self.tokens += delta.token_ids
         return self._finish(delta, reason)

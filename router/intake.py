@@ -75,6 +75,7 @@ class Ask:
     max_tokens_field: str = "max_tokens"
     priority: int = 0
     service_class: ServiceClass = ServiceClass.INTERACTIVE
+    resume: tuple[int, ...] = ()
 
 
 def new_request_id(prefix: str) -> str:
@@ -115,11 +116,14 @@ class Intake:
         _check_sampling(ask.sampling, model)
         prompt = await self._tokenise(ask, model)
         _check_ids(prompt, model.vocab_size, field=ask.prompt_field)
+        sampling = _fit(ask, len(prompt), model.max_model_len)
+        _check_resume(ask.resume, sampling, model)
         return GenerateRequest(
             request_id=ask.request_id,
             model=model.name,
             prompt_token_ids=prompt,
-            sampling=_fit(ask, len(prompt), model.max_model_len),
+            sampling=sampling,
+            resume=ask.resume,
             deadline=until,
             priority=ask.priority,
             service_class=ask.service_class,
@@ -174,6 +178,18 @@ def _check_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None
         wrong = next(x for x in token_ids if not 0 <= x < vocab_size)
         raise InvalidRequest(
             f"{field} holds the token id {wrong}; the model has 0 to {vocab_size - 1}", field=field
+        )
+
+
+def _check_resume(resume: tuple[int, ...], sampling: SamplingParams, model: ModelInfo) -> None:
+    field = "resume_token_ids"
+    _check_ids(resume, model.vocab_size, field=field)
+    if resume and sampling.n > 1:
+        raise InvalidRequest(f"{field} is for one answer, and n is {sampling.n}", field=field)
+    if len(resume) > sampling.max_tokens:
+        raise InvalidRequest(
+            f"{field} has {len(resume)} tokens, and the answer has at most {sampling.max_tokens}",
+            field=field,
         )
 
 

@@ -78,6 +78,7 @@ class RouterServer:
         self._health = health.aio.HealthServicer()
         self._web: WebServer | None = None
         self.coordinator: Coordinator
+        self.fleet: Fleet
 
     async def start(self) -> RouterAddresses:
         """Serve. Raises ConfigError naming the key where an address cannot be had; nothing is left
@@ -99,7 +100,7 @@ class RouterServer:
                 settings=WatchSettings(interval_s=config.prefix_interval_s),
                 dialer=dials,
             )
-        fleet = await self._stack.enter_async_context(
+        self.fleet = fleet = await self._stack.enter_async_context(
             Fleet(
                 router_id=router_id,
                 watches=self.watches,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-from pdserve.errors import Unavailable
+from pdserve.errors import Conflict, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from types import TracebackType
 
     from pdserve.errors import PdserveError
@@ -56,10 +56,12 @@ class Interruption:
 
 
 class OpenRequests:
-    """State: the requests that are open, and whether a stop has begun."""
+    """State: the requests that are open, those of them to which their clients gave names, and
+    whether a stop has begun."""
 
     def __init__(self) -> None:
         self._open: set[Interruption] = set()
+        self._named: dict[tuple[str, str], Interruption] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -84,6 +86,28 @@ class OpenRequests:
             self._open.discard(interruption)
             if not self._open:
                 self._idle.set()
+
+    @contextmanager
+    def named(
+        self, tenant: str, name: str, interruption: Interruption, *, resumes: bool
+    ) -> Iterator[None]:
+        """What runs inside is the tenant's one request of that name; nothing where it has none. One
+        that resumes ends another; any other raises Conflict."""
+        if not name:
+            yield
+            return
+        key = (tenant, name)
+        other = self._named.get(key)
+        if other is not None and not resumes:
+            raise Conflict(f"request {name} is being answered", retry_after_s=1.0)
+        if other is not None:
+            other.interrupt(Conflict(f"request {name} goes on over another connection"))
+        self._named[key] = interruption
+        try:
+            yield
+        finally:
+            if self._named[key] is interruption:
+                del self._named[key]
 
     async def drain(self, grace_s: float) -> None:
         """Refuse what comes; wait for what is open; after `grace_s` cut it with an error that its

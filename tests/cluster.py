@@ -62,7 +62,7 @@ class Cluster:
     """Owns a router and its workers. Workers are named prefill-0, decode-0, aggregated-0, ...
 
     `engine_args` are those of every fake engine (workers/fake_settings.py), `router` goes over the
-    router's configuration.
+    router's configuration. Workers register with `other_routers` too, if they are there or not.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Cluster:
         aggregated: int = 0,
         engine_args: dict[str, object] | None = None,
         router: dict[str, Any] | None = None,
+        other_routers: Sequence[str] = (),
     ) -> None:
         counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
         self._roles = {f"{role}-{i}": role for role, n in counts.items() for i in range(n)}
@@ -88,6 +89,7 @@ class Cluster:
             "detection": DetectionConfig(stall_s=LEASE_S),
             **(router or {}),
         }
+        self._other_routers = tuple(other_routers)
         self._stack = AsyncExitStack()
         self._engines: dict[str, FakeEngine] = {}
         self.workers: dict[str, WorkerServer] = {}
@@ -176,7 +178,7 @@ class Cluster:
             worker_id=name,
             role=role,
             engine="fake",
-            routers=(self.grpc,),
+            routers=(self.grpc, *self._other_routers),
             kv=KvConfig(lease_s=LEASE_S),
             engine_args={**self._engine_args, **(engine_args or {})},
         )
@@ -188,6 +190,17 @@ class Cluster:
         self._stack.push_async_callback(server.stop)
         self._engines[name], self.workers[name] = engine, server
         return server
+
+    async def start_router(self) -> None:
+        """Starts the router: at the addresses that it had before, where it was stopped."""
+        self.router = RouterServer(RouterConfig(**self._router_values))
+        addresses = await self.router.start()
+        self.http, self.grpc = addresses.http, addresses.grpc
+        for key, address in (("http_port", self.http), ("grpc_port", self.grpc)):
+            self._router_values[key] = int(address.rpartition(":")[2])
+
+    async def _stop_router(self) -> None:
+        await self.router.stop()
 
     async def costs(self) -> w.ModelCosts:
         """What the router says of its one model's costs."""
@@ -259,10 +272,8 @@ class Cluster:
         return leaks
 
     async def _start(self) -> None:
-        self.router = RouterServer(RouterConfig(**self._router_values))
-        addresses = await self.router.start()
-        self._stack.push_async_callback(self.router.stop)
-        self.http, self.grpc = addresses.http, addresses.grpc
+        await self.start_router()
+        self._stack.push_async_callback(self._stop_router)
         channel = await self._stack.enter_async_context(rpc.open_channel(self.grpc))
         self._registry = RegistryStub(channel)
         self.client = await self._stack.enter_async_context(Client(self.grpc))

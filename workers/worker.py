@@ -153,6 +153,7 @@ class Worker:
         """The session is over: cancels all its work. Idempotent."""
         if self._sessions.get(session.router_id) is session:
             del self._sessions[session.router_id]
+            self.on_change()  # the router may be another one by now, which does not know us
         for stream_id in list(session.engine_ids):
             self.cancel(session, stream_id)
 

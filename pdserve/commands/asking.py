@@ -39,7 +39,7 @@ _SAMPLING: dict[str, tuple[type, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to ask: `url` for HTTP, `grpc` (host:port) for gRPC."""
+    """Where to ask: `url` for HTTP, `grpc` (host:port, or several with commas) for gRPC."""
 
     url: str | None
     grpc: str
@@ -75,8 +75,9 @@ def add_asking_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--grpc",
         default=DEFAULT_GRPC,
-        metavar="HOST:PORT",
-        help="the router's gRPC address (default: %(default)s)",
+        metavar="HOST:PORT,...",
+        help="the router's gRPC address; with those of several an answer goes on where one of them "
+        "is lost (default: %(default)s)",
     )
     where.add_argument("--url", help="ask over HTTP instead, such as http://127.0.0.1:8000")
     add_dial_options(parser)
@@ -115,7 +116,9 @@ async def _ask_grpc(target: Target, question: Question) -> AsyncGenerator[Piece,
 
     chat = [ChatMessage(role, content) for role, content in question.messages]
     prompt: str | Sequence[ChatMessage] = chat if question.text is None else question.text
-    async with Client(target.grpc, api_key=target.api_key, dialer=target.dialer) as client:
+    async with Client(
+        target.grpc.split(","), api_key=target.api_key, dialer=target.dialer
+    ) as client:
         deltas = client.generate(
             prompt,
             SamplingParams(**question.sampling),

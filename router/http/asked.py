@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import UnsupportedField
 from pdserve.types import ServiceClass
-from router.http.reading import Fields, refuse
+from router.http.reading import Fields, as_token_ids, refuse
 
 if TYPE_CHECKING:
     from router.intake import Ask
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """Whether the answer is streamed, and whether a chunk with the usage ends it."""
+    """Whether the answer is streamed, whether a chunk with the usage ends it, and whether it says
+    token ids beside the text."""
 
     enabled: bool
     include_usage: bool
+    token_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,20 @@ def read_model(fields: Fields) -> str:
 def read_streaming(fields: Fields) -> Streaming:
     """Raises InvalidRequest for stream options without a stream, as OpenAI does."""
     enabled = fields.boolean("stream") or False
+    token_ids = fields.boolean("return_token_ids") or False
     options = fields.section("stream_options")
     if options is None:
-        return Streaming(enabled, include_usage=False)
+        return Streaming(enabled, include_usage=False, token_ids=token_ids)
     if not enabled:
         refuse("stream_options", "is only for stream: true")
     options.allow(("include_usage", "include_obfuscation"))
     if options.boolean("include_obfuscation"):
         refuse(options.path("include_obfuscation"), "is not supported")
-    return Streaming(enabled, include_usage=options.boolean("include_usage") or False)
+    include_usage = options.boolean("include_usage") or False
+    return Streaming(enabled, include_usage, token_ids)
+
+
+def read_resume(fields: Fields) -> tuple[int, ...]:
+    """Ours: the tokens of an answer that broke off."""
+    name = "resume_token_ids"
+    return as_token_ids(fields.array(name) or [], fields.path(name))

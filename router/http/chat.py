@@ -11,6 +11,7 @@ from router.http.asked import (
     Asked,
     read_model,
     read_priority,
+    read_resume,
     read_service_class,
     read_streaming,
 )
@@ -46,6 +47,7 @@ def read_chat(body: dict[str, object], request_id: str) -> Asked:
         max_tokens_field=max_tokens_field,
         priority=read_priority(fields),
         service_class=read_service_class(fields),
+        resume=read_resume(fields),
     )
     return Asked(ask, read_streaming(fields))
 

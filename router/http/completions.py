@@ -10,6 +10,7 @@ from router.http.asked import (
     Asked,
     read_model,
     read_priority,
+    read_resume,
     read_service_class,
     read_streaming,
 )
@@ -43,6 +44,7 @@ def read_completion(body: dict[str, object], request_id: str) -> Asked:
         fills_context=False,
         priority=read_priority(fields),
         service_class=read_service_class(fields),
+        resume=read_resume(fields),
     )
     return Asked(ask, read_streaming(fields))
 

@@ -61,6 +61,8 @@ _SHARED: dict[str, Rule] = {
     **_honoured("response_format", "structured_outputs"),
     # The order in the queue: vLLM's field and OpenAI's.
     **_honoured("priority", "service_tier"),
+    # vLLM's, and ours: what a client needs that goes on where its answer broke off.
+    **_honoured("return_token_ids", "resume_token_ids"),
     "user": _without_effect("a label of the caller's"),
 }
 

@@ -83,7 +83,10 @@ class Generating:
             traceparent = exchange.header(TRACEPARENT)
             if traceparent:
                 request = replace(request, traceparent=traceparent)
-            with _time_limit(request, interruption), _fields_named_as_in(body):
+            named = self._open_requests.named(
+                exchange.tenant, _key(exchange), interruption, resumes=bool(request.resume)
+            )
+            with named, _time_limit(request, interruption), _fields_named_as_in(body):
                 await self._generate(exchange, endpoint, asked, request)
         finally:
             watcher.cancel()
@@ -98,11 +101,10 @@ class Generating:
             if first is None:
                 raise InternalError("the answer is empty")
             if asked.streaming.enabled:
-                include_usage = asked.streaming.include_usage
-                writer = EventWriter(endpoint.shape, head, include_usage=include_usage)
+                writer = EventWriter(endpoint.shape, head, asked.streaming)
                 await _stream(exchange, writer, first, answer)
                 return
-            whole = WholeAnswer(endpoint.shape, head)
+            whole = WholeAnswer(endpoint.shape, head, with_token_ids=asked.streaming.token_ids)
             whole.add(first)
             async for delta in answer:
                 whole.add(delta)
@@ -127,7 +129,7 @@ async def _stream(
     await exchange.start_events()
     await exchange.send_events(writer.write(first))
     # No task is woken for a token that the connection takes at once.
-    if exchange.between is not None:
+    if exchange.between is not None and not writer.with_token_ids:
         answer.write_with(writer.token_sender(exchange.between))
     async for delta in answer:
         events = writer.write(delta)
@@ -154,6 +156,12 @@ def _time_limit(request: GenerateRequest, interruption: Interruption) -> Iterato
         yield
     finally:
         handle.cancel()
+
+
+def _key(exchange: Exchange) -> str:
+    """The client's name for this request, of which one is answered at a time; empty for none."""
+    given = exchange.header(b"idempotency-key")
+    return "" if given is None else check_request_id(given, field="idempotency-key")
 
 
 def _request_id(exchange: Exchange, endpoint: Endpoint) -> str:

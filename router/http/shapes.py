@@ -80,9 +80,10 @@ def pdserve_object(receipt: Receipt) -> dict[str, object]:
 class WholeAnswer:
     """Collects the deltas of an answer that is not streamed."""
 
-    def __init__(self, shape: Shape, head: Head) -> None:
+    def __init__(self, shape: Shape, head: Head, *, with_token_ids: bool = False) -> None:
         self._shape = shape
         self._head = head
+        self._with_token_ids = with_token_ids
         self._choices: dict[int, _Choice] = {}
         self._usage: Usage | None = None
         self._receipt: Receipt | None = None
@@ -91,6 +92,7 @@ class WholeAnswer:
         choice = self._choices.setdefault(delta.index, _Choice())
         choice.texts.append(delta.text)
         choice.logprobs += delta.logprobs
+        choice.token_ids += delta.token_ids
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             choice.stop_reason = delta.stop_reason
@@ -121,15 +123,17 @@ class WholeAnswer:
             "logprobs": logprobs_object(self._shape.new_logprobs(), choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **({"token_ids": choice.token_ids} if self._with_token_ids else {}),
         }
 
 
 class _Choice:
-    __slots__ = ("finish_reason", "logprobs", "stop_reason", "texts")
+    __slots__ = ("finish_reason", "logprobs", "stop_reason", "texts", "token_ids")
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.logprobs: list[PositionLogprobs] = []
+        self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
 

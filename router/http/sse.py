@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.types import Receipt, Usage
     from router.answer import AnswerDelta
+    from router.http.asked import Streaming
     from router.http.exchange import SenderBetween
     from router.http.shapes import Head, LogprobsShape, Shape
 
@@ -45,9 +46,10 @@ class EventWriter:
     asked for.
     """
 
-    def __init__(self, shape: Shape, head: Head, *, include_usage: bool) -> None:
+    def __init__(self, shape: Shape, head: Head, streaming: Streaming) -> None:
         self._shape = shape
-        self._include_usage = include_usage
+        self._include_usage = include_usage = streaming.include_usage
+        self.with_token_ids = streaming.token_ids
         fixed = {
             "id": head.answer_id,
             "object": shape.chunk_object,
@@ -65,7 +67,7 @@ class EventWriter:
         choice = self._choices.get(delta.index)
         if choice is None:
             return self._begin(delta)
-        if delta.finish_reason is None and not delta.logprobs:
+        if delta.finish_reason is None and not (delta.logprobs or self.with_token_ids):
             if not delta.text:
                 return b""
             return choice.before + encode_basestring(delta.text).encode() + self._after
@@ -96,6 +98,8 @@ class EventWriter:
             b',"finish_reason":',
             to_json(delta.finish_reason),
         ]
+        if self.with_token_ids:
+            parts += (b',"token_ids":', to_json(list(delta.token_ids)))
         if delta.finish_reason is None:
             return b"".join((*parts, b"}]", self._end))
         choice.finished = True

@@ -119,7 +119,7 @@ async def restart(cluster: Cluster, names: Sequence[str]) -> None:
         assert await command(cluster, "drain", name, "--timeout", "0.05", "--stop") == 0
         server = cluster.workers.pop(name)
         assert server.told_to_stop.done()
-        await server.stop()
+        await server.stop()  # what its process does when `told_to_stop` is done
         await cluster.add(name, Role(name.partition("-")[0]))
         await cluster.until_ready()
 

@@ -24,6 +24,8 @@ from workers.fake_settings import FakeFaults
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from pdserve.client import Client
+
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 
 
@@ -59,19 +61,22 @@ async def under_load(
     clients: int = 6,
     prompt: Sequence[int] = PROMPT,
     plain: SamplingParams = PLAIN,
+    *,
+    client: Client | None = None,
 ) -> AsyncIterator[list[int]]:
     """Clients that ask one request after the other, and check each answer; counts them."""
+    service = client or cluster.client
     counts, is_over = [0] * clients, False
 
-    async def ask(client: int) -> None:
+    async def ask(i: int) -> None:
         while not is_over:
-            sampling = replace(plain, seed=1000 * client + counts[client], n=1 + client % 3)
+            sampling = replace(plain, seed=1000 * i + counts[i], n=1 + i % 3)
             tokens: list[list[int]] = [[] for _ in range(sampling.n)]
-            async for delta in cluster.client.generate(prompt, sampling):
+            async for delta in service.generate(prompt, sampling):
                 tokens[delta.index] += delta.token_ids
-            for i, found in enumerate(tokens):
-                assert found == cluster.expected(prompt, sampling.of_choice(i)).token_ids
-            counts[client] += 1
+            for index, found in enumerate(tokens):
+                assert found == cluster.expected(prompt, sampling.of_choice(index)).token_ids
+            counts[i] += 1
 
     asking = [asyncio.create_task(ask(i)) for i in range(clients)]
     try:

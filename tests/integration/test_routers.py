@@ -1,0 +1,279 @@
+"""Routers side by side over the same workers: what one of them costs when it is lost, and what each
+knows of the others' work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import grpc.aio
+import pytest
+
+from pdserve import rpc, wire
+from pdserve.client import Client
+from pdserve.config import RouterConfig
+from pdserve.errors import Conflict, InvalidRequest, Unavailable
+from pdserve.types import FinishReason, SamplingParams
+from pdserve.v1 import generation_pb2 as g
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.generation_pb2_grpc import GenerationStub
+from pdserve.v1.worker_pb2_grpc import RegistryStub
+from router.main import RouterServer
+from tests.cluster import LEASE_S, WAIT_S, Cluster
+from tests.integration.test_drain import restart
+from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT
+from tests.integration.test_role_flips import under_load
+from tests.router_process import a_router
+from workers.fake_settings import FakeFaults
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pdserve.client import Delta
+
+SAMPLINGS = {
+    "greedy": LONG,
+    "seeded": replace(LONG, temperature=1.0, seed=7),
+    "two answers": replace(LONG, temperature=1.0, seed=3, n=2),
+    "two answers without a seed": replace(LONG, temperature=1.0, n=2),
+    "logprobs": replace(LONG, logprobs=2),
+    "stopped": replace(LONG, stop=("zzzz",)),
+}
+
+
+class Told:
+    """What a client was told of one request."""
+
+    def __init__(self) -> None:
+        self.token_ids: dict[int, list[int]] = {}
+        self.texts: dict[int, str] = {}
+        self.logprobs = 0
+        self.finished: list[int] = []
+        self.last: Delta | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(x) for x in self.token_ids.values())
+
+    async def follow(self, deltas: AsyncIterator[Delta]) -> Told:
+        async for delta in deltas:
+            self.token_ids.setdefault(delta.index, []).extend(delta.token_ids)
+            self.texts[delta.index] = self.texts.get(delta.index, "") + delta.text
+            self.logprobs += len(delta.logprobs)
+            if delta.finish_reason is not None:
+                self.finished.append(delta.index)
+            self.last = delta
+        return self
+
+
+def check(cluster: Cluster, name: str, told: Told) -> None:
+    """The whole answer, once."""
+    sampling = SAMPLINGS[name]
+    assert sorted(told.finished) == list(range(sampling.n))
+    if sampling.n == 1 or sampling.seed is not None:
+        for i, token_ids in told.token_ids.items():
+            expected = cluster.expected(PROMPT, sampling.of_choice(i))
+            assert token_ids == expected.token_ids, name
+            assert told.texts[i] == expected.text, name
+    assert told.last is not None
+    assert told.last.usage is not None
+    assert told.last.usage.completion_tokens == told.tokens == sampling.n * sampling.max_tokens
+    if sampling.logprobs is not None:
+        assert told.logprobs == told.tokens
+
+
+async def until_workers(address: str, count: int) -> None:
+    """So many workers are ready at the router."""
+    async with asyncio.timeout(WAIT_S), rpc.open_channel(address) as channel:
+        while True:
+            listed = await RegistryStub(channel).ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+            if [x.state for x in listed.workers].count("ready") == count:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def http_events(
+    url: str, body: dict[str, Any], headers: dict[str, str]
+) -> AsyncIterator[dict[str, Any]]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json=body, headers=headers) as response,
+    ):
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+
+
+async def test_a_killed_router_costs_its_streams_a_pause() -> None:
+    slow = {"step_s": 0.002}
+    async with (
+        a_router() as other,
+        Cluster(prefill=1, decode=2, engine_args=slow, other_routers=[other.grpc]) as cluster,
+        Client([other.grpc, cluster.grpc]) as client,
+    ):
+        await until_workers(other.grpc, 3)
+        tolds = {name: Told() for name in SAMPLINGS}
+        following = [
+            asyncio.create_task(told.follow(client.generate(PROMPT, SAMPLINGS[name])))
+            for name, told in tolds.items()
+        ]
+        # And one over HTTP, which does by hand what the client does.
+        body: dict[str, Any] = {"model": "pdserve-demo", "prompt": PROMPT, "max_tokens": 400}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        key = {"idempotency-key": "one-and-the-same"}
+        text, token_ids = "", []
+
+        async def take(url: str, **more: Any) -> None:
+            nonlocal text
+            async for event in http_events(url, {**body, **more}, key):
+                (choice,) = event["choices"]
+                text += choice["text"]
+                token_ids.extend(choice["token_ids"])
+
+        over_http = asyncio.create_task(take(other.http))
+        await cluster.until(lambda: min(len(token_ids), *(x.tokens for x in tolds.values())) > 20)
+        await other.kill()
+        with pytest.raises(aiohttp.ClientError):
+            await over_http
+        assert 20 < len(token_ids) < LONG.max_tokens
+        await take(f"http://{cluster.http}", resume_token_ids=token_ids[:])
+        expected = cluster.expected(PROMPT, LONG)
+        assert (token_ids, text) == (expected.token_ids, expected.text)
+        await asyncio.gather(*following)
+        for name, told in tolds.items():
+            check(cluster, name, told)
+
+
+async def test_routers_and_workers_are_restarted_under_load_and_no_request_fails() -> None:
+    values = {"http_port": 0, "grpc_port": 0, "lease_s": LEASE_S, "stop_grace_s": 0.0}
+    other = RouterServer(RouterConfig(**values))
+    address = (await other.start()).grpc
+    values["grpc_port"] = int(address.rpartition(":")[2])
+    try:
+        async with (
+            Cluster(
+                prefill=2, decode=2, engine_args={"step_s": 0.003}, other_routers=[address]
+            ) as cluster,
+            Client([cluster.grpc, address]) as client,
+        ):
+            await until_workers(address, 4)
+            async with under_load(cluster, 3, client=client) as counts:
+                await cluster.until(lambda: all(counts))
+                await cluster.router.stop()
+                await cluster.start_router()
+                await until_workers(cluster.grpc, 4)
+                await other.stop()
+                other = RouterServer(RouterConfig(**values))
+                await other.start()
+                await until_workers(address, 4)
+                await restart(cluster, ["decode-0"])
+                before = counts[:]
+                await cluster.until(lambda: all(x > y for x, y in zip(counts, before, strict=True)))
+    finally:
+        await other.stop()
+
+
+async def test_a_router_sees_the_room_that_another_has_given_away() -> None:
+    async with a_router() as other:
+        args = {"step_s": 0.001, "total_blocks": 32, "block_size": 16}
+        async with (
+            Cluster(prefill=1, decode=1, engine_args=args, other_routers=[other.grpc]) as cluster,
+            Client(other.grpc) as elsewhere,
+        ):
+            await until_workers(other.grpc, 2)
+            cluster.faults("decode-0", FakeFaults(stall_at_step=30))
+            theirs = asyncio.create_task(Told().follow(elsewhere.generate(PROMPT, LONG)))
+            await cluster.until(lambda: cluster.busy("decode-0"))
+            cluster.workers["decode-0"].worker.on_change()
+            member = cluster.router.fleet.pool.members["decode-0"]
+            await cluster.until(lambda: member.foreign_blocks)
+            ours = asyncio.create_task(cluster.ask(PROMPT, LONG))
+            await cluster.until(lambda: cluster.router.coordinator.queued_requests)
+            assert member.reserved_blocks == 0
+            cluster.faults("decode-0", FakeFaults())
+            expected = cluster.expected(PROMPT, LONG).token_ids
+            assert (await theirs).token_ids[0] == expected
+            cluster.workers["decode-0"].worker.on_change()  # no test waits for a renewal
+            assert (await ours).token_ids == expected
+
+
+class TestResume:
+    """At one router that lives."""
+
+    async def test_a_request_is_answered_once_at_a_time_and_moves_to_who_resumes_it(self) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            cluster.faults("decode-0", FakeFaults(stall_at_step=30))
+            told = Told()
+            first = asyncio.create_task(
+                told.follow(cluster.client.generate(PROMPT, LONG, request_id="r"))
+            )
+            await cluster.until(lambda: told.tokens > 20)
+            with pytest.raises(Conflict):
+                await cluster.ask(PROMPT, LONG, request_id="r")
+            assert not first.done()
+            had, text = told.token_ids[0][:], told.texts[0]
+            rest = asyncio.create_task(resume(cluster, had, request_id="r"))
+            with pytest.raises(Conflict, match="over another connection"):
+                await first
+            cluster.faults("decode-0", FakeFaults())
+            messages = await rest
+            token_ids = had + [x for m in messages for x in m.token_ids]
+            expected = cluster.expected(PROMPT, LONG)
+            assert token_ids == expected.token_ids
+            assert text + "".join(m.text for m in messages) == expected.text
+            usage = messages[-1].usage
+            assert usage.completion_tokens == LONG.max_tokens
+            assert usage.prompt_tokens == len(PROMPT)
+            assert messages[-1].receipt.prefill_worker == "prefill-0"
+
+    @pytest.mark.parametrize("had", [1, 39, 40])
+    async def test_the_rest_is_what_is_missing_however_little(self, had: int) -> None:
+        async with Cluster(prefill=1, decode=1) as cluster:
+            expected = cluster.expected(PROMPT, PLAIN).token_ids
+            messages = await resume(cluster, expected[:had], PLAIN)
+            assert [x for m in messages for x in m.token_ids] == expected[had:]
+            assert wire.finish_from_pb(messages[-1].finish_reason) is FinishReason.LENGTH
+            assert messages[-1].usage.completion_tokens == PLAIN.max_tokens
+
+    @pytest.mark.parametrize(
+        ("token_ids", "sampling", "message"),
+        [
+            ([1] * 41, PLAIN, "has 41 tokens, and the answer has at most 40"),
+            ([1 << 30], PLAIN, "token id"),
+            ([1], replace(PLAIN, n=2), "is for one answer"),
+        ],
+    )
+    async def test_what_makes_no_sense_is_refused(
+        self, token_ids: list[int], sampling: SamplingParams, message: str
+    ) -> None:
+        async with Cluster(aggregated=1) as cluster:
+            with pytest.raises(InvalidRequest, match=message) as caught:
+                await resume(cluster, token_ids, sampling)
+            assert caught.value.field == "resume_token_ids"
+
+
+async def resume(
+    cluster: Cluster, had: list[int], sampling: SamplingParams = LONG, *, request_id: str = ""
+) -> list[g.GenerateResponse]:
+    """Asks for the rest of an answer; raises the router's error."""
+    request = g.GenerateRequest(
+        token_ids=g.TokenIds(ids=PROMPT),
+        sampling=wire.sampling_to_pb(sampling),
+        request_id=request_id,
+        resume_token_ids=had,
+    )
+    async with rpc.open_channel(cluster.grpc) as channel:
+        try:
+            return [m async for m in GenerationStub(channel).Generate(request, timeout=WAIT_S)]
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_from_rpc(error) from error
+
+
+async def test_a_client_gives_up_when_all_routers_are_away_for_too_long() -> None:
+    async with Client(["127.0.0.1:1", "127.0.0.1:2"], patience_s=0.2) as client:
+        with pytest.raises(Unavailable):
+            await Told().follow(client.generate(PROMPT, PLAIN))
