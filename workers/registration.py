@@ -157,8 +157,10 @@ class Registration:
     async def _renew(self, stub: RegistryAsyncStub, lease_s: float) -> None:
         """Keeps the lease alive; returns when the router does not know us any more, or not as what
         we are now."""
+        was_heard = True
         while self._told is self._info:
-            await self._pause(lease_s / 3)
+            if was_heard:
+                await self._pause(lease_s / 3)
             if self._told is not self._info:
                 return
             load, kv = self._source.load(), self._source.kv_report()
@@ -173,12 +175,13 @@ class Registration:
             )
             try:
                 reply = await stub.Renew(request, timeout=_RPC_S, metadata=self._dialer.metadata)
-                lease_s = reply.lease_s
+                lease_s, was_heard = reply.lease_s, True
                 self._backoff.reset()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     logger.info("router %s does not know us: registering again", self.address)
                     return
+                was_heard = False
                 await self._wait_for_router(error)
 
     async def _pause(self, seconds: float) -> None:
