@@ -114,6 +114,12 @@ class RouterConfig:
         RouterAccessConfig, "Who may connect, and as what; API keys are those of `tenants`."
     )
     roles: RolesConfig = section(RolesConfig, "When workers are moved between prefill and decode.")
+    max_connections: int = key(
+        16_384,
+        "HTTP connections at one time, fewer where the limit of open files does not allow them; "
+        "one more gets 503.",
+        minimum=1,
+    )
     detection: DetectionConfig = section(
         DetectionConfig, "When a worker that lives is given no work."
     )

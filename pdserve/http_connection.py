@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pdserve.http_cycle import App
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_URL_BYTES = 8 * 1024
 MAX_HEADERS = 128
 # Of a body that waits for the application; and of requests that wait for their turn.
 MAX_UNREAD_BYTES = 256 * 1024
@@ -37,15 +38,19 @@ _REFUSAL = (
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     """`head_s` from a request's first byte to the end of its head, and from a response's end to
-    that of a body that nobody reads; `idle_s` between requests."""
+    that of a body that nobody reads; `idle_s` between requests, and for a client that has requests
+    answered and takes none of it; `max_connections` at one time, those that are refused included.
+    """
 
     head_s: float = 20.0
     idle_s: float = 75.0
+    max_connections: int = 16_384
 
 
 class HttpConnection(asyncio.Protocol):
-    """State: the requests that are parsed and not answered, the first of them being answered; what
-    the connection waits for; whether its end was decided."""
+    """State: the requests that are parsed and not answered, the first of them being answered, or
+    held while the client takes no answers; what the connection waits for, and what was unsent then;
+    whether its end was decided."""
 
     def __init__(
         self,
@@ -68,6 +73,9 @@ class HttpConnection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._in_head = True
         self._head_bytes = 0
+        self._framing_bytes = 0  # of a body, since the last of its own bytes
+        self._unsent = 0
+        self._is_held = False
         self._parses = True
         self._reads = True
         self._closing = False
@@ -82,8 +90,11 @@ class HttpConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
         self.write: Callable[[bytes], None] = self._transport.write
+        is_one_too_many = len(self._connections) >= self._limits.max_connections
         self._connections.add(self)
         self._wait(self._limits.head_s)
+        if is_one_too_many:
+            self._refuse(b"503 Service Unavailable", b"there are too many connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait(None)
@@ -104,6 +115,8 @@ class HttpConnection(asyncio.Protocol):
             self._head_bytes += len(data)
             if not self._cycles and self._head_bytes == len(data):
                 self._wait(self._limits.head_s)
+        else:
+            self._framing_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -112,7 +125,11 @@ class HttpConnection(asyncio.Protocol):
             self._cycles[-1].keep_alive = False
         except httptools.HttpParserError:
             self._refuse(b"400 Bad Request", b"the request is not HTTP/1.1")
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+        if len(self._url) > MAX_URL_BYTES:
+            self._refuse(b"414 URI Too Long", b"the request's target is too long")
+        if (self._in_head and self._head_bytes > MAX_HEAD_BYTES) or (
+            self._framing_bytes > MAX_HEAD_BYTES
+        ):
             self._refuse(b"431 Request Header Fields Too Large", b"the head is too large")
         self._flow()
 
@@ -123,6 +140,8 @@ class HttpConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self.is_paused = False
         self._drained.set()
+        if self._is_held and self._cycles:
+            self._answer(self._cycles[0])
 
     # -- httptools
 
@@ -133,10 +152,12 @@ class HttpConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer, which nobody asked for
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
+        self._in_head, self._head_bytes, self._framing_bytes = False, 0, 0
         if len(self._headers) > MAX_HEADERS:
             self._refuse(b"431 Request Header Fields Too Large", b"there are too many headers")
         if not self._parses:
@@ -165,11 +186,12 @@ class HttpConnection(asyncio.Protocol):
             self._answer(cycle)
 
     def on_body(self, body: bytes) -> None:
+        self._framing_bytes = 0
         if self._parses:
             self._cycles[-1].feed(body)
 
     def on_message_complete(self) -> None:
-        self._in_head = True
+        self._in_head, self._framing_bytes = True, 0
         if not self._parses:
             return
         cycle = self._cycles[-1]
@@ -219,6 +241,12 @@ class HttpConnection(asyncio.Protocol):
     # -- inside
 
     def _answer(self, cycle: Cycle) -> None:
+        """Not before the client has taken what was answered: else it could fill the memory with
+        answers that it does not read."""
+        self._is_held = self.is_paused
+        if self._is_held:
+            self._wait(self._limits.idle_s)
+            return
         self._wait(None)
         self._task = self._loop.create_task(cycle.run(), name="http-request")
 
@@ -238,7 +266,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _end(self) -> None:
         self._parses = False
-        self._wait(None)
+        self._wait(self._limits.idle_s)  # for what is still to be sent
         self._transport.close()
 
     def _refuse(self, status: bytes, reason: bytes) -> None:
@@ -267,10 +295,18 @@ class HttpConnection(asyncio.Protocol):
         """Until something else is decided, the connection may stay as it is for `seconds`."""
         if self._timer is not None:
             self._timer.cancel()
+        if seconds is not None:
+            self._unsent = self._transport.get_write_buffer_size()
         self._timer = None if seconds is None else self._loop.call_later(seconds, self._give_up)
 
     def _give_up(self) -> None:
         if self._in_head and self._head_bytes and not self._cycles:
             self._refuse(b"408 Request Timeout", b"the head did not come in time")
+            return
+        unsent = self._transport.get_write_buffer_size()
+        if unsent and unsent < self._unsent:
+            self._wait(self._limits.idle_s)  # slow, but it does take it
+        elif unsent:
+            self._transport.abort()
         else:
             self._transport.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
@@ -19,6 +21,8 @@ STOP_TIMEOUT_S = 5.0
 TLS_HANDSHAKE_S = 15.0
 TLS_SHUTDOWN_S = 5.0
 LIMITS = ConnectionLimits()
+# Files that are not for connections: gRPC's, models, logs.
+_OTHER_FILES = 512
 
 
 def bind(host: str, port: int, *, key: str = "http_port") -> socket.socket:
@@ -38,10 +42,30 @@ def bind(host: str, port: int, *, key: str = "http_port") -> socket.socket:
     return sock
 
 
+def connections_within_reason(wanted: int) -> int:
+    """How many connections this process can have, of `wanted`. Each is an open file: its limit of
+    those is raised to what that takes, as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = wanted + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        files = min(files, hard)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(1, min(wanted, files - _OTHER_FILES))
+
+
 class WebServer:
     """Serves `app` on `sock`, which it closes. `stop` ends it with all its connections."""
 
-    def __init__(self, app: App, sock: socket.socket, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        app: App,
+        sock: socket.socket,
+        *,
+        tls: ssl.SSLContext | None = None,
+        max_connections: int = LIMITS.max_connections,
+    ) -> None:
+        self._limits = replace(LIMITS, max_connections=max_connections)
         self._app = app
         self._tls = tls
         self._socket = sock
@@ -54,7 +78,7 @@ class WebServer:
         loop = asyncio.get_running_loop()
 
         def connection() -> HttpConnection:
-            return HttpConnection(self._app, self._connections, self._nobody.set, LIMITS)
+            return HttpConnection(self._app, self._connections, self._nobody.set, self._limits)
 
         self._server = await loop.create_server(
             connection,

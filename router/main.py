@@ -21,7 +21,7 @@ from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
-from pdserve.web_server import WebServer, bind
+from pdserve.web_server import WebServer, bind, connections_within_reason
 from router.admission import AdmissionLimits
 from router.admission.tenants import tenants_of
 from router.auth import Keys
@@ -197,7 +197,12 @@ class RouterServer:
         tls = http_context(self._config.access.http_tls)
         sock = bind(host, self._config.http_port)
         port: int = sock.getsockname()[1]
-        self._web = WebServer(app, sock, tls=tls)
+        self._web = WebServer(
+            app,
+            sock,
+            tls=tls,
+            max_connections=connections_within_reason(self._config.max_connections),
+        )
         self._stack.push_async_callback(self._web.stop)
         await self._web.start()
         return _join(host, port)

@@ -255,7 +255,8 @@ async def _all(reader: asyncio.StreamReader) -> bytes:
         (b"\x16\x03\x01\x02\x00\x01\x00", b"400"),
         (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", b"400"),
         (b"GET / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", b"400"),
-        (b"GET /" + b"a" * http_connection.MAX_HEAD_BYTES + b"b" * 10, b"431"),
+        (b"GET /" + b"a" * http_connection.MAX_URL_BYTES, b"414"),
+        (b"GET / HTTP/1.1\r\na: " + b"a" * http_connection.MAX_HEAD_BYTES, b"431"),
         (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (http_connection.MAX_HEADERS + 1) + b"\r\n", b"431"),
     ],
 )
