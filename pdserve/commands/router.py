@@ -75,7 +75,8 @@ async def _serve(config: RouterConfig, reports: Reports) -> None:
     server = RouterServer(config)
     try:
         addresses = await server.start()
-        http, grpc = f"http://{reachable(addresses.http)}", reachable(addresses.grpc)
+        scheme = "https" if config.access.http_tls.cert_file else "http"
+        http, grpc = f"{scheme}://{reachable(addresses.http)}", reachable(addresses.grpc)
         logger.info("serving HTTP at %s and gRPC at %s", http, grpc)
         reports.ready({"http": http, "grpc": grpc})
         _spare_the_collector()
