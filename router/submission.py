@@ -26,18 +26,15 @@ CLOCK_SKEW_S = 5.0
 
 
 class SubmissionBuilder:
-    """Encodes one request once, however many workers are told of it."""
+    """Encodes one request once, however many workers are told of it, and not before one is: an
+    answer that forks from another may never be submitted by itself."""
 
-    __slots__ = ("_base", "_deadline")
+    __slots__ = ("_base", "_deadline", "_request")
 
     def __init__(self, request: GenerateRequest, deadline: float | None) -> None:
         self._deadline = deadline
-        self._base = w.Submit(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            traceparent=request.traceparent,
-            sampling=wire.sampling_to_pb(request.sampling),
-        )
+        self._request = request
+        self._base: w.Submit | None = None
 
     def prefill(self, transfer_id: str, resume: Sequence[int] = ()) -> w.Submit:
         """Compute KV and the token after `resume`; hold the blocks for whoever presents
@@ -90,6 +87,14 @@ class SubmissionBuilder:
         )
 
     def _start(self, resume: Sequence[int]) -> w.Submit:
+        if self._base is None:
+            request = self._request
+            self._base = w.Submit(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                traceparent=request.traceparent,
+                sampling=wire.sampling_to_pb(request.sampling),
+            )
         submit = w.Submit()
         submit.CopyFrom(self._base)
         submit.resume_token_ids.extend(resume)
