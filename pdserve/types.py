@@ -89,7 +89,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
+        for name, low, high in RANGES:
             value = getattr(self, name)
             # A NaN fails both comparisons, so the test is for being inside, not for being outside.
             if value is not None and not low <= value <= high:
@@ -124,7 +124,7 @@ class SamplingParams:
 MAX_STOP_STRINGS = 16
 MAX_SEED = (1 << 63) - 1
 MAX_LOGPROBS = 20
-_RANGES: tuple[tuple[str, float, float], ...] = (
+RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_tokens", 1, 1 << 30),
     ("n", 1, 128),
     ("temperature", 0, 100),

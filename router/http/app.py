@@ -13,6 +13,7 @@ from router.auth import EVERYONE
 from router.http.errors import error_json, to_json
 from router.http.exchange import Exchange
 from router.http.generating import CHAT, COMPLETIONS, Generating
+from router.http.openapi import document
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -65,6 +66,7 @@ class HttpApp:
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
             "/metrics": ("GET", self._metrics),
+            "/openapi.json": ("GET", self._describe),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -144,6 +146,9 @@ class HttpApp:
         self._services.open_requests.check_open()
         self._services.generator.check_ready()
         await exchange.respond(200, to_json({"status": "ready"}))
+
+    async def _describe(self, exchange: Exchange) -> None:
+        await exchange.respond(200, to_json(document()))
 
     async def _metrics(self, exchange: Exchange) -> None:
         body = self._services.render_metrics()

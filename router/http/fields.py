@@ -6,11 +6,12 @@ that means nothing, or refused. Any other name is unknown, and refused too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from pdserve.errors import UnknownField, UnsupportedField
+from pdserve.types import MAX_LOGPROBS, MAX_STOP_STRINGS, RANGES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,15 +28,22 @@ class Treatment(Enum):
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One field. `neutral` are the values beside null that say what we do anyway; `why` is the
-    reason for refusing the others, or for taking it without effect."""
+    reason for refusing the others, or for taking it without effect. `schema` is what JSON Schema
+    says of an honoured one, as far as it can."""
 
     treatment: Treatment = Treatment.HONOURED
     neutral: tuple[object, ...] = ()
     why: str = ""
+    schema: Mapping[str, object] = field(default_factory=dict)
 
 
-def _honoured(*names: str) -> dict[str, Rule]:
-    return dict.fromkeys(names, Rule())
+def _honoured(*names: str, **schema: object) -> dict[str, Rule]:
+    return dict.fromkeys(names, Rule(schema=schema))
+
+
+def _numbers(kind: str, *names: str) -> dict[str, Rule]:
+    limits = {name: {"minimum": low, "maximum": high} for name, low, high in RANGES}
+    return {name: Rule(schema={"type": kind, **limits.get(name, {})}) for name in names}
 
 
 def _without_effect(why: str) -> Rule:
@@ -50,25 +58,48 @@ _NO_TOOLS = "tools are not supported"
 _TEXT_ONLY = "only text is served"
 _NOT_KEPT = "nothing is stored here"
 
+_FLAG = {"type": "boolean"}
+_TEXT = {"type": "string", "minLength": 1}
+_TEXTS = {"type": "array", "items": _TEXT}
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_COUNT = {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "content": {"type": "string"},
+    },
+}
+
 _SHARED: dict[str, Rule] = {
-    **_honoured("model", "stream", "stream_options", "n"),
+    **_honoured("model", type="string", minLength=1),
+    **_honoured("stream", type="boolean"),
+    **_honoured("stream_options", type="object", properties={"include_usage": _FLAG}),
     # OpenAI's sampling.
-    **_honoured("max_tokens", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
-    **_honoured("stop", "seed", "logit_bias", "logprobs"),
+    **_numbers("integer", "n", "max_tokens", "seed"),
+    **_numbers("number", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
+    **_honoured("stop", anyOf=[_TEXT, {**_TEXTS, "maxItems": MAX_STOP_STRINGS}]),
+    **_honoured("logit_bias", type="object", additionalProperties={"type": "number"}),
     # vLLM's sampling, under vLLM's names.
-    **_honoured("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
-    **_honoured("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
-    **_honoured("response_format", "structured_outputs"),
+    **_numbers("integer", "top_k", "min_tokens"),
+    **_numbers("number", "min_p", "repetition_penalty"),
+    **_honoured("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", **_FLAG),
+    **_honoured("stop_token_ids", **_TOKENS),
+    **_honoured("response_format", "structured_outputs", type="object"),
     # The order in the queue: vLLM's field and OpenAI's.
-    **_honoured("priority", "service_tier"),
+    **_honoured("priority", type="integer", minimum=-(1 << 63), maximum=(1 << 63) - 1),
+    **_honoured("service_tier", enum=["auto", "default", "flex"]),
     # vLLM's, and ours: what a client needs that goes on where its answer broke off.
-    **_honoured("return_token_ids", "resume_token_ids"),
+    **_honoured("return_token_ids", **_FLAG),
+    **_honoured("resume_token_ids", **_TOKENS),
     "user": _without_effect("a label of the caller's"),
 }
 
 COMPLETIONS: dict[str, Rule] = {
     **_SHARED,
-    **_honoured("prompt"),
+    **_honoured("prompt", anyOf=[_TEXT, _TOKENS]),
+    **_honoured("logprobs", **_COUNT),
     "best_of": _only(1, why="answers are not ranked; n gives several"),
     "echo": _only(False, why="the prompt is not repeated"),
     "suffix": _only(why="insertion is not supported"),
@@ -76,7 +107,10 @@ COMPLETIONS: dict[str, Rule] = {
 
 CHAT: dict[str, Rule] = {
     **_SHARED,
-    **_honoured("messages", "top_logprobs", "max_completion_tokens"),
+    **_honoured("messages", type="array", items=_MESSAGE, minItems=1),
+    **_honoured("logprobs", **_FLAG),
+    **_honoured("top_logprobs", **_COUNT),
+    **_honoured("max_completion_tokens", type="integer", minimum=1),
     "metadata": _without_effect("labels of the caller's for stored answers; none are stored"),
     "safety_identifier": _without_effect("a label of the caller's"),
     "prompt_cache_key": _without_effect("prefixes are found by their content"),

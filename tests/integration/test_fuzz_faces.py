@@ -1,0 +1,215 @@
+"""Requests made of our own OpenAPI document and of our protos, right and wrong, to a whole service:
+none is a 500, and the service lives."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.types import SamplingParams
+from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
+from tests.cluster import Cluster
+from tests.patience import WAIT_S
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+MODEL = "pdserve-demo"
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=6,
+)
+
+
+def from_schema(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """The part of JSON Schema that our document uses."""
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    if "anyOf" in schema:
+        return st.one_of(*map(from_schema, schema["anyOf"]))
+    low, high = schema.get("minimum"), schema.get("maximum")
+    match schema.get("type"):
+        case "string":
+            return st.text(min_size=schema.get("minLength", 0), max_size=12)
+        case "boolean":
+            return st.booleans()
+        case "integer":
+            return st.integers(low, high)
+        case "number":
+            return st.floats(low, high, allow_nan=False, allow_infinity=False)
+        case "array":
+            items = from_schema(schema["items"])
+            return st.lists(items, min_size=schema.get("minItems", 0), max_size=4)
+        case "object":
+            known = {name: from_schema(x) for name, x in schema.get("properties", {}).items()}
+            required = {name: known.pop(name) for name in schema.get("required", ())}
+            return st.fixed_dictionaries(required, optional=known)
+        case _:
+            return JUNK
+
+
+def bodies(schema: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """What the schema says, with a field or two that it does not. Answers are short."""
+    wrong = st.dictionaries(
+        st.sampled_from(sorted(schema["properties"])) | st.text(max_size=6), JUNK, max_size=2
+    )
+    short = {"model": MODEL, "max_tokens": 3, "max_completion_tokens": 3, "n": 2}
+    kept = {name: x for name, x in short.items() if name in schema["properties"]}
+    return st.builds(lambda right, bad: {**right, **kept, **bad}, from_schema(schema), wrong)
+
+
+def ask_http(address: str, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=WAIT_S)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def fuzz_http(address: str) -> set[int]:
+    """The statuses that came."""
+    status, text = ask_http(address, "GET", "/openapi.json", None)
+    assert status == 200
+    seen: set[int] = set()
+    for path, item in json.loads(text)["paths"].items():
+        if "post" in item:
+            content = item["post"]["requestBody"]["content"]
+            seen |= fuzz_path(address, path, content["application/json"]["schema"])
+        else:
+            assert ask_http(address, "GET", path, None)[0] == 200
+    return seen
+
+
+def fuzz_path(address: str, path: str, schema: dict[str, Any]) -> set[int]:
+    seen: set[int] = set()
+
+    def check(body: bytes) -> None:
+        status, answer = ask_http(address, "POST", path, body)
+        seen.add(status)
+        assert status == 200 or 400 <= status < 500, (status, body, answer)
+        if status != 200:
+            assert {"message", "type", "param", "code"} <= set(json.loads(answer)["error"])
+
+    @settings(max_examples=60)
+    @given(bodies(schema))
+    def structured(body: dict[str, Any]) -> None:
+        check(json.dumps(body).encode())
+
+    @settings(max_examples=20)
+    @given(st.binary(max_size=64) | JUNK.map(lambda x: json.dumps(x).encode()))
+    def unstructured(body: bytes) -> None:
+        check(body)
+
+    structured()
+    unstructured()
+    return seen
+
+
+def messages(kind: Any, depth: int = 3) -> st.SearchStrategy[Any]:
+    """Messages of a generated class, each field there or not."""
+    fields = {x.name: x for x in kind.DESCRIPTOR.fields if depth or x.message_type is None}
+    values = {name: _field(kind, x, depth) for name, x in fields.items()}
+    return st.fixed_dictionaries({}, optional=values).map(lambda found: _made(kind, found))
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    seen: set[str] = set()
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        oneof = kind.DESCRIPTOR.fields_by_name[name].containing_oneof
+        if oneof is None or oneof.name not in seen:
+            kept[name] = value
+            seen |= {oneof.name} if oneof is not None else set()
+    return kind(**kept)
+
+
+def _field(kind: Any, field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = field.message_type.fields
+        return st.dictionaries(_scalar(key), _scalar(value), max_size=2)
+    one = _scalar(field) if field.message_type is None else _nested(field.message_type, depth)
+    return st.lists(one, max_size=2) if field.is_repeated else one
+
+
+def _nested(descriptor: Descriptor, depth: int) -> st.SearchStrategy[Any]:
+    return messages(descriptor._concrete_class, depth - 1)
+
+
+def _scalar(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    match field.cpp_type:
+        case field.CPPTYPE_STRING:
+            is_bytes = field.type == field.TYPE_BYTES
+            return st.binary(max_size=8) if is_bytes else st.text(max_size=8)
+        case field.CPPTYPE_BOOL:
+            return st.booleans()
+        case field.CPPTYPE_DOUBLE | field.CPPTYPE_FLOAT:
+            return st.floats(width=32)
+        case field.CPPTYPE_INT32:
+            return st.integers(-(1 << 31), (1 << 31) - 1)
+        case field.CPPTYPE_INT64:
+            return st.integers(-(1 << 63), (1 << 63) - 1)
+        case field.CPPTYPE_ENUM:
+            return st.integers(0, 9)
+        case _:
+            return st.integers(0, (1 << 32) - 1)
+
+
+def fuzz_grpc(router: str, worker: str) -> None:
+    with grpc.insecure_channel(router) as one, grpc.insecure_channel(worker) as other:
+        for channel, service in (
+            (one, generation_pb2.DESCRIPTOR.services_by_name["Generation"]),
+            (one, worker_pb2.DESCRIPTOR.services_by_name["Registry"]),
+            (one, admin_pb2.DESCRIPTOR.services_by_name["Admin"]),
+            (other, worker_pb2.DESCRIPTOR.services_by_name["Worker"]),
+        ):
+            for method in service.methods:
+                # A worker that is told to drain by chance has done what it was told.
+                if method.name not in ("Drain", "SetRole", "WatchCache", "Undrain"):
+                    fuzz_method(channel, f"/{service.full_name}/{method.name}", method)
+
+
+def fuzz_method(channel: grpc.Channel, path: str, method: Any) -> None:
+    kind = method.input_type._concrete_class
+    streams = method.client_streaming
+    call: Any = (channel.stream_stream if streams else channel.unary_stream)(
+        path, request_serializer=kind.SerializeToString
+    )
+
+    @settings(max_examples=15)
+    @given(messages(kind))
+    def structured(message: Any) -> None:
+        code = code_of(call(iter([message]) if streams else message, timeout=WAIT_S))
+        assert code not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN), (code, message)
+
+    structured()
+
+
+def code_of(running: Any) -> grpc.StatusCode:
+    """How an RPC begins, or ends where it does not."""
+    try:
+        next(running, None)
+    except grpc.RpcError:
+        code: grpc.StatusCode = running.code()
+        return code
+    finally:
+        running.cancel()
+    return grpc.StatusCode.OK
+
+
+async def test_nothing_that_is_sent_is_a_500_or_a_crash() -> None:
+    async with Cluster(aggregated=1) as cluster:
+        seen = await asyncio.to_thread(fuzz_http, cluster.http)
+        assert {200, 400} <= seen
+        worker = cluster.workers["aggregated-0"].info.address
+        await asyncio.to_thread(fuzz_grpc, cluster.grpc, worker)
+        answer = await cluster.ask([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(answer.token_ids) == 4
