@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -71,6 +72,13 @@ class Orders:
     def did(self) -> None:
         """One hit."""
         self._hits.write(b".")
+
+    def follows(self, order: Order, within_s: float) -> bool:
+        """Whether ``order`` is what is to be done, now or in so long."""
+        ends_at = time.monotonic() + within_s
+        while self.now != order and time.monotonic() < ends_at:
+            time.sleep(LOOK_EVERY_S)
+        return self.now == order
 
     def _follow(self) -> None:
         while not self._wait.wait(LOOK_EVERY_S):

@@ -30,11 +30,17 @@ _SHOWN: Final = (
 def with_table(readme: str, run: StandardResult | None) -> str:
     """``readme`` with the run's table between the markers; raises :class:`BenchError` where they
     are missing."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise BenchError(f"README.md lacks its markers {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table(run)}{END}{after}"
+    return between(readme, BEGIN, END, table(run))
+
+
+def between(readme: str, begin: str, end: str, text: str) -> str:
+    """``readme`` with ``text`` between two markers; raises :class:`BenchError` where they are
+    missing."""
+    before, found, rest = readme.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise BenchError(f"README.md lacks its markers {begin} and {end}")
+    return f"{before}{begin}\n{text}{end}{after}"
 
 
 def table(run: StandardResult | None) -> str:

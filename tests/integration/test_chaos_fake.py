@@ -1,0 +1,91 @@
+"""`pdserve chaos` as a person runs it, against real processes with fake engines."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+from up_process import run_cli
+
+from tests.patience import HUNG_S, WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ("--engine", "fake", "--requests", "8", "--rate", "8")
+
+pytestmark = pytest.mark.timeout(HUNG_S)
+
+
+def chaos(directory: Path, *args: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, result, and what it said."""
+    path = directory / "result.json"
+    ended = run_cli(
+        *("chaos", *QUICK, "--run-dir", str(directory / "run"), "--json", str(path), *args),
+        within_s=HUNG_S,
+    )
+    said = ended.stdout + ended.stderr
+    return ended.returncode, json.loads(path.read_text()) if path.exists() else {}, said
+
+
+def test_rows_pass_and_say_what_was_hit(tmp_path: Path) -> None:
+    rows = ("kill_decode", "drop_transfers", "kill_router")
+    code, result, said = chaos(tmp_path, "--rows", ",".join(rows))
+    assert code == 0, said
+    assert [row["name"] for row in result["rows"]] == list(rows)
+    assert "3 of 3 rows passed" in said
+    for row in result["rows"]:
+        assert row["passed"], row
+        assert row["requests"] == 8
+    kill, drop, router = result["rows"]
+    assert sum(kill["fallbacks"].values()) >= 1
+    assert sum(drop["fallbacks"].values()) >= 1
+    assert router["excused"] >= 1
+    assert result["left"] == []
+
+
+def test_a_soak_accounts_for_every_request(tmp_path: Path) -> None:
+    code, result, said = chaos(tmp_path, "--soak", "8")
+    assert code == 0, said
+    assert sum(result["ended"].values()) == result["requests"] == result["compared"] > 0
+    assert sum(n for what, n in result["done"].items() if what.startswith("kill ")) >= 1
+    assert set(result["memory_mib_per_h"]) == {"router", "up", "prefill-0", "decode-0"}
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "pdserve", "chaos", *QUICK, "--rows", "slow_clients"]
+    process = subprocess.Popen(
+        [*command, "--run-dir", str(tmp_path / "run")],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    process.kill()
+    process.wait(WAIT_S)
+    assert process.stderr is not None
+    process.stderr.close()
+
+
+def test_ctrl_c_ends_all_processes(running: subprocess.Popen[str]) -> None:
+    assert running.stderr is not None
+    while "start:" not in running.stderr.readline():
+        assert running.poll() is None
+    children: list[psutil.Process] = []
+    while len(children) < 4:
+        assert running.poll() is None
+        children = psutil.Process(running.pid).children(recursive=True)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(WAIT_S) == 130
+    _, alive = psutil.wait_procs(children, WAIT_S)
+    assert alive == []

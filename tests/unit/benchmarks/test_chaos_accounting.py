@@ -1,0 +1,205 @@
+"""`pdserve chaos` without a service: what counts as wrong, lost or left, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.chaos import keep
+from benchmarks.chaos.answers import Choice, Outcome, wrong_tokens
+from benchmarks.chaos.asks import KINDS, kinds_of, make_asks
+from benchmarks.chaos.faults.by_name import FAULTS
+from benchmarks.chaos.memory import Memory
+from benchmarks.chaos.orders import Order, Orders, give, hits
+from benchmarks.chaos.result import MatrixResult, RowResult, from_json, read, to_json
+from benchmarks.chaos.settings import ChaosSettings
+from benchmarks.errors import BenchError
+from pdserve.cli import main
+from pdserve.config import load_config
+from tests.patience import WAIT_S
+
+if TYPE_CHECKING:
+    from benchmarks.chaos.answers import Ending
+
+ROOT = Path(__file__).resolve().parents[3]
+ROW = RowResult(
+    name="kill_decode",
+    what="a worker dies",
+    hit=True,
+    requests=9,
+    failed=0,
+    excused=0,
+    wrong_tokens=0,
+    leaked_blocks=0,
+    left=[],
+    pause_s=1.25,
+    whole_s=9.5,
+    fallbacks={"same_prefill:worker_failed": 2},
+    notes=["decode-0 with 2 in hand"],
+    errors=[],
+)
+RUN = MatrixResult(
+    created="2026-01-02T03:04:05+00:00",
+    engine="vllm",
+    workers="2P2D",
+    model="m",
+    trace="chat",
+    host={"cores": 2},
+    settings={"requests": 9},
+    rows=[ROW],
+    left=[],
+)
+
+
+def outcome(
+    tokens: list[int], text: str = "abc", *, ending: Ending = "ok", finish: str = "length"
+) -> Outcome:
+    made = Outcome(1, 0.0)
+    made.choices[0] = Choice(tokens, text, finish, [(t, -0.5) for t in tokens])
+    made.completion_tokens = len(tokens)
+    made.ending = ending
+    return made
+
+
+RIGHT = outcome([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("got", "wrong"),
+    [
+        (outcome([1, 2, 3]), 0),
+        (outcome([1, 2, 3], "abd"), 1),
+        (outcome([1, 2, 3], finish="stop"), 1),
+        # Each also stands in the logprobs, and what is missing or too much in the usage.
+        (outcome([1, 9, 3]), 2),
+        (outcome([1, 2]), 3),
+        (outcome([1, 2, 3, 3]), 3),
+        (outcome([1, 2], "ab", ending="failed", finish=""), 0),
+        (outcome([1, 9], "ab", ending="aborted", finish=""), 2),
+        (outcome([1], "x", ending="aborted", finish=""), 1),
+        (outcome([], "", ending="failed", finish=""), 0),
+    ],
+)
+def test_every_difference_is_counted_and_what_never_came_only_where_it_should(
+    got: Outcome, wrong: int
+) -> None:
+    assert wrong_tokens(got, RIGHT) == wrong
+
+
+def test_an_answer_that_was_not_asked_for_or_a_wrong_usage_is_wrong() -> None:
+    got = outcome([1, 2, 3])
+    got.choice(1).text = "more"
+    assert wrong_tokens(got, RIGHT) == 1
+    got = outcome([1, 2, 3])
+    got.completion_tokens = 5
+    assert wrong_tokens(got, RIGHT) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hit": False},
+        {"failed": 1},
+        {"wrong_tokens": 1},
+        {"leaked_blocks": 1},
+        {"left": ["a process"]},
+    ],
+)
+def test_a_row_passes_only_where_all_is_well(change: dict[str, object]) -> None:
+    assert RUN.passed
+    assert replace(ROW, excused=3).passed
+    bad = replace(ROW, **change)  # type: ignore[arg-type]
+    assert not bad.passed
+    assert not replace(RUN, rows=[ROW, bad]).passed
+    assert not replace(RUN, left=["process 7"]).passed
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(to_json(RUN), encoding="utf-8")
+    assert read(path) == RUN
+    assert json.loads(path.read_text())["passed"] is True
+    for text in ("{}", "[", '{"schema": "other"}'):
+        with pytest.raises(BenchError, match="not a result"):
+            from_json(text)
+
+
+def test_the_readme_shows_the_kept_run() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == keep.with_matrix(readme, read(ROOT / keep.KEPT))
+
+
+def test_keeping_a_run_puts_it_into_the_readme(tmp_path: Path) -> None:
+    (tmp_path / keep.KEPT).parent.mkdir(parents=True)
+    (tmp_path / "README.md").write_text(f"before\n{keep.BEGIN}\n{keep.END}\nafter\n")
+    source = tmp_path / "r.json"
+    source.write_text(to_json(RUN), encoding="utf-8")
+    keep.keep(source, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "| a worker dies | 9 | 0 | 0 | 0 | 0 | 1.2 s | 9.5 s |" in text
+    assert "1 of 1 rows passed" in text
+    assert read(tmp_path / keep.KEPT) == RUN
+
+
+def test_no_two_requests_share_a_prompt_and_each_feature_is_asked_for() -> None:
+    first = make_asks(20, seed=3, vocab_size=1536, kinds=kinds_of("vllm"))
+    again = make_asks(20, seed=3, vocab_size=1536, kinds=kinds_of("vllm"))
+    later = make_asks(20, seed=3, vocab_size=1536, kinds=kinds_of("vllm"), first=20)
+    assert first == again
+    assert {ask.kind for ask in first} == set(KINDS)
+    assert len({ask.prompt[:8] for ask in (*first, *later)}) == 40
+    assert "structured" not in kinds_of("fake")
+
+
+def test_a_process_follows_its_orders_and_counts_what_it_did(tmp_path: Path) -> None:
+    give(tmp_path, "w", Order("drop"))
+    orders = Orders(tmp_path, "w")
+    assert orders.now == Order("drop")
+    give(tmp_path, "w", Order(clock_s=5.0))
+    assert orders.follows(Order(clock_s=5.0), WAIT_S)
+    assert hits(tmp_path, "w") == 0
+    orders.did()
+    orders.did()
+    assert hits(tmp_path, "w") == 2
+
+
+def test_memory_that_grows_steadily_has_its_slope_and_warming_up_none() -> None:
+    memory = Memory()
+    for second in range(100):
+        memory.take("a", float(second), (50 << 20) + second * (1 << 20))
+        memory.take("b", float(second), (min(20, second)) << 20)
+    ends, slopes = memory.summary()
+    assert slopes == {"a": 3600.0, "b": 0.0}
+    assert ends["a"] == (75.0, 149.0)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "fake"])
+def test_both_services_have_a_configuration_that_is_valid(engine: str, tmp_path: Path) -> None:
+    settings = ChaosSettings(engine=engine, changes=(("router.lease_s", 3.0),))
+    for whole in (settings.config(), settings.reference()):
+        path = tmp_path / "c.yaml"
+        path.write_text(json.dumps(whole), encoding="utf-8")
+        config = load_config(path, {})
+        assert config.router.lease_s == 3.0
+        assert config.worker.engine == engine
+    assert settings.workers == "2P2D"
+
+
+def test_rows_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in FAULTS)
+    for more in (
+        ["--rows", "nothing"],
+        ["--rows", "corrupt_transfers", "--engine", "fake"],
+        ["--decode", "0"],
+        ["--rate", "0"],
+        ["--soak", "0"],
+        ["--set", "nonsense"],
+    ):
+        assert main(["chaos", *more]) == 2
+        assert "pdserve chaos: " in capsys.readouterr().err
