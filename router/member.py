@@ -39,7 +39,7 @@ class Member:
     (what its steps cost) are None until the worker has reported them. `lease_end` is on the pool's
     clock; for a lost member it is when it was lost. With `kv_key` the router makes capabilities for
     the worker's KV. `suspended` is what the `breaker` said when it was last asked; `unhealthy` what
-    the worker finds wrong with its machine.
+    the worker finds wrong with its machine; `replaced` has the epochs of its earlier starts.
     """
 
     info: WorkerInfo
@@ -57,6 +57,7 @@ class Member:
     steps: StepMoments | None = None
     suspended: bool = False
     unhealthy: str = ""
+    replaced: tuple[str, ...] = ()
     breaker: Breaker = field(default_factory=lambda: Breaker(BreakerLimits()))
     watch: ProgressWatch = field(default_factory=ProgressWatch)
     _seen: Candidate | None = field(default=None, init=False, repr=False)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from router.placement.values import Candidate
 
 FORGET_AFTER_S = 60.0
+REMEMBERED_STARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,15 @@ class WorkerPool:
     ) -> list[PoolAction]:
         """Take a worker in, or renew it where this very start of it is known.
 
-        Raises InvalidRequest, naming the field, where it cannot serve beside the others.
+        Raises InvalidRequest, naming the field, where it cannot serve beside the others, or where a
+        later start of it is here: what comes late of an earlier one must not cut the later one off.
         """
         self._check(info)
         known = self.members.get(info.worker_id)
+        if known is not None and not known.lost and info.epoch in known.replaced:
+            raise InvalidRequest(
+                f"worker {info.worker_id}: a later start of it has registered", field="worker_id"
+            )
         if known is not None and not known.lost:
             if known.info == info and known.kv_key == kv_key:
                 known.lease_end = now + self.lease_s
@@ -80,6 +86,10 @@ class WorkerPool:
         member = Member(
             info, now + self.lease_s, kv_key=kv_key, breaker=Breaker(self.breaker_limits)
         )
+        if known is not None:
+            epochs = dict.fromkeys((*known.replaced, known.info.epoch))
+            epochs.pop(info.epoch, None)
+            member.replaced = tuple(epochs)[-REMEMBERED_STARTS:]
         self.members[info.worker_id] = member
         self._membership_changed()
         return [*actions, OpenLink(member)]

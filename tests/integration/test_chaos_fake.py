@@ -36,7 +36,7 @@ def chaos(directory: Path, *args: str) -> tuple[int, dict[str, Any], str]:
 
 
 def test_rows_pass_and_say_what_was_hit(tmp_path: Path) -> None:
-    rows = ("kill_decode", "drop_transfers", "kill_router")
+    rows = ("drop_transfers", "old_epoch", "kill_router")
     code, result, said = chaos(tmp_path, "--rows", ",".join(rows))
     assert code == 0, said
     assert [row["name"] for row in result["rows"]] == list(rows)
@@ -44,8 +44,10 @@ def test_rows_pass_and_say_what_was_hit(tmp_path: Path) -> None:
     for row in result["rows"]:
         assert row["passed"], row
         assert row["requests"] == 8
-    kill, drop, router = result["rows"]
+    drop, kill, router = result["rows"]
     assert sum(kill["fallbacks"].values()) >= 1
+    # The old life is shut out, and the new one stays.
+    assert "registration: FAILED_PRECONDITION" in kill["notes"]
     assert sum(drop["fallbacks"].values()) >= 1
     assert router["excused"] >= 1
     assert result["left"] == []

@@ -10,7 +10,7 @@ from pdserve.capability import KEY_BYTES, CapabilityKey
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role, WorkerLoad
 from router.member import Charge, MemberState
-from router.pool import FORGET_AFTER_S, CloseLink, OpenLink, WorkerPool
+from router.pool import FORGET_AFTER_S, REMEMBERED_STARTS, CloseLink, OpenLink, WorkerPool
 from tests.fakes import MODEL, worker_info
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
@@ -52,6 +52,28 @@ def test_a_new_epoch_replaces_the_old_one(pool: WorkerPool) -> None:
     assert first.member.state is MemberState.LOST
     pool.attached(first.member)
     assert first.member.state is MemberState.LOST, "a late event must not revive it"
+
+
+def test_an_earlier_start_that_speaks_late_does_not_cut_the_later_one_off(pool: WorkerPool) -> None:
+    old, new = (worker_info("d", Role.DECODE, epoch=epoch) for epoch in ("e1", "e2"))
+    pool.register(old, now=0.0)
+    pool.register(new, now=1.0)
+    with pytest.raises(InvalidRequest, match="a later start of it has registered"):
+        pool.register(old, now=2.0)
+    assert pool.members["d"].info == new
+    assert pool.register(new, now=2.0) == []
+    # Where the later one is gone, the earlier one is welcome, and the other way round.
+    pool.expire(now=8.0)
+    (open_,) = pool.register(old, now=9.0)
+    assert isinstance(open_, OpenLink)
+    with pytest.raises(InvalidRequest, match="a later start"):
+        pool.register(new, now=10.0)
+
+
+def test_so_many_earlier_starts_are_remembered(pool: WorkerPool) -> None:
+    for number in range(REMEMBERED_STARTS + 5):
+        pool.register(worker_info("d", Role.DECODE, epoch=f"e{number}"), now=1.0)
+    assert len(pool.members["d"].replaced) == REMEMBERED_STARTS
 
 
 def test_another_key_under_the_same_epoch_is_another_start(pool: WorkerPool) -> None:
