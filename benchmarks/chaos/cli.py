@@ -69,16 +69,21 @@ def run(args: argparse.Namespace) -> int:
         list_faults(FAULTS.values())
         return EXIT_OK
     try:
-        if args.soak is not None:
-            return _run_soak(args)
-        return _run_matrix(args, _chosen(args.rows, args.engine))
+        settings, faults = settings_of(args), _chosen(args.rows, args.engine)
     except BenchError as error:
-        sys.stderr.write(f"pdserve chaos: {error}\n")
-        return EXIT_BAD_INPUT if not isinstance(error, ChaosFailedError) else EXIT_FAILED
+        return _say(error, EXIT_BAD_INPUT)
+    try:
+        return (
+            _run_matrix(args, settings, faults) if args.soak is None else _run_soak(args, settings)
+        )
+    except BenchError as error:
+        # The service did not start, or did not get over a fault.
+        return _say(error, EXIT_FAILED)
 
 
-class ChaosFailedError(BenchError):
-    """The service did not get over a fault."""
+def _say(error: BenchError, code: int) -> int:
+    sys.stderr.write(f"pdserve chaos: {error}\n")
+    return code
 
 
 def settings_of(args: argparse.Namespace) -> ChaosSettings:
@@ -96,6 +101,8 @@ def settings_of(args: argparse.Namespace) -> ChaosSettings:
             raise BenchError(f"--{name} must be at least 1")
     if not args.rate > 0:
         raise BenchError("--rate must be above 0")
+    if args.soak is not None and not args.soak > 0:
+        raise BenchError("--soak must be above 0")
     return ChaosSettings(
         engine=args.engine,
         prefill=args.prefill,
@@ -119,12 +126,11 @@ def _chosen(rows: str | None, engine: str) -> list[Fault]:
     return [FAULTS[name] for name in names if engine != "fake" or not FAULTS[name].needs_vllm]
 
 
-def _run_matrix(args: argparse.Namespace, faults: Sequence[Fault]) -> int:
+def _run_matrix(args: argparse.Namespace, settings: ChaosSettings, faults: Sequence[Fault]) -> int:
     from benchmarks.chaos.matrix import run_matrix
     from benchmarks.chaos.result import to_json
     from benchmarks.chaos.table import Progress, render
 
-    settings = settings_of(args)
     directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     began_s = time.monotonic()
     with Progress(directory) as progress:
@@ -144,13 +150,10 @@ def _run_matrix(args: argparse.Namespace, faults: Sequence[Fault]) -> int:
     return EXIT_OK if result.passed else EXIT_FAILED
 
 
-def _run_soak(args: argparse.Namespace) -> int:
+def _run_soak(args: argparse.Namespace, settings: ChaosSettings) -> int:
     from benchmarks.chaos.soak import run_soak
     from benchmarks.chaos.table import Progress, render_soak
 
-    if not args.soak > 0:
-        raise BenchError("--soak must be above 0")
-    settings = settings_of(args)
     directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     with Progress(directory) as progress:
         result = asyncio.run(run_soak(settings, args.soak, directory, doing=progress.doing))
