@@ -55,6 +55,13 @@ class DetectionConfig:
         maximum=86400,
     )
     max_suspend_s: float = key(120.0, "The longest such time.", minimum=0, maximum=86400)
+    canary_s: float = key(
+        60.0,
+        "How long no KV may come between two workers until the router tries them with a request of "
+        "its own. 0 never does, and a client's request tries those that were kept apart.",
+        minimum=0,
+        maximum=86400,
+    )
 
     def __post_init__(self) -> None:
         check(self)

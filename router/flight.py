@@ -196,7 +196,7 @@ class Flight:
         elif last.report is None or not last.report.transfer:
             return
         elif self._booking.is_trial:
-            quarantine.whole(pair)
+            quarantine.whole(pair, now)
             logger.info("KV from worker %s to %s comes whole again", *pair)
         else:
             quarantine.came(pair, now)

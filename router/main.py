@@ -37,6 +37,7 @@ from router.http.app import HttpApp, Services
 from router.intake import Intake
 from router.metrics import RouterMetrics
 from router.open_requests import OpenRequests
+from router.pair_canaries import PairCanaries
 from router.placement.policies.by_name import POLICIES
 from router.prefill_queue import PrefillQueue
 from router.prefix.watch import CacheWatches, WatchSettings
@@ -135,6 +136,10 @@ class RouterServer:
             fallback=config.fallback,
             decisions=decisions,
         )
+        if config.detection.canary_s:
+            await self._stack.enter_async_context(
+                PairCanaries(fleet, metrics, idle_s=config.detection.canary_s)
+            )
         intake = Intake(coordinator.models, timeout_s=config.request_timeout_s)
         render, keys = coordinator.metrics.render, Keys(config.tenants)
         services = Services(coordinator, intake, self._open_requests, render, keys)

@@ -104,6 +104,9 @@ class RouterMetrics:
         self._decode = self._seconds("request_decode", "Decoding.")
         self._transfer = self._seconds("kv_transfer", "Moving KV from grant to last byte.")
         self._exposed = self._seconds("kv_transfer_exposed", "Moving KV after prefill had ended.")
+        self._canaries = self._counter(
+            "pair_canaries", "Requests of the router's own over pairs of workers.", "outcome"
+        )
         self._flips = Histogram(
             "pdserve_role_flip_seconds",
             "From asking for a worker's other role until it was given work again.",
@@ -193,6 +196,10 @@ class RouterMetrics:
     def predicted(self, model: str, what: str, ratio: float) -> None:
         """What was predicted, over what came."""
         self._predictions.labels(model, what).observe(ratio)
+
+    def canary(self, model: str, outcome: str) -> None:
+        """A pair of workers was tried by a request of the router's own."""
+        self._canaries.labels(model, outcome).inc()
 
     def flipped(self, model: str, role: str, outcome: str, seconds: float) -> None:
         """A worker was to become a `role` worker."""

@@ -86,6 +86,8 @@ class Registry(RegistryServicer):
         members = self._fleet.pool.members.values()
         return w.ListWorkersResponse(
             workers=[self._entry(member, now) for member in members],
+            canaries_whole=self._fleet.quarantine.canaries["whole"],
+            canaries_failed=self._fleet.quarantine.canaries["failed"],
             costs=()
             if self._costs is None
             else costs_to_pb(self._costs, self._fleet.pool.models()),

@@ -62,9 +62,10 @@ def _run(args: argparse.Namespace) -> int:
 async def collect(dialer: Dialer, address: str, timeout_s: float) -> dict[str, Any]:
     """`workers`, a row each; `unpaired`, a row for each two that cannot exchange KV;
     `costs`, one for each model (whether P/D helps now, and how far predictions were off);
-    `roles`, one for each model whose roles the router moves (which split it wants, and why); and
-    `quarantined`, one for each two that the router keeps apart because KV came damaged. Raises
-    PdserveError where the router does not answer."""
+    `roles`, one for each model whose roles the router moves (which split it wants, and why);
+    `quarantined`, one for each two that the router keeps apart because KV came damaged; and one of
+    `canaries`, how its own requests over pairs went. Raises PdserveError where the router does not
+    answer."""
     import grpc.aio
 
     from pdserve.errors import Unavailable
@@ -87,6 +88,7 @@ async def collect(dialer: Dialer, address: str, timeout_s: float) -> dict[str, A
         "workers": sorted(rows, key=lambda row: str(row["worker_id"])),
         "unpaired": _unpaired(listed.workers),
         "quarantined": [_plain(pair) for pair in listed.quarantined],
+        "canaries": [{"whole": listed.canaries_whole, "failed": listed.canaries_failed}],
         "costs": [_plain(costs) for costs in listed.costs],
         "roles": [_plain(roles) for roles in listed.roles],
     }

@@ -52,6 +52,15 @@ def show(address: str, found: dict[str, list[Row]], console: Console | None = No
     )
     _list(
         console,
+        "[bold]tried by canaries[/]:",
+        [
+            f"{x['whole']} times whole, {x['failed']} times not"
+            for x in found.get("canaries", [])
+            if x["whole"] or x["failed"]
+        ],
+    )
+    _list(
+        console,
         "[bold]does P/D help?[/]",
         [line for row in found.get("costs", []) for line in _costs(row)],
     )

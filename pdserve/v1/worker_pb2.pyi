@@ -222,16 +222,20 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "quarantined", "costs", "roles")
+    __slots__ = ("workers", "quarantined", "costs", "roles", "canaries_whole", "canaries_failed")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    CANARIES_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    CANARIES_FAILED_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     quarantined: _containers.RepeatedCompositeFieldContainer[QuarantinedPair]
     costs: _containers.RepeatedCompositeFieldContainer[ModelCosts]
     roles: _containers.RepeatedCompositeFieldContainer[ModelRoles]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[QuarantinedPair, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[ModelCosts, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ...) -> None: ...
+    canaries_whole: int
+    canaries_failed: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[QuarantinedPair, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[ModelCosts, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ..., canaries_whole: _Optional[int] = ..., canaries_failed: _Optional[int] = ...) -> None: ...
 
 class ModelCosts(_message.Message):
     __slots__ = ("model", "text", "requests", "measured", "modelled", "aggregated", "goodput_ratio", "stall_s", "predictions")

@@ -22,8 +22,8 @@ from pdserve.errors import PdserveError, Unavailable, WorkerFailed
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
+from router.canary import prove
 from router.member import MemberState
-from router.roles.canary import prove
 from router.roles.rules import is_left, partner_for
 
 if TYPE_CHECKING:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from pdserve.types import Role, WorkerLoad
 from router.member import Charge, Member
+from router.pair_canaries import half_open_pair, unused_pair
 from router.placement.context import NO_CONTEXT
 from router.placement.policies.least_loaded import least_loaded
 from router.placement.values import Demand, Placement
@@ -41,7 +43,7 @@ def test_half_open_one_request_tries_and_the_others_do_not(struck: Quarantine) -
 
 def test_found_whole_the_pair_is_open(struck: Quarantine) -> None:
     assert struck.tries(PAIR, SECONDS)
-    struck.whole(PAIR)
+    struck.whole(PAIR, SECONDS)
     assert struck.barred(SECONDS) == frozenset()
     assert struck.listed(SECONDS) == []
     assert not struck.tries(PAIR, SECONDS), "an open pair is not tried"
@@ -65,7 +67,7 @@ def test_pairs_are_struck_one_by_one(struck: Quarantine) -> None:
     struck.strike(OTHER, 30.0)
     assert struck.barred(30.0) == {PAIR, OTHER}
     assert struck.barred(SECONDS) == {OTHER}
-    struck.whole(OTHER)
+    struck.whole(OTHER, SECONDS)
     assert struck.barred(30.0) == {PAIR}
 
 
@@ -146,3 +148,46 @@ def test_a_full_decode_worker_is_waited_for_as_before() -> None:
         seen = [member("p1", P).seen(), full.seen()]
         decision = least_loaded(seen, replace(demand, barred=barred), 0, NO_CONTEXT)
         assert decision.placement is None
+
+
+def test_where_canaries_try_no_request_does(struck: Quarantine) -> None:
+    struck.by_canary = True
+    assert struck.barred(SECONDS) == {PAIR}
+    assert struck.tries(PAIR, SECONDS)
+    struck.whole(PAIR, SECONDS)
+    assert struck.barred(SECONDS) == frozenset()
+
+
+def test_a_half_open_pair_is_tried_when_both_are_ready(struck: Quarantine) -> None:
+    p, d = ready("p1", P), ready("d1", D)
+    members = {"p1": p, "d1": d}
+    assert half_open_pair(members, struck, SECONDS - 1) is None
+    assert half_open_pair(members, struck, SECONDS) == (p, d)
+    d.draining = True
+    assert half_open_pair(members, struck, SECONDS) is None
+    assert half_open_pair({"p1": p}, struck, SECONDS) is None
+    # One has changed its role.
+    assert half_open_pair({"p1": p, "d1": ready("d1", P)}, struck, SECONDS) is None
+
+
+def test_a_pair_that_was_not_used_is_tried() -> None:
+    quarantine = Quarantine(SECONDS)
+    p, d = ready("p1", P), ready("d1", D)
+
+    def found(now: float, *members: Member) -> tuple[Member, Member] | None:
+        by_id = {m.worker_id: m for m in members}
+        return unused_pair(by_id, quarantine, now, idle_s=10.0, draw=Random(1))
+
+    assert found(0.0, p, d, ready("a", A)) == (p, d)
+    quarantine.came(PAIR, 5.0)
+    assert found(14.0, p, d) is None
+    assert found(15.0, p, d) == (p, d)
+    quarantine.strike(PAIR, 15.0)
+    assert found(30.0, p, d) is None, "kept apart"
+    assert found(30.0, p) is None
+    other = replace(d.info, kv=replace(d.info.kv, compatibility="other")) if d.info.kv else d.info
+    assert found(200.0, p, Member(other, lease_end=1.0, attached=True)) is None
+
+
+def ready(worker_id: str, role: Role) -> Member:
+    return Member(worker_info(worker_id, role), lease_end=1.0, attached=True)

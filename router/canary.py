@@ -12,7 +12,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from pdserve import deadline as deadlines
-from pdserve.errors import InternalError, TransferFailed, WorkerFailed, from_info
+from pdserve.errors import InternalError, TransferCorrupted, TransferFailed, WorkerFailed, from_info
 from pdserve.types import FinishReason, GenerateRequest, HandoffStyle, SamplingParams
 from router.submission import SubmissionBuilder
 
@@ -64,8 +64,8 @@ class _Stream:
 
 
 async def prove(fleet: Fleet, prefill: Member, decode: Member, *, timeout_s: float) -> None:
-    """Raises PdserveError where the pair does not answer, or answers something else than prefill
-    alone, or not in time."""
+    """Raises PdserveError where the pair does not answer, or not in time; TransferCorrupted where
+    it answers something else than prefill alone."""
     until = deadlines.after(timeout_s)
     try:
         async with deadlines.timeout(until):
@@ -77,7 +77,7 @@ async def prove(fleet: Fleet, prefill: Member, decode: Member, *, timeout_s: flo
                     return
     except TimeoutError:
         raise WorkerFailed(f"the canary did not end within {timeout_s:g} s") from None
-    raise WorkerFailed(f"the canary's answer was {together}, and {alone} by prefill alone")
+    raise TransferCorrupted(f"the canary's answer was {together}, and {alone} by prefill alone")
 
 
 def _request(prefill: Member) -> GenerateRequest:
