@@ -1,5 +1,5 @@
 """A whole service on real vLLM: a router in this process, and each worker in a process of its own,
-so that a test can kill it or freeze it."""
+so that a test can kill it, freeze it, or have it damage what it sends."""
 
 from __future__ import annotations
 
@@ -29,16 +29,22 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 _LOOK_S = 0.05
+# `pdserve worker` with tests/vllm/corrupt.py loaded first.
+_DAMAGING = "import tests.vllm.corrupt; from pdserve.cli import main; main()"
 
 
 @dataclass(slots=True)
 class Service:
-    """A router and its workers by name: prefill-0, decode-0, decode-1, ..."""
+    """A router and its workers by name: prefill-0, decode-0, decode-1, ... They register with
+    `others` too. Those of `orders` do with what they send as the file says (tests/vllm/corrupt.py).
+    """
 
     grpc: str
     client: Client
     registry: RegistryStub
     model: Path
+    others: list[str] = field(default_factory=list)
+    orders: dict[str, Path] = field(default_factory=dict)
     processes: dict[str, Process] = field(default_factory=dict)
 
     @staticmethod
@@ -62,18 +68,27 @@ class Service:
             "worker.role": name.partition("-")[0],
             "worker.model": self.model,
             "worker.model_name": "tiny",
-            "worker.routers": f"[{self.grpc}]",
+            "worker.routers": f"[{', '.join((self.grpc, *self.others))}]",
             "worker.engine_args": (
                 "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256}"
             ),
         }
         env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        command = ["-m", "pdserve"]
+        if name in self.orders:
+            env["PDSERVE_TEST_CORRUPT"] = str(self.orders[name])
+            command = ["-c", _DAMAGING]
         settings = [x for key, value in options.items() for x in ("--set", f"{key}={value}")]
         self.processes[name] = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pdserve", "worker", *settings),
+            *(sys.executable, *command, "worker", *settings),
             cwd=ROOT,
             env={**env, "PYTHONPATH": str(ROOT)},
         )
+
+    def order(self, text: str, *workers: str) -> None:
+        """Tells workers what to do with what they send from now on."""
+        for worker in workers:
+            self.orders[worker].write_text(text, encoding="ascii")
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Signals a worker."""

@@ -49,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "characters of many bytes": {"logit_bias": {}},
     "stop string": {},
+    "several answers": {"n": 3, "temperature": 0.9, "seed": 77},
 }
 
 
@@ -61,39 +62,43 @@ class Answer:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    usage: Usage | None = None
-    receipt: Receipt | None = None
-
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        assert self.receipt is not None
-        return self.receipt.fallbacks
 
 
 class Asked:
     """One request under way."""
 
     def __init__(self, service: Service, ids: list[int], sampling: SamplingParams) -> None:
-        self.answer = Answer()
+        self.answers = [Answer() for _ in range(sampling.n)]
+        self.usage: Usage | None = None
+        self.receipt: Receipt | None = None
         self._changed = asyncio.Event()
         self._deltas = service.client.generate(ids, sampling)
         self.task = asyncio.create_task(self._read())
 
-    async def _read(self) -> Answer:
-        answer = self.answer
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        assert self.receipt is not None
+        return self.receipt.fallbacks
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(len(answer.token_ids) for answer in self.answers)
+
+    async def _read(self) -> None:
         async for delta in self._deltas:
+            answer = self.answers[delta.index]
             answer.token_ids += delta.token_ids
             answer.text += delta.text
             answer.logprobs += delta.logprobs
             answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
-            answer.usage, answer.receipt = delta.usage, delta.receipt
+            self.usage, self.receipt = delta.usage or self.usage, delta.receipt or self.receipt
             self._changed.set()
-        return answer
 
     async def until(self, tokens: int) -> None:
         """Waits until the client has so many, or all."""
         async with asyncio.timeout(WAIT_S):
-            while len(self.answer.token_ids) < tokens and self.answer.finish_reason is None:
+            while self.tokens < tokens and any(x.finish_reason is None for x in self.answers):
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -107,7 +112,7 @@ async def running(tiny_model: Path) -> AsyncIterator[Service]:
         # Whoever freezes is found out by what it does not say, not by the end of its lease.
         lease_s=20.0,
         stop_grace_s=0.0,
-        detection=DetectionConfig(stall_s=2.0, suspend_s=0.5, max_suspend_s=0.5),
+        detection=DetectionConfig(stall_s=2.0, suspend_s=0.5, max_suspend_s=0.5, canary_s=0.0),
     )
     async with Service.start(config, tiny_model) as service:
         for name in WORKERS:
@@ -135,25 +140,12 @@ async def busy_decode(service: Service) -> str:
 
 async def expected_of(
     engine: EngineProcess, ids: list[int], sampling: SamplingParams
-) -> tuple[Any, ...]:
-    answer = await engine.run(ids, sampling)
-    return (
-        list(answer.token_ids),
-        answer.text,
-        list(answer.logprobs),
-        answer.finish_reason,
-        answer.stop_reason,
-    )
-
-
-def found_of(answer: Answer) -> tuple[Any, ...]:
-    return (
-        answer.token_ids,
-        answer.text,
-        answer.logprobs,
-        answer.finish_reason,
-        answer.stop_reason,
-    )
+) -> list[Answer]:
+    runs = [engine.run(ids, sampling.of_choice(i)) for i in range(sampling.n)]
+    return [
+        Answer(list(x.token_ids), x.text, list(x.logprobs), x.finish_reason, x.stop_reason)
+        for x in await asyncio.gather(*runs)
+    ]
 
 
 async def jobs(engine: EngineProcess) -> dict[str, tuple[list[int], SamplingParams]]:
@@ -185,11 +177,11 @@ async def test_a_worker_that_freezes_is_found_out_and_replaced(
         await asked.until(20)
         frozen = await busy_decode(service)
         service.send(frozen, signal.SIGSTOP)
-    answer = await asked.task
+    await asked.task
     reason = (await service.entries())[frozen].breaker.reason
     service.send(frozen, signal.SIGCONT)
-    assert found_of(answer) == expected
-    assert answer.fallbacks
+    assert asked.answers == expected
+    assert asked.fallbacks
     assert reason.startswith("it has said nothing for")
     # Once it goes on, a request tries it.
     async with asyncio.timeout(WAIT_S):
@@ -211,9 +203,9 @@ async def test_a_prefill_worker_that_dies_in_mid_prefill_is_replaced(
         while not (await service.entries())["prefill-0"].outstanding_requests:
             pass
     await service.kill("prefill-0")
-    answer = await asked.task
-    assert found_of(answer) == expected
-    assert answer.fallbacks == ("one_worker:worker_failed",)
+    await asked.task
+    assert asked.answers == expected
+    assert asked.fallbacks == ("one_worker:worker_failed",)
 
 
 async def test_every_kind_of_answer_survives_its_workers(
@@ -223,18 +215,18 @@ async def test_every_kind_of_answer_survives_its_workers(
     asked_for = await jobs(aggregated)
     runs = [expected_of(aggregated, *job) for job in asked_for.values()]
     expected = dict(zip(asked_for, await asyncio.gather(*runs), strict=True))
-    assert any(ord(c) > 0x7F for c in expected["characters of many bytes"][1])
-    assert expected["stop string"][4] is not None
+    assert any(ord(c) > 0x7F for c in expected["characters of many bytes"][0].text)
+    assert expected["stop string"][0].stop_reason is not None
     asked = {kind: Asked(service, *job) for kind, job in asked_for.items()}
     for name, more in (("decode-0", 20), ("decode-1", 3)):
-        wanted = [(one, len(one.answer.token_ids) + more) for one in asked.values()]
+        wanted = [(one, one.tokens + more * len(one.answers)) for one in asked.values()]
         for one, tokens in wanted:
             await one.until(tokens)
         await service.kill(name)
-    answers = {kind: await one.task for kind, one in asked.items()}
-    for kind, answer in answers.items():
-        assert found_of(answer) == expected[kind], kind
-        assert answer.fallbacks, kind
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == len(answer.token_ids)
-        assert answer.usage.prompt_tokens == len(asked_for[kind][0])
+    for kind, one in asked.items():
+        await one.task
+        assert one.answers == expected[kind], kind
+        assert one.fallbacks, kind
+        assert one.usage is not None
+        assert one.usage.completion_tokens == one.tokens
+        assert one.usage.prompt_tokens == len(asked_for[kind][0])
