@@ -59,6 +59,10 @@ class ChaosSettings:
             "up.decode": 0,
             "up.aggregated": 1,
             "up.cores_per_worker": 1,
+            # Nothing is done to it: however slow, it is not to be given up.
+            "router.lease_s": 600.0,
+            "router.detection.stall_s": 0.0,
+            "router.detection.failures": 1000,
         }
         if self.engine == "fake":
             changes["worker.engine_args"] = {"step_s": 0.0005}
@@ -67,7 +71,7 @@ class ChaosSettings:
     def _config(self, workers: dict[str, Any]) -> dict[str, Any]:
         whole: dict[str, Any] = {"up": {}, "router": {}, "worker": {}}
         engine = {"worker.engine": self.engine, "worker.engine_args": _ENGINE_ARGS[self.engine]}
-        for dotted, value in {**_CHANGES, **engine, **workers, **dict(self.changes)}.items():
+        for dotted, value in {**_CHANGES, **engine, **dict(self.changes), **workers}.items():
             at = whole
             *sections, key = dotted.split(".")
             for name in sections:

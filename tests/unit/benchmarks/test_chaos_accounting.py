@@ -179,12 +179,12 @@ def test_memory_that_grows_steadily_has_its_slope_and_warming_up_none() -> None:
 
 @pytest.mark.parametrize("engine", ["vllm", "fake"])
 def test_both_services_have_a_configuration_that_is_valid(engine: str, tmp_path: Path) -> None:
-    settings = ChaosSettings(engine=engine, changes=(("router.lease_s", 3.0),))
+    settings = ChaosSettings(engine=engine, changes=(("router.request_timeout_s", 3.0),))
     for whole in (settings.config(), settings.reference()):
         path = tmp_path / "c.yaml"
         path.write_text(json.dumps(whole), encoding="utf-8")
         config = load_config(path, {})
-        assert config.router.lease_s == 3.0
+        assert config.router.request_timeout_s == 3.0
         assert config.worker.engine == engine
     assert settings.workers == "2P2D"
 
