@@ -1,0 +1,125 @@
+"""Ten times as many clients as can be served, and clients that do not read: what waits is bounded,
+what is refused is told so, and afterwards all is as before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from dataclasses import replace
+
+import grpc.aio
+import pytest
+
+from pdserve import web_server, wire
+from pdserve.errors import Overloaded, Refusal
+from pdserve.v1 import generation_pb2 as g
+from pdserve.v1.generation_pb2_grpc import GenerationStub
+from router import answer, main
+from tests.cluster import WAIT_S, Cluster
+from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same
+from tests.integration.test_role_flips import metrics
+
+REQUESTS = "pdserve_requests_total"
+RUNNING, QUEUED, CLIENTS, TRIES = 4, 4, 80, 12
+# Verbose, so that what is kept for a connection on the way is soon full.
+ENDLESS = replace(PLAIN, max_tokens=4000, logprobs=5)
+
+
+async def test_ten_times_the_capacity_is_refused_what_it_cannot_have_and_leaves_nothing() -> None:
+    limits = {"max_running_requests": RUNNING, "max_queued_requests": QUEUED}
+    async with Cluster(prefill=1, decode=1, router=limits) as cluster:
+        expected = cluster.expected(PROMPT, PLAIN)
+        coordinator = cluster.router.coordinator
+        outcomes: Counter[str] = Counter()
+        most_queued = most_running = 0
+
+        async def ask() -> None:
+            nonlocal most_queued, most_running
+            for _ in range(TRIES):
+                most_queued = max(most_queued, coordinator.queued_requests)
+                most_running = max(most_running, coordinator.running_requests)
+                try:
+                    assert_same(await cluster.ask(PROMPT, PLAIN), expected)
+                    outcomes["served"] += 1
+                except Overloaded as error:
+                    outcomes[error.reason] += 1
+                    outcomes["told when"] += error.retry_after_s > 0
+
+        await asyncio.gather(*(ask() for _ in range(CLIENTS)))
+        served, refused = outcomes["served"], outcomes[Refusal.QUEUE_FULL]
+        assert served + refused == CLIENTS * TRIES
+        assert refused == outcomes["told when"]
+        assert refused > served > 0
+        assert most_queued <= QUEUED
+        assert most_running <= RUNNING
+        # And now as many as can be served: none waits for what was refused.
+        answers = await asyncio.gather(*(cluster.ask(PROMPT, PLAIN) for _ in range(RUNNING)))
+        for one in answers:
+            assert_same(one, expected)
+        await cluster.until(lambda: not coordinator.open_requests)
+        assert coordinator.queued_requests == coordinator.running_requests == 0
+
+
+class TestSlowReaders:
+    @pytest.fixture(autouse=True)
+    def small_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        limits = answer.BufferLimits(tokens=64, characters=4096)
+        monkeypatch.setattr(answer, "BufferLimits", lambda: limits)
+
+        def bind_small(host: str, port: int) -> socket.socket:
+            sock = web_server.bind(host, port)
+            # Connections take it over; what the kernel holds otherwise is megabytes.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            return sock
+
+        monkeypatch.setattr(main, "bind", bind_small)
+
+    async def test_over_http(self) -> None:
+        async with Cluster(prefill=1, decode=1, engine_args={"step_s": 0.002}) as cluster:
+            host, _, port = cluster.http.rpartition(":")
+            body = json.dumps(
+                {
+                    "model": "pdserve-demo",
+                    "prompt": PROMPT,
+                    "stream": True,
+                    "max_tokens": ENDLESS.max_tokens,
+                    "logprobs": ENDLESS.logprobs,
+                    "ignore_eos": True,
+                }
+            ).encode()
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(client, (host, int(port)))
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+                await loop.sock_sendall(client, head % len(body) + body)
+                assert await loop.sock_recv(client, 16) == b"HTTP/1.1 200 OK\r"
+                await assert_cut(cluster)
+
+    async def test_over_grpc(self) -> None:
+        async with Cluster(prefill=1, decode=1, engine_args={"step_s": 0.002}) as cluster:
+            request = g.GenerateRequest(
+                token_ids=g.TokenIds(ids=PROMPT), sampling=wire.sampling_to_pb(ENDLESS)
+            )
+            # As HTTP/2 has it without gRPC's own guesses: what may be on the way is small.
+            options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+            async with grpc.aio.insecure_channel(cluster.grpc, options=options) as channel:
+                call = GenerationStub(channel).Generate(request, timeout=2 * WAIT_S)
+                await call.read()
+                await assert_cut(cluster)
+                call.cancel()
+                await cluster.until(lambda: not cluster.router.coordinator.open_requests)
+
+
+async def assert_cut(cluster: Cluster) -> None:
+    """The workers are free although the client is still there and has not read; others are
+    answered."""
+    coordinator = cluster.router.coordinator
+    await cluster.until(lambda: coordinator.running_requests == 0)
+    await cluster.until(lambda: not cluster.busy("prefill-0", "decode-0"))
+    ended = [x for x in (await metrics(cluster)).splitlines() if x.startswith(REQUESTS)]
+    assert ["cancelled" in x for x in ended] == [True], ended
+    assert_same(await cluster.ask(PROMPT, PLAIN), cluster.expected(PROMPT, PLAIN))
