@@ -10,6 +10,7 @@ from benchmarks.errors import BenchError
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.service import RouterSettings, Service, Workers
 from benchmarks.simulation.summary import Summary, summarise
+from benchmarks.simulation.users import UserRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from benchmarks.simulation.arrivals import Arrivals
     from benchmarks.simulation.flight import Outcome
     from benchmarks.simulation.service_model import ServiceModel
+    from benchmarks.simulation.users import Users
 
 TELL_S = 0.5
 
@@ -77,6 +79,30 @@ def simulate(
     leftovers = tuple(service.leftovers())
     outcomes = tuple(x for x in run.outcomes if x is not None)
     return Finished(summarise(setup, service, outcomes, horizon_s), outcomes, leftovers)
+
+
+def simulate_users(
+    setup: Setup, users: Users, *, tell: Callable[[int, int], None] = lambda ended, asked: None
+) -> Finished:
+    """Serve users who wait for their answers. Summed up are the requests that came after the last
+    of the users had come."""
+    clock = VirtualClock()
+    service = Service(setup.model, setup.workers, setup.settings, clock)
+    for engine in service.engines.values():
+        engine.horizon_s = users.end_s
+    run = UserRun(service, users)
+    run.start()
+    told_at = time.monotonic()
+    while not run.is_over:
+        if not clock.step():
+            raise BenchError("the simulation stands still; this is a bug of it")
+        if time.monotonic() - told_at > TELL_S:
+            told_at = time.monotonic()
+            tell(len(run.outcomes), round(len(run.outcomes) * users.end_s / clock.now_s))
+    leftovers = tuple(service.leftovers())
+    outcomes = tuple(x for x in run.outcomes if users.ramp_s <= x.arrived_s < users.end_s)
+    summary = summarise(setup, service, outcomes, users.end_s, since_s=users.ramp_s)
+    return Finished(summary, outcomes, leftovers)
 
 
 class _Run:

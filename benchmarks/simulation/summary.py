@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.errors import BenchError
 from benchmarks.stats import PERCENTILES, Distribution, distribution
 from pdserve.types import Role
 
@@ -62,15 +63,23 @@ class Summary:
 
 
 def summarise(
-    setup: Setup, service: Service, outcomes: Sequence[Outcome], horizon_s: float
+    setup: Setup,
+    service: Service,
+    outcomes: Sequence[Outcome],
+    horizon_s: float,
+    *,
+    since_s: float = 0.0,
 ) -> Summary:
-    """Of a simulation that has ended."""
+    """Of a simulation that has ended, and the requests that came from `since_s` to `horizon_s`. The
+    pools' use counts from the start."""
+    if not outcomes:
+        raise BenchError("no request came in that time; raise the duration or the rate")
     config = setup.settings.config
     slo = config.slo
     good = [x for x in outcomes if not x.error]
     kept = sum(x.keeps(slo.ttft_s, slo.tpot_s) for x in outcomes)
-    span_s = max(horizon_s, 1e-9)
-    last_s = max((x.last_s for x in good), default=span_s)
+    span_s = max(horizon_s - since_s, 1e-9)
+    last_s = max((x.last_s for x in good), default=horizon_s) - since_s
     tpots = [gap for x in good if (gap := x.tpot_s) is not None]
     prompt_tokens = sum(x.prompt_tokens for x in good)
     return Summary(
@@ -81,7 +90,7 @@ def summarise(
         requests=len(outcomes),
         answered=len(good),
         refused=dict(sorted(Counter(x.error for x in outcomes if x.error).items())),
-        horizon_s=horizon_s,
+        horizon_s=span_s,
         rate_per_s=len(outcomes) / span_s,
         attainment=kept / len(outcomes),
         goodput_per_s=kept / last_s,
@@ -93,7 +102,7 @@ def summarise(
         itl=_percentiles(service),
         local_share=sum(x.prefill_worker == x.decode_worker for x in good) / max(1, len(good)),
         cached_share=sum(x.cached_tokens for x in good) / max(1, prompt_tokens),
-        pools=_pools(service, span_s),
+        pools=_pools(service, max(horizon_s, 1e-9)),
     )
 
 

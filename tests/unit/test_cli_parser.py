@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 COMMANDS = (
     *("up", "router", "worker", "generate", "chat", "status", "config", "bench", "profile"),
-    *("explain", "replay-decisions", "hash-key", "drain", "undrain", "simulate", "chaos"),
+    *("explain", "replay-decisions", "hash-key", "drain", "undrain", "simulate", "plan", "chaos"),
 )
 SHELL_BLOCK = re.compile(r"```(?:sh|bash|console)\n(.*?)```", re.DOTALL)
 MAKE_TARGET = re.compile(r"^([a-z-]+):.*##", re.MULTILINE)
