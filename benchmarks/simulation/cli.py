@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,9 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
     add_pools(parser)
     add_load(parser)
     add_service(parser)
+    parser.add_argument(
+        "--policies", metavar="A,B", help="these beside each other, on every trace of --trace A,B"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
 
 
@@ -141,12 +145,42 @@ def _run(args: argparse.Namespace) -> int:
     workers = Workers(**counts) if any(counts.values()) else Workers(1, 1)
     try:
         setup = Setup(model_from(args), workers, settings_from(args))
+        if args.policies is not None:
+            return _compare(args, setup)
         arrivals = arrivals_of(load_from(args))
         finished = _simulate(setup, arrivals)
     except BenchError as error:
         sys.stderr.write(f"pdserve: {error}\n")
         return 2
     _show(args, setup, arrivals, finished)
+    return 0
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def _compare(args: argparse.Namespace, setup: Setup) -> int:
+    import json
+
+    from benchmarks.errors import BenchError
+    from benchmarks.simulation.arrivals import arrivals_of
+    from benchmarks.simulation.policies import compare, show
+    from pdserve.config import POLICIES
+
+    policies = args.policies.split(",")
+    unknown = [name for name in policies if name not in POLICIES]
+    if unknown:
+        raise BenchError(f"no policy {unknown[0]!r}; there are {', '.join(POLICIES)}")
+    loads = [
+        (trace, arrivals_of(replace(load_from(args), traces=tuple(trace.split("+")))))
+        for trace in args.trace.split(",")
+    ]
+    found = compare(setup, policies, loads, _tell)
+    if args.json:
+        sys.stdout.write(json.dumps([x.plain() for x in found], indent=2, sort_keys=True) + "\n")
+    else:
+        show(found)
     return 0
 
 

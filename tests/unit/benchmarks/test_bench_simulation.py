@@ -16,6 +16,7 @@ from benchmarks.errors import BenchError
 from benchmarks.simulation.arrivals import Arrival, Arrivals, Load, arrivals_of
 from benchmarks.simulation.caches import PrefixCaches
 from benchmarks.simulation.gaps import Gaps
+from benchmarks.simulation.policies import compare
 from benchmarks.simulation.run import Setup, simulate
 from benchmarks.simulation.service import RouterSettings, Workers
 from benchmarks.simulation.service_model import EngineModel, ServiceModel
@@ -200,6 +201,17 @@ def test_the_same_options_give_the_same_bytes() -> None:
     first = run_command("1", *options)
     assert first == run_command("2", *options)
     assert first != run_command("1", *options, "--seed", "9")
+
+
+def test_policies_are_given_the_same_requests() -> None:
+    arrivals = requests(*((i * 0.05, 200, 20) for i in range(40)))
+    setup = Setup(model(), Workers(2, 2), settings())
+    policies = ("always_local", "round_robin")
+    (compared,) = compare(setup, policies, [("even", arrivals)], lambda _: None)
+    local, apart = compared.summaries
+    assert (local.policy, apart.policy) == policies
+    assert (local.requests, apart.requests) == (40, 40)
+    assert (local.local_share, apart.local_share) == (1.0, 0.0)
 
 
 def test_workers_that_cannot_serve_are_refused() -> None:
