@@ -94,8 +94,7 @@ def _ours(stack: ExitStack, directory: Path, step_s: float, streams: int) -> Rou
         *(sys.executable, "-m", "pdserve", "up", "--engine", "fake"),
         *("--set", f"worker.engine_args={engine}, clock_text: true}}"),
         *("--set", f"router.max_running_requests={streams + 16}"),
-        # A burst keeps the router from reading for longer than a worker may be silent.
-        *("--set", "router.detection.stall_s=0"),
+        *("--set", f"router.max_queued_requests={max(1024, streams)}"),
         *("--http-port", "0", "--grpc-port", "0"),
         *("--ready-file", str(ready), "--run-dir", str(directory / "run")),
     ]

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import cast
 
+from benchmarks.errors import BenchError
+
 # Each token's text is the time at which its step ended.
 _TIMES = re.compile(rb'"content":\s?"([0-9. ]+)"')
 _END = b"data: [DONE]"
@@ -109,12 +111,20 @@ async def drive(address: str, model: str, *, streams: int, tokens: int, requests
 
 
 async def hold(address: str, model: str, *, streams: int, tokens: int) -> Held:
-    """Opens `streams` streams and returns when each has had its first token."""
+    """Opens `streams` streams and returns when each has had its first token. Raises BenchError
+    where one ended before, or where that takes too long."""
     heard = Heard()
     open_streams = await _open(address, request(address, model, tokens), streams, 1, heard)
-    async with asyncio.timeout(TIMEOUT_S):
-        await asyncio.gather(*(s.begun for s in open_streams))
-    return Held(open_streams)
+    held = Held(open_streams)
+    begun = asyncio.gather(*(s.begun for s in open_streams))
+    ended = [s.done for s in open_streams]
+    await asyncio.wait([begun, *ended], timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    if not begun.done():
+        begun.cancel()
+        held.close()
+        reason = heard.failures[0] if heard.failures else f"not all began in {TIMEOUT_S:g} s"
+        raise BenchError(f"idle streams of {address}: {reason}")
+    return held
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""What router and worker take of a saturated engine's tokens a second."""

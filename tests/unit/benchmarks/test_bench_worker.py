@@ -1,0 +1,49 @@
+"""A round of the worker benchmark: the same prompts to both sides, whichever comes first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from benchmarks.errors import BenchError
+from benchmarks.worker.__main__ import TOKENS, one_round
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+PROMPTS = [[1, 2], [3, 4], [5, 6]]
+
+
+class Both:
+    """Plays the client and the peer, and remembers who was asked what."""
+
+    def __init__(self, tokens: int = TOKENS) -> None:
+        self.asked: list[tuple[str, list[int]]] = []
+        self._tokens = tokens
+
+    async def generate(self, prompt: list[int], _: object) -> AsyncIterator[SimpleNamespace]:
+        self.asked.append(("pdserve", prompt))
+        yield SimpleNamespace(token_ids=[0] * self._tokens)
+
+    async def seconds(self, prompts: Sequence[list[int]], tokens: int) -> float:
+        assert tokens == TOKENS
+        self.asked += [("in_process", prompt) for prompt in prompts]
+        return 2.0
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+async def test_both_are_asked_the_same_in_turn(ours_first: bool) -> None:
+    both = Both()
+    found = await one_round(*cast("Any", (both, both)), PROMPTS, ours_first=ours_first)
+    order = ["pdserve", "in_process"] if ours_first else ["in_process", "pdserve"]
+    assert both.asked == [(name, prompt) for name in order for prompt in PROMPTS]
+    assert found.in_process == len(PROMPTS) * TOKENS / 2.0
+    assert found.ratio == pytest.approx(found.pdserve / found.in_process)
+
+
+async def test_an_answer_that_is_too_short_counts_for_nothing() -> None:
+    both = Both(tokens=TOKENS - 1)
+    with pytest.raises(BenchError, match="not 128"):
+        await one_round(*cast("Any", (both, both)), PROMPTS, ours_first=True)
