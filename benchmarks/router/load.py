@@ -8,7 +8,7 @@ import json
 import re
 import time
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from benchmarks.errors import BenchError
 
@@ -117,8 +117,8 @@ async def hold(address: str, model: str, *, streams: int, tokens: int) -> Held:
     open_streams = await _open(address, request(address, model, tokens), streams, 1, heard)
     held = Held(open_streams)
     begun = asyncio.gather(*(s.begun for s in open_streams))
-    ended = [s.done for s in open_streams]
-    await asyncio.wait([begun, *ended], timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+    waited: list[asyncio.Future[Any]] = [begun, *(s.done for s in open_streams)]
+    await asyncio.wait(waited, timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
     if not begun.done():
         begun.cancel()
         held.close()
