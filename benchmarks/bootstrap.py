@@ -1,4 +1,4 @@
-"""Confidence intervals of medians over rounds, by resampling the rounds.
+"""Confidence intervals over rounds, by resampling the rounds.
 
 Requests of one round wait for one another, so it is rounds that are drawn, not requests (the block
 bootstrap; Efron and Tibshirani, "An Introduction to the Bootstrap", chapters 8 and 13).
@@ -24,7 +24,7 @@ MIN_ROUNDS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median over rounds with its 95 % interval, which is None for fewer than three rounds."""
+    """A figure over all rounds with its 95 % interval, which is None for fewer than three."""
 
     value: float
     low: float | None = None
@@ -52,3 +52,21 @@ def ratio(rounds: Sequence[tuple[float, float]], key: str) -> Estimate | None:
     if any(bottom == 0 or math.isinf(top) or math.isinf(bottom) for top, bottom in rounds):
         return None
     return estimate([top / bottom for top, bottom in rounds], key)
+
+
+def pooled_ratio(rounds: Sequence[tuple[float, float]], key: str) -> Estimate | None:
+    """The quotient of two sums over rounds, whose terms were measured side by side. Unlike a median
+    it shows a single bad round. None where some round's denominator is 0."""
+    if not rounds or any(bottom == 0 for _, bottom in rounds):
+        return None
+    whole = _quotient(rounds)
+    if len(rounds) < MIN_ROUNDS:
+        return Estimate(whole)
+    draw = random.Random(key)
+    found = sorted(_quotient(draw.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
+    tail = (1 - LEVEL) / 2 * 100
+    return Estimate(whole, percentile(found, tail), percentile(found, 100 - tail))
+
+
+def _quotient(rounds: Sequence[tuple[float, float]]) -> float:
+    return sum(top for top, _ in rounds) / sum(bottom for _, bottom in rounds)

@@ -7,7 +7,7 @@ import math
 from fractions import Fraction
 
 SLO_METRICS = ("ttft", "ttft_sched", "tpot", "tt2t", "e2e", "e2e_sched")
-TRACE_HELP = "chat, code or longchat (shipped), or the path of a trace file"
+TRACE_HELP = "chat, code or longchat (shipped), or the path of a trace file; A+B mixes two"
 
 
 def positive_int(text: str) -> int:

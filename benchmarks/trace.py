@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from benchmarks.errors import BenchError, TraceError
 from benchmarks.trace_formats import FORMATS, TraceRequest, read_rows
+from benchmarks.trace_mix import mixed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,12 +99,16 @@ class Trace:
 def load_trace(
     name_or_path: str, *, file_format: str | None = None, block_size: int | None = None
 ) -> Trace:
-    """Read a shipped trace by its name, or any trace file by its path.
+    """Read a shipped trace by its name, any trace file by its path, or several of them, joined by
+    ``+``, as one in which each has the same rate.
 
     ``file_format`` is one of :data:`FORMATS`, by default told by the suffix; ``block_size``
     overrides the sidecar's. Raises :class:`BenchError` for an unknown name and
     :class:`TraceError` for a file that is not a trace.
     """
+    parts = name_or_path.split("+")
+    if len(parts) > 1 and not Path(name_or_path).exists():
+        return _mixed([load_trace(part) for part in parts])
     path = _find(name_or_path)
     meta = _read_meta(path)
     raw = _read_bytes(path)
@@ -130,6 +135,17 @@ def load_trace(
     trace = Trace(meta=TraceMeta(**known), requests=rows)
     _check_sessions(path, trace)
     return trace
+
+
+def _mixed(traces: Sequence[Trace]) -> Trace:
+    metas = [trace.meta for trace in traces]
+    said: dict[str, Any] = {}
+    for key in ("source", "commit", "licence", "attribution", "changes"):
+        values = [str(getattr(meta, key)) for meta in metas]
+        said[key] = "; ".join(dict.fromkeys(value for value in values if value))
+    size = next((meta.block_size for meta in metas if meta.block_size is not None), None)
+    name = "+".join(meta.name for meta in metas)
+    return Trace(TraceMeta(name=name, block_size=size, **said), mixed_rows(traces))
 
 
 def _check_sessions(path: Path, trace: Trace) -> None:

@@ -197,3 +197,37 @@ def test_the_tick_of_a_rounded_log_is_inferred(tmp_path: Path) -> None:
     assert load_trace(rounded).meta.tick_s == pytest.approx(2.001)
     fine = _jsonl(tmp_path / "fine.jsonl", *({"timestamp": t * 10} | row for t in range(9)))
     assert load_trace(fine).meta.tick_s is None
+
+
+def test_traces_joined_by_a_plus_come_at_the_same_rate_each() -> None:
+    mixed = load_trace("chat+longchat")
+    assert mixed.meta.name.count("+") == 1
+    assert mixed.meta.block_size == 512
+    assert mixed.meta.tick_s is None
+    assert mixed.meta.licence == "CC-BY-4.0; Apache-2.0"
+    arrivals = [row.arrival_s for row in mixed.requests]
+    assert arrivals == sorted(arrivals)
+    long = [row for row in mixed.requests if row.hash_ids is not None]
+    # A request a second of each, until the shorter one ends; no volleys where ticks were.
+    assert len(long) == pytest.approx(arrivals[-1], rel=0.01)
+    assert len(set(arrivals)) > 0.99 * len(arrivals)
+    assert load_trace("chat+longchat").digest() == mixed.digest()
+
+
+def test_prefix_ids_of_mixed_traces_stay_apart(tmp_path: Path) -> None:
+    def written(name: str, block_size: int = 4, scope: str = "global") -> str:
+        path = tmp_path / f"{name}.jsonl"
+        row = {"input_length": 5, "output_length": 1, "hash_ids": [0, 3], "session_id": "s"}
+        path.write_text("".join(json.dumps({"timestamp": t, **row}) + "\n" for t in (0, 900)))
+        meta = {"name": name, "block_size": block_size, "hash_scope": scope}
+        path.with_suffix(".meta.json").write_text(json.dumps(meta))
+        return str(path)
+
+    a, b = written("a"), written("b")
+    assert {row.hash_ids for row in load_trace(f"{a}+{b}").requests} == {(0, 3), (4, 7)}
+    with pytest.raises(BenchError, match="cannot be mixed"):
+        load_trace(f"{a}+{written('c', scope='session')}")
+    with pytest.raises(BenchError, match="cannot be mixed"):
+        load_trace(f"{a}+{written('d', block_size=3)}")
+    with pytest.raises(BenchError, match="no trace"):
+        load_trace("chat+nothing")

@@ -1,0 +1,1 @@
+"""The default placement policy beside fixed ones, and whether it ever loses."""
