@@ -41,6 +41,11 @@ class Backlog:
     def __len__(self) -> int:
         return sum(len(queue.tickets) for queue in self._queues.values())
 
+    def waiting(self, worker: str) -> int:
+        """Prompts that `worker` has not computed yet."""
+        queue = self._queues.get(worker)
+        return 0 if queue is None else len(queue.tickets)
+
     def enter(self, worker: str, work: PromptWork, now: float) -> Ticket:
         """A prompt was placed on `worker`."""
         ticket = Ticket(worker, work)

@@ -10,9 +10,9 @@ from pdserve.types import Role
 from router.cost.accuracy import Accuracy, ratios
 from router.cost.backlog import Backlog
 from router.cost.meter import Reading, Window, read
-from router.cost.objective import Slo, cost_s
 from router.cost.pace import pace_of
 from router.cost.replay import Pool
+from router.cost.stalls import Stalls
 from router.cost.step_model import Batch, fit_steps, prompt_work
 from router.cost.transfer_model import TransferModel
 from router.member import MemberState
@@ -21,6 +21,7 @@ from router.placement.context import Prediction
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from router.cost.objective import Slo
     from router.cost.outcome import Outcome
     from router.cost.pace import Pace
     from router.cost.step_model import PromptWork, StepModel
@@ -65,6 +66,7 @@ class CostBook:
         self._on_ratio = on_ratio
         self.transfers = TransferModel()
         self.backlog = Backlog()
+        self.stalls = Stalls()
         self._pool = pool
         self._clock = clock
         self._fitted: dict[str, _Fitted] = {}
@@ -78,6 +80,7 @@ class CostBook:
         member = self._pool.members.get(worker)
         if member is None:
             self._fitted.pop(worker, None)
+            self.stalls.forget(worker)
             return None
         now = self._clock()
         known = self._fitted.get(worker)
@@ -104,6 +107,7 @@ class CostBook:
     def _forget(self) -> None:
         for worker in self._fitted.keys() - self._pool.members.keys():
             del self._fitted[worker]
+            self.stalls.forget(worker)
 
     def predict(
         self,
@@ -149,8 +153,8 @@ class CostBook:
             transfer_s,
             queue_s,
             itl_s,
-            cost_s(queue_s + prefill_s, self.slo.ttft_s)
-            + cost_s(transfer_s + itl_s, self.slo.tpot_s),
+            self.slo.first_cost_s(queue_s + prefill_s)
+            + self.slo.gap_cost_s(itl_s + transfer_s / self.stalls.gaps(demand.model)),
             not self._is_local(demand),
         )
 
@@ -166,24 +170,26 @@ class CostBook:
             return None
         queue_s, prefill_s = waits
         itl_s = model.decode_step_s(beside)
-        steps = model.steps_of(work)
-        # Whoever decodes here waits for each of its steps longer by this.
-        longer_s = model.prompt_s(work) / steps
-        tpot_s = self.slo.tpot_s
-        harm = cost_s(itl_s + longer_s, tpot_s) - cost_s(itl_s, tpot_s)
+        held_s = model.prompt_s(work)
+        # Their mean gap, with what holds them up already, and with this prompt too.
+        gaps = self.stalls.gaps(demand.model)
+        before_s = itl_s + self._held_s(decode.worker_id, gaps * itl_s) / gaps
+        harm = self.slo.gap_cost_s(before_s + held_s / gaps) - self.slo.gap_cost_s(before_s)
+        held = beside.reqs + self.backlog.waiting(decode.worker_id)
         return Prediction(
             None,
             decode.worker_id,
             queue_s + prefill_s,
-            beside.reqs * steps * longer_s,
+            held * held_s,
             0.0,
             queue_s,
             itl_s,
-            cost_s(queue_s + prefill_s, self.slo.ttft_s)
-            + cost_s(itl_s, tpot_s)
-            + beside.reqs * steps * harm,
+            self.slo.first_cost_s(queue_s + prefill_s) + self.slo.gap_cost_s(itl_s) + held * harm,
             self._is_local(demand),
         )
+
+    def _held_s(self, worker: str, life_s: float) -> float:
+        return self.stalls.held_s(worker, life_s, self._clock())
 
     def _is_local(self, demand: Demand) -> bool:
         return self._local.get(_size_class(demand), False)
@@ -197,11 +203,20 @@ class CostBook:
         ways = {prediction.prefill is None for prediction in decision.predictions}
         if len(ways) == 2:
             self._local[_size_class(demand)] = placement.prefill is None
+        if placement.prefill is None and placement.decode.role is Role.DECODE:
+            self._holds_up(demand, placement.decode, decision.cached)
         for prediction in decision.predictions:
             prefill = None if placement.prefill is None else placement.prefill.worker_id
             if (prediction.prefill, prediction.decode) == (prefill, placement.decode.worker_id):
                 return prediction
         return self.predict(demand, placement.prefill, placement.decode, decision.cached)
+
+    def _holds_up(self, demand: Demand, decode: Candidate, cached: Mapping[str, int]) -> None:
+        model = self.step_model(decode.worker_id)
+        if model is not None:
+            life_s = self.stalls.gaps(demand.model) * model.decode_step_s(batch_of(decode))
+            held_s = model.prompt_s(_work(demand, decode, cached))
+            self.stalls.add(decode.worker_id, held_s, life_s, self._clock())
 
     def enter(self, worker: str, prompt_tokens: int, cached: int) -> Callable[[], None]:
         """A prompt was placed on `worker`; call what is returned when it is computed or given
@@ -213,6 +228,7 @@ class CostBook:
         """A request ended well, at its first attempt."""
         model = outcome.model
         self._windows.setdefault(model, Window()).add(outcome)
+        self.stalls.answered(model, max(0, outcome.output_tokens - 1))
         if outcome.exposed_transfer_s is not None:
             pair = (outcome.prefill_worker, outcome.decode_worker)
             self.transfers.observe(model, pair, outcome.prompt_tokens, outcome.exposed_transfer_s)

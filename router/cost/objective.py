@@ -1,12 +1,15 @@
-"""What a second of waiting is worth: the one figure in which choices are compared. Pure.
+"""What waiting is worth: the one figure in which choices are compared. Pure.
 
-    cost(t, limit) = EARLY · t                     up to the limit that the SLO sets
-                     + 1 · (t - limit)             beyond it
+What counts is promises kept, of all who are served. A wait well within its limit breaks none, but
+somebody waits, so it costs a little, in proportion; one well beyond it has broken the promise, and
+cannot break it twice, so that more of it costs as little again: who is late anyway must not make
+others late. Between the two, where a prediction may err to either side, the cost rises steadily:
 
-A second past the limit is a second of broken promise and costs 1. A second within it breaks none,
-but somebody still waits for it, so it costs a little: between two choices that both keep their
-promises the quicker one is better. The same holds for the first token of the request itself and
-for each gap between tokens of those who are served beside it.
+    x = wait / limit      cost = EARLY · x + (1 - EARLY) · ramp(x) promises
+                          ramp: 0 up to 1 - SPREAD, 1 from 1 + SPREAD on
+
+The same holds for the first token and for the mean gap between tokens. A promise is written as the
+seconds of the first token's limit, so that costs are seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 EARLY = 0.1
+# By how much of a limit a prediction may be off.
+SPREAD = 0.3
 # What is better by less than this share and these seconds is not worth a change of habit.
 MARGIN = 0.1
 MARGIN_S = 0.002
@@ -26,10 +31,18 @@ class Slo:
     ttft_s: float = 1.0
     tpot_s: float = 0.1
 
+    def first_cost_s(self, ttft_s: float) -> float:
+        """Of a first token that comes so late."""
+        return self.ttft_s * _cost(ttft_s / self.ttft_s)
 
-def cost_s(waited_s: float, limit_s: float) -> float:
-    """Seconds of waiting, weighed; see above."""
-    return EARLY * waited_s + (1.0 - EARLY) * max(0.0, waited_s - limit_s)
+    def gap_cost_s(self, tpot_s: float) -> float:
+        """Of tokens that come so far apart, on average."""
+        return self.ttft_s * _cost(tpot_s / self.tpot_s)
+
+
+def _cost(x: float) -> float:
+    ramp = min(1.0, max(0.0, (x - 1.0 + SPREAD) / (2.0 * SPREAD)))
+    return EARLY * x + (1.0 - EARLY) * ramp
 
 
 def beats(other_s: float, favoured_s: float) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from pdserve.step_moments import StepMoments, StepRecorder, StepShape
 from pdserve.types import Receipt, Role, Usage, WorkerLoad
 from router.cost.book import PRIOR_S, REFIT_S, CostBook
-from router.cost.objective import Slo, cost_s
+from router.cost.objective import Slo
 from router.cost.outcome import Outcome, outcome_of
 from router.cost.transfer_model import MIN_TRANSFERS, TransferModel
 from router.placement.context import PlacementContext
@@ -69,6 +69,13 @@ class Rig:
         )
         return None if found is None else found.ttft_s
 
+    def harm(self, tokens: int = 100) -> float:
+        """What prefill at decode costs beyond the request's own waiting."""
+        found = self.book.predict(Demand("demo", tokens, tokens + 10), None, self.decode.seen(), {})
+        assert found is not None
+        own = SLO.first_cost_s(found.ttft_s) + SLO.gap_cost_s(found.itl_s)
+        return found.cost_s - own
+
     def decide(self, tokens: int = 100) -> Decision:
         decision = slo_aware(
             self.pool.candidates("demo"),
@@ -116,8 +123,10 @@ def test_a_prompt_beside_running_streams_costs_each_of_them_its_time() -> None:
     assert found.itl_harm_s == pytest.approx(4 * 100 * TOKEN_S, rel=0.02)
     ttft = base + 100 * TOKEN_S
     assert found.ttft_s == pytest.approx(ttft, rel=0.05)
-    each = cost_s(ttft, SLO.tpot_s) - cost_s(base, SLO.tpot_s)
-    own = cost_s(ttft, SLO.ttft_s) + cost_s(base, SLO.tpot_s)
+    # On average over the gaps that an answer has.
+    longer = base + 100 * TOKEN_S / rig.book.stalls.gaps("demo")
+    each = SLO.gap_cost_s(longer) - SLO.gap_cost_s(base)
+    own = SLO.first_cost_s(ttft) + SLO.gap_cost_s(base)
     assert found.cost_s == pytest.approx(own + 4 * each, rel=0.05)
 
 
@@ -152,6 +161,31 @@ def test_prefill_stays_apart_while_it_harms_and_comes_home_when_it_waits() -> No
     rig.decode.load = WorkerLoad(0, 7, 0.1, 90)
     rig.prefill.load = WorkerLoad(0, 0, 0.0, 100)
     leave()
+    assert not rig.goes_local()
+
+
+def test_prompts_that_were_taken_home_count_against_the_next() -> None:
+    rig = Rig()
+    rig.decode.load = WorkerLoad(0, 3, 0.1, 90)
+    before = rig.harm()
+    assert before < 0.05
+    demand, here = Demand("demo", 100, 110), Placement(rig.decode.seen())
+    taken = Decision("slo_aware", (rig.decode.seen(),), demand, 0, here)
+    for _ in range(6):
+        rig.book.decided(taken)
+    # Alone each was harmless; together they would break what was promised to those who decode.
+    assert rig.harm() > 5 * before
+    rig.now += 10.0
+    assert rig.harm() == pytest.approx(before, rel=0.05)
+
+
+def test_who_is_late_anyway_does_not_make_others_late() -> None:
+    rig = Rig()
+    rig.book.enter("p0", 5000, 0)
+    rig.book.enter("d0", 5000, 0)
+    rig.decode.load = WorkerLoad(0, 6, 0.1, 90)
+    # Both ways miss the first token's limit many times over, and the decode worker's queue is no
+    # longer than prefill's: nothing is won by stalling those who decode.
     assert not rig.goes_local()
 
 

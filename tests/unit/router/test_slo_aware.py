@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import Role, WorkerLoad
-from router.cost.objective import EARLY, MARGIN, cost_s
+from router.cost.objective import EARLY, MARGIN, SPREAD, Slo
 from router.member import Member
 from router.placement.context import PlacementContext, Prediction
 from router.placement.policies.prefix_aware import prefix_aware
@@ -146,6 +146,13 @@ def test_a_single_token_and_an_aggregated_worker_are_placed_by_the_rules() -> No
     assert costs.asked == []
 
 
-def test_a_second_past_the_promise_costs_ten_within_it() -> None:
-    assert cost_s(0.5, 1.0) == pytest.approx(EARLY * 0.5)
-    assert cost_s(3.0, 1.0) == pytest.approx(EARLY * 1.0 + 2.0)
+def test_what_is_broken_is_not_broken_again() -> None:
+    slo = Slo(ttft_s=2.0, tpot_s=0.1)
+    assert slo.first_cost_s(0.5) == pytest.approx(EARLY * 0.5)
+    # At the limit itself it is as likely kept as broken.
+    assert slo.first_cost_s(2.0) == pytest.approx(2.0 * (EARLY + (1 - EARLY) / 2))
+    late = 2.0 * (1 + SPREAD)
+    assert slo.first_cost_s(late) == pytest.approx(EARLY * late + (1 - EARLY) * 2.0)
+    assert slo.first_cost_s(late + 1) - slo.first_cost_s(late) == pytest.approx(EARLY)
+    # A broken gap is worth as much as a broken first token.
+    assert slo.gap_cost_s(0.3) == pytest.approx(slo.first_cost_s(6.0))
