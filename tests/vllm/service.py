@@ -16,7 +16,9 @@ import grpc.aio
 
 from pdserve import rpc
 from pdserve.client import Client
+from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.admin_pb2_grpc import AdminStub
 from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 from router.main import RouterServer
 from tests.patience import START_S, WAIT_S
@@ -99,6 +101,17 @@ class Service:
         process = self.processes.pop(name)
         process.kill()
         await process.wait()
+
+    async def drain(self, name: str, *, timeout_s: float, stop: bool) -> None:
+        """As `pdserve drain`; nothing is left on the worker."""
+        request = a.DrainWorkerRequest(worker_id=name, timeout_s=timeout_s, stop=stop)
+        async with rpc.open_channel(self.grpc) as channel:
+            steps = [x async for x in AdminStub(channel).DrainWorker(request, timeout=WAIT_S)]
+        assert steps[-1].drained, steps[-1]
+
+    async def ended(self, name: str) -> int:
+        """The exit code of a worker that is to end."""
+        return await asyncio.wait_for(self.processes.pop(name).wait(), WAIT_S)
 
     async def listed(self) -> w.ListWorkersResponse:
         return await self.registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)

@@ -208,6 +208,38 @@ async def test_a_prefill_worker_that_dies_in_mid_prefill_is_replaced(
     assert asked.fallbacks == ("one_worker:worker_failed",)
 
 
+async def test_workers_are_restarted_under_answers_that_lose_nothing(
+    service: Service, aggregated: EngineProcess
+) -> None:
+    """A decode worker is emptied at once and ends; the prefill worker gets a signal in mid-prefill.
+    Both exit with 0, and come back."""
+    kinds = ("seeded", "penalties", "structured")
+    asked_for = [
+        (prompt(120 + 40 * i, 200 + i), replace(PLAIN, **KINDS[kind]))
+        for i, kind in enumerate(kinds)
+    ]
+    late = prompt(1500, 210), replace(PLAIN, max_tokens=30)
+    runs = [expected_of(aggregated, *job) for job in (*asked_for, late)]
+    expected = await asyncio.gather(*runs)
+    asked = [Asked(service, *job) for job in asked_for]
+    for one in asked:
+        await one.until(20)
+    emptied = await busy_decode(service)
+    await service.drain(emptied, timeout_s=0.0, stop=True)
+    assert await service.ended(emptied) == 0
+    asked.append(Asked(service, *late))
+    async with asyncio.timeout(WAIT_S):
+        while not (await service.entries())["prefill-0"].outstanding_requests:
+            pass
+    service.send("prefill-0", signal.SIGTERM)
+    await asked[-1].task
+    assert await service.ended("prefill-0") == 0
+    for one in asked:
+        await one.task
+    assert [one.answers for one in asked] == expected
+    assert any("moved" in name for one in asked for name in one.fallbacks)
+
+
 async def test_every_kind_of_answer_survives_its_workers(
     service: Service, aggregated: EngineProcess
 ) -> None:
