@@ -214,8 +214,10 @@ class Handoff:
         return self._fail(error)
 
     def recall(self) -> Sequence[CancelLeg]:
-        """What was submitted is taken back, to be submitted elsewhere: no token came of it."""
+        """What was submitted is taken back, to be submitted elsewhere: no token came of it, and
+        what failed its leader costs a fork no rung."""
         self._falling = None
+        self.ladder.restart()
         return self._close_legs()
 
     def leaving(self, worker_id: str, cause: PdserveError) -> Resubmit | None:

@@ -97,13 +97,17 @@ class Ladder:
     def failed(self, failure: Failure, tokens: int) -> None:
         """A worker failed after so many tokens of the answer."""
         if tokens - self._from_tokens >= self.limits.progress_tokens:
-            self._left, self._failed, self._avoid = list(Step), set(), set()
+            self.restart()
         self._avoid.add(failure.worker_id)
         if failure.is_of_a_worker:
             self._failed.add(failure.worker_id)
         is_corrupted = isinstance(failure.error, TransferCorrupted)
         if is_corrupted or not failure.prefill or failure.prefill in self._failed:
             self._drop(Step.SAME_PREFILL)
+
+    def restart(self) -> None:
+        """All rungs are there again; what was done still counts."""
+        self._left, self._failed, self._avoid = list(Step), set(), set()
 
     def climb(self, prefill: str, *, pair_helps: bool) -> Rung | None:
         """The next rung, which is then used up; None at the top. A pair does not help where only

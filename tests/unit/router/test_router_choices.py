@@ -180,6 +180,29 @@ async def test_forks_that_have_not_begun_go_where_their_leader_goes(
         assert len(deltas[-1].receipt.fallbacks) == 1, "the leader's alone"
 
 
+async def test_what_fails_a_leader_costs_its_forks_no_rung(
+    prefill: ScriptedWorker, decode: ScriptedWorker
+) -> None:
+    async with running_stack(prefill, decode) as stack:
+        async with stack.coordinator.generate(THREE) as answer:
+            submit = await decode.submitted()
+            attempts = 1
+            while submit.WhichOneof("phase") == "decode":
+                for fork in forks_of(submit):
+                    decode.fail(fork, TransferFailed("no leader"))
+                decode.fail(submit, TransferFailed("broken"))
+                prefill.send(await prefill.submitted(), attempts, finish=LENGTH)
+                submit = await decode.submitted()
+                attempts += 1
+            assert attempts == 4
+            one, two = forks_of(submit)
+            decode.send(submit, 9, finish=STOP)
+            decode.send(one, 17, finish=STOP)
+            decode.send(two, 27, finish=STOP)
+            tokens, _ = await read_all(answer)
+        assert (tokens[0], tokens[1], tokens[2]) == ([1, 2, 3, 9], [17], [27])
+
+
 async def _next_of(*workers: ScriptedWorker) -> ScriptedWorker:
     """The first of `workers` that has something submitted."""
     async with asyncio.timeout(WAIT_S):
