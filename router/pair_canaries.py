@@ -84,7 +84,7 @@ class PairCanaries:
         self._metrics = metrics
         self._idle_s = idle_s
         self._period_s = period_s
-        self._draw = random.Random()  # noqa: S311: no secret
+        self._draw = random.Random()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:

@@ -31,11 +31,7 @@ class TlsConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if bool(self.cert_file) != bool(self.key_file):
-            lacking = "key_file" if self.cert_file else "cert_file"
-            refuse(lacking, "is needed where the other of cert_file and key_file is set")
-        if self.ca_file and not self.cert_file:
-            refuse("cert_file", "is needed where ca_file is set")
+        _check_files(self)
 
     @property
     def is_mutual(self) -> bool:
@@ -57,11 +53,16 @@ class HttpTlsConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if bool(self.cert_file) != bool(self.key_file):
-            lacking = "key_file" if self.cert_file else "cert_file"
-            refuse(lacking, "is needed where the other of cert_file and key_file is set")
-        if self.ca_file and not self.cert_file:
-            refuse("cert_file", "is needed where ca_file is set")
+        _check_files(self)
+
+
+def _check_files(tls: TlsConfig | HttpTlsConfig) -> None:
+    """Raises ConfigError where a file is named without one that it needs."""
+    if bool(tls.cert_file) != bool(tls.key_file):
+        lacking = "key_file" if tls.cert_file else "cert_file"
+        refuse(lacking, "is needed where the other of cert_file and key_file is set")
+    if tls.ca_file and not tls.cert_file:
+        refuse("cert_file", "is needed where ca_file is set")
 
 
 @dataclass(frozen=True, slots=True)
