@@ -8,17 +8,19 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.chaos.settings import ChaosSettings
 from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from benchmarks.chaos.result import MatrixResult
     from benchmarks.chaos.scene import Fault
+    from benchmarks.chaos.table import Progress
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 _DESCRIPTION: Final = """\
@@ -45,6 +47,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="no rows: random kills every 10 s, and other faults between, for so long",
+    )
+    parser.add_argument(
+        "--overload",
+        type=float,
+        metavar="SECONDS",
+        help="no rows: for so long many more requests than can be served",
+    )
+    parser.add_argument(
+        "--times", type=float, default=10.0, metavar="X", help="how many more (default: 10)"
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
@@ -73,9 +84,11 @@ def run(args: argparse.Namespace) -> int:
     except BenchError as error:
         return _say(error, EXIT_BAD_INPUT)
     try:
-        return (
-            _run_matrix(args, settings, faults) if args.soak is None else _run_soak(args, settings)
-        )
+        if args.overload is not None:
+            return _run_overload(args, settings)
+        if args.soak is not None:
+            return _run_soak(args, settings)
+        return _run_matrix(args, settings, faults)
     except BenchError as error:
         # The service did not start, or did not get over a fault.
         return _say(error, EXIT_FAILED)
@@ -101,8 +114,14 @@ def settings_of(args: argparse.Namespace) -> ChaosSettings:
             raise BenchError(f"--{name} must be at least 1")
     if not args.rate > 0:
         raise BenchError("--rate must be above 0")
-    if args.soak is not None and not args.soak > 0:
-        raise BenchError("--soak must be above 0")
+    for name in ("soak", "overload"):
+        given = getattr(args, name)
+        if given is not None and not given > 0:
+            raise BenchError(f"--{name} must be above 0")
+    if args.soak is not None and args.overload is not None:
+        raise BenchError("--soak and --overload are runs of their own")
+    if not args.times > 1:
+        raise BenchError("--times must be above 1")
     return ChaosSettings(
         engine=args.engine,
         prefill=args.prefill,
@@ -129,11 +148,10 @@ def _chosen(rows: str | None, engine: str) -> list[Fault]:
 def _run_matrix(args: argparse.Namespace, settings: ChaosSettings, faults: Sequence[Fault]) -> int:
     from benchmarks.chaos.matrix import run_matrix
     from benchmarks.chaos.result import to_json
-    from benchmarks.chaos.table import Progress, render
+    from benchmarks.chaos.table import render
 
-    directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     began_s = time.monotonic()
-    with Progress(directory) as progress:
+    with _progress(args) as (progress, directory):
 
         def done(so_far: MatrixResult) -> None:
             progress.done(so_far.rows[-1])
@@ -152,13 +170,36 @@ def _run_matrix(args: argparse.Namespace, settings: ChaosSettings, faults: Seque
 
 def _run_soak(args: argparse.Namespace, settings: ChaosSettings) -> int:
     from benchmarks.chaos.soak import run_soak
-    from benchmarks.chaos.table import Progress, render_soak
+    from benchmarks.chaos.table import render_soak
+
+    with _progress(args) as (progress, directory):
+        result = asyncio.run(run_soak(settings, args.soak, directory, doing=progress.doing))
+    render_soak(result)
+    return _keep(args, result.to_json())
+
+
+def _run_overload(args: argparse.Namespace, settings: ChaosSettings) -> int:
+    from benchmarks.chaos.overload import run_overload
+    from benchmarks.chaos.table import render_overload
+
+    with _progress(args) as (progress, directory):
+        result = asyncio.run(
+            run_overload(settings, args.overload, args.times, directory, doing=progress.doing)
+        )
+    render_overload(result)
+    return _keep(args, result.to_json())
+
+
+@contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[tuple[Progress, Path]]:
+    from benchmarks.chaos.table import Progress
 
     directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     with Progress(directory) as progress:
-        result = asyncio.run(run_soak(settings, args.soak, directory, doing=progress.doing))
-    render_soak(result)
+        yield progress, directory
+
+
+def _keep(args: argparse.Namespace, result: Mapping[str, Any]) -> int:
     if args.json is not None:
-        text = json.dumps(result.to_json(), indent=1) + "\n"
-        args.json.write_text(text, encoding="utf-8")
-    return EXIT_OK if result.passed else EXIT_FAILED
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return EXIT_OK if result["passed"] else EXIT_FAILED

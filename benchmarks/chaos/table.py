@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rich.status import Status
 
+    from benchmarks.chaos.overload import OverloadResult
     from benchmarks.chaos.result import MatrixResult, RowResult
     from benchmarks.chaos.scene import Fault
     from benchmarks.chaos.soak import SoakResult
@@ -101,7 +102,6 @@ def render(result: MatrixResult, took_s: float) -> None:
 
 def render_soak(result: SoakResult) -> None:
     """Print what became of everything."""
-    console = stdout_console()
     ended = ", ".join(f"{count} {what}" for what, count in result.ended.items())
     done = ", ".join(f"{what}: {count}" for what, count in sorted(result.done.items()))
     grew = ", ".join(f"{name} {x:+g}" for name, x in result.memory_mib_per_h.items())
@@ -114,10 +114,40 @@ def render_soak(result: SoakResult) -> None:
         f"faults: {done}",
         f"fallbacks: {sum(result.fallbacks.values())}",
         f"memory, MiB an hour: {grew}",
-        *result.errors,
-        *(f"left: {text}" for text in result.left),
-        "passed" if result.passed else "FAILED",
     ]
+    _say([*lines, *_ends(result)])
+
+
+def render_overload(result: OverloadResult) -> None:
+    """Print what became of a service that was asked too much."""
+    fates = ", ".join(f"{count} {what}" for what, count in result.fates.items())
+    after = "not within" if result.normal_s is None else f"{result.normal_s:.1f} s after"
+    lines = [
+        (
+            f"capacity {result.capacity_per_s:g} requests a second; for {result.seconds:g} s "
+            f"{result.offered_per_s:g} were sent and {result.served_per_s:g} served"
+        ),
+        (
+            f"in all {fates}; {result.refused_untold} refused without a time to try again, "
+            f"{result.wrong_answers} wrong answers, {result.leaked_blocks} leaked blocks"
+        ),
+        (
+            f"first token, median: {1000 * result.calm_ttft_s:.0f} ms before, "
+            f"{1000 * result.overload_ttft_s:.0f} ms meanwhile; as before {after} the overload"
+        ),
+        "memory, MiB before, at most, at the end: "
+        + ", ".join(f"{name} {a:g} {b:g} {c:g}" for name, (a, b, c) in result.memory_mib.items()),
+    ]
+    _say([*lines, *_ends(result)])
+
+
+def _ends(result: SoakResult | OverloadResult) -> list[str]:
+    left = [f"left: {text}" for text in result.left]
+    return [*result.errors, *left, "passed" if result.passed else "FAILED"]
+
+
+def _say(lines: Iterable[str]) -> None:
+    console = stdout_console()
     for line in lines:
         console.print(line, highlight=False, markup=False)
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from benchmarks.compare.result import CompareResult, Measurement
 
-# Cores that waiting arms may use together.
-IDLE_ARMS_CORES: Final = 0.1
+# Of a core, what each waiting arm may use; what all do, each arm has beside it alike.
+IDLE_ARM_CORES: Final = 0.06
 # The share of the cores that other processes may use before it is said, and before it spoils a run:
 # then arms do not have the cores that they are said to have.
 OTHERS_SHARE: Final = 0.1
@@ -48,7 +48,7 @@ def _reasons(result: CompareResult) -> Iterator[str]:
         if degraded is not None:
             yield f"{where}: {degraded}"
         use = measurement.processor
-        if use.idle_arms_s > IDLE_ARMS_CORES * use.window_s:
+        if use.idle_arms_s > IDLE_ARM_CORES * max(1, len(result.arms) - 1) * use.window_s:
             cores = use.idle_arms_s / use.window_s
             yield f"{where}: arms that should have waited used {cores:.2f} cores"
     share = _others_share(result)

@@ -61,6 +61,19 @@ def test_a_soak_accounts_for_every_request(tmp_path: Path) -> None:
     assert set(result["memory_mib_per_h"]) == {"router", "up", "prefill-0", "decode-0"}
 
 
+def test_an_overload_is_refused_in_words_and_gone_when_it_is_over(tmp_path: Path) -> None:
+    limits = ("--set", "router.max_running_requests=4", "--set", "router.max_queued_requests=4")
+    code, result, said = chaos(tmp_path, "--overload", "3", "--times", "5", *limits)
+    assert result["fates"].get("failed", 0) == result["wrong_answers"] == 0, said
+    assert result["refused_untold"] == result["leaked_blocks"] == 0, said
+    assert result["fates"]["refused"] > 0
+    assert result["fates"]["served"] > 0
+    assert result["left"] == []
+    assert set(result["memory_mib"]) >= {"router", "up", "prefill-0", "decode-0"}
+    # How soon it is normal again is the machine's affair; that it is told is not.
+    assert (code == 0) == result["passed"] == (result["normal_s"] is not None)
+
+
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "pdserve", "chaos", *QUICK, "--rows", "slow_clients"]

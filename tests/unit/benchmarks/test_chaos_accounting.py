@@ -13,8 +13,10 @@ from benchmarks.chaos import keep
 from benchmarks.chaos.answers import Choice, Outcome, wrong_tokens
 from benchmarks.chaos.asks import KINDS, kinds_of, make_asks
 from benchmarks.chaos.faults.by_name import FAULTS
+from benchmarks.chaos.flood import Fate, Met
 from benchmarks.chaos.memory import Memory
 from benchmarks.chaos.orders import Order, Orders, give, hits
+from benchmarks.chaos.overload import NORMAL_S, normal_after_s
 from benchmarks.chaos.result import MatrixResult, RowResult, from_json, read, to_json
 from benchmarks.chaos.settings import ChaosSettings
 from benchmarks.errors import BenchError
@@ -203,3 +205,26 @@ def test_rows_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[
     ):
         assert main(["chaos", *more]) == 2
         assert "pdserve chaos: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fates", "expected"),
+    [
+        ("ssssssssssssssssssss", 0.0),
+        ("rrlsssssssssssssssss", 3.0),
+        ("rsssssssssssssssssss", 0.0),  # one of twenty
+        ("ssssssssssssssssrrrr", None),
+        ("llllllllllllllllllll", None),
+        ("", None),
+    ],
+)
+def test_service_is_normal_from_where_nearly_all_are_served_in_time(
+    fates: str, expected: float | None
+) -> None:
+    names: dict[str, Fate] = {"s": "served", "l": "served", "r": "refused"}
+    late_s = 2 * NORMAL_S
+    mets = [
+        Met(100.0 + at, names[fate], ttft_s=late_s if fate == "l" else 0.01)
+        for at, fate in enumerate(fates)
+    ]
+    assert normal_after_s(mets, 100.0, 0.01) == expected
