@@ -308,6 +308,13 @@ class UpConfig:
     aggregated: int = key(
         0, "Workers to start that prefill and decode alike.", minimum=0, maximum=1024
     )
+    routers: int = key(
+        1,
+        "Routers to start side by side. The first has the ports of `router`, each other one those "
+        "10 above the one before it.",
+        minimum=1,
+        maximum=16,
+    )
     cores_per_worker: int = key(
         0, "CPU cores for each worker; 0 shares out those there are.", minimum=0
     )

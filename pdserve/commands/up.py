@@ -16,6 +16,7 @@ _FLAGS = {
     "--prefill": "up.prefill",
     "--decode": "up.decode",
     "--aggregated": "up.aggregated",
+    "--routers": "up.routers",
     "--model": "worker.model",
     "--model-name": "worker.model_name",
     "--engine": "worker.engine",
@@ -38,7 +39,7 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "up",
         help="start router and workers on this machine and serve until stopped",
-        description="Start the router and the workers as processes side by side, and serve until "
+        description="Start routers and workers as processes side by side, and serve until "
         "Ctrl-C or SIGTERM: then running requests may finish; a second Ctrl-C ends at once. A "
         "worker that dies while serving is started again.",
     )

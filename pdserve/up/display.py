@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from rich.status import Status
@@ -51,20 +51,20 @@ class Display:
         """A line to read."""
         self._console.print(escape(text), style="red" if is_error else None)
 
-    def serving(self, facts: Mapping[str, str], model: str) -> None:
+    def serving(self, routers: Sequence[Mapping[str, str]], model: str) -> None:
         """Where it listens, and what to try."""
         took = time.monotonic() - self._began
         self.close()
-        http, grpc = facts["http"], facts["grpc"]
+        http, grpc = routers[0]["http"], ",".join(router["grpc"] for router in routers)
         lines = [
             f"[bold green]serving {escape(model)}[/] after {took:.1f} s",
-            f"  HTTP  {http}  (OpenAI-compatible)",
-            f"  gRPC  {grpc}",
+            f"  HTTP  {', '.join(router['http'] for router in routers)}  (OpenAI-compatible)",
+            f"  gRPC  {', '.join(router['grpc'] for router in routers)}",
             "",
             "Try it:",
             f"  {escape(curl_line(http, model))}",
             f"  pdserve chat --grpc {grpc}",
-            f"  pdserve status --grpc {grpc}",
+            f"  pdserve status --grpc {routers[0]['grpc']}",
             "",
             "Ctrl-C stops it.",
         ]

@@ -9,16 +9,18 @@ from pdserve.config import WorkerConfig
 from pdserve.config_schema import refuse, to_mapping
 from pdserve.types import Role
 from pdserve.up.cores import share_cores
-from pdserve.up.supervision import ROUTER, Policy
+from pdserve.up.supervision import Policy
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
-    from pdserve.config import Config
+    from pdserve.config import Config, RouterConfig
 
 # What a process may take on top of its own deadline before it is killed.
 _MARGIN_S = 5.0
 _CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores")
+_PORTS_APART = 10
+_LAST_PORT = 65535
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
@@ -47,18 +49,39 @@ def policy_of(config: Config) -> Policy:
     )
 
 
-def router_spec(config: Config, facts: Mapping[str, str] | None) -> ProcessSpec:
-    """The router's process. One that is started again takes the ports that it had, from the
+def router_configs(config: Config) -> dict[str, RouterConfig]:
+    """Each router's configuration by name. The first has the ports of the file, each other one
+    those `_PORTS_APART` above the one before it; 0 stays 0. Raises ConfigError."""
+    count, router = config.up.routers, config.router
+    if count == 1:
+        return {"router": router}
+    found: dict[str, RouterConfig] = {}
+    taken: set[int] = set()
+    for i in range(count):
+        above = _PORTS_APART * i
+        http_port = router.http_port and router.http_port + above
+        grpc_port = router.grpc_port and router.grpc_port + above
+        for name, port in (("http_port", http_port), ("grpc_port", grpc_port)):
+            if port > _LAST_PORT:
+                refuse(f"router.{name}", f"leaves no ports for {count} routers")
+            if port in taken:
+                refuse(f"router.{name}", f"{port} would be the port of two routers")
+            taken |= {port} - {0}
+        found[f"router-{i}"] = replace(router, http_port=http_port, grpc_port=grpc_port)
+    return found
+
+
+def router_spec(name: str, router: RouterConfig, facts: Mapping[str, str] | None) -> ProcessSpec:
+    """A router's process. One that is started again takes the ports that it had, from the
     `facts` that it told."""
-    router = config.router
     if facts is not None:
         http_port, grpc_port = (int(facts[x].rpartition(":")[2]) for x in ("http", "grpc"))
         router = replace(router, http_port=http_port, grpc_port=grpc_port)
-    return ProcessSpec(ROUTER, "router", {"router": to_mapping(router)})
+    return ProcessSpec(name, "router", {"router": to_mapping(router)})
 
 
 def worker_configs(config: Config, cores: Collection[int]) -> dict[str, WorkerConfig]:
-    """Each worker's configuration by name, its router's address still that of the file.
+    """Each worker's configuration by name, its routers' addresses still those of the file.
 
     Raises ConfigError where the file sets what is chosen here, or the cores do not suffice.
     """
@@ -81,7 +104,7 @@ def worker_configs(config: Config, cores: Collection[int]) -> dict[str, WorkerCo
     }
 
 
-def worker_spec(config: WorkerConfig, router_address: str) -> ProcessSpec:
-    """A worker's process, told where the router is."""
-    told = replace(config, routers=(router_address,))
+def worker_spec(config: WorkerConfig, routers: Sequence[str]) -> ProcessSpec:
+    """A worker's process, told the addresses of all routers."""
+    told = replace(config, routers=tuple(routers))
     return ProcessSpec(config.worker_id, "worker", {"worker": to_mapping(told)})

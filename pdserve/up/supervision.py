@@ -3,7 +3,7 @@
 A process that dies before all are ready ends everything: the configuration is at fault, and
 starting again would fail again. One that was told to end is started again at once. One that dies
 later is started again after a pause that doubles, and given up on after `max_restarts` deaths that
-followed each other closely. A stop goes in order: the router first, which lets running requests
+followed each other closely. A stop goes in order: the routers first, which let running requests
 finish, then the workers, which drain. Whatever outstays its deadline is killed.
 """
 
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-ROUTER = "router"
 OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
 FIRST_PAUSE_S = 1.0
@@ -96,7 +95,7 @@ class _State(Enum):
 class _Stage(Enum):
     STARTING = auto()
     SERVING = auto()
-    STOPPING_ROUTER = auto()
+    STOPPING_ROUTERS = auto()
     STOPPING_WORKERS = auto()
     STOPPING_ALL = auto()
     DONE = auto()
@@ -119,9 +118,10 @@ class Supervision:
     """The state of one `pdserve up`. Every method takes the time and returns orders to carry out,
     in order; none does I/O."""
 
+    routers: Collection[str]
     workers: Iterable[str]
     policy: Policy
-    router_address_known: bool
+    router_addresses_known: bool
     _stage: _Stage = _Stage.STARTING
     _processes: dict[str, _Process] = field(default_factory=dict)
     _registered: set[str] = field(default_factory=set)
@@ -129,7 +129,7 @@ class Supervision:
     _exit_code: int = OK
 
     def __post_init__(self) -> None:
-        self._processes = {name: _Process(name) for name in (ROUTER, *self.workers)}
+        self._processes = {name: _Process(name) for name in (*self.routers, *self.workers)}
 
     # Questions
 
@@ -144,7 +144,7 @@ class Supervision:
             process.name
             for process in self._processes.values()
             if process.state is not _State.READY
-            or (process.name != ROUTER and process.name not in self._registered)
+            or (process.name not in self.routers and process.name not in self._registered)
         )
 
     def wake_at(self) -> float | None:
@@ -158,7 +158,7 @@ class Supervision:
 
     def begin(self, now: float) -> list[Order]:
         self._started_at = now
-        names = list(self._processes) if self.router_address_known else [ROUTER]
+        names = self._processes if self.router_addresses_known else self.routers
         return [self._start(name) for name in names]
 
     def became_ready(self, name: str, now: float) -> list[Order]:
@@ -170,12 +170,14 @@ class Supervision:
         if self._stage is not _Stage.STARTING:
             return []
         orders: list[Order] = []
-        if name == ROUTER and not self.router_address_known:
-            orders += [self._start(x) for x in self._processes if x != ROUTER]
+        if name in self.routers and not self.router_addresses_known:
+            serving = (self._processes[x].state is _State.READY for x in self.routers)
+            if all(serving):
+                orders += [self._start(x) for x in self._worker_names()]
         return orders + self._announce_if_complete()
 
     def registered(self, names: Collection[str]) -> list[Order]:
-        """The router can place work on these workers."""
+        """Every router can place work on these workers."""
         self._registered.update(names)
         return self._announce_if_complete() if self.is_starting else []
 
@@ -197,10 +199,10 @@ class Supervision:
         if self._stage is _Stage.STARTING:
             return [Tell("stopping"), *self._stop_all(OK, now)]
         if self._stage is _Stage.SERVING:
-            self._stage = _Stage.STOPPING_ROUTER
+            self._stage = _Stage.STOPPING_ROUTERS
             grace = self.policy.router_grace_s
             orders: list[Order] = [Tell("stopping: running requests may finish")]
-            return orders + self._terminate([ROUTER], grace, now) + self._go_on_stopping(now)
+            return orders + self._terminate(self.routers, grace, now) + self._go_on_stopping(now)
         if self._stage is _Stage.DONE:
             return []
         self._exit_code = INTERRUPTED
@@ -262,10 +264,10 @@ class Supervision:
 
     def _go_on_stopping(self, now: float) -> list[Order]:
         orders: list[Order] = []
-        if self._stage is _Stage.STOPPING_ROUTER and not self._is_alive(ROUTER):
+        any_router = any(self._is_alive(name) for name in self.routers)
+        if self._stage is _Stage.STOPPING_ROUTERS and not any_router:
             self._stage = _Stage.STOPPING_WORKERS
-            workers = [name for name in self._processes if name != ROUTER]
-            orders += self._terminate(workers, self.policy.worker_grace_s, now)
+            orders += self._terminate(self._worker_names(), self.policy.worker_grace_s, now)
         if self._stage is not _Stage.DONE and not self._alive():
             self._stage = _Stage.DONE
             orders.append(Finish(self._exit_code))
@@ -287,6 +289,9 @@ class Supervision:
             process.kill_at = None
             orders.append(Send(process.name, signal.SIGKILL))
         return orders
+
+    def _worker_names(self) -> list[str]:
+        return [name for name in self._processes if name not in self.routers]
 
     def _is_alive(self, name: str) -> bool:
         return self._processes[name].state is not _State.DOWN

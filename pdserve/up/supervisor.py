@@ -37,8 +37,9 @@ class Supervisor:
 
     def __init__(self, config: Config, display: Display) -> None:
         """Raises ConfigError where the configuration cannot be started on this machine."""
-        check_ports(config.router)
-        self._config = config
+        self._routers = specs.router_configs(config)
+        for router in self._routers.values():
+            check_ports(router)
         self._display = display
         self._model = config.worker.served_model_name
         check_model(config.worker)
@@ -46,16 +47,21 @@ class Supervisor:
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
         self._run_dir = _make_run_dir(config.up.run_dir)
-        self._router_address = _address(config.router.grpc_host, config.router.grpc_port)
+        self._addresses = {
+            name: _address(router.grpc_host, router.grpc_port)
+            for name, router in self._routers.items()
+        }
         self._children: dict[str, ChildProcess] = {}
         self._facts: dict[str, dict[str, str]] = {}
         self._events: asyncio.Queue[ProcessEvent | signal.Signals | set[str]] = asyncio.Queue()
         self._supervision = sv.Supervision(
+            routers=tuple(self._routers),
             workers=tuple(self._workers),
             policy=specs.policy_of(config),
-            router_address_known=config.router.grpc_port != 0,
+            router_addresses_known=config.router.grpc_port != 0,
         )
-        self._registration: asyncio.Task[None] | None = None
+        self._known: dict[str, set[str]] = {name: set() for name in self._routers}
+        self._registrations: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> int:
         """Start everything, serve until stopped, and return the exit code with no process left."""
@@ -63,7 +69,7 @@ class Supervisor:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._events.put_nowait, number)
         self._forget_ready_file()
-        self._display.starting((sv.ROUTER, *self._workers), self._run_dir)
+        self._display.starting((*self._routers, *self._workers), self._run_dir)
         try:
             return await self._loop()
         finally:
@@ -101,9 +107,9 @@ class Supervisor:
             return []
         if isinstance(event, Ready):
             self._facts[event.name] = event.facts
-            if event.name == sv.ROUTER:
-                self._router_address = event.facts["grpc"]
-                self._watch_registration()
+            if event.name in self._routers:
+                self._addresses[event.name] = event.facts["grpc"]
+                self._watch_registration(event.name)
             return self._supervision.became_ready(event.name, now)
         if isinstance(event, Exited):
             return self._supervision.exited(event.name, event.code, now)
@@ -130,27 +136,28 @@ class Supervisor:
                 raise AssertionError(f"not an order: {order!r}")
 
     def _spec(self, name: str) -> specs.ProcessSpec:
-        if name != sv.ROUTER:
-            return specs.worker_spec(self._workers[name], self._router_address)
-        return specs.router_spec(self._config, self._facts.get(sv.ROUTER))
+        if name in self._workers:
+            return specs.worker_spec(self._workers[name], [*self._addresses.values()])
+        return specs.router_spec(name, self._routers[name], self._facts.get(name))
 
     def _announce(self, *, first: bool) -> None:
-        order = (sv.ROUTER, *self._workers)
-        children = {name: self._children[name] for name in order}
+        routers, workers = (
+            [self._children[name] for name in names] for names in (self._routers, self._workers)
+        )
         if self._ready_file is not None:
-            content = ready_file.describe(children, self._facts, self._model, self._run_dir)
+            content = ready_file.describe(routers, workers, self._facts, self._model, self._run_dir)
             ready_file.write(self._ready_file, content)
         if first:
-            self._display.serving(self._facts[sv.ROUTER], self._model)
+            self._display.serving([self._facts[name] for name in self._routers], self._model)
 
-    def _watch_registration(self) -> None:
-        if self._registration is None:
-            self._registration = asyncio.create_task(self._poll_registration())
+    def _watch_registration(self, router: str) -> None:
+        if router not in self._registrations:
+            self._registrations[router] = asyncio.create_task(self._poll_registration(router))
 
-    async def _poll_registration(self) -> None:
-        """Tell of the workers that the router can place work on, until that is all of them."""
-        known: set[str] = set()
-        async with self._dialer.open_channel(self._router_address) as channel:
+    async def _poll_registration(self, router: str) -> None:
+        """Tell of the workers that every router can place work on, until this one can on all."""
+        known = self._known[router]
+        async with self._dialer.open_channel(self._addresses[router]) as channel:
             stub = worker_pb2_grpc.RegistryStub(channel)
             while known < set(self._workers):
                 try:
@@ -163,16 +170,16 @@ class Supervisor:
                 now_ready = {x.info.worker_id for x in listed.workers if x.state == "ready"}
                 if now_ready - known:
                     known |= now_ready
-                    self._events.put_nowait(set(known))
+                    self._events.put_nowait(set.intersection(*self._known.values()))
                 await asyncio.sleep(_POLL_S)
 
     async def _close(self) -> None:
         self._display.close()
         self._forget_ready_file()
-        if self._registration is not None:
-            self._registration.cancel()
+        for registration in self._registrations.values():
+            registration.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._registration
+                await registration
         # Nothing is left here after an orderly stop; after an error of ours, everything may be.
         for child in self._children.values():
             child.send(signal.SIGKILL)

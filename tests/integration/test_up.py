@@ -63,11 +63,16 @@ def test_it_serves_and_stops_without_a_trace_when_told(
 
 
 def test_it_says_what_to_paste(tmp_path: Path) -> None:
-    with up(tmp_path, "--model-name", "chatty") as running:
+    with up(tmp_path, "--model-name", "chatty", "--routers", "2") as running:
         line = running.wait_for_line("curl")
         ready = running.wait_until_serving()
         assert f"{ready['http']}/v1/chat/completions" in line
         assert '"model": "chatty"' in line
+        first, second = ready["routers"]
+        assert (first["http"], first["pid"]) == (ready["http"], ready["router"]["pid"])
+        for router in (first, second):
+            assert {x["state"] for x in workers_of(router["grpc"])} == {"ready"}
+        running.wait_for_line("pdserve chat", f"{first['grpc']},{second['grpc']}")
 
 
 def test_ctrl_c_on_a_terminal_is_the_supervisors_alone_to_act_on(tmp_path: Path) -> None:

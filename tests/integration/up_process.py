@@ -101,7 +101,7 @@ class UpProcess:
         """What the ready file says, once everything is ready; its processes are watched."""
         self.wait_for_line("Ctrl-C stops it", within_s=within_s)
         ready: dict[str, Any] = json.loads(self.ready_path.read_text())
-        self.watch([ready["router"]["pid"], *(worker["pid"] for worker in ready["workers"])])
+        self.watch([process["pid"] for process in (*ready["routers"], *ready["workers"])])
         return ready
 
     def watch(self, pids: Sequence[int]) -> None:

@@ -9,7 +9,13 @@ from pdserve.config_schema import parse
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 from pdserve.up.cores import share_cores
-from pdserve.up.specs import reachable, router_spec, worker_configs, worker_spec
+from pdserve.up.specs import (
+    reachable,
+    router_configs,
+    router_spec,
+    worker_configs,
+    worker_spec,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,19 +72,34 @@ def test_what_is_chosen_by_up_is_refused_in_its_file(key: str, worker: WorkerCon
 
 def test_a_worker_is_told_everything_its_process_needs() -> None:
     config = worker_configs(Config(worker=WorkerConfig(engine="fake")), range(2))["decode-0"]
-    spec = worker_spec(config, "127.0.0.1:8001")
+    spec = worker_spec(config, ["127.0.0.1:8001", "127.0.0.1:8011"])
     assert (spec.name, spec.command) == ("decode-0", "worker")
     told = parse(Config, spec.config).worker
-    assert told.routers == ("127.0.0.1:8001",)
+    assert told.routers == ("127.0.0.1:8001", "127.0.0.1:8011")
     assert (told.role, told.cores, told.engine) == (Role.DECODE, (1,), "fake")
 
 
 def test_a_router_that_starts_again_takes_the_ports_it_had() -> None:
-    config = Config(router=RouterConfig(http_port=0, grpc_port=0, http_host="0.0.0.0"))
+    config = RouterConfig(http_port=0, grpc_port=0, http_host="0.0.0.0")
     facts = {"http": "http://127.0.0.1:4001", "grpc": "127.0.0.1:4002"}
-    told = parse(Config, router_spec(config, facts).config).router
+    told = parse(Config, router_spec("router", config, facts).config).router
     assert (told.http_host, told.http_port, told.grpc_port) == ("0.0.0.0", 4001, 4002)
-    assert parse(Config, router_spec(config, None).config).router == config.router
+    assert parse(Config, router_spec("router", config, None).config).router == config
+
+
+def test_routers_side_by_side_have_ports_of_their_own() -> None:
+    router = RouterConfig(http_port=0, grpc_port=8001)
+    assert router_configs(Config(router=router)) == {"router": router}
+    config = Config(up=UpConfig(routers=3), router=router)
+    ports = {name: (x.http_port, x.grpc_port) for name, x in router_configs(config).items()}
+    assert ports == {"router-0": (0, 8001), "router-1": (0, 8011), "router-2": (0, 8021)}
+    for key, router in (
+        ("router.http_port", RouterConfig(http_port=65520)),
+        ("router.http_port", RouterConfig(http_port=8000, grpc_port=8010)),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            router_configs(Config(up=UpConfig(routers=3), router=router))
+        assert caught.value.field == key
 
 
 @pytest.mark.parametrize(

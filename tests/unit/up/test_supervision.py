@@ -9,7 +9,6 @@ import pytest
 from pdserve.up.supervision import (
     FORGIVEN_AFTER_S,
     QUICK_STOP_S,
-    ROUTER,
     Announce,
     Explain,
     Finish,
@@ -21,13 +20,14 @@ from pdserve.up.supervision import (
     Tell,
 )
 
+ROUTER = "router"
 WORKERS = ("prefill-0", "decode-0")
 EVERYONE = (ROUTER, *WORKERS)
 POLICY = Policy(start_timeout_s=60, router_grace_s=10, worker_grace_s=20, max_restarts=2)
 
 
-def make(*, router_address_known: bool = True) -> Supervision:
-    return Supervision(WORKERS, POLICY, router_address_known)
+def make(*, known: bool = True, routers: tuple[str, ...] = (ROUTER,)) -> Supervision:
+    return Supervision(routers, WORKERS, POLICY, router_addresses_known=known)
 
 
 def serving(now: float = 0.0) -> Supervision:
@@ -57,9 +57,25 @@ def test_all_start_at_once_where_the_router_address_is_known() -> None:
 
 
 def test_workers_wait_for_a_router_that_takes_a_free_port() -> None:
-    supervision = make(router_address_known=False)
+    supervision = make(known=False)
     assert supervision.begin(0) == [Start(ROUTER)]
     assert supervision.became_ready(ROUTER, 1) == [Start(name) for name in WORKERS]
+
+
+def test_workers_wait_for_all_routers_and_outlive_them() -> None:
+    routers = ("router-0", "router-1")
+    supervision = make(known=False, routers=routers)
+    assert supervision.begin(0) == [Start(name) for name in routers]
+    assert supervision.became_ready("router-1", 1) == []
+    assert supervision.became_ready("router-0", 1) == [Start(name) for name in WORKERS]
+    for name in WORKERS:
+        supervision.became_ready(name, 2)
+    supervision.registered(WORKERS)
+    assert deeds(supervision.exited("router-1", 0, 3)) == [Start("router-1")]
+    supervision.became_ready("router-1", 4)
+    assert deeds(supervision.stop_requested(5)) == term(*routers)
+    assert supervision.exited("router-0", 0, 6) == []
+    assert supervision.exited("router-1", 0, 6) == term(*WORKERS)
 
 
 def test_serving_is_announced_once_everyone_is_ready_and_registered() -> None:
@@ -188,7 +204,7 @@ def test_a_stop_while_the_router_is_down_goes_straight_to_the_workers() -> None:
 
 
 def test_a_stop_with_nothing_alive_ends_at_once() -> None:
-    supervision = Supervision((), POLICY, router_address_known=True)
+    supervision = Supervision((ROUTER,), (), POLICY, router_addresses_known=True)
     supervision.begin(0)
     supervision.became_ready(ROUTER, 1)
     supervision.exited(ROUTER, 1, 2)
