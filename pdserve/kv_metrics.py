@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from pdserve.task_metrics import watch_tasks
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -85,11 +87,12 @@ class KvCollector(Collector):
 
 
 class KvMetrics:
-    """`KvCollector` with a registry of its own."""
+    """`KvCollector` with a registry of its own, for a worker's process; its tasks too."""
 
     def __init__(self, reports: Callable[[], Iterable[Labelled]]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(KvCollector(reports))
+        watch_tasks(self._registry)
 
     def render(self) -> bytes:
         """The text that Prometheus reads, of type CONTENT_TYPE."""

@@ -16,6 +16,7 @@ from pdserve import rpc
 from pdserve.access.guard import Party, guards
 from pdserve.access.tls import dialer, http_context, server_credentials
 from pdserve.errors import ConfigError
+from pdserve.task_metrics import watch_tasks
 from pdserve.tracing import open_tracing
 from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server
@@ -196,6 +197,7 @@ class RouterServer:
 
     async def _start_http(self, services: Services) -> str:
         host = self._config.http_host
+        watch_tasks(self.coordinator.metrics.registry)
         app = HttpApp(
             services, max_body_bytes=self._config.max_body_bytes, started=int(time.time())
         )
