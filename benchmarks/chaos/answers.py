@@ -22,12 +22,14 @@ class Choice:
 @dataclass(slots=True)
 class Outcome:
     """One request so far; times in seconds on the monotonic clock, ``pause_s`` the longest wait for
-    a next piece. ``completion_tokens`` is what the service counted."""
+    a next piece. ``completion_tokens`` is what the service counted, ``code`` its own name for the
+    error that it ended with, "" where it gave none."""
 
     number: int
     sent_s: float
     ending: Ending = "open"
     error: str = ""
+    code: str = ""
     ended_s: float = 0.0
     heard_s: float = 0.0
     pause_s: float = 0.0
@@ -42,9 +44,9 @@ class Outcome:
         self.heard_s = now
         self.pieces += 1
 
-    def end(self, ending: Ending, now: float, error: str = "") -> None:
+    def end(self, ending: Ending, now: float, error: str = "", code: str = "") -> None:
         """No more will come."""
-        self.ending, self.error, self.ended_s = ending, error, now
+        self.ending, self.error, self.code, self.ended_s = ending, error, code, now
         self.pause_s = max(self.pause_s, now - (self.heard_s or self.sent_s))
 
     def choice(self, index: int) -> Choice:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from benchmarks.chaos.asking import Asker
     from benchmarks.chaos.asks import Ask
 
-# What is asked again has the number of the first time and this.
+# What is asked again has the number of the first time and this, once for each time.
 REPEATED: Final = 1_000_000
 _LOOK_S: Final = 0.05
 
@@ -30,6 +30,7 @@ class Load:
         self._may_send.set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.outcomes: dict[int, Outcome] = {}
+        self.slow: set[int] = set()
         self.is_over = False
 
     async def run(self) -> None:
@@ -57,10 +58,21 @@ class Load:
         """One request, now."""
         self._send(ask, ask.number, 0.0)
 
-    def repeat(self, number: int, *, slow_s: float) -> None:
+    def repeat(self, number: int, *, slow_s: float = 0.0) -> None:
         """A request of this load once more, by a client that takes so long over each piece."""
-        ask = next(x for x in self._asks if x.number == number)
-        self._send(ask, number + REPEATED, slow_s)
+        first = number % REPEATED
+        ask = next(x for x in self._asks if x.number == first)
+        number = first + REPEATED
+        while number in self.outcomes:
+            number += REPEATED
+        if slow_s:
+            self.slow.add(number)
+        self._send(ask, number, slow_s)
+
+    @property
+    def unsent(self) -> int:
+        """How many were not sent yet."""
+        return len(self._asks) - sum(number < REPEATED for number in self.outcomes)
 
     def _send(self, ask: Ask, number: int, slow_s: float) -> None:
         outcome = self.outcomes[number] = Outcome(number, time.monotonic())

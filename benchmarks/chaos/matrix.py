@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.chaos.asks import TRACE, kinds_of, make_asks
+from benchmarks.chaos.faults.by_name import changes_of
 from benchmarks.chaos.pair import Pair
 from benchmarks.chaos.reference import answer_all
 from benchmarks.chaos.result import MatrixResult, host
@@ -35,7 +36,8 @@ async def run_matrix(
 ) -> MatrixResult:
     """``doing`` hears what happens now (row, text), ``done`` after each row what there is so far.
     Raises :class:`BenchError`."""
-    pair = Pair(settings, directory)
+    plans = [(fault, settings.with_changes(changes_of(fault))) for fault in faults]
+    pair = Pair(plans[0][1], directory)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     result = MatrixResult(
         created=created,
@@ -56,8 +58,10 @@ async def run_matrix(
         doing("start", f"router, {settings.workers} workers, and one for the right answers")
         await pair.start()
         result = replace(result, model=pair.service.model)
-        for place, fault in enumerate(faults):
-            row = await _row(settings, fault, place, pair, doing)
+        for place, (fault, its_settings) in enumerate(plans):
+            doing(fault.name, "starting what it happens to")
+            await pair.become(its_settings)
+            row = await _row(its_settings, fault, place, pair, doing)
             result = replace(result, rows=[*result.rows, row])
             done(result)
     finally:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _MIB: Final = 1 << 20
 # What a process takes while it warms up is no growth.
 _WARM_UP: Final = 0.25
+# A slope is told from noise in a run of so many seconds. It may be so steep, in MiB an hour: at six
+# requests a second 3 KiB of each.
+JUDGED_S: Final = 1200.0
+STEEPEST: Final = 64.0
 
 
 class Memory:
@@ -29,6 +36,17 @@ class Memory:
             ends[name] = (round(warm[0][1] / _MIB, 1), round(warm[-1][1] / _MIB, 1))
             slopes[name] = round(_slope(warm) * 3600 / _MIB, 2)
         return ends, slopes
+
+
+def too_steep(slopes: Mapping[str, float], seconds: float) -> list[str]:
+    """The processes that grow too fast, where the run was long enough to say so."""
+    if seconds < JUDGED_S:
+        return []
+    return [
+        f"{name} grew by {slope:g} MiB an hour; {STEEPEST:g} is the most"
+        for name, slope in slopes.items()
+        if slope > STEEPEST
+    ]
 
 
 def _slope(samples: list[tuple[float, int]]) -> float:

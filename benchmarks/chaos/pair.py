@@ -20,13 +20,17 @@ _PATIENCE_S: Final = 600.0
 
 class Pair:
     """Owns both from ``start`` to ``stop``. ``asker`` asks the one, ``right`` the other; ``left``
-    is what they left behind, once stopped."""
+    is what they left behind, and those that were there before them."""
 
     def __init__(self, settings: ChaosSettings, directory: Path) -> None:
+        self._directory = directory
+        self._settings = settings
+        self._changes = 0
         self.service = Service(settings.config(), directory / "service")
         self.reference = Service(settings.reference(), directory / "reference")
         self.left: list[str] = []
         self._stack = AsyncExitStack()
+        self._right_stack = AsyncExitStack()
         self.asker: Asker
         self.right: Asker
 
@@ -39,16 +43,32 @@ class Pair:
             for task in starting:
                 task.cancel()
             await asyncio.gather(*starting, return_exceptions=True)
-        waits = {self.service: TIMEOUT_S, self.reference: _PATIENCE_S}
-        self.asker, self.right = [
-            await self._stack.enter_async_context(
-                Asker(grpc=x.grpc, http=x.http, model=x.model, timeout_s=wait_s)
-            )
-            for x, wait_s in waits.items()
-        ]
+        self.asker = await self._stack.enter_async_context(_asker(self.service, TIMEOUT_S))
+        self.right = await self._right_stack.enter_async_context(
+            _asker(self.reference, _PATIENCE_S)
+        )
+
+    async def become(self, settings: ChaosSettings) -> None:
+        """Put a service with these settings into the place of the one, unless it has them. Raises
+        :class:`BenchError`."""
+        if settings == self._settings:
+            return
+        self._settings = settings
+        await self._stack.aclose()
+        self.left += (await self.service.stop()).what
+        self._changes += 1
+        directory = self._directory / f"service-{self._changes}"
+        self.service = Service(settings.config(), directory)
+        await self.service.start()
+        self.asker = await self._stack.enter_async_context(_asker(self.service, TIMEOUT_S))
 
     async def stop(self) -> None:
         """Both, whether they were ready or not, and account for what is left."""
         await self._stack.aclose()
+        await self._right_stack.aclose()
         for each in (self.service, self.reference):
             self.left += (await each.stop()).what
+
+
+def _asker(service: Service, timeout_s: float) -> Asker:
+    return Asker(grpc=service.routers, http=service.urls, model=service.model, timeout_s=timeout_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from benchmarks.chaos.orders import Order
+from benchmarks.chaos.refusals import is_clean
 from benchmarks.chaos.service import LOOK_S
 from benchmarks.errors import BenchError
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
+    from benchmarks.chaos.answers import Outcome
     from benchmarks.chaos.load import Load
     from benchmarks.chaos.service import Service
 
@@ -49,7 +51,8 @@ class Fault(Protocol):
 @dataclass(slots=True)
 class Scene:
     """State: what was done (``notes``), when it began (``struck_s``), and which requests may fail
-    or break off for it: they are counted apart."""
+    or break off for it: they are counted apart. Those that were sent before ``workers_s`` may end
+    with a clean error: there was no worker for them."""
 
     service: Service
     load: Load
@@ -57,10 +60,16 @@ class Scene:
     struck_s: float = 0.0
     notes: list[str] = field(default_factory=list)
     excused: set[int] = field(default_factory=set)
+    workers_s: float = 0.0
 
     def struck(self) -> None:
         """The fault begins."""
         self.struck_s = self.struck_s or time.monotonic()
+
+    def excuses(self, outcome: Outcome, *, within_s: float) -> bool:
+        """Whether a request may have failed."""
+        lacked = outcome.sent_s < self.workers_s and outcome.ended_s >= self.struck_s
+        return outcome.number in self.excused or (lacked and is_clean(outcome, within_s))
 
     def note(self, text: str) -> None:
         """What a reader of the row should know."""

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import aiohttp
 import grpc.aio
 import psutil
 
-from benchmarks.chaos import orders
+from benchmarks.chaos import figures, orders
 from benchmarks.compare.stack import Stack
 from benchmarks.errors import BenchError
 from pdserve import rpc
@@ -23,12 +24,13 @@ from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from benchmarks.chaos.figures import Figures
     from benchmarks.chaos.orders import Order
+    from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
 
 LOOK_S: Final = 0.02
 WHOLE_S: Final = 240.0
 _RPC_S: Final = 5.0
-_ROUTER: Final = "router"
 _SHM: Final = "/dev/shm/"
 
 
@@ -45,37 +47,54 @@ class Leftovers:
 
 
 class Service:
-    """Owns a `pdserve up` whose processes take orders. ``names`` are its workers'."""
+    """Owns a `pdserve up` whose processes take orders. ``names`` are its workers',
+    ``router_names`` its routers'; ``routers`` and ``urls`` are where these serve gRPC and HTTP, and
+    ``grpc`` and ``http`` the first of them."""
 
     def __init__(self, config: Mapping[str, Any], directory: Path) -> None:
         up = config["up"]
         roles = ("prefill", "decode", "aggregated")
         self.names = tuple(f"{role}-{i}" for role in roles for i in range(up.get(role, 0)))
+        count = up.get("routers", 1)
+        one = ("router",)
+        self.router_names = one if count == 1 else tuple(f"router-{i}" for i in range(count))
         self._directory = directory
         self._stack = Stack("chaos", config, directory, module="benchmarks.chaos.hooks.up")
         self._gone: set[int] = set()  # pids that were killed
         self._seen: dict[int, float] = {}  # every process seen, with its time of creation
         self._shm: set[str] = set()
+        self._calm: dict[str, Figures] = {}
         self.grpc = self.http = self.model = ""
+        self.routers: tuple[str, ...] = ()
+        self.urls: tuple[str, ...] = ()
         self.vocab_size = 0
 
     async def start(self) -> None:
         """Raises :class:`BenchError`."""
         await self._stack.start()
         assert self._stack.ready is not None
-        self.grpc, self.http = self._stack.ready["grpc"], self._stack.ready["http"]
-        self.model = self._stack.ready["model"]
-        self._channel = rpc.open_channel(self.grpc)
-        self._registry = RegistryStub(self._channel)
+        ready = self._stack.ready
+        self.grpc, self.http, self.model = ready["grpc"], ready["http"], ready["model"]
+        self.routers = tuple(router["grpc"] for router in ready["routers"])
+        self.urls = tuple(router["http"] for router in ready["routers"])
+        self._channels = [rpc.open_channel(address) for address in self.routers]
+        self._registries = [RegistryStub(channel) for channel in self._channels]
+        # Each look is a connection of its own: those of a router that is gone are of no use.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
         listed = await self.listed()
         self.vocab_size = listed[0].info.model.vocab_size
+        self._calm = {
+            name: found for name, found in (await self.figures()).items() if found is not None
+        }
         self.look()
 
     async def stop(self) -> Leftovers:
         """End it; what its processes have left behind."""
         self.look()
         if self.grpc:
-            await self._channel.close()
+            await self._session.close()
+            for channel in self._channels:
+                await channel.close()
         await self._stack.stop()
         what = [f"process {pid}" for pid in self._alive()]
         return Leftovers(0, what + self._files_left())
@@ -83,13 +102,17 @@ class Service:
     # -- looking
 
     async def listed(self) -> list[w.WorkerEntry]:
-        """What the router says of its workers; nothing where it does not answer."""
-        return list((await self._list()).workers)
+        """What the first router that answers says of its workers; nothing where none does."""
+        for registry in self._registries:
+            listed = await self._list(registry)
+            if listed.workers:
+                return list(listed.workers)
+        return []
 
-    async def _list(self) -> w.ListWorkersResponse:
+    async def _list(self, registry: RegistryAsyncStub) -> w.ListWorkersResponse:
         try:
             request = w.ListWorkersRequest()
-            return await self._registry.ListWorkers(request, timeout=_RPC_S, wait_for_ready=False)
+            return await registry.ListWorkers(request, timeout=_RPC_S, wait_for_ready=False)
         except grpc.aio.AioRpcError:
             _ = self._stack.pid
             return w.ListWorkersResponse()
@@ -99,19 +122,25 @@ class Service:
         return next((x for x in await self.listed() if x.info.worker_id == name), None)
 
     async def pid(self, name: str) -> int:
-        """Of the worker's present life; raises :class:`BenchError` where it has none."""
-        if name == _ROUTER:
-            return self._router_pid()
+        """Of the present life of a worker or router; raises :class:`BenchError` where it has
+        none."""
+        if name in self.router_names:
+            return self._router_pid(name)
         entry = await self.entry(name)
         if entry is None or entry.info.pid in self._gone:
             raise BenchError(f"{name} is not there")
         return entry.info.pid
 
-    def _router_pid(self) -> int:
+    def _router_pid(self, name: str) -> int:
         for child in psutil.Process(self._stack.pid).children():
-            if "router" in child.cmdline()[3:4] and child.pid not in self._gone:
+            try:
+                command, path = child.cmdline()[3:6:2]
+            except (psutil.NoSuchProcess, ValueError):
+                continue
+            is_it = command == "router" and Path(path).stem == name
+            if is_it and child.pid not in self._gone:
                 return child.pid
-        raise BenchError("the router is not there")
+        raise BenchError(f"{name} is not there")
 
     async def until_whole(self, within_s: float = WHOLE_S) -> None:
         """Every worker is ready, as a process that was not killed, and no pair is kept apart."""
@@ -123,7 +152,17 @@ class Service:
         self.look()
 
     async def _not_whole(self) -> str:
-        listed = await self._list()
+        for registry in self._registries:
+            why = self._lacks(await self._list(registry))
+            if why:
+                return why
+        try:
+            _ = [self._router_pid(name) for name in self.router_names]
+        except BenchError as error:
+            return str(error)
+        return ""
+
+    def _lacks(self, listed: w.ListWorkersResponse) -> str:
         entries = {x.info.worker_id: x for x in listed.workers}
         for name in self.names:
             entry = entries.get(name)
@@ -135,6 +174,30 @@ class Service:
             if pair.remaining_s:
                 return f"{pair.prefill_worker} and {pair.decode_worker} are kept apart"
         return ""
+
+    async def outstanding(self, router: str) -> int:
+        """Requests that a router has at its workers."""
+        registry = self._registries[self.router_names.index(router)]
+        return sum(x.outstanding_requests for x in (await self._list(registry)).workers)
+
+    async def busiest_router(self) -> str:
+        """The one that has the most."""
+        counts = {name: await self.outstanding(name) for name in self.router_names}
+        return max(counts, key=lambda name: counts[name])
+
+    async def figures(self) -> dict[str, Figures | None]:
+        """What each router and worker has open; None of one that does not answer."""
+        places = dict(zip(self.router_names, self.urls, strict=True))
+        places |= {x.info.worker_id: f"http://{x.info.debug_address}" for x in await self.listed()}
+        found: dict[str, Figures | None] = {}
+        for name, url in places.items():
+            try:
+                pid = await self.pid(name)
+            except BenchError:
+                found[name] = None
+            else:
+                found[name] = await figures.take(self._session, f"{url}/metrics", pid)
+        return found
 
     async def ready(self, role: str) -> list[str]:
         """The workers of a role that are given work now."""
@@ -157,10 +220,22 @@ class Service:
 
     async def _held(self) -> Leftovers:
         left = Leftovers()
+        for router, registry in zip(self.router_names, self._registries, strict=True):
+            for entry in (await self._list(registry)).workers:
+                if entry.outstanding_requests or entry.outstanding_tokens:
+                    what = f"{entry.outstanding_requests} requests of {entry.info.worker_id}"
+                    left.what.append(f"{what} at {router}")
+        await self._held_by_workers(left)
+        for name, found in (await self.figures()).items():
+            if found is None:
+                left.what.append(f"{name} tells no figures")
+            elif more := figures.grown(self._calm[name], found):
+                left.what.append(f"{name}: {more}")
+        return left
+
+    async def _held_by_workers(self, left: Leftovers) -> None:
         for entry in await self.listed():
             name = entry.info.worker_id
-            if entry.outstanding_requests or entry.outstanding_tokens:
-                left.what.append(f"{entry.outstanding_requests} requests of {name} at the router")
             try:
                 async with grpc.aio.insecure_channel(entry.info.address) as channel:
                     status = await WorkerStub(channel).GetStatus(
@@ -178,7 +253,6 @@ class Service:
                 )
             if status.kv.quarantined_slots:
                 left.what.append(f"{name}: {status.kv.quarantined_slots} slots in quarantine")
-        return left
 
     def look(self) -> None:
         """Take note of every process there is, and of its files in /dev/shm."""
@@ -225,6 +299,11 @@ class Service:
         """SIGKILL, to a process of this service."""
         self._gone.add(pid)
         os.kill(pid, signal.SIGKILL)
+
+    def end_pid(self, pid: int) -> None:
+        """SIGTERM: it may end what it does, and another takes its place."""
+        self._gone.add(pid)
+        os.kill(pid, signal.SIGTERM)
 
     def stop_pid(self, pid: int) -> None:
         """SIGSTOP."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 # What differs from the defaults, so that a row is over soon: leases and times apart are shorter,
@@ -46,6 +46,10 @@ class ChaosSettings:
         """Such as 2P2D."""
         return f"{self.prefill}P{self.decode}D"
 
+    def with_changes(self, changes: tuple[tuple[str, Any], ...]) -> ChaosSettings:
+        """The same with these over them."""
+        return replace(self, changes=self.changes + changes)
+
     def config(self) -> dict[str, Any]:
         """Of the service under test."""
         return self._config({"up.prefill": self.prefill, "up.decode": self.decode})
@@ -55,6 +59,7 @@ class ChaosSettings:
         # One core, as a worker of the service has: two threads would wait for each other where the
         # machine is busy.
         changes: dict[str, Any] = {
+            "up.routers": 1,
             "up.prefill": 0,
             "up.decode": 0,
             "up.aggregated": 1,

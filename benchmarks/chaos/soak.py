@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.chaos.answers import Outcome, wrong_tokens
 from benchmarks.chaos.asks import TRACE, kinds_of, make_asks
-from benchmarks.chaos.memory import Memory
+from benchmarks.chaos.memory import Memory, too_steep
 from benchmarks.chaos.orders import Order
 from benchmarks.chaos.pair import Pair
 from benchmarks.chaos.reference import answer
@@ -47,7 +47,8 @@ _LONG_LIVED: Final = ("prefill-0", "decode-0")
 @dataclass(slots=True)
 class SoakResult:
     """``ended`` by what became of requests; ``done`` by fault; ``memory_mib_per_h`` the slope of
-    the resident memory of each process that lived throughout."""
+    the resident memory of each process that lived throughout, ``grew`` those with more of it than
+    a run of this length may have."""
 
     created: str
     engine: str
@@ -69,13 +70,14 @@ class SoakResult:
     errors: list[str] = field(default_factory=list)
     memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
     memory_mib_per_h: dict[str, float] = field(default_factory=dict)
+    grew: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Nothing lost, nothing wrong, nothing left."""
+        """Nothing lost, nothing wrong, nothing left, and memory that stays."""
         is_whole = sum(self.ended.values()) == self.requests == self.compared
         bad = self.ended["failed"] or self.wrong_tokens or self.leaked_blocks or self.left
-        return is_whole and not bad
+        return is_whole and not bad and not self.grew
 
     def to_json(self) -> dict[str, Any]:
         """The whole of it."""
@@ -158,6 +160,7 @@ class Soak:
             await asyncio.gather(*sides, *self._open, return_exceptions=True)
         self._result.seconds = round(time.monotonic() - self._began_s, 1)
         self._result.memory_mib, self._result.memory_mib_per_h = self._memory.summary()
+        self._result.grew = too_steep(self._result.memory_mib_per_h, seconds)
 
     async def _send(self, ends_at: float) -> None:
         kinds = kinds_of(self._settings.engine)

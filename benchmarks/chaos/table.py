@@ -115,7 +115,7 @@ def render_soak(result: SoakResult) -> None:
         f"fallbacks: {sum(result.fallbacks.values())}",
         f"memory, MiB an hour: {grew}",
     ]
-    _say([*lines, *_ends(result)])
+    _say([*lines, *result.grew, *_ends(result)])
 
 
 def render_overload(result: OverloadResult) -> None:
@@ -156,7 +156,7 @@ def list_faults(faults: Iterable[Fault]) -> None:
     """Names and what they do."""
     for fault in faults:
         note = " (vLLM only)" if fault.needs_vllm else ""
-        sys.stdout.write(f"{fault.name:18} {fault.what}{note}\n")
+        sys.stdout.write(f"{fault.name:21} {fault.what}{note}\n")
 
 
 def markdown(result: MatrixResult) -> str:

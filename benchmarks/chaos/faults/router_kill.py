@@ -35,4 +35,23 @@ class RouterKill:
             scene.load.go_on()
 
 
-ROUTER_KILL = RouterKill()
+class KillOfTwo:
+    """Nothing is excused: whoever had its stream there goes on at the other one."""
+
+    name = "kill_router_of_two"
+    what = "SIGKILL to one of two routers: its clients go on with their answers at the other one"
+    needs_vllm = False
+
+    async def run(self, scene: Scene) -> None:
+        """The one that has more of the streams, and no request waits for another."""
+        await scene.until_open(4)
+        service = scene.service
+        name = await service.busiest_router()
+        count = await service.outstanding(name)
+        pid = await service.pid(name)
+        scene.struck()
+        service.kill_pid(pid)
+        scene.note(f"{name} with {count} in hand")
+
+
+ROUTER_KILL, KILL_OF_TWO = RouterKill(), KillOfTwo()

@@ -35,6 +35,18 @@ DELAY = Transfers(
     "every chunk one prefill worker sends comes 0.5 s late",
     Order("delay", delay_s=0.5),
 )
+DROP_TCP = Transfers(
+    "drop_transfers_tcp",
+    "KV over TCP: the link breaks at every chunk one prefill worker sends",
+    Order("drop"),
+    needs_vllm=True,
+)
+CORRUPT_TCP = Transfers(
+    "corrupt_transfers_tcp",
+    "KV over TCP: one bit is flipped in every chunk one prefill worker sends",
+    Order("corrupt"),
+    needs_vllm=True,
+)
 CORRUPT = Transfers(
     "corrupt_transfers",
     "one bit is flipped in every chunk one prefill worker sends, the repeated ones too",

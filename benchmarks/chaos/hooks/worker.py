@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kv_transfer.errors import LinkClosed
 from kv_transfer.memory import KvRegion
 from kv_transfer.transport.shm import ShmSource
+from kv_transfer.transport.tcp import TcpSource
 from workers.fake_link import LinkServer
 from workers.registration import Registration
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 def install(orders: Orders) -> None:
     """From now on this worker does as ordered."""
     _install_shm(orders)
+    _install_tcp(orders)
     _install_fake_link(orders)
     _install_renewals(orders)
 
@@ -63,6 +65,51 @@ def _install_shm(orders: Orders) -> None:
     KvRegion.copy_from = faulty_copy  # type: ignore[method-assign]
     # A push that is held must hold its link's thread and not the engine's step.
     ShmSource.unwaited_bytes = 0
+
+
+class _Damaged:
+    """A region whose pages are sent with one bit flipped; what it holds itself stays as it is."""
+
+    def __init__(self, region: KvRegion, orders: Orders) -> None:
+        self._region, self._orders = region, orders
+
+    def narrowed(self, start: int, size: int) -> _Damaged:
+        return _Damaged(self._region.narrowed(start, size), self._orders)
+
+    def pages(self, block_ids: list[int]) -> list[memoryview]:
+        pages = self._region.pages(block_ids)
+        last = bytearray(pages[-1])
+        last[0] ^= 0x40
+        pages[-1] = memoryview(last)
+        self._orders.did()
+        return pages
+
+
+def _install_tcp(orders: Orders) -> None:
+    push = TcpSource.push
+
+    def faulty_push(
+        self: TcpSource,
+        chunk: Chunk,
+        source_ids: list[int],
+        target_ids: list[int],
+        part: PagePart | None = None,
+    ) -> None:
+        order = orders.now
+        if order.transfers == "drop":
+            orders.did()
+            raise LinkClosed("the link was cut, as ordered")
+        if order.transfers != "corrupt":
+            push(self, chunk, source_ids, target_ids, part)
+            return
+        region = self._region
+        self._region = _Damaged(region, orders)  # type: ignore[assignment]
+        try:
+            push(self, chunk, source_ids, target_ids, part)
+        finally:
+            self._region = region
+
+    TcpSource.push = faulty_push  # type: ignore[method-assign]
 
 
 def _install_fake_link(orders: Orders) -> None:

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 
 from benchmarks.chaos import keep
 from benchmarks.chaos.answers import Choice, Outcome, wrong_tokens
 from benchmarks.chaos.asks import KINDS, kinds_of, make_asks
-from benchmarks.chaos.faults.by_name import FAULTS
+from benchmarks.chaos.faults.by_name import FAULTS, changes_of
+from benchmarks.chaos.figures import ROOM, Figures, grown
 from benchmarks.chaos.flood import Fate, Met
-from benchmarks.chaos.memory import Memory
+from benchmarks.chaos.load import REPEATED, Load
+from benchmarks.chaos.memory import JUDGED_S, STEEPEST, Memory, too_steep
 from benchmarks.chaos.orders import Order, Orders, give, hits
 from benchmarks.chaos.overload import NORMAL_S, normal_after_s
+from benchmarks.chaos.refusals import Refused, code_of
 from benchmarks.chaos.result import MatrixResult, RowResult, from_json, read, to_json
+from benchmarks.chaos.scene import Scene
 from benchmarks.chaos.settings import ChaosSettings
+from benchmarks.chaos.soak import SoakResult
 from benchmarks.errors import BenchError
+from pdserve import rpc
 from pdserve.cli import main
 from pdserve.config import load_config
+from pdserve.errors import WorkerFailed
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from benchmarks.chaos.answers import Ending
+    from benchmarks.chaos.asks import Ask
 
 ROOT = Path(__file__).resolve().parents[3]
 ROW = RowResult(
@@ -179,10 +190,92 @@ def test_memory_that_grows_steadily_has_its_slope_and_warming_up_none() -> None:
     assert ends["a"] == (75.0, 149.0)
 
 
+def test_a_long_run_is_not_passed_by_a_process_that_grows() -> None:
+    slopes = {"router": STEEPEST + 1, "up": STEEPEST, "decode-0": -200.0}
+    assert too_steep(slopes, JUDGED_S - 1) == []
+    assert [text.split()[0] for text in too_steep(slopes, JUDGED_S)] == ["router"]
+    result = SoakResult(created="", engine="fake", workers="2P2D", model="m", host={})
+    assert result.passed
+    result.grew = too_steep(slopes, JUDGED_S)
+    assert not result.passed
+
+
+def test_what_a_process_has_open_beyond_what_pools_take_is_told() -> None:
+    calm = Figures(tasks=10, threads=5, fds=30)
+    most = Figures(10 + ROOM.tasks, 5 + ROOM.threads, 30 + ROOM.fds)
+    assert grown(calm, most) == ""
+    assert grown(calm, replace(most, tasks=most.tasks + 1)) == "19 tasks (10 when calm)"
+    both = replace(most, threads=most.threads + 1, fds=most.fds + 1)
+    assert grown(calm, both) == "30 threads (5 when calm), 71 descriptors (30 when calm)"
+
+
+def refused(code: str, *, sent_s: float = 5.0, ended_s: float = 20.0) -> Outcome:
+    made = Outcome(7, sent_s)
+    made.end("failed", ended_s, "said so", code)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("failed", "excused"),
+    [
+        (refused("unavailable"), True),
+        (refused("worker_failed", sent_s=14.0), True),
+        (refused(""), False),  # the connection broke, or nothing came any more
+        (refused("internal_error"), False),
+        (refused("unavailable", sent_s=15.0), False),  # when there were workers again
+        (refused("unavailable", ended_s=9.0), False),  # before anything was done
+        (refused("unavailable", ended_s=40.0), False),  # too late
+    ],
+)
+def test_without_workers_an_error_is_excused_where_it_is_clean(
+    failed: Outcome, excused: bool
+) -> None:
+    load = Load([], None, 1.0)  # type: ignore[arg-type]
+    scene = Scene(None, load, random.Random(1), struck_s=10.0)  # type: ignore[arg-type]
+    assert not scene.excuses(failed, within_s=30.0)
+    scene.workers_s = 15.0
+    assert scene.excuses(failed, within_s=30.0) == excused
+    scene.excused.add(7)
+    assert scene.excuses(failed, within_s=30.0)
+
+
+def test_an_error_is_known_by_who_made_it_up() -> None:
+    said = AioRpcError(
+        StatusCode.UNAVAILABLE, Metadata(), Metadata((rpc.ERROR_METADATA_KEY, b"")), details=""
+    )
+    for cause, code in ((said, "worker_failed"), (OSError(), "")):
+        error = WorkerFailed("x")
+        error.__context__ = cause
+        assert code_of(error) == code
+    assert code_of(Refused("x", "unavailable")) == "unavailable"
+    assert code_of(TimeoutError()) == ""
+
+
+async def test_what_is_asked_again_keeps_its_number_apart() -> None:
+    class Silent:
+        async def ask(self, ask: Ask, outcome: Outcome, *, slow_s: float) -> None:
+            outcome.end("ok", 1.0)
+
+    asks = make_asks(2, seed=3, vocab_size=1536, kinds=["greedy"])
+    load = Load(asks, Silent(), 1.0)  # type: ignore[arg-type]
+    load.send(asks[0])
+    for _ in range(2):
+        load.repeat(asks[0].number)
+    load.repeat(asks[0].number + REPEATED, slow_s=0.1)
+    assert [*load.outcomes] == [asks[0].number + i * REPEATED for i in range(4)]
+    assert load.slow == {asks[0].number + 3 * REPEATED}
+    assert load.unsent == 1
+    await load.run()
+    assert load.is_over
+    assert not load.open()
+
+
 @pytest.mark.parametrize("engine", ["vllm", "fake"])
 def test_both_services_have_a_configuration_that_is_valid(engine: str, tmp_path: Path) -> None:
     settings = ChaosSettings(engine=engine, changes=(("router.request_timeout_s", 3.0),))
-    for whole in (settings.config(), settings.reference()):
+    own = [settings.with_changes(changes_of(fault)).config() for fault in FAULTS.values()]
+    assert {whole["up"].get("routers", 1) for whole in own} == {1, 2}
+    for whole in (settings.config(), settings.reference(), *own):
         path = tmp_path / "c.yaml"
         path.write_text(json.dumps(whole), encoding="utf-8")
         config = load_config(path, {})
