@@ -80,7 +80,13 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is broken: {error}", field="model") from error
-        self._special_tokens = dict(special_tokens)
+        # A plain dict: the library's chain of dicts is gone through in Python for each rendering.
+        self._template.globals = {
+            **self._template.globals,
+            **special_tokens,
+            "tools": None,
+            "documents": None,
+        }
         self._knows_developer = "developer" in source
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
@@ -95,11 +101,7 @@ class ChatTemplate:
                 message["role"] = "system"
         try:
             return self._template.render(
-                **self._special_tokens,
-                messages=plain,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+                messages=plain, add_generation_prompt=add_generation_prompt
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidRequest(

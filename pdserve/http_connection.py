@@ -82,6 +82,8 @@ class HttpConnection(asyncio.Protocol):
         self.is_paused = False
         self._transport: asyncio.Transport
         self._scheme: str
+        self._client: object
+        self._server: object
 
     # -- asyncio.Protocol
 
@@ -89,6 +91,8 @@ class HttpConnection(asyncio.Protocol):
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
+        self._client = transport.get_extra_info("peername")
+        self._server = transport.get_extra_info("sockname")
         self.write: Callable[[bytes], None] = self._transport.write
         is_one_too_many = len(self._connections) >= self._limits.max_connections
         self._connections.add(self)
@@ -111,10 +115,9 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if not self._parses:
             return
+        begins = not (self._head_bytes or self._cycles)
         if self._in_head:
             self._head_bytes += len(data)
-            if not self._cycles and self._head_bytes == len(data):
-                self._wait(self._limits.head_s)
         else:
             self._framing_bytes += len(data)
         try:
@@ -131,6 +134,8 @@ class HttpConnection(asyncio.Protocol):
             self._framing_bytes > MAX_HEAD_BYTES
         ):
             self._refuse(b"431 Request Header Fields Too Large", b"the head is too large")
+        if begins and self._head_bytes and self._parses:
+            self._wait(self._limits.head_s)  # no timer for a head that came whole
         self._flow()
 
     def pause_writing(self) -> None:
@@ -175,8 +180,8 @@ class HttpConnection(asyncio.Protocol):
             "query_string": url.query or b"",
             "root_path": "",
             "headers": self._headers,
-            "client": self._transport.get_extra_info("peername"),
-            "server": self._transport.get_extra_info("sockname"),
+            "client": self._client,
+            "server": self._server,
         }
         # HTTP/1.0's keep-alive is left alone: it has to be agreed on by headers.
         keeps = scope["http_version"] == "1.1" and self._parser.should_keep_alive()

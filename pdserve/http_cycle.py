@@ -1,8 +1,11 @@
 """One request and its response, as ASGI (asgi.readthedocs.io, HTTP 2.x) has an application see it.
 
-Beside ASGI there is one way more: the scope's extension TRY_WRITE has `between(before, after)`,
-which makes a function of a piece of bytes. It writes the piece, between the two, as a part of the
-response's body at once, without a coroutine, or returns False where that would wait.
+Beside ASGI there are ways more, each of which spares a coroutine or a task. The scope's extension
+TRY_WRITE has `between(before, after)`, which makes a function of a piece of bytes. It writes the
+piece, between the two, as a part of the response's body at once, or returns False where that would
+wait. The extension AT_ONCE has `whole_body()`, the body where all of it is here and None where
+`receive` has to be asked, and `when_gone(callback)`, which calls back when the client leaves before
+its response is complete, at once where it has left.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRY_WRITE = "pdserve.try_write"
+AT_ONCE = "pdserve.at_once"
 _BODILESS = (204, 304)
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -78,7 +82,11 @@ class Cycle:
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
-        scope["extensions"] = {TRY_WRITE: {"between": self._between}}
+        self._on_gone: Callable[[], None] | None = None
+        scope["extensions"] = {
+            TRY_WRITE: {"between": self._between},
+            AT_ONCE: {"whole_body": self._whole_body, "when_gone": self._when_gone},
+        }
 
     async def run(self) -> None:
         """Runs the application; its failure is a 500, or a connection that breaks off."""
@@ -86,6 +94,10 @@ class Cycle:
             await self._app(self._scope, self._receive, self._send)
         except Exception:
             logger.exception("%s %s failed", self._scope["method"], self._scope["path"])
+        finally:
+            # They refer to this: without them nothing of a request waits for the collector.
+            self._scope["extensions"].clear()
+            self._on_gone = None
         if self.response_complete or self.disconnected:
             return
         if self.response_started:
@@ -117,6 +129,19 @@ class Cycle:
         self.disconnected = True
         self._takes_pieces = False
         self._wake.set()
+        if self._on_gone is not None and not self.response_complete:
+            self._on_gone()
+
+    def _when_gone(self, on_gone: Callable[[], None]) -> None:
+        self._on_gone = on_gone
+        if self.disconnected:
+            on_gone()
+
+    def _whole_body(self) -> bytes | None:
+        if not self.request_complete or self._is_read or self.disconnected:
+            return None
+        body: bytes = self._take_body()["body"]
+        return body
 
     async def _receive(self) -> Message:
         if self._waits_for_continue and not (self.response_started or self.request_complete):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -23,6 +24,7 @@ _MASK = (1 << 60) - 1
 _HASH_BYTES = 8
 
 
+@lru_cache(maxsize=1024)
 def root(model: str, block_size: int) -> int:
     """What the first block of every prompt is seeded by."""
     return xxh3_64_intdigest(f"{block_size}/{model}".encode()) & _MASK
@@ -36,6 +38,8 @@ def chain(
     count = len(token_ids) // block_size
     if blocks is not None:
         count = min(count, blocks)
+    if not count:
+        return []
     words = array("I", token_ids[: count * block_size])
     if sys.byteorder == "big":
         words.byteswap()

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+# Up to here a text takes less time than a thread takes to wake.
+SHORT_CHARS = 2048
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation; `name` is passed to the template where it is set."""
@@ -80,7 +84,7 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of `text`. Lets other threads run meanwhile.
+        """Token ids of `text`. Lets other threads run meanwhile where it is a long one.
 
         Raises InvalidRequest for text that is not Unicode (a lone surrogate).
         """
@@ -88,7 +92,10 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequest("the text holds half a surrogate pair", field="prompt") from error
-        # The batch call gives up the interpreter lock, encode() of one text does not.
+        if len(text) <= SHORT_CHARS:
+            return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The batch call gives up the interpreter lock, encode() of one text does not; but it hands
+        # even one text to a thread of its own, and waits for that.
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return tuple(encoding.ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InvalidRequest
@@ -89,8 +90,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name, low, high in RANGES:
-            value = getattr(self, name)
+        for value, (name, low, high) in zip(_RANGED(self), RANGES, strict=True):
             # A NaN fails both comparisons, so the test is for being inside, not for being outside.
             if value is not None and not low <= value <= high:
                 _refuse(name, f"must be between {low:g} and {high:g}, not {value}")
@@ -100,11 +100,11 @@ class SamplingParams:
             _refuse("repetition_penalty", f"must be above 0, not {self.repetition_penalty}")
         if self.min_tokens > self.max_tokens:
             _refuse("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.max_tokens})")
-        if any(not text for text in self.stop):
+        if not all(self.stop):
             _refuse("stop", "must not hold an empty string")
         if len(self.stop) > MAX_STOP_STRINGS:
             _refuse("stop", f"has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are taken")
-        if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
+        if self.logit_bias and any(not -100 <= x <= 100 for x in self.logit_bias.values()):
             _refuse("logit_bias", "values must be between -100 and 100")
         if self.n > 1 and self._has_seed and not 0 <= (self.seed or 0) <= MAX_SEED - self.n:
             _refuse("seed", f"must be between 0 and {MAX_SEED - self.n} where n is {self.n}")
@@ -138,6 +138,7 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 0, 100),
     ("logprobs", 0, MAX_LOGPROBS),
 )
+_RANGED = attrgetter(*(name for name, _, _ in RANGES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 from pdserve import types as t
@@ -43,6 +44,7 @@ _OPTIONAL_SAMPLING = (
     "logprobs",
     "skip_special_tokens",
 )
+_optional_of = attrgetter(*_OPTIONAL_SAMPLING)
 _TOTAL_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 _LOAD = tuple(f.name for f in fields(t.WorkerLoad))
 _FLAG_SAMPLING = ("include_stop_str_in_output", "ignore_eos")
@@ -69,18 +71,16 @@ def role_from_pb(role: w.Role) -> t.Role:
 
 
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
+    optional = zip(_OPTIONAL_SAMPLING, _optional_of(params), strict=True)
     out = c.SamplingParams(
         max_tokens=params.max_tokens,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         include_stop_str_in_output=params.include_stop_str_in_output,
         ignore_eos=params.ignore_eos,
-        logit_bias=dict(params.logit_bias),
+        logit_bias=params.logit_bias,
+        **{name: value for name, value in optional if value is not None},
     )
-    for name in _OPTIONAL_SAMPLING:
-        value = getattr(params, name)
-        if value is not None:
-            setattr(out, name, value)
     if params.structured_output is not None:
         out.structured_output.CopyFrom(_structured_to_pb(params.structured_output))
     return out

@@ -148,6 +148,11 @@ class AnswerBuffer:
         return self._ended
 
     @property
+    def is_read(self) -> bool:
+        """Whether all was read that there is, to an end without an error."""
+        return self._ended and not self._pending and self._error is None
+
+    @property
     def error(self) -> PdserveError | None:
         """What the answer ended with, if so."""
         return self._error
@@ -223,6 +228,11 @@ class AnswerStream:
     def write_with(self, direct: Callable[[str], bool]) -> None:
         """See AnswerBuffer.write_with."""
         self._buffer.write_with(direct)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it was read: iterating would end at once."""
+        return self._buffer.is_read
 
     def __aiter__(self) -> Self:
         return self

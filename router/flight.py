@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -151,7 +151,7 @@ class Flight:
         if prefill is None or booking.prefill_charge is None:
             self._submit_whole(decode, booking.decode_charge, resume)
             return
-        transfer_id = uuid.uuid4().hex
+        transfer_id = secrets.token_hex(16)
         prefill_leg = Leg(LegKind.PREFILL, prefill.worker_id, prefill.info.role)
         decode_leg = Leg(LegKind.DECODE, decode.worker_id, decode.info.role)
         style = HandoffStyle.AT_ONCE if prefill.info.kv is None else prefill.info.kv.handoff

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import uuid
+import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ class Ask:
 
 def new_request_id(prefix: str) -> str:
     """A request id that nobody else has."""
-    return f"{prefix}{uuid.uuid4().hex}"
+    return f"{prefix}{secrets.token_hex(16)}"
 
 
 def check_request_id(request_id: str, *, field: str) -> str:

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pdserve.capability import CapabilityKey
+    from pdserve.kv_pairs import KvKind
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
+
+
+_set = object.__setattr__
 
 
 class MemberState(StrEnum):
@@ -60,12 +64,16 @@ class Member:
     replaced: tuple[str, ...] = ()
     breaker: Breaker = field(default_factory=lambda: Breaker(BreakerLimits()))
     watch: ProgressWatch = field(default_factory=ProgressWatch)
+    _kind: KvKind = field(init=False, repr=False)
     _seen: Candidate | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._kind = kind_of(self.info)
 
     def __setattr__(self, name: str, value: object) -> None:
         # Whoever changes anything makes the next decision look again.
-        object.__setattr__(self, name, value)
-        object.__setattr__(self, "_seen", None)
+        _set(self, name, value)
+        _set(self, "_seen", None)
 
     @property
     def state(self) -> MemberState:
@@ -101,7 +109,7 @@ class Member:
             seen = Candidate(
                 self.info.worker_id,
                 self.info.role,
-                kind_of(self.info),
+                self._kind,
                 self.capacity_tokens,
                 self.info,
                 self.state,
@@ -110,7 +118,7 @@ class Member:
                 self.outstanding_tokens,
                 self.reserved_blocks + self.foreign_blocks,
             )
-            object.__setattr__(self, "_seen", seen)
+            _set(self, "_seen", seen)
         return seen
 
 

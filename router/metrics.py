@@ -7,6 +7,7 @@ when the metrics are read.
 from __future__ import annotations
 
 from collections import Counter as Tally
+from functools import cache
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -87,7 +88,8 @@ def _kv_reports(pool: WorkerPool) -> Iterator[Labelled]:
 
 
 class RouterMetrics:
-    """Owns the registry; the coordinator observes, `/metrics` renders."""
+    """Owns the registry; the coordinator observes, `/metrics` renders. A metric is held as the
+    function from labels to what counts under them: to ask the library costs more than to count."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -107,20 +109,22 @@ class RouterMetrics:
         self._canaries = self._counter(
             "pair_canaries", "Requests of the router's own over pairs of workers.", "outcome"
         )
-        self._flips = Histogram(
+        flips = Histogram(
             "pdserve_role_flip_seconds",
             "From asking for a worker's other role until it was given work again.",
             ["model", "role", "outcome"],
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self._predictions = Histogram(
+        self._flips: Callable[..., Histogram] = cache(flips.labels)
+        predictions = Histogram(
             "pdserve_prediction_ratio",
             "Predicted over actual: of ttft, prefill, transfer (its exposed part) and itl.",
             ["model", "what"],
             buckets=_RATIOS,
             registry=self.registry,
         )
+        self._predictions: Callable[..., Histogram] = cache(predictions.labels)
         self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
         self._refusals = self._counter(
             "refusals", "Requests refused before any work.", "code", "reason"
@@ -131,13 +135,17 @@ class RouterMetrics:
         self._generated_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes moved.")
 
-    def _seconds(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-        return Histogram(
+    def _seconds(
+        self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS
+    ) -> Callable[[str], Histogram]:
+        metric = Histogram(
             f"pdserve_{name}_seconds", text, ["model"], buckets=buckets, registry=self.registry
         )
+        return cache(metric.labels)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"pdserve_{name}", text, ["model", *labels], registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
+        metric = Counter(f"pdserve_{name}", text, ["model", *labels], registry=self.registry)
+        return cache(metric.labels)
 
     def watch_pool(self, pool: WorkerPool) -> None:
         """Report the pool's members from now on."""
@@ -154,15 +162,15 @@ class RouterMetrics:
 
     def refused(self, model: str, error: PdserveError) -> None:
         """A request ended before anything was sent to a worker."""
-        self._refusals.labels(model, error.code, error.reason).inc()
+        self._refusals(model, error.code, error.reason).inc()
 
     def ended(self, model: str, outcome: str) -> None:
         """A started request ended: `outcome` is its finish reason or its error's code."""
-        self._requests.labels(model, outcome).inc()
+        self._requests(model, outcome).inc()
 
     def fell_back(self, model: str, step: str, reason: str) -> None:
         """A request goes on elsewhere, or not at all."""
-        self._fallbacks.labels(model, step, reason).inc()
+        self._fallbacks(model, step, reason).inc()
 
     def answered(
         self,
@@ -177,33 +185,33 @@ class RouterMetrics:
         """A request was answered in full; `longest` are the tokens of the longest answer, where
         there are several."""
         tokens = longest or usage.completion_tokens
-        self._ttft.labels(model).observe(ttft_s)
-        self._e2e.labels(model).observe(e2e_s)
+        self._ttft(model).observe(ttft_s)
+        self._e2e(model).observe(e2e_s)
         if tokens > 1:
             gap_s = (e2e_s - ttft_s) / (tokens - 1)
-            self._tpot.labels(model).observe(gap_s)
-        self._queue.labels(model).observe(receipt.queue_s)
-        self._prefill.labels(model).observe(receipt.prefill_s)
-        self._decode.labels(model).observe(receipt.decode_s)
+            self._tpot(model).observe(gap_s)
+        self._queue(model).observe(receipt.queue_s)
+        self._prefill(model).observe(receipt.prefill_s)
+        self._decode(model).observe(receipt.decode_s)
         if receipt.transport:
-            self._transfer.labels(model).observe(receipt.transfer_s)
-            self._exposed.labels(model).observe(receipt.exposed_transfer_s)
-            self._transfer_bytes.labels(model).inc(receipt.transfer_bytes)
-        self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
-        self._cached_tokens.labels(model).inc(usage.cached_tokens)
-        self._generated_tokens.labels(model).inc(usage.completion_tokens)
+            self._transfer(model).observe(receipt.transfer_s)
+            self._exposed(model).observe(receipt.exposed_transfer_s)
+            self._transfer_bytes(model).inc(receipt.transfer_bytes)
+        self._prompt_tokens(model).inc(usage.prompt_tokens)
+        self._cached_tokens(model).inc(usage.cached_tokens)
+        self._generated_tokens(model).inc(usage.completion_tokens)
 
     def predicted(self, model: str, what: str, ratio: float) -> None:
         """What was predicted, over what came."""
-        self._predictions.labels(model, what).observe(ratio)
+        self._predictions(model, what).observe(ratio)
 
     def canary(self, model: str, outcome: str) -> None:
         """A pair of workers was tried by a request of the router's own."""
-        self._canaries.labels(model, outcome).inc()
+        self._canaries(model, outcome).inc()
 
     def flipped(self, model: str, role: str, outcome: str, seconds: float) -> None:
         """A worker was to become a `role` worker."""
-        self._flips.labels(model, role, outcome).observe(seconds)
+        self._flips(model, role, outcome).observe(seconds)
 
     def render(self) -> bytes:
         """The text that Prometheus reads, of type CONTENT_TYPE."""

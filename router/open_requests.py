@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from pdserve.errors import Conflict, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from pdserve.errors import PdserveError
 
 # How long a request that was cut may take to tell its client.
 CUT_S = 1.0
+_UNNAMED = nullcontext()
 
 
 class Interruption:
     """Lets others end what the current task does inside it, with an error of their choice.
 
     Works as asyncio.timeout does: the task is cancelled, and the cancellation is turned into the
-    error on the way out. The first interruption counts.
+    error on the way out. The first interruption counts. `on_enter` and `on_exit` hear of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        on_enter: Callable[[Interruption], None] = lambda _: None,
+        on_exit: Callable[[Interruption], None] = lambda _: None,
+    ) -> None:
+        self._on_enter = on_enter
+        self._on_exit = on_exit
         self._task: asyncio.Task[Any] | None = None
         self._cancelling = 0
         self._error: PdserveError | None = None
@@ -39,6 +47,7 @@ class Interruption:
         self._task = asyncio.current_task()
         assert self._task is not None
         self._cancelling = self._task.cancelling()
+        self._on_enter(self)
         return self
 
     async def __aexit__(
@@ -49,6 +58,7 @@ class Interruption:
     ) -> None:
         task, self._task = self._task, None
         assert task is not None
+        self._on_exit(self)
         if self._error is None:
             return
         if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
@@ -71,32 +81,35 @@ class OpenRequests:
         if self._draining:
             raise _stopping()
 
-    @asynccontextmanager
-    async def enter(self) -> AsyncIterator[Interruption]:
-        """Count the request that runs inside. Raises Unavailable once a stop has begun, whether the
-        request has begun or not, and whatever error it is interrupted with."""
+    def enter(self) -> Interruption:
+        """Counts the request that runs inside. Raises Unavailable once a stop has begun, whether
+        the request has begun or not, and whatever error it is interrupted with."""
         self.check_open()
-        interruption = Interruption()
+        return Interruption(self._came, self._went)
+
+    def _came(self, interruption: Interruption) -> None:
         self._open.add(interruption)
         self._idle.clear()
-        try:
-            async with interruption:
-                yield interruption
-        finally:
-            self._open.discard(interruption)
-            if not self._open:
-                self._idle.set()
 
-    @contextmanager
+    def _went(self, interruption: Interruption) -> None:
+        self._open.discard(interruption)
+        if not self._open:
+            self._idle.set()
+
     def named(
         self, tenant: str, name: str, interruption: Interruption, *, resumes: bool
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """What runs inside is the tenant's one request of that name; nothing where it has none. One
         that resumes ends another; any other raises Conflict."""
         if not name:
-            yield
-            return
-        key = (tenant, name)
+            return _UNNAMED
+        return self._named_so((tenant, name), interruption, resumes=resumes)
+
+    @contextmanager
+    def _named_so(
+        self, key: tuple[str, str], interruption: Interruption, *, resumes: bool
+    ) -> Iterator[None]:
+        _, name = key
         other = self._named.get(key)
         if other is not None and not resumes:
             raise Conflict(f"request {name} is being answered", retry_after_s=1.0)

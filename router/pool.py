@@ -61,6 +61,7 @@ class WorkerPool:
     _largest: dict[tuple[str, bool], tuple[int, int]] = field(
         default_factory=dict, init=False, repr=False
     )
+    _models: dict[str, ModelInfo] | None = field(default=None, init=False, repr=False)
 
     def register(
         self, info: WorkerInfo, now: float, *, kv_key: CapabilityKey | None = None
@@ -230,6 +231,7 @@ class WorkerPool:
 
     def _lose(self, member: Member, now: float, why: str) -> list[PoolAction]:
         member.lost = True
+        self._models = None
         member.attached = False
         member.lease_end = now
         return [CloseLink(member, f"worker {member.worker_id} is gone: {why}")]
@@ -237,10 +239,16 @@ class WorkerPool:
     def _membership_changed(self) -> None:
         self._by_model.clear()
         self._largest.clear()
+        self._models = None
 
     def models(self) -> Mapping[str, ModelInfo]:
         """The models of all members that are not lost, by name."""
-        return {m.info.model.name: m.info.model for m in self.members.values() if not m.lost}
+        known = self._models
+        if known is None:
+            members = self.members.values()
+            known = {m.info.model.name: m.info.model for m in members if not m.lost}
+            self._models = known
+        return known
 
     def of_model(self, name: str) -> Sequence[Member]:
         """The members of a model, lost ones too, in the order in which they registered."""

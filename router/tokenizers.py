@@ -29,6 +29,8 @@ class TokenizerCache:
     async def get(self, model: ModelInfo) -> Tokenizer:
         """Raises Unavailable where the model's directory cannot be read here."""
         task = self._tasks.get(model.path)
+        if task is not None and task.done() and task.exception() is None:
+            return task.result()
         if task is None:
             task = asyncio.create_task(asyncio.to_thread(self._load, Path(model.path)))
             self._tasks[model.path] = task

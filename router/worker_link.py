@@ -255,7 +255,10 @@ async def _write(call: AttachCall, outgoing: asyncio.Queue[w.Command]) -> None:
     """The only writer of a stream. Where it cannot go on, the reader learns it from the call."""
     try:
         while True:
-            await call.write(_waiting(await outgoing.get(), outgoing))
+            first = await outgoing.get()
+            # What came in the same turn of the loop has its commands ready after one more.
+            await asyncio.sleep(0)
+            await call.write(_waiting(first, outgoing))
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         call.cancel()
 

@@ -63,7 +63,7 @@ class DecisionLog:
             return
         request_id = decision.demand.request_id
         if decision.demand.token_ids:
-            decision = replace(decision, demand=replace(decision.demand, token_ids=()))
+            decision = decision.without_tokens()
         recorded = Recorded(unix_time_s, decision, cause, refused)
         request = self._requests.pop(request_id, None) or RequestDecisions(request_id)
         self._requests[request_id] = request

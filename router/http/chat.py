@@ -89,10 +89,13 @@ def _message(value: object, at: str) -> ChatMessage:
         _unsupported(f"{at}.role", f"{role} messages are not supported, because tools are not")
     if role not in CHAT_ROLES:
         refuse(f"{at}.role", f"must be one of {', '.join(CHAT_ROLES)}, not {role!r}")
-    fields.allow((*_MESSAGE_FIELDS, *(_ASSISTANT_ONLY if role == "assistant" else ())))
-    for name in _ASSISTANT_ONLY:
-        if fields.get(name) not in (None, []):
-            _unsupported(f"{at}.{name}", "is not supported: only text is served")
+    if role == "assistant":
+        fields.allow((*_MESSAGE_FIELDS, *_ASSISTANT_ONLY))
+        for name in _ASSISTANT_ONLY:
+            if fields.get(name) not in (None, []):
+                _unsupported(f"{at}.{name}", "is not supported: only text is served")
+    else:
+        fields.allow(_MESSAGE_FIELDS)
     return ChatMessage(role, _content(value.get("content"), f"{at}.content"), fields.string("name"))
 
 

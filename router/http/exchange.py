@@ -13,12 +13,12 @@ from pdserve.errors import (
     PdserveError,
     RequestTooLarge,
 )
-from pdserve.http_cycle import TRY_WRITE
+from pdserve.http_cycle import AT_ONCE, TRY_WRITE
 from router.http.errors import error_body, error_headers
 from router.http.sse import error_event
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, MutableMapping
+    from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 
     from router.http.errors import Headers
 
@@ -45,10 +45,12 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self._receive = receive
         self._send = send
-        extension = scope.get("extensions", {}).get(TRY_WRITE)
+        extensions = scope.get("extensions", {})
+        extension = extensions.get(TRY_WRITE)
+        self._at_once: Mapping[str, Callable[..., Any]] = extensions.get(AT_ONCE, {})
         # Makes what sends a piece of the events at once, or says that it would wait; None where the
         # server knows no such way. For events that follow others.
         self.between: SenderBetween | None = extension and extension["between"]
@@ -59,10 +61,8 @@ class Exchange:
 
     def header(self, name: bytes) -> str | None:
         """The first header of this name, in lower case as ASGI gives them."""
-        for key, value in self._headers:
-            if key == name:
-                return value.decode("latin-1")
-        return None
+        value = self._headers.get(name)
+        return None if value is None else value.decode("latin-1")
 
     def add_header(self, name: bytes, value: str) -> None:
         """Say this with whatever response follows."""
@@ -76,10 +76,14 @@ class Exchange:
         """
         if self.header(b"content-encoding") not in (None, "identity"):
             raise InvalidRequest("encoded bodies are not read", field="content-encoding")
-        too_large = RequestTooLarge(f"the body is larger than {max_bytes} bytes")
         declared = self.header(b"content-length")
         if declared is not None and int(declared) > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
+        whole_body = self._at_once.get("whole_body")
+        if whole_body is not None and (whole := whole_body()) is not None:
+            if len(whole) > max_bytes:
+                raise _too_large(max_bytes)
+            return bytes(whole)
         pieces: list[bytes] = []
         size = 0
         try:
@@ -91,17 +95,18 @@ class Exchange:
                     piece = message.get("body", b"")
                     size += len(piece)
                     if size > max_bytes:
-                        raise too_large
+                        raise _too_large(max_bytes)
                     pieces.append(piece)
                     if not message.get("more_body", False):
                         return b"".join(pieces)
         except TimeoutError:
             raise DeadlineExceeded(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
 
-    async def disconnected(self) -> None:
-        """Returns when the client is gone, or the response complete."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def when_gone(self, on_gone: Callable[[], None]) -> None:
+        """Call `on_gone` when the client leaves before its response is complete."""
+        when_gone = self._at_once.get("when_gone")
+        if when_gone is not None:
+            when_gone(on_gone)
 
     async def respond(
         self, status: int, body: bytes, *, content_type: bytes = b"application/json"
@@ -119,6 +124,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end_events(self, events: bytes) -> None:
+        """The last of them."""
         await self._end(events)
 
     async def fail(self, error: PdserveError) -> None:
@@ -161,6 +167,10 @@ class Exchange:
     async def _end(self, body: bytes) -> None:
         self._complete = True
         await self._send({"type": "http.response.body", "body": body})
+
+
+def _too_large(max_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body is larger than {max_bytes} bytes")
 
 
 def _whole(body: bytes, content_type: bytes) -> Headers:

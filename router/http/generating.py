@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from router.intake import check_request_id, new_request_id
 from router.open_requests import CUT_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pdserve.types import GenerateRequest
     from router.answer import AnswerDelta, AnswerStream, Generates
@@ -76,20 +75,24 @@ class Generating:
         request_id = _request_id(exchange, endpoint)
         body = parse_object(await exchange.read_body(self._max_body_bytes))
         asked = endpoint.read(body, request_id)
-        # One task a request; the loop over the deltas has nothing to do with it.
-        watcher = asyncio.create_task(_watch(exchange, interruption))
+        exchange.when_gone(lambda: interruption.interrupt(Cancelled("the client went away")))
+        request = await self._intake.make(asked.ask, tenant=exchange.tenant)
+        traceparent = exchange.header(TRACEPARENT)
+        if traceparent:
+            request = replace(request, traceparent=traceparent)
+        named = self._open_requests.named(
+            exchange.tenant, _key(exchange), interruption, resumes=bool(request.resume)
+        )
+        timer = _time_limit(request, interruption)
         try:
-            request = await self._intake.make(asked.ask, tenant=exchange.tenant)
-            traceparent = exchange.header(TRACEPARENT)
-            if traceparent:
-                request = replace(request, traceparent=traceparent)
-            named = self._open_requests.named(
-                exchange.tenant, _key(exchange), interruption, resumes=bool(request.resume)
-            )
-            with named, _time_limit(request, interruption), _fields_named_as_in(body):
+            with named:
                 await self._generate(exchange, endpoint, asked, request)
+        except InvalidRequest as error:
+            _name_field_as_in(body, error)
+            raise
         finally:
-            watcher.cancel()
+            if timer is not None:
+                timer.cancel()
 
     async def _generate(
         self, exchange: Exchange, endpoint: Endpoint, asked: Asked, request: GenerateRequest
@@ -111,51 +114,53 @@ class Generating:
         await exchange.respond(200, to_json(whole.payload()))
 
 
-@contextmanager
-def _fields_named_as_in(body: dict[str, object]) -> Iterator[None]:
+def _name_field_as_in(body: dict[str, object], error: InvalidRequest) -> None:
     """The engine knows a constraint by our own name; the client gave it under one of OpenAI's."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if error.field == "structured_output":
-            given = ("structured_outputs", "response_format")
-            error.field = next((name for name in given if body.get(name)), error.field)
-        raise
+    if error.field == "structured_output":
+        given = ("structured_outputs", "response_format")
+        error.field = next((name for name in given if body.get(name)), error.field)
 
 
 async def _stream(
     exchange: Exchange, writer: EventWriter, first: AnswerDelta, answer: AnswerStream
 ) -> None:
     await exchange.start_events()
-    await exchange.send_events(writer.write(first))
-    # No task is woken for a token that the connection takes at once.
-    if exchange.between is not None and not writer.with_token_ids:
-        answer.write_with(writer.token_sender(exchange.between))
+    events = writer.write(first)
+    if not answer.is_over:
+        await exchange.send_events(events)
+        # No task is woken for a token that the connection takes at once.
+        if exchange.between is not None and not writer.with_token_ids:
+            answer.write_with(writer.token_sender(exchange.between))
+        events = await _send_all_but_last(exchange, writer, answer)
+    await exchange.end_events(events + writer.end())
+
+
+async def _send_all_but_last(
+    exchange: Exchange, writer: EventWriter, answer: AnswerStream
+) -> bytes:
+    """Returns the last events: they go in one piece with the end, for a write costs more than what
+    is in it."""
     async for delta in answer:
         events = writer.write(delta)
+        if answer.is_over:
+            return events
         if events:
             await exchange.send_events(events)
-    await exchange.end_events(writer.end())
+    return b""
 
 
-async def _watch(exchange: Exchange, interruption: Interruption) -> None:
-    await exchange.disconnected()
-    interruption.interrupt(Cancelled("the client went away"))
-
-
-@contextmanager
-def _time_limit(request: GenerateRequest, interruption: Interruption) -> Iterator[None]:
-    """End what the generator's own deadline cannot: a write to a client that does not read."""
+def _time_limit(request: GenerateRequest, interruption: Interruption) -> asyncio.TimerHandle | None:
+    """Ends what the generator's own deadline cannot: a write to a client that does not read."""
     left = deadline.remaining(request.deadline)
     if left is None:
-        yield
-        return
-    error = DeadlineExceeded("the answer was not taken before the request's deadline")
-    handle = asyncio.get_running_loop().call_later(left + CUT_S, interruption.interrupt, error)
-    try:
-        yield
-    finally:
-        handle.cancel()
+        return None
+    return asyncio.get_running_loop().call_later(left + CUT_S, _too_late, interruption)
+
+
+def _too_late(interruption: Interruption) -> None:
+    interruption.interrupt(
+        DeadlineExceeded("the answer was not taken before the request's deadline")
+    )
 
 
 def _key(exchange: Exchange) -> str:

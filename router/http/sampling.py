@@ -10,7 +10,7 @@ from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from router.http.reading import Fields, as_number, as_strings, as_token_ids, kind_of, refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _NUMBERS = (
     "temperature",
@@ -28,26 +28,22 @@ _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
 def read_sampling(fields: Fields, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
     """Raises InvalidRequest naming the field; `max_tokens` and `logprobs`, which the endpoints
     spell differently, are the caller's to read."""
-    values: dict[str, Any] = {name: fields.number(name) for name in _NUMBERS}
-    values.update({name: fields.integer(name) for name in _INTEGERS})
-    values.update({name: fields.boolean(name) for name in _FLAGS})
-    values["logprobs"] = logprobs
-    values["structured_output"] = _structured_output(fields)
+    values: dict[str, Any] = {}
+    for name, read in _READERS.items():
+        if fields.get(name) is not None:
+            values[name] = read(fields, name)
+    structured_output = _structured_output(fields)
     return SamplingParams(
-        max_tokens=max_tokens,
-        stop=_stop(fields),
-        stop_token_ids=as_token_ids(
-            fields.array("stop_token_ids") or [], fields.path("stop_token_ids")
-        ),
-        logit_bias=_logit_bias(fields),
-        **{name: value for name, value in values.items() if value is not None},
+        max_tokens=max_tokens, logprobs=logprobs, structured_output=structured_output, **values
     )
 
 
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.get("stop")
-    if value is None:
-        return ()
+def _token_ids(fields: Fields, name: str) -> tuple[int, ...]:
+    return as_token_ids(fields.array(name) or [], fields.path(name))
+
+
+def _stop(fields: Fields, name: str) -> tuple[str, ...]:
+    value = fields.get(name)
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
@@ -55,10 +51,9 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     return as_strings(value, "stop")
 
 
-def _logit_bias(fields: Fields) -> Mapping[int, float]:
-    section = fields.section("logit_bias")
-    if section is None:
-        return {}
+def _logit_bias(fields: Fields, name: str) -> Mapping[int, float]:
+    section = fields.section(name)
+    assert section is not None, "it is given"
     biases: dict[int, float] = {}
     for key, value in section.items():
         # Python reads "1_0" and "１" as numbers too.
@@ -66,6 +61,17 @@ def _logit_bias(fields: Fields) -> Mapping[int, float]:
             refuse("logit_bias", f"has the key {key!r}, which is not a token id")
         biases[int(key)] = as_number(value, section.path(key))
     return biases
+
+
+# Of a field that is given; the others take their defaults.
+_READERS: dict[str, Callable[[Fields, str], object]] = {
+    **dict.fromkeys(_NUMBERS, Fields.number),
+    **dict.fromkeys(_INTEGERS, Fields.integer),
+    **dict.fromkeys(_FLAGS, Fields.boolean),
+    "stop": _stop,
+    "stop_token_ids": _token_ids,
+    "logit_bias": _logit_bias,
+}
 
 
 def _structured_output(fields: Fields) -> StructuredOutput | None:

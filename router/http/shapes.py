@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.errors import InternalError
@@ -74,7 +74,7 @@ def usage_object(usage: Usage) -> dict[str, object]:
 
 def pdserve_object(receipt: Receipt) -> dict[str, object]:
     """Our own part of an answer, beside OpenAI's."""
-    return {"receipt": asdict(receipt)}
+    return {"receipt": receipt}
 
 
 class WholeAnswer:

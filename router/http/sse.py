@@ -89,12 +89,13 @@ class EventWriter:
         return self._full(choice, opening + self._shape.before_first, delta)
 
     def _full(self, choice: _Choice, before: bytes, delta: AnswerDelta) -> bytes:
+        logprobs = logprobs_object(choice.logprobs, delta.logprobs) if delta.logprobs else None
         parts = [
             before,
-            encode_basestring(delta.text).encode(),
+            to_json(delta.text),
             self._shape.after,
             b',"logprobs":',
-            to_json(logprobs_object(choice.logprobs, delta.logprobs)),
+            to_json(logprobs),
             b',"finish_reason":',
             to_json(delta.finish_reason),
         ]

@@ -36,6 +36,21 @@ class Demand:
     forks: int = 0
     fork_tokens: int = 0
 
+    def without_tokens(self) -> Demand:
+        """As a log may keep it. Written out: `replace` takes three times as long."""
+        return Demand(
+            self.model,
+            self.prompt_tokens,
+            self.kv_tokens,
+            self.prefill_only,
+            self.avoid,
+            self.barred,
+            self.request_id,
+            (),
+            self.forks,
+            self.fork_tokens,
+        )
+
     def without_forks(self) -> Demand:
         """What one of the answers asks by itself."""
         kv_tokens = self.kv_tokens - self.forks * self.fork_tokens
@@ -94,3 +109,19 @@ class Decision:
     cached: Mapping[str, int] = field(default_factory=dict)
     predictions: Sequence[Prediction] = ()
     asked_prefix: bool = False
+
+    def without_tokens(self) -> Decision:
+        """The same, of a demand without its prompt's tokens."""
+        return Decision(
+            self.policy,
+            self.candidates,
+            self.demand.without_tokens(),
+            self.turn,
+            self.placement,
+            self.decode,
+            self.prefill,
+            self.totals,
+            self.cached,
+            self.predictions,
+            self.asked_prefix,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
@@ -11,7 +12,7 @@ from prometheus_client.registry import Collector
 from router.placement.values import NO_TOKENS_CACHED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
@@ -58,19 +59,22 @@ class PrefixMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._predictions = Counter(
+        predictions = Counter(
             "pdserve_prefix_predictions",
             "Answers by whether the engine had as many prompt tokens cached as was predicted "
             "(exact), or more, or fewer.",
             ["model", "engine_had"],
             registry=registry,
         )
-        self._tokens = Counter(
+        tokens = Counter(
             "pdserve_prefix_tokens",
             "Prompt tokens cached where they were computed: predicted, and reported by the engine.",
             ["model", "source"],
             registry=registry,
         )
+        # See RouterMetrics.
+        self._predictions: Callable[..., Counter] = cache(predictions.labels)
+        self._tokens: Callable[..., Counter] = cache(tokens.labels)
 
     def watch(self, watches: CacheWatches) -> None:
         """Report the index from now on."""
@@ -82,6 +86,6 @@ class PrefixMetrics:
             return
         predicted, had = cached.get(receipt.prefill_worker, 0), receipt.cached_tokens
         verdict = "exact" if had == predicted else "more" if had > predicted else "fewer"
-        self._predictions.labels(model, verdict).inc()
-        self._tokens.labels(model, "predicted").inc(predicted)
-        self._tokens.labels(model, "reported").inc(had)
+        self._predictions(model, verdict).inc()
+        self._tokens(model, "predicted").inc(predicted)
+        self._tokens(model, "reported").inc(had)

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from pdserve import http_connection
-from pdserve.http_cycle import TRY_WRITE
+from pdserve.http_cycle import AT_ONCE, TRY_WRITE
 from pdserve.web_server import LIMITS, WebServer, bind
 from tests.patience import WAIT_S, skip
 
@@ -57,6 +57,8 @@ class Echo:
                 await receive()
                 while (await receive())["type"] != "http.disconnect":
                     pass
+            case "/at_once":
+                await self._at_once(scope, receive, send)
             case "/held":
                 await self.release.wait()
                 await _respond(send, b"held")
@@ -74,6 +76,23 @@ class Echo:
         assert write(b"second ")
         await send({"type": "http.response.body", "body": b"last"})
         assert not write(b"after the end")
+
+    async def _at_once(self, scope: Message, receive: Receive, send: Send) -> None:
+        at_once = scope["extensions"][AT_ONCE]
+        gone: list[bool] = []
+        at_once["when_gone"](lambda: gone.append(True))
+        body = at_once["whole_body"]()
+        assert at_once["whole_body"]() is None, "it is read once"
+        assert not gone
+        if body is None:
+            body = b"in pieces: " + await _read(receive)
+        if body == b"leave":
+            self.refused.set()
+            while not gone:
+                await receive()
+            at_once["when_gone"](self.release.set)
+            return
+        await _respond(send, body)
 
     async def _flood(self, scope: Message, send: Send) -> None:
         write = scope["extensions"][TRY_WRITE]["between"](b"", b"")
@@ -151,6 +170,30 @@ async def test_one_connection_serves_requests_one_after_another() -> None:
             assert (status, body) == (200, f"POST /{n} hi".encode())
             assert "connection" not in headers
             assert headers["date"].endswith("GMT")
+
+
+async def test_a_body_that_is_here_is_read_at_once() -> None:
+    app = Echo()
+    ask = request("/at_once", "content-length: 2", method="POST")
+    async with serving(app) as address, connected(address) as (reader, writer):
+        writer.write(ask + b"hi")
+        assert (await response(reader))[2] == b"hi"
+        writer.write(ask)
+        await until(lambda: len(app.scopes) == 2)
+        writer.write(b"ho")
+        assert (await response(reader))[2] == b"in pieces: ho"
+
+
+async def test_an_application_hears_of_it_when_its_client_leaves() -> None:
+    app = Echo()
+    async with serving(app) as address:
+        async with connected(address) as (_, writer):
+            writer.write(request("/at_once", "content-length: 5", method="POST") + b"leave")
+            await app.refused.wait()
+        async with asyncio.timeout(WAIT_S):
+            # Who asks only now is told at once.
+            await app.release.wait()
+        await until(lambda: app.ended == ["/at_once"])
 
 
 async def test_requests_sent_ahead_are_answered_in_their_order() -> None:

@@ -34,6 +34,7 @@ async def test_what_waits_is_read_as_one() -> None:
     )
     buffer.push(last)
     buffer.end()
+    assert not buffer.is_read
     assert await buffer.get() == AnswerDelta(
         (1, 2, 3, 4),
         "abcd",
@@ -43,7 +44,18 @@ async def test_what_waits_is_read_as_one() -> None:
         Usage(1, 4),
         Receipt(),
     )
+    assert buffer.is_read
     assert await buffer.get() is None
+
+
+async def test_an_answer_that_broke_off_is_not_over_before_its_error_was_raised() -> None:
+    buffer = AnswerBuffer(BufferLimits())
+    buffer.push(AnswerDelta((1,)))
+    buffer.fail(WorkerFailed("gone"))
+    assert await buffer.get() == AnswerDelta((1,))
+    assert not buffer.is_read
+    with pytest.raises(WorkerFailed):
+        await buffer.get()
 
 
 async def test_a_reader_that_keeps_up_reads_each_delta() -> None:

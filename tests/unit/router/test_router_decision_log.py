@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,7 @@ from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import FinishReason, Role
 from router.decisions.log import MAX_OF_ONE_REQUEST, DecisionLog
 from router.member import Charge, Member
-from router.placement.context import NO_CONTEXT
+from router.placement.context import NO_CONTEXT, Prediction
 from router.placement.policies.least_loaded import least_loaded
 from router.placement.values import Demand
 from tests.fakes import ScriptedWorker, running_stack, worker_info
@@ -82,10 +83,15 @@ def test_none_are_kept_where_none_are_asked_for() -> None:
 
 def test_a_prompt_is_not_kept() -> None:
     log = DecisionLog(3)
-    log.record(decide("a"), 1.0)
+    decided = replace(decide("a"), predictions=(Prediction("p", "d", 0.1, 0.0),), asked_prefix=True)
+    avoid, barred = frozenset({"a"}), frozenset({("p", "d")})
+    demand = replace(decided.demand, avoid=avoid, barred=barred, forks=2, fork_tokens=16)
+    log.record(replace(decided, demand=demand), 1.0)
     (found,) = log.all()
-    assert found.decisions[0].decision.demand.token_ids == ()
-    assert found.decisions[0].decision.demand.prompt_tokens == 100
+    kept = found.decisions[0].decision
+    assert kept.demand == replace(demand, token_ids=())
+    rest = [f.name for f in fields(kept) if f.name != "demand"]
+    assert [getattr(kept, x) for x in rest] == [getattr(decided, x) for x in rest]
 
 
 def test_a_request_that_waits_is_one_decision_until_it_is_placed() -> None:

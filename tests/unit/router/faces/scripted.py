@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Self
@@ -70,7 +71,11 @@ class ScriptedAnswer(AnswerStream):
 
     def __init__(self, owner: ScriptedGenerator) -> None:
         self._owner = owner
-        self._items = iter(owner.script)
+        self._items = deque(owner.script)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._items
 
     async def __aenter__(self) -> Self:
         if self._owner.refusal is not None:
@@ -84,8 +89,8 @@ class ScriptedAnswer(AnswerStream):
         """What is scripted goes the usual way."""
 
     async def __anext__(self) -> AnswerDelta:
-        for item in self._items:
-            match item:
+        while self._items:
+            match item := self._items.popleft():
                 case AnswerDelta():
                     return item
                 case PdserveError():
