@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pdserve.types import GenerateRequest
     from router.answer import AnswerDelta, AnswerStream, Generates
-    from router.http.asked import Asked
+    from router.http.asked import Asked, Streaming
     from router.http.exchange import Exchange
     from router.http.shapes import Shape
     from router.intake import Intake
@@ -77,6 +77,9 @@ class Generating:
         asked = endpoint.read(body, request_id)
         exchange.when_gone(lambda: interruption.interrupt(Cancelled("the client went away")))
         request = await self._intake.make(asked.ask, tenant=exchange.tenant)
+        streaming, constraint = asked.streaming, _constraint_in(body)
+        # What the client sent is not kept for as long as it is answered.
+        del body, asked
         traceparent = exchange.header(TRACEPARENT)
         if traceparent:
             request = replace(request, traceparent=traceparent)
@@ -86,39 +89,39 @@ class Generating:
         timer = _time_limit(request, interruption)
         try:
             with named:
-                await self._generate(exchange, endpoint, asked, request)
+                await self._generate(exchange, endpoint, streaming, request)
         except InvalidRequest as error:
-            _name_field_as_in(body, error)
+            if error.field == "structured_output":
+                error.field = constraint
             raise
         finally:
             if timer is not None:
                 timer.cancel()
 
     async def _generate(
-        self, exchange: Exchange, endpoint: Endpoint, asked: Asked, request: GenerateRequest
+        self, exchange: Exchange, endpoint: Endpoint, streaming: Streaming, request: GenerateRequest
     ) -> None:
-        head = Head(request.request_id, asked.ask.model, int(time.time()))
+        head = Head(request.request_id, request.model, int(time.time()))
         async with self._generator.generate(request) as answer:
             # Until there is something to say, an error can still be a clean status.
             first = await anext(answer, None)
             if first is None:
                 raise InternalError("the answer is empty")
-            if asked.streaming.enabled:
-                writer = EventWriter(endpoint.shape, head, asked.streaming)
+            if streaming.enabled:
+                writer = EventWriter(endpoint.shape, head, streaming)
                 await _stream(exchange, writer, first, answer)
                 return
-            whole = WholeAnswer(endpoint.shape, head, with_token_ids=asked.streaming.token_ids)
+            whole = WholeAnswer(endpoint.shape, head, with_token_ids=streaming.token_ids)
             whole.add(first)
             async for delta in answer:
                 whole.add(delta)
         await exchange.respond(200, to_json(whole.payload()))
 
 
-def _name_field_as_in(body: dict[str, object], error: InvalidRequest) -> None:
+def _constraint_in(body: dict[str, object]) -> str:
     """The engine knows a constraint by our own name; the client gave it under one of OpenAI's."""
-    if error.field == "structured_output":
-        given = ("structured_outputs", "response_format")
-        error.field = next((name for name in given if body.get(name)), error.field)
+    given = ("structured_outputs", "response_format")
+    return next((name for name in given if body.get(name)), "structured_output")
 
 
 async def _stream(
