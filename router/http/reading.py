@@ -23,7 +23,7 @@ def parse_object(body: bytes) -> dict[str, object]:
     object, or nested too deep.
     """
     try:
-        value = _decode(body.decode("utf-8").strip(_BLANKS))
+        value = _DECODER.decode(body.decode("utf-8"))
         if b"\\ud" in body or b"\\uD" in body:
             # JSON can escape half a surrogate pair, which no text is.
             json.dumps(value, ensure_ascii=False).encode()
@@ -56,16 +56,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique)
-_BLANKS = " \t\n\r"
-
-
-def _decode(text: str) -> object:
-    try:
-        value, end = _DECODER.scan_once(text, 0)
-    except StopIteration:
-        end = -1
-    # Whatever is wrong, the library's own way says it in words.
-    return value if end == len(text) else _DECODER.decode(text)
 
 
 def kind_of(value: object) -> str:
