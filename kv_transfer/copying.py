@@ -1,5 +1,5 @@
-"""Copies scattered pages from one KV cache to another: in C where the extension was built
-(_copy.c), else in Python, with the same result."""
+"""Copies scattered pages from one KV cache to another, and digests them: in C where the extension
+was built (_copy.c), else in Python, with the same result."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ try:
     from kv_transfer import _copy as compiled
 except ImportError:  # installed where there was no C compiler
     compiled = None  # type: ignore[assignment]
+
+# False where the extension is of an older build, or the processor has not what it needs.
+_DIGESTS: bool = getattr(compiled, "DIGESTS", False)
+# What the extension digests: whole stripes, and more than the short forms of XXH3 take.
+STRIPE_BYTES, MIN_DIGESTED_BYTES = 64, 241
 
 
 class Pages(NamedTuple):
@@ -49,6 +54,23 @@ def copy_in_python(to: Pages, source: Pages, num_layers: int, page_bytes: int) -
             sizes,
         )
         deque(moves, maxlen=0)  # runs through them without a step of Python between
+
+
+def digests_in_c(num_blocks: int, num_layers: int, page_bytes: int) -> bool:
+    """Whether the extension is there and digests so many pages of this size on this processor."""
+    if not _DIGESTS or page_bytes % STRIPE_BYTES:
+        return False
+    return num_blocks * num_layers * page_bytes >= MIN_DIGESTED_BYTES
+
+
+def digest_in_c(pages: Pages, num_layers: int, page_bytes: int) -> int:
+    """XXH3 of the pages, layer by layer, where `digests_in_c`; 64 bits."""
+    return compiled.digest_pages(*pages, num_layers, page_bytes)
+
+
+def copy_digested_in_c(to: Pages, source: Pages, num_layers: int, page_bytes: int) -> int:
+    """`copy_pages` and `digest_in_c` of what was copied, in one pass over the source."""
+    return compiled.copy_digested(*to, *source, num_layers, page_bytes)
 
 
 Copy = Callable[[Pages, Pages, int, int], None]

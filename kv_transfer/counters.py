@@ -13,7 +13,7 @@ class TransferCounters:
     pushed_blocks: int = 0
     push_s: float = 0.0
     received_bytes: int = 0
-    # Making digests, as source and as target.
+    # Making digests, as source and as target; not those that a copy makes on its way.
     digest_s: float = 0.0
     # Chunks that came here and did not have their digest.
     digest_mismatches: int = 0

@@ -2,8 +2,9 @@
 own memory then. What differs was damaged by copy, mapping, network or memory.
 
 xxh3 is quick and not a signature: it finds accidents, not forgeries. It depends on the bytes alone,
-not on the pieces they come in, so the two ends may cut their memory differently. KV in GPU memory
-gets none: there the bytes are out of this process's reach.
+not on the pieces they come in, so the two ends may cut their memory differently, and one may
+compute it in C (_copy.c) and the other not. KV in GPU memory gets none: there the bytes are out of
+this process's reach.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 # Where chunks are sampled, every one of so many gets a digest.
 SAMPLED_EVERY = 16
 NO_DIGEST = 0
+# Of a chunk on its way to a channel that makes the digest as it copies. Never on the wire.
+DIGEST_DUE = -1
 
 
 class DigestMode(StrEnum):

@@ -18,7 +18,7 @@ from kv_transfer import source_actions as src
 from kv_transfer import target as tgt
 from kv_transfer.counters import TransferCounters
 from kv_transfer.deciding import Deciding
-from kv_transfer.digest import NO_DIGEST, Sampler, digest
+from kv_transfer.digest import DIGEST_DUE, NO_DIGEST, Sampler
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.guard import Guard
 from kv_transfer.link import Link, LinkTimeouts
@@ -273,7 +273,7 @@ class Links:
                 self.targets.abort_chunk(link, chunk)
             raise
         received = time.monotonic()
-        intact = chunk.digest == NO_DIGEST or chunk.digest == digest(region.pages(place.block_ids))
+        intact = chunk.digest == NO_DIGEST or chunk.digest == region.digest(place.block_ids)
         now = time.monotonic()
         with self.lock:
             self.counters.digest_s += now - received
@@ -366,7 +366,7 @@ class Links:
         try:
             mark = NO_DIGEST
             if region.is_host and self._sampler.takes(suspect=chunk.suspect):
-                mark = digest(region.pages(chunk.source_ids))
+                mark = DIGEST_DUE if channel.makes_digests else region.digest(chunk.source_ids)
                 begun = time.monotonic()
             message = Chunk(chunk.transfer_id, chunk.first, count, size, mark)
             channel.push(message, chunk.source_ids, chunk.target_ids, chunk.part)

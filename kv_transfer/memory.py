@@ -17,7 +17,14 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kv_transfer.copying import Pages, copy_pages
+from kv_transfer.copying import (
+    Pages,
+    copy_digested_in_c,
+    copy_pages,
+    digest_in_c,
+    digests_in_c,
+)
+from kv_transfer.digest import NO_DIGEST, digest
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 
 if TYPE_CHECKING:
@@ -79,22 +86,43 @@ class KvRegion:
         )
         return [view[start : start + g.page_bytes] for start in starts]
 
-    def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> int:
+    def copy_from(
+        self,
+        source: KvRegion,
+        source_ids: list[int],
+        own_ids: list[int],
+        digests: bool = False,
+    ) -> int:
         """Copies blocks page by page.
 
-        Returns the bytes copied. The two regions share layers and page size, not strides. Raises
-        KvTransferError, having copied nothing, where they do not or an id is no block.
+        Returns the digest of what was read where `digests`, else NO_DIGEST. The two regions share
+        layers and page size, not strides. Raises KvTransferError, having copied nothing, where they
+        do not or an id is no block.
         """
         dst, src = self.geometry, source.geometry
-        if (dst.num_layers, dst.page_bytes) != (src.num_layers, src.page_bytes):
+        layers, page_bytes = dst.num_layers, dst.page_bytes
+        if (layers, page_bytes) != (src.num_layers, src.page_bytes):
             raise KvTransferError("the pages differ in number or size")
         if len(source_ids) != len(own_ids):
             raise KvTransferError(f"{len(source_ids)} blocks for {len(own_ids)} places")
         if not (src.has_blocks(source_ids) and dst.has_blocks(own_ids)):
             raise KvTransferError("a block id is outside its KV cache")
         to, start = self._pages_of(own_ids), source._pages_of(source_ids)
-        copy_pages(to, start, dst.num_layers, dst.page_bytes)
-        return len(own_ids) * dst.block_bytes
+        if digests and digests_in_c(len(own_ids), layers, page_bytes):
+            return copy_digested_in_c(to, start, layers, page_bytes) or 1
+        mark = source.digest(source_ids) if digests else NO_DIGEST
+        copy_pages(to, start, layers, page_bytes)
+        return mark
+
+    def digest(self, block_ids: list[int]) -> int:
+        """kv_transfer/digest.py's of the `pages` of these blocks. Raises KvTransferError where an
+        id is no block."""
+        g = self.geometry
+        if not digests_in_c(len(block_ids), g.num_layers, g.page_bytes):
+            return digest(self.pages(block_ids))
+        if not g.has_blocks(block_ids):
+            raise KvTransferError("a block id is outside its KV cache")
+        return digest_in_c(self._pages_of(block_ids), g.num_layers, g.page_bytes) or 1
 
     def _pages_of(self, block_ids: list[int]) -> Pages:
         g = self.geometry

@@ -82,7 +82,12 @@ class DeviceRegion(KvRegion):
     def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
         raise KvTransferError("the KV cache is in GPU memory")
 
-    def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> int:
+    def copy_from(
+        self, source: KvRegion, source_ids: list[int], own_ids: list[int], digests: bool = False
+    ) -> int:
+        raise KvTransferError("the KV cache is in GPU memory")
+
+    def digest(self, block_ids: list[int]) -> int:
         raise KvTransferError("the KV cache is in GPU memory")
 
 

@@ -77,6 +77,7 @@ class IpcSource:
 
     name = "cuda_ipc"
     unwaited_bytes = 0
+    makes_digests = False
 
     def __init__(self, owner: Owner, kv: Kv, ring: PeerRing, fence: WriteFence, wire: Wire) -> None:
         self._owner = owner

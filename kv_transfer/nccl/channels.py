@@ -181,6 +181,7 @@ class NcclSource(_End):
     """The sending end."""
 
     unwaited_bytes = 0
+    makes_digests = False
 
     def __init__(self, hub: Hub, kv: Kv, wire: Wire) -> None:
         super().__init__(hub, kv, wire)

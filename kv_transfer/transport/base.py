@@ -51,10 +51,12 @@ class LocalKv:
 
 class SourceChannel(Protocol):
     """The sending end of one link. `unwaited_bytes`: a push of so many bytes, and of fewer, does
-    not wait for the peer."""
+    not wait for the peer. Where it `makes_digests`, a chunk whose digest is DIGEST_DUE gets it from
+    the push, which reads the bytes anyway; elsewhere none is pushed that has not got it."""
 
     name: str
     unwaited_bytes: int
+    makes_digests: bool
 
     def push(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.digest import DIGEST_DUE, NO_DIGEST
 from kv_transfer.errors import LinkClosed
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, PeerMemory, WriteFence, boot_id, parts_of
@@ -33,6 +34,7 @@ class ShmSource:
 
     name = "shm"
     unwaited_bytes = sys.maxsize
+    makes_digests = True
 
     def __init__(self, local: KvRegion, peer: PeerMemory, slot: int, wire: Wire) -> None:
         self._local = local
@@ -51,9 +53,11 @@ class ShmSource:
             raise LinkClosed("the target has taken its memory back")
         try:
             peer, local = parts_of(self._peer.region, self._local, part)
-            peer.copy_from(local, source_ids, target_ids)
+            mark = peer.copy_from(local, source_ids, target_ids, chunk.digest == DIGEST_DUE)
         finally:
             self._fence.leave()
+        if mark != NO_DIGEST:
+            chunk = Chunk(chunk.transfer_id, chunk.first, chunk.count, chunk.bytes, mark)
         self._wire.send(encode(chunk))
 
     def close(self) -> None:

@@ -65,6 +65,7 @@ class TcpSource:
 
     name = "tcp"
     unwaited_bytes = JOINED_BYTES
+    makes_digests = False
 
     def __init__(self, local: LocalKv, wire: Wire) -> None:
         self._region = local.region

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer import target as tgt
+from kv_transfer.digest import NO_DIGEST
 from kv_transfer.memory import KvRegion
 from kv_transfer.messages import Ack
 from kv_transfer.settings import from_extra_config
@@ -75,16 +76,22 @@ def linger_in_copies(rng: random.Random, odds: float) -> None:
     copy = KvRegion.copy_from
 
     def lingering(
-        self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: list[int], *part: Any
+        self: KvRegion,
+        source: KvRegion,
+        source_ids: list[int],
+        own_ids: list[int],
+        digests: bool = False,
     ) -> int:
         if rng.random() >= odds:
-            return copy(self, source, source_ids, own_ids, *part)
+            return copy(self, source, source_ids, own_ids, digests)
         half = len(own_ids) // 2
-        count = copy(self, source, source_ids[:half], own_ids[:half], *part)
+        mark = source.digest(source_ids) if digests else NO_DIGEST
+        copy(self, source, source_ids[:half], own_ids[:half])
         time.sleep(rng.choice((0.005, 0.05, 0.6)))
-        return count + copy(self, source, source_ids[half:], own_ids[half:], *part)
+        copy(self, source, source_ids[half:], own_ids[half:])
+        return mark
 
-    KvRegion.copy_from = lingering  # type: ignore[method-assign, assignment]
+    KvRegion.copy_from = lingering  # type: ignore[method-assign]
 
 
 class LateAcks:

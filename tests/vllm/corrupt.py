@@ -36,7 +36,13 @@ def _flips() -> bool:
     return order.startswith("flip")
 
 
-def _damaged(self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> int:
+def _damaged(
+    self: KvRegion,
+    source: KvRegion,
+    source_ids: list[int],
+    own_ids: list[int],
+    digests: bool = False,
+) -> int:
     while (order := _order()) == "stall":
         _STALLED.touch()
         time.sleep(0.01)
@@ -46,7 +52,7 @@ def _damaged(self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: l
         source_ids = [source_ids[-1], *source_ids[1:-1], source_ids[0]]
     if order == "repeat":
         source_ids = [source_ids[1], *source_ids[1:]]
-    copied = _copy(self, source, source_ids, own_ids)
+    mark = _copy(self, source, source_ids, own_ids, digests)
     g = self.geometry
     if order == "zero":
         for layer in range(g.num_layers):
@@ -54,7 +60,7 @@ def _damaged(self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: l
     if _flips():
         at = self.address + g.page_offset(g.num_layers - 1, own_ids[0])
         ctypes.c_uint8.from_address(at).value ^= 0x40
-    return copied
+    return mark
 
 
 def _damaged_send(sock: socket.socket, pages: Sequence[memoryview]) -> None:

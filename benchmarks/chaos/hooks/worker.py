@@ -51,15 +51,19 @@ def _install_shm(orders: Orders) -> None:
         push(self, chunk, source_ids, target_ids, part)
 
     def faulty_copy(
-        self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: list[int]
+        self: KvRegion,
+        source: KvRegion,
+        source_ids: list[int],
+        own_ids: list[int],
+        digests: bool = False,
     ) -> int:
-        copied = copy_from(self, source, source_ids, own_ids)
+        mark = copy_from(self, source, source_ids, own_ids, digests)
         if orders.now.transfers == "corrupt":
             orders.did()
             g = self.geometry
             at = self.address + g.page_offset(g.num_layers - 1, own_ids[0])
             ctypes.c_uint8.from_address(at).value ^= 0x40
-        return copied
+        return mark
 
     ShmSource.push = faulty_push  # type: ignore[method-assign]
     KvRegion.copy_from = faulty_copy  # type: ignore[method-assign]

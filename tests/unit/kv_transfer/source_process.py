@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 
+from kv_transfer.digest import NO_DIGEST
 from kv_transfer.memory import KvRegion
 from kv_transfer.transport.loopback import LoopbackTransport
 from tests.unit.kv_transfer.rig import FROM, N, Rig, by_name
@@ -27,12 +28,20 @@ def hold_copies() -> None:
     """The next copies stand still when half of them is done."""
     copy = KvRegion.copy_from
 
-    def held(self: KvRegion, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> int:
+    def held(
+        self: KvRegion,
+        source: KvRegion,
+        source_ids: list[int],
+        own_ids: list[int],
+        digests: bool = False,
+    ) -> int:
+        mark = source.digest(source_ids) if digests else NO_DIGEST
         half = len(own_ids) // 2
         copy(self, source, source_ids[:half], own_ids[:half])
         say("inside")
         sys.stdin.readline()
-        return half + copy(self, source, source_ids[half:], own_ids[half:])
+        copy(self, source, source_ids[half:], own_ids[half:])
+        return mark
 
     KvRegion.copy_from = held  # type: ignore[method-assign]
 

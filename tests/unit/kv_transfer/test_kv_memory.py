@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_transfer.digest import NO_DIGEST, digest
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.layout import PagePart
 from kv_transfer.memory import KvRegion, PeerMemory, SharedMemory, WriteFence, boot_id, parts_of
@@ -42,8 +43,10 @@ def shapes(draw: Any, layers: int, page: int) -> KvGeometry:
     )
 
 
-@given(st.data(), st.integers(1, 4), st.sampled_from([1, 16, 40]))
-def test_a_copy_moves_the_named_blocks_and_nothing_else(data: Any, layers: int, page: int) -> None:
+@given(st.data(), st.integers(1, 4), st.sampled_from([1, 16, 40, 64, 1088]), st.booleans())
+def test_a_copy_moves_the_named_blocks_and_nothing_else(
+    data: Any, layers: int, page: int, digests: bool
+) -> None:
     ours = Cache(data.draw(shapes(layers, page)), seed=1)
     theirs = Cache(data.draw(shapes(layers, page)), seed=2)
     ids = st.integers(0, ours.region.geometry.num_blocks - 1)
@@ -61,8 +64,9 @@ def test_a_copy_moves_the_named_blocks_and_nothing_else(data: Any, layers: int, 
         for layer, content in enumerate(theirs.block(s)):
             start = ours.region.geometry.page_offset(layer, d)
             want[start : start + page] = content
-    copied = ours.region.copy_from(theirs.region, source, to)
-    assert copied == len(to) * layers * page
+    mark = ours.region.copy_from(theirs.region, source, to, digests)
+    assert mark == (digest(theirs.region.pages(source)) if digests else NO_DIGEST)
+    assert ours.region.digest(to) == digest(ours.region.pages(to))
     assert ours.snapshot() == want
     assert theirs.snapshot() == before
 
@@ -105,7 +109,7 @@ def test_a_part_of_each_page_moves_between_pages_of_any_length(data: Any, size: 
     )
     before = ours.blocks()
     to, source = parts_of(ours.region, theirs.region, part)
-    assert to.copy_from(source, [4, 5, 0], [7, 8, 20]) == 3 * 3 * size
+    to.copy_from(source, [4, 5, 0], [7, 8, 20])
     want = list(before)
     for s, d in ((4, 7), (5, 8), (0, 20)):
         want[d] = [
