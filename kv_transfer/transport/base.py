@@ -106,8 +106,8 @@ class Talks(Protocol):
 @dataclass(frozen=True, slots=True)
 class Wire:
     """The link as a transport sees it. `send` is for a push alone: the bytes follow all that was
-    sent before, soon. While a push of more than `unwaited_bytes` runs nothing else is on its way,
-    and it may use the socket itself. Who receives from the socket itself must first
+    sent before, soon. While a push runs nothing else is on its way, and until it has used `send` it
+    may use the socket itself. Who receives from the socket itself must first
     `take_ahead` what the link has read of it already, until that brings nothing more."""
 
     sock: socket.socket

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 _IOV_MAX = 512
 _DISCARD_BYTES = 1 << 20
-# A chunk of so many bytes is copied and sent in one piece with what follows it.
-JOINED_BYTES = 256 << 10
+# A chunk of so many bytes is sent as far as the peer's buffer takes it, and the rest later, from a
+# copy: then any thread may push it.
+UNWAITED_BYTES = 1 << 20
 
 
 def send_all(sock: socket.socket, pages: Sequence[memoryview]) -> None:
@@ -33,6 +34,16 @@ def send_all(sock: socket.socket, pages: Sequence[memoryview]) -> None:
         except BlockingIOError as error:
             raise LinkClosed("the peer reads nothing") from error
         at = _advance(rest, at, sent)
+
+
+def send_some(sock: socket.socket, pages: Sequence[memoryview]) -> list[memoryview]:
+    """Sends what goes without waiting; returns the pages, and the part of one, that did not."""
+    rest = list(pages)
+    try:
+        sent = sock.sendmsg(rest[:_IOV_MAX], [], socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return rest
+    return rest[_advance(rest, 0, sent) :]
 
 
 def receive_all(wire: Wire, pages: Sequence[memoryview]) -> None:
@@ -61,10 +72,10 @@ def _advance(pages: list[memoryview], at: int, count: int) -> int:
 
 
 class TcpSource:
-    """Sends a chunk behind its message, or in one piece with it."""
+    """Sends a chunk in one piece with its message."""
 
     name = "tcp"
-    unwaited_bytes = JOINED_BYTES
+    unwaited_bytes = UNWAITED_BYTES
     makes_digests = False
 
     def __init__(self, local: LocalKv, wire: Wire) -> None:
@@ -81,11 +92,11 @@ class TcpSource:
         region = self._region
         if part is not None:
             region = region.narrowed(part.source_start, part.size)
-        message, pages = encode(chunk), region.pages(source_ids)
-        if chunk.bytes <= JOINED_BYTES:
-            self._wire.send(b"".join([message, *pages]))
-        else:
-            send_all(self._wire.sock, [memoryview(message), *pages])
+        pages = [memoryview(encode(chunk)), *region.pages(source_ids)]
+        if chunk.bytes > UNWAITED_BYTES:
+            send_all(self._wire.sock, pages)
+        elif rest := send_some(self._wire.sock, pages):
+            self._wire.send(b"".join(rest))
 
     def close(self) -> None:
         pass

@@ -73,6 +73,6 @@ def _damaged_send(sock: socket.socket, pages: Sequence[memoryview]) -> None:
 
 KvRegion.copy_from = _damaged  # type: ignore[method-assign]
 tcp.send_all = _damaged_send
-tcp.JOINED_BYTES = tcp.TcpSource.unwaited_bytes = 0  # each chunk goes through it
+tcp.UNWAITED_BYTES = tcp.TcpSource.unwaited_bytes = 0  # each chunk goes through it
 # A copy that is held must not hold the engine's step: no real copy waits for anybody.
 ShmSource.unwaited_bytes = 0
