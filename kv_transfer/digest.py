@@ -4,7 +4,8 @@ own memory then. What differs was damaged by copy, mapping, network or memory.
 xxh3 is quick and not a signature: it finds accidents, not forgeries. It depends on the bytes alone,
 not on the pieces they come in, so the two ends may cut their memory differently, and one may
 compute it in C (_copy.c) and the other not. KV in GPU memory gets none: there the bytes are out of
-this process's reach.
+this process's reach. Where a copy digests what it reads, over shm, a change of the source's memory
+under the copy is not found: the digest is of what was copied.
 """
 
 from __future__ import annotations
