@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from pdserve.config_schema import check, key
 
+# What a drain may take beyond the time that streams have to end: routers find another place for
+# what goes on elsewhere, and the blocks of what was ended are free within a step, or a fence of
+# their transfer.
+MOVE_S = 10.0
+UNPIN_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class FallbackConfig:

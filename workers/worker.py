@@ -21,6 +21,7 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
+from pdserve.failure_config import MOVE_S, UNPIN_S
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 from workers import leg_span
@@ -43,11 +44,7 @@ logger = logging.getLogger(__name__)
 
 # The engine tells nobody when a lease ends, so that an empty ledger has to be looked for.
 _LEDGER_LOOK_S = 0.02
-# Blocks of streams that were ended are free within a step, or a fence of their transfer.
-_UNPIN_S = 30.0
-# How long routers have to find another place for what goes on elsewhere, and how often they are
-# told: room comes and goes.
-MOVE_S = 10.0
+# How often routers are told what is to go on elsewhere: room comes and goes.
 _MOVE_TELL_S = 0.5
 MAX_FRAMES = 1024
 # How often, at most, a router is told anew what steps cost.
@@ -256,7 +253,7 @@ class Worker:
         finally:
             self.is_moving = False
         self._end_streams(Unavailable(why))
-        return await self._is_idle_within(_UNPIN_S), moved
+        return await self._is_idle_within(UNPIN_S), moved
 
     def _end_streams(self, moving: Unavailable) -> None:
         for stream in list(self._streams.values()):

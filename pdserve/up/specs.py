@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.config import WorkerConfig
 from pdserve.config_schema import refuse, to_mapping
+from pdserve.failure_config import MOVE_S, UNPIN_S
 from pdserve.types import Role
 from pdserve.up.cores import share_cores
 from pdserve.up.supervision import Policy
@@ -44,7 +45,7 @@ def policy_of(config: Config) -> Policy:
     return Policy(
         start_timeout_s=config.up.start_timeout_s,
         router_grace_s=config.router.stop_grace_s + _MARGIN_S,
-        worker_grace_s=config.worker.drain_timeout_s + _MARGIN_S,
+        worker_grace_s=config.worker.drain_timeout_s + MOVE_S + UNPIN_S + _MARGIN_S,
         max_restarts=config.up.max_restarts,
     )
 

@@ -7,15 +7,19 @@ import pytest
 from pdserve.config import Config, RouterConfig, UpConfig, WorkerConfig
 from pdserve.config_schema import parse
 from pdserve.errors import ConfigError
+from pdserve.failure_config import MOVE_S, UNPIN_S
 from pdserve.types import Role
 from pdserve.up.cores import share_cores
 from pdserve.up.specs import (
+    policy_of,
     reachable,
     router_configs,
     router_spec,
     worker_configs,
     worker_spec,
 )
+from router.main import GRPC_STOP_S
+from router.open_requests import CUT_S
 
 
 @pytest.mark.parametrize(
@@ -113,3 +117,10 @@ def test_routers_side_by_side_have_ports_of_their_own() -> None:
 )
 def test_a_server_on_every_address_is_reached_on_the_loopback(address: str, seen: str) -> None:
     assert reachable(address) == seen
+
+
+def test_nothing_is_killed_before_its_own_deadlines_are_over() -> None:
+    config = Config(router=RouterConfig(stop_grace_s=7.0), worker=WorkerConfig(drain_timeout_s=3.0))
+    policy = policy_of(config)
+    assert policy.worker_grace_s > 3.0 + MOVE_S + UNPIN_S
+    assert policy.router_grace_s > 7.0 + CUT_S + GRPC_STOP_S
