@@ -92,7 +92,7 @@ class AnswerBuffer:
 
     __slots__ = (
         *("_characters", "_direct", "_ended", "_error"),
-        *("_limits", "_pending", "_tokens", "_waiter"),
+        *("_limits", "_on_cut", "_pending", "_tokens", "_waiter"),
     )
 
     def __init__(self, limits: BufferLimits) -> None:
@@ -104,6 +104,7 @@ class AnswerBuffer:
         self._error: PdserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._direct: Callable[[str], bool] | None = None
+        self._on_cut: Callable[[PdserveError], None] | None = None
 
     def push(self, delta: AnswerDelta) -> bool:
         """Add a delta. False where the reader has fallen too far behind: the delta is kept, and the
@@ -127,6 +128,11 @@ class AnswerBuffer:
         False from it sends the token the usual way. It must not block."""
         self._direct = direct
 
+    def cut_with(self, on_cut: Callable[[PdserveError], None]) -> None:
+        """`on_cut` is told of an error that drops what waits while the reader is elsewhere: it may
+        be stuck in a write, and never come for it."""
+        self._on_cut = on_cut
+
     def end(self) -> None:
         """No delta follows."""
         self._ended = True
@@ -140,6 +146,8 @@ class AnswerBuffer:
             self._pending.clear()
             self._tokens = self._characters = 0
         self._error = error
+        if drop and self._waiter is None and self._on_cut is not None:
+            self._on_cut(error)
         self._wake()
 
     @property
@@ -233,6 +241,10 @@ class AnswerStream:
     def is_over(self) -> bool:
         """Whether all of it was read: iterating would end at once."""
         return self._buffer.is_read
+
+    def cut_with(self, on_cut: Callable[[PdserveError], None]) -> None:
+        """See AnswerBuffer.cut_with."""
+        self._buffer.cut_with(on_cut)
 
     def __aiter__(self) -> Self:
         return self

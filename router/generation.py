@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from router.intake import (
     check_request_id,
     new_request_id,
 )
+from router.open_requests import CUT_S
 
 if TYPE_CHECKING:
     from typing import Any
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
+    from pdserve.types import GenerateRequest
     from router.answer import AnswerDelta, Generates
     from router.auth import Keys
     from router.intake import Intake, Prompt
@@ -68,7 +71,10 @@ class Generation(GenerationServicer):
             async with self._open_requests.enter() as interruption:
                 await self._generate(request, context, interruption)
         except PdserveError as error:
-            await rpc.abort(context, error)
+            # A client that does not read its answer does not read its error either: gRPC keeps that
+            # until it does, or leaves; we hold nothing for it any more.
+            async with asyncio.timeout(CUT_S):
+                await rpc.abort(context, error)
         except Exception:
             logger.exception("Generate")
             await rpc.abort(context, InternalError("internal error; the router's log has it"))
@@ -83,10 +89,22 @@ class Generation(GenerationServicer):
             if key == TRACEPARENT and isinstance(value, str):
                 made = replace(made, traceparent=value)
         name, resumes = request.request_id, bool(made.resume)
-        with self._open_requests.named(tenant, name, interruption, resumes=resumes):
-            async with self._generator.generate(made) as answer:
-                async for delta in answer:
-                    await context.write(response_of(made.request_id, delta))
+        named = self._open_requests.named(tenant, name, interruption, resumes=resumes)
+        timer = interruption.at(made.deadline)
+        try:
+            with named:
+                await self._answer(made, context, interruption)
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def _answer(
+        self, made: GenerateRequest, context: Context, interruption: Interruption
+    ) -> None:
+        async with self._generator.generate(made) as answer:
+            answer.cut_with(interruption.interrupt)
+            async for delta in answer:
+                await context.write(response_of(made.request_id, delta))
 
     async def ListModels(  # noqa: N802
         self, request: g.ListModelsRequest, context: Context

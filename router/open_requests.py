@@ -6,7 +6,8 @@ import asyncio
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
-from pdserve.errors import Conflict, Unavailable
+from pdserve import deadline
+from pdserve.errors import Conflict, DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from pdserve.errors import PdserveError
 
-# How long a request that was cut may take to tell its client.
+# How long a request that was cut may take to tell its client, and one that is late to end itself.
 CUT_S = 1.0
 _UNNAMED = nullcontext()
 
@@ -42,6 +43,17 @@ class Interruption:
         if self._task is not None and self._error is None:
             self._error = error
             self._task.cancel()
+
+    def at(self, until: float | None) -> asyncio.TimerHandle | None:
+        """End what a generator's own `until` (a deadline) cannot: a write to a client that does not
+        read. Whoever asks cancels the timer."""
+        left = deadline.remaining(until)
+        if left is None:
+            return None
+        return asyncio.get_running_loop().call_later(left + CUT_S, self._too_late)
+
+    def _too_late(self) -> None:
+        self.interrupt(DeadlineExceeded("the answer was not taken before the request's deadline"))
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.current_task()

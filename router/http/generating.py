@@ -3,13 +3,12 @@ the answer's shape."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pdserve import deadline, tracing
-from pdserve.errors import Cancelled, DeadlineExceeded, InternalError, InvalidRequest
+from pdserve import tracing
+from pdserve.errors import Cancelled, InternalError, InvalidRequest
 from router.http import shapes
 from router.http.chat import read_chat
 from router.http.completions import read_completion
@@ -18,7 +17,6 @@ from router.http.reading import parse_object
 from router.http.shapes import Head, WholeAnswer
 from router.http.sse import EventWriter
 from router.intake import check_request_id, new_request_id
-from router.open_requests import CUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,10 +84,10 @@ class Generating:
         named = self._open_requests.named(
             exchange.tenant, _key(exchange), interruption, resumes=bool(request.resume)
         )
-        timer = _time_limit(request, interruption)
+        timer = interruption.at(request.deadline)
         try:
             with named:
-                await self._generate(exchange, endpoint, streaming, request)
+                await self._generate(exchange, endpoint, streaming, request, interruption)
         except InvalidRequest as error:
             if error.field == "structured_output":
                 error.field = constraint
@@ -99,10 +97,16 @@ class Generating:
                 timer.cancel()
 
     async def _generate(
-        self, exchange: Exchange, endpoint: Endpoint, streaming: Streaming, request: GenerateRequest
+        self,
+        exchange: Exchange,
+        endpoint: Endpoint,
+        streaming: Streaming,
+        request: GenerateRequest,
+        interruption: Interruption,
     ) -> None:
         head = Head(request.request_id, request.model, int(time.time()))
         async with self._generator.generate(request) as answer:
+            answer.cut_with(interruption.interrupt)
             # Until there is something to say, an error can still be a clean status.
             first = await anext(answer, None)
             if first is None:
@@ -150,20 +154,6 @@ async def _send_all_but_last(
         if events:
             await exchange.send_events(events)
     return b""
-
-
-def _time_limit(request: GenerateRequest, interruption: Interruption) -> asyncio.TimerHandle | None:
-    """Ends what the generator's own deadline cannot: a write to a client that does not read."""
-    left = deadline.remaining(request.deadline)
-    if left is None:
-        return None
-    return asyncio.get_running_loop().call_later(left + CUT_S, _too_late, interruption)
-
-
-def _too_late(interruption: Interruption) -> None:
-    interruption.interrupt(
-        DeadlineExceeded("the answer was not taken before the request's deadline")
-    )
 
 
 def _key(exchange: Exchange) -> str:

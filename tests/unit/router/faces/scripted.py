@@ -88,6 +88,9 @@ class ScriptedAnswer(AnswerStream):
     def write_with(self, direct: Callable[[str], bool]) -> None:
         """What is scripted goes the usual way."""
 
+    def cut_with(self, on_cut: Callable[[PdserveError], None]) -> None:
+        """What is scripted is not cut."""
+
     async def __anext__(self) -> AnswerDelta:
         while self._items:
             match item := self._items.popleft():
