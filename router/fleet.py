@@ -12,6 +12,7 @@ from pdserve.failure_config import DetectionConfig
 from pdserve.kv_pairs import unpaired
 from pdserve.rpc import PLAIN
 from router.attention import TICK_S, Attention
+from router.background import Background
 from router.breaker import BreakerLimits
 from router.pool import CloseLink, OpenLink, WorkerPool
 from router.quarantine import Quarantine
@@ -66,10 +67,10 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._subscribers: list[Callable[[], None]] = []
         self._on_moving: list[Callable[[Member], None]] = []
-        self._sweeper: asyncio.Task[None] | None = None
+        self._sweeper = Background("lease-sweeper", self._sweep)
 
     async def __aenter__(self) -> Self:
-        self._sweeper = asyncio.create_task(self._sweep(), name="lease-sweeper")
+        await self._sweeper.__aenter__()
         return self
 
     async def __aexit__(
@@ -78,9 +79,7 @@ class Fleet:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.wait([self._sweeper])
+        await self._sweeper.__aexit__(kind, error, trace)
         self._apply(self.pool.close(self.lease_now()))
         if self._closing:
             await asyncio.wait(self._closing)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from pdserve.errors import PdserveError
+from router.background import Background
 from router.roles.controller import Stance, begin, flipped, look
 from router.roles.phase_load import loads_of
 from router.roles.rules import spare_for
@@ -52,10 +53,10 @@ class Rebalancer:
         self._on_verdict = on_verdict
         self._watches: dict[str, Watch] = {}
         self._verdicts: dict[str, Verdict] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._looking = Background("role-rebalancer", self._run)
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run(), name="role-rebalancer")
+        await self._looking.__aenter__()
         return self
 
     async def __aexit__(
@@ -64,9 +65,7 @@ class Rebalancer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await self._looking.__aexit__(kind, error, trace)
 
     @property
     def verdicts(self) -> Mapping[str, Verdict]:
