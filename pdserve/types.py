@@ -325,7 +325,8 @@ class WorkerInfo:
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """Load under vLLM's names. A load that is not known is None, never zeros. `progress` moves
-    while the engine gets on; with `has_work` it should."""
+    while the engine gets on; with `has_work` it should. `step_allowance_s` is how long it may stand
+    still in the step under way."""
 
     num_waiting_reqs: int
     num_running_reqs: int
@@ -333,6 +334,7 @@ class WorkerLoad:
     free_blocks: int
     progress: int = 0
     has_work: bool = False
+    step_allowance_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@ and must stand still while nobody listens (`router/attention.py`).
 
 A worker with open streams says something at least every half second. One that says nothing hangs,
 or its machine or network does; one that speaks, has work, and whose count of progress stands still
-has an engine that hangs, however well its RPCs answer.
+for longer than it says that its step may take has an engine that hangs, however well its RPCs
+answer.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class ProgressWatch:
             return ""
         if now - self.heard_at >= stall_s:
             return f"it has said nothing for {now - self.heard_at:.1f} s"
-        if now - self.got_on_at >= stall_s:
+        allowed_s = stall_s if load is None else max(stall_s, load.step_allowance_s)
+        if now - self.got_on_at >= allowed_s:
             return f"it has work and has made no step for {now - self.got_on_at:.1f} s"
         return ""

@@ -115,8 +115,7 @@ class FakeEngine:
     def load(self) -> WorkerLoad | None:
         if self._stepper is None:
             return None
-        now, has_work = self._clock(), self._core.has_runnable
-        return self._progress.stamp(self._core.load, now, has_more=has_work)
+        return self._progress.stamp(self._core.load, has_more=self._core.has_runnable)
 
     def step_moments(self) -> StepMoments | None:
         return None if self._stepper is None else self._recorder.moments(self._clock())
@@ -224,6 +223,7 @@ class FakeEngine:
             return False
         took_s = self._settings.timing.of_step(plan.shape.prefill_tokens)
         self._progress.begin(self._clock(), has_work=True)
+        self._progress.sized(plan.shape.prefill_tokens + plan.shape.decode_reqs)
         await self._sleep(took_s)
         self._progress.end(self._clock(), computed=True, has_work=False)
         # As it was told, not as this process came to it: what is learnt of a fake is exact.

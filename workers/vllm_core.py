@@ -75,7 +75,7 @@ class VllmCore:
         self._executor = core.model_executor
         self._connector = self._scheduler.get_kv_connector()
         self._recorder = StepRecorder()
-        StepWatch(self._scheduler, self._recorder, time.monotonic)
+        self._watch = StepWatch(self._scheduler, self._recorder, time.monotonic)
         self._streams: dict[str, OpenStream] = {}
         self._keys: dict[int, str] = {}
         self._forks = WaitingForks()
@@ -139,6 +139,10 @@ class VllmCore:
         group = get_kv_transfer_group() if has_kv_transfer_group() else None
         tick_with = getattr(group, "tick_with", None)
         return tick_with is not None and bool(tick_with(on_layer))
+
+    def size_with(self, on_size: Callable[[int], None]) -> None:
+        """`on_size` is told, in each step that computes something, how many tokens."""
+        self._watch.on_size = on_size
 
     def has_runnable(self) -> bool:
         """Whether a step could compute something: what waits for KV or a grammar cannot, nor what

@@ -119,7 +119,7 @@ class VllmEngine:
         latest = None if self._board is None else self._board.latest
         if latest is None:
             return None
-        return self._progress.stamp(latest, time.monotonic(), has_more=bool(self._inbox))
+        return self._progress.stamp(latest, has_more=bool(self._inbox))
 
     def step_moments(self) -> StepMoments | None:
         return None if self._moments is None else self._moments()
@@ -193,6 +193,7 @@ class VllmEngine:
     def _serve(self, core: VllmCore) -> None:
         is_woken = core.wake_on_transfers(self._wake.set)
         self._progress.sees_layers = core.tick_with(self._progress.tick)
+        core.size_with(self._progress.sized)
         while not self._closing:
             if self._executor_died:
                 raise RuntimeError("a process of the executor died")

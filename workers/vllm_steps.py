@@ -24,7 +24,7 @@ _MAX_SCHEDULED = 16
 
 class StepWatch:
     """State: the steps that were scheduled and have not come out, each with when it could begin;
-    when the last came out. While requests run, what passes between two steps is part of the
+    when the last came out. `on_size` is told of each how many tokens it computes. While requests run, what passes between two steps is part of the
     second: their tokens are late by it."""
 
     def __init__(self, scheduler: Any, recorder: StepRecorder, clock: Callable[[], float]) -> None:
@@ -32,12 +32,15 @@ class StepWatch:
         self._clock = clock
         self._scheduled: deque[tuple[StepShape, float]] = deque(maxlen=_MAX_SCHEDULED)
         self._ended_at = 0.0
+        self.on_size: Callable[[int], None] = lambda tokens: None
         schedule, update = scheduler.schedule, scheduler.update_from_output
 
         def watched_schedule(*args: Any, **kwargs: Any) -> Any:
             began = self._ended_at if scheduler.running else clock()
             output = schedule(*args, **kwargs)
             self._scheduled.append((shape_of(output), began))
+            if output.total_num_scheduled_tokens:
+                self.on_size(output.total_num_scheduled_tokens)
             return output
 
         def watched_update(*args: Any, **kwargs: Any) -> Any:

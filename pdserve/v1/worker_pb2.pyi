@@ -92,20 +92,22 @@ class WorkerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work")
+    __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work", "step_allowance_s")
     NUM_WAITING_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     HAS_WORK_FIELD_NUMBER: _ClassVar[int]
+    STEP_ALLOWANCE_S_FIELD_NUMBER: _ClassVar[int]
     num_waiting_reqs: int
     num_running_reqs: int
     kv_cache_usage: float
     free_blocks: int
     progress: int
     has_work: bool
-    def __init__(self, num_waiting_reqs: _Optional[int] = ..., num_running_reqs: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., has_work: _Optional[bool] = ...) -> None: ...
+    step_allowance_s: float
+    def __init__(self, num_waiting_reqs: _Optional[int] = ..., num_running_reqs: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., free_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., has_work: _Optional[bool] = ..., step_allowance_s: _Optional[float] = ...) -> None: ...
 
 class KvLedger(_message.Message):
     __slots__ = ("pinned_blocks", "in_flight_blocks", "leased_blocks", "transfers", "engine_requests")

@@ -73,8 +73,8 @@ def test_of_no_time_at_all_it_never_opens() -> None:
 # -- progress
 
 
-def load(progress: int, *, has_work: bool = True) -> WorkerLoad:
-    return WorkerLoad(0, 1, 0.5, 50, progress, has_work)
+def load(progress: int, *, has_work: bool = True, allowance_s: float = 0.0) -> WorkerLoad:
+    return WorkerLoad(0, 1, 0.5, 50, progress, has_work, allowance_s)
 
 
 class Watched:
@@ -124,6 +124,22 @@ def test_a_worker_that_speaks_and_makes_no_step_hangs() -> None:
     watched.look(5.0, load(7, has_work=False))
     assert watched.look(1.5, load(7)) == ""
     assert watched.look(1.0, load(7)) == "it has work and has made no step for 2.0 s"
+
+
+@pytest.mark.parametrize(
+    ("allowance_s", "out_at_s"),
+    [
+        pytest.param(0.4, 2.0, id="a short step"),
+        pytest.param(2.0, 2.0, id="as long as none is waited for"),
+        pytest.param(7.5, 7.5, id="a long step"),
+        pytest.param(60.0, 60.0, id="one whose like was never seen"),
+    ],
+)
+def test_a_step_has_the_time_that_its_like_took(allowance_s: float, out_at_s: float) -> None:
+    watched, report = Watched(), load(7, allowance_s=allowance_s)
+    watched.look(0.5, load(6))
+    assert watched.look(out_at_s, report) == ""
+    assert watched.look(0.5, report) == f"it has work and has made no step for {out_at_s:.1f} s"
 
 
 def test_a_worker_that_says_nothing_hangs() -> None:

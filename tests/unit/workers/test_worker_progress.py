@@ -2,68 +2,107 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.types import WorkerLoad
-from workers.progress import BLIND_S, COLD_STEPS, ProgressBoard
+from workers.progress import COLD_STEPS, ProgressBoard
+from workers.step_bounds import FACTOR, UNKNOWN_S, StepBounds
 
 LOAD = WorkerLoad(0, 0, 0.0, 10)
 
 
-def count(board: ProgressBoard, now: float) -> int:
-    return board.stamp(LOAD, now, has_more=False).progress
+def now_of(board: ProgressBoard, *, has_more: bool = False) -> WorkerLoad:
+    return board.stamp(LOAD, has_more=has_more)
 
 
-def warm(*, sees_layers: bool) -> ProgressBoard:
+def warm(*, sees_layers: bool, tokens: int = 8, seconds: float = 0.5) -> ProgressBoard:
     """Past the steps in which code may be compiled."""
     board = ProgressBoard()
     board.sees_layers = sees_layers
     for _ in range(COLD_STEPS):
         board.begin(0.0, has_work=True)
-        board.end(0.0, computed=True, has_work=True)
+        board.sized(tokens)
+        board.end(seconds, computed=True, has_work=True)
     return board
 
 
 def test_each_step_that_computes_counts() -> None:
     board = warm(sees_layers=True)
-    before = count(board, 0.0)
+    before = now_of(board).progress
     board.begin(1.0, has_work=True)
     board.end(2.0, computed=False, has_work=True)
-    assert count(board, 2.0) == before, "it looked after transfers alone"
+    assert now_of(board).progress == before, "it looked after transfers alone"
     board.begin(2.0, has_work=True)
     board.end(3.0, computed=True, has_work=False)
-    assert count(board, 3.0) == before + 1
+    assert now_of(board).progress == before + 1
 
 
-def test_a_long_step_gets_on_by_its_layers_and_hangs_without() -> None:
+def test_a_long_step_gets_on_by_its_layers() -> None:
     board = warm(sees_layers=True)
     board.begin(0.0, has_work=True)
-    first = count(board, 5.0)
+    board.sized(8)
+    before = now_of(board)
+    assert before.step_allowance_s == 0.5
     board.tick()
-    second = count(board, 10.0)
-    assert second == first + 1
-    assert count(board, 20.0) == second
+    assert now_of(board).progress == before.progress + 1
 
 
-def test_what_cannot_be_looked_into_gets_on_for_a_while() -> None:
+def test_what_cannot_be_looked_into_may_take_longer_than_its_like() -> None:
     board = warm(sees_layers=False)
+    assert now_of(board).step_allowance_s == 0.0
     board.begin(0.0, has_work=True)
-    seen = [count(board, now) for now in (0.0, 1.0, BLIND_S / 2, BLIND_S)]
-    assert sorted(set(seen)) == seen
-    assert count(board, 2 * BLIND_S) == seen[-1]
-    board.end(2 * BLIND_S, computed=True, has_work=False)
-    assert count(board, 2 * BLIND_S) > seen[-1], "it never goes back"
+    board.sized(8)
+    assert now_of(board).step_allowance_s == FACTOR * 0.5
+    board.end(1.0, computed=True, has_work=True)
+    assert now_of(board).step_allowance_s == 0.0
+    board.begin(1.0, has_work=True)
+    board.sized(4096)
+    assert now_of(board).step_allowance_s == UNKNOWN_S, "nothing like it was measured"
 
 
 def test_the_first_steps_may_compile() -> None:
     board = ProgressBoard()
     board.sees_layers = True
+    for _ in range(COLD_STEPS):
+        board.begin(0.0, has_work=True)
+        board.sized(1)
+        assert now_of(board).step_allowance_s == UNKNOWN_S
+        board.end(0.1, computed=True, has_work=True)
     board.begin(0.0, has_work=True)
-    assert count(board, 0.0) < count(board, 5.0) < count(board, 30.0)
+    board.sized(1)
+    assert now_of(board).step_allowance_s == 0.1
 
 
 def test_work_that_no_step_has_seen_is_work() -> None:
     board = warm(sees_layers=True)
     board.end(0.0, computed=True, has_work=False)
-    assert not board.stamp(LOAD, 0.0, has_more=False).has_work
-    assert board.stamp(LOAD, 0.0, has_more=True).has_work
+    assert not now_of(board).has_work
+    assert now_of(board, has_more=True).has_work
     board.begin(0.0, has_work=True)
-    assert board.stamp(LOAD, 0.0, has_more=False).has_work
+    assert now_of(board).has_work
+
+
+@pytest.mark.parametrize(
+    ("seen", "tokens", "longest_s"),
+    [
+        pytest.param([], 32, None, id="nothing"),
+        pytest.param([(32, 0.2)], 32, 0.2, id="the same"),
+        pytest.param([(32, 0.2)], 63, 0.2, id="as many, nearly"),
+        pytest.param([(32, 0.2)], 64, 0.4, id="half as many"),
+        pytest.param([(32, 0.2)], 256, 1.6, id="an eighth"),
+        pytest.param([(32, 0.2)], 512, None, id="a sixteenth"),
+        pytest.param([(4096, 9.0)], 2048, None, id="more"),
+        pytest.param([(64, 1.0), (128, 5.0)], 128, 5.0, id="its like before smaller ones"),
+        pytest.param([(8, 1.0), (8, 0.1)], 8, 0.97, id="the longest, as it fades"),
+        pytest.param([(8, 0.1)] * 4 + [(8, 30.0)], 8, 0.4, id="a pause of the machine"),
+        pytest.param([(8, 0.1)] * 4 + [(8, 2.0)] * 4, 8, 2.0, id="slower from now on"),
+    ],
+)
+def test_how_long_a_step_takes_is_known_by_its_like(
+    seen: list[tuple[int, float]], tokens: int, longest_s: float | None
+) -> None:
+    bounds = StepBounds()
+    for count, seconds in seen:
+        bounds.observe(count, seconds)
+    found = bounds.longest_s(tokens)
+    assert found is None if longest_s is None else found == pytest.approx(longest_s)
