@@ -44,7 +44,7 @@ class DetectionConfig:
     stall_s: float = key(
         2.0,
         "How long a worker with work may say nothing, or make no step, until its requests go on "
-        "elsewhere; 0 never does.",
+        "elsewhere; longer in a step whose like takes longer. 0 never does.",
         minimum=0,
         maximum=3600,
     )
@@ -55,8 +55,8 @@ class DetectionConfig:
     )
     suspend_s: float = key(
         10.0,
-        "How long such a worker gets none, until one request tries it; doubled when that fails. "
-        "0 never does.",
+        "How long such a worker gets none, until a request of the router's own tries it; doubled "
+        "when that fails. 0 never does.",
         minimum=0,
         maximum=86400,
     )
@@ -64,7 +64,7 @@ class DetectionConfig:
     canary_s: float = key(
         60.0,
         "How long no KV may come between two workers until the router tries them with a request of "
-        "its own. 0 never does, and a client's request tries those that were kept apart.",
+        "its own. 0 never does, and clients' requests try what got no work.",
         minimum=0,
         maximum=86400,
     )

@@ -13,7 +13,7 @@ from router.decisions.log import DecisionLog
 from router.ladder import Step
 from router.member import Charge, MemberState
 from router.placement.context import NO_CONTEXT
-from router.placement.pairing import check_known
+from router.placement.pairing import check_known, with_states
 from router.placement.recompute import or_alone, place_recompute
 from router.placement.values import Decision, Demand
 from router.prefill_queue import EVERYTHING
@@ -288,9 +288,10 @@ class Booker:
         try:
             decision = policy(candidates, demand, self._turn, self._context)
         except Unavailable as error:
+            told = with_states(error, candidates)
             refusal = Decision("", candidates, demand, self._turn, None)
-            self._log.record(refusal, time.time(), cause=cause, refused=error.message)
-            raise
+            self._log.record(refusal, time.time(), cause=cause, refused=told.message)
+            raise told from error
         placement = decision.placement
         if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
             decision = replace(decision, placement=None)

@@ -1,7 +1,7 @@
-"""A real request through a pair of workers, whose answer is checked.
+"""A real request through a worker, or through a pair of them, whose answer is checked.
 
-The prefill worker answers it whole first; then both answer it together. The decode worker has none
-of the prompt's blocks, so that all of its KV has to come over, and to be right.
+Through a pair, the prefill worker answers it whole first; then both answer it together. The decode
+worker has none of the prompt's blocks, so that all of its KV has to come over, and to be right.
 """
 
 from __future__ import annotations
@@ -61,6 +61,15 @@ class _Stream:
     def on_lost(self, error: PdserveError) -> None:
         if not self._ended.done():
             self._ended.set_exception(error)
+
+
+async def prove_alone(fleet: Fleet, worker: Member, *, timeout_s: float) -> None:
+    """Raises PdserveError where the worker does not answer, or not in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _whole(fleet, worker, _request(worker))
+    except TimeoutError:
+        raise WorkerFailed(f"the canary did not end within {timeout_s:g} s") from None
 
 
 async def prove(fleet: Fleet, prefill: Member, decode: Member, *, timeout_s: float) -> None:

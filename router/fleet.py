@@ -241,7 +241,9 @@ class Fleet:
                 self._changed()
 
     def _look_for_stalls(self) -> None:
-        """Take out members that do not get on: their requests go on elsewhere."""
+        """Take out members that do not get on: their requests go on elsewhere. The last one that is
+        ready keeps its own, which have nowhere to go: until it answers, its lease ends, or their
+        deadlines pass."""
         now = self.lease_now()
         for member, link in list(self._links.items()):
             why = member.watch.look(
@@ -251,7 +253,11 @@ class Fleet:
                 load=member.load,
                 stall_s=self._detection.stall_s,
             )
-            if not why:
+            is_last = bool(why) and self.pool.is_last(member)
+            if is_last and not member.watch.is_doubted:
+                logger.warning("worker %s may hang, and is the last one: %s", member.worker_id, why)
+            member.watch.is_doubted = is_last
+            if not why or is_last:
                 continue
             logger.warning("worker %s gets no work: %s", member.worker_id, why)
             self.pool.tripped(member, self._clock(), why)

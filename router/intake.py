@@ -94,8 +94,9 @@ def check_request_id(request_id: str, *, field: str) -> str:
 
 
 class Intake:
-    """Makes requests. `models` tells what is served now; `timeout_s` is the deadline of a request
-    that names none, and the latest that one can name."""
+    """Makes requests. `models` tells what is served now, and `why_none` what to say where nothing
+    is; `timeout_s` is the deadline of a request that names none, and the latest that one can
+    name."""
 
     def __init__(
         self,
@@ -103,8 +104,10 @@ class Intake:
         *,
         timeout_s: float,
         tokenizers: TokenizerCache | None = None,
+        why_none: Callable[[], str] = lambda: "no worker has registered yet",
     ) -> None:
         self._models = models
+        self._why_none = why_none
         self._timeout_s = timeout_s
         self._tokenizers = tokenizers or TokenizerCache()
 
@@ -133,7 +136,7 @@ class Intake:
     def _find(self, name: str) -> ModelInfo:
         models = self._models()
         if not models:
-            raise Unavailable("no worker has registered yet", retry_after_s=1.0)
+            raise Unavailable(self._why_none(), retry_after_s=1.0)
         if name in models:
             return models[name]
         if not name and len(models) == 1:

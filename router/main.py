@@ -26,6 +26,7 @@ from pdserve.web_server import WebServer, bind, connections_within_reason
 from router.admission import AdmissionLimits
 from router.admission.tenants import tenants_of
 from router.auth import Keys
+from router.canaries import Canaries
 from router.coordinator import Coordinator
 from router.cost.book import CostBook
 from router.cost.objective import Slo
@@ -38,7 +39,6 @@ from router.http.app import HttpApp, Services
 from router.intake import Intake
 from router.metrics import RouterMetrics
 from router.open_requests import OpenRequests
-from router.pair_canaries import PairCanaries
 from router.placement.policies.by_name import POLICIES
 from router.prefill_queue import PrefillQueue
 from router.prefix.watch import CacheWatches, WatchSettings
@@ -94,24 +94,7 @@ class RouterServer:
     async def _start(self) -> RouterAddresses:
         config = self._config
         router_id = f"router-{uuid.uuid4().hex[:12]}"
-        dials = dialer(config.access)
-        if config.prefix_max_blocks:
-            self.watches = CacheWatches(
-                router_id,
-                max_blocks=config.prefix_max_blocks,
-                settings=WatchSettings(interval_s=config.prefix_interval_s),
-                dialer=dials,
-            )
-        self.fleet = fleet = await self._stack.enter_async_context(
-            Fleet(
-                router_id=router_id,
-                watches=self.watches,
-                lease_s=config.lease_s,
-                dialer=dials,
-                quarantine_s=config.quarantine_s,
-                detection=config.detection,
-            )
-        )
+        self.fleet = fleet = await self._open_fleet(router_id)
         metrics = RouterMetrics()
         slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
         costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
@@ -139,9 +122,11 @@ class RouterServer:
         )
         if config.detection.canary_s:
             await self._stack.enter_async_context(
-                PairCanaries(fleet, metrics, idle_s=config.detection.canary_s)
+                Canaries(fleet, metrics, idle_s=config.detection.canary_s)
             )
-        intake = Intake(coordinator.models, timeout_s=config.request_timeout_s)
+        intake = Intake(
+            coordinator.models, timeout_s=config.request_timeout_s, why_none=fleet.pool.why_none
+        )
         render, keys = coordinator.metrics.render, Keys(config.tenants)
         services = Services(coordinator, intake, self._open_requests, render, keys)
         generation = Generation(coordinator, intake, self._open_requests, keys)
@@ -151,6 +136,25 @@ class RouterServer:
         grpc_address = await self._start_grpc(generation, Registry(fleet, costs, roles), admin)
         http_address = await self._start_http(services)
         return RouterAddresses(http=http_address, grpc=grpc_address)
+
+    async def _open_fleet(self, router_id: str) -> Fleet:
+        config, dials = self._config, dialer(self._config.access)
+        if config.prefix_max_blocks:
+            self.watches = CacheWatches(
+                router_id,
+                max_blocks=config.prefix_max_blocks,
+                settings=WatchSettings(interval_s=config.prefix_interval_s),
+                dialer=dials,
+            )
+        fleet = Fleet(
+            router_id=router_id,
+            watches=self.watches,
+            lease_s=config.lease_s,
+            dialer=dials,
+            quarantine_s=config.quarantine_s,
+            detection=config.detection,
+        )
+        return await self._stack.enter_async_context(fleet)
 
     async def _start_rebalancer(
         self, fleet: Fleet, flips: Flips, costs: CostBook

@@ -43,7 +43,8 @@ class Member:
     (what its steps cost) are None until the worker has reported them. `lease_end` is on the pool's
     clock; for a lost member it is when it was lost. With `kv_key` the router makes capabilities for
     the worker's KV. `suspended` is what the `breaker` said when it was last asked; `unhealthy` what
-    the worker finds wrong with its machine; `replaced` has the epochs of its earlier starts.
+    the worker finds wrong with its machine; `gone` why it was lost; `replaced` has the epochs of
+    its earlier starts.
     """
 
     info: WorkerInfo
@@ -61,6 +62,7 @@ class Member:
     steps: StepMoments | None = None
     suspended: bool = False
     unhealthy: str = ""
+    gone: str = ""
     replaced: tuple[str, ...] = ()
     breaker: Breaker = field(default_factory=lambda: Breaker(BreakerLimits()))
     watch: ProgressWatch = field(default_factory=ProgressWatch)
@@ -84,6 +86,12 @@ class Member:
         if self.suspended or self.unhealthy:
             return MemberState.SUSPENDED
         return MemberState.READY if self.attached else MemberState.CONNECTING
+
+    @property
+    def is_suspect(self) -> bool:
+        """It gets no work for what was seen of it, and nothing else speaks against it."""
+        others = self.lost or self.draining or self.unhealthy or not self.attached
+        return self.suspended and not others
 
     @property
     def worker_id(self) -> str:

@@ -109,6 +109,11 @@ class RouterMetrics:
         self._canaries = self._counter(
             "pair_canaries", "Requests of the router's own over pairs of workers.", "outcome"
         )
+        self._worker_canaries = self._counter(
+            "worker_canaries",
+            "Requests of the router's own to workers that got no work.",
+            "outcome",
+        )
         flips = Histogram(
             "pdserve_role_flip_seconds",
             "From asking for a worker's other role until it was given work again.",
@@ -208,6 +213,10 @@ class RouterMetrics:
     def canary(self, model: str, outcome: str) -> None:
         """A pair of workers was tried by a request of the router's own."""
         self._canaries(model, outcome).inc()
+
+    def worker_canary(self, model: str, outcome: str) -> None:
+        """A worker that got no work was tried by a request of the router's own."""
+        self._worker_canaries(model, outcome).inc()
 
     def flipped(self, model: str, role: str, outcome: str, seconds: float) -> None:
         """A worker was to become a `role` worker."""

@@ -12,13 +12,13 @@ transitions the other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role
 from router.breaker import Breaker, BreakerLimits, BreakerState
-from router.member import Member
+from router.member import Member, MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FORGET_AFTER_S = 60.0
 REMEMBERED_STARTS = 8
+_MAX_SAID = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,12 @@ PoolAction = OpenLink | CloseLink
 
 @dataclass(slots=True)
 class WorkerPool:
-    """Members by worker id; state: `members`, changed by the methods below and nobody else."""
+    """Members by worker id; state: `members`, changed by the methods below and nobody else. With
+    `by_canary` no request tries a half-open member: canaries do (router/canaries.py)."""
 
     lease_s: float
     breaker_limits: BreakerLimits = field(default_factory=BreakerLimits)
+    by_canary: bool = False
     members: dict[str, Member] = field(default_factory=dict)
     _by_model: dict[str, list[Member]] = field(default_factory=dict, init=False, repr=False)
     _largest: dict[tuple[str, bool], tuple[int, int]] = field(
@@ -194,7 +197,10 @@ class WorkerPool:
         return any(not m.suspended for m in members)
 
     def _ask_breaker(self, member: Member, now: float) -> None:
-        suspended = member.breaker.state(now) is BreakerState.OPEN
+        state = member.breaker.state(now)
+        suspended = state is BreakerState.OPEN or (
+            self.by_canary and state is BreakerState.HALF_OPEN
+        )
         if suspended != member.suspended:
             member.suspended = suspended
 
@@ -232,6 +238,7 @@ class WorkerPool:
     def _lose(self, member: Member, now: float, why: str) -> list[PoolAction]:
         member.lost = True
         self._models = None
+        member.gone = why
         member.attached = False
         member.lease_end = now
         return [CloseLink(member, f"worker {member.worker_id} is gone: {why}")]
@@ -274,8 +281,30 @@ class WorkerPool:
         return known
 
     def candidates(self, model: str) -> list[Candidate]:
-        """The members of a model as a decision made now sees them."""
-        return [m.seen() for m in self.of_model(model)]
+        """The members of a model as a decision made now sees them. Where none is ready, those that
+        are suspended are tried all the same: what was seen of them may have been a bad moment, and
+        there is nowhere else to go."""
+        members = self.of_model(model)
+        found = [m.seen() for m in members]
+        if any(c.state is MemberState.READY for c in found):
+            return found
+        return [
+            replace(c, state=MemberState.READY) if m.is_suspect else c
+            for m, c in zip(members, found, strict=True)
+        ]
+
+    def is_last(self, member: Member) -> bool:
+        """Whether no other member of its model is ready."""
+        others = self.of_model(member.info.model.name)
+        return not any(m.state is MemberState.READY for m in others if m is not member)
+
+    def why_none(self) -> str:
+        """What to say where no model is served."""
+        gone = [m for m in self.members.values() if m.lost]
+        if not gone:
+            return "no worker has registered yet"
+        said = "; ".join(f"{m.worker_id} is gone: {m.gone}" for m in gone[-_MAX_SAID:])
+        return f"no worker is left: {said}"
 
 
 def _foreign_blocks(member: Member, load: WorkerLoad) -> int:

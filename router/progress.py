@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ProgressWatch:
-    """State: what was last seen to change, and when."""
+    """State: what was last seen to change, and when; `is_doubted` is its owner's: a member that is
+    left in although it does not get on."""
 
     frames: int = -1
     heard_at: float = 0.0
     progress: int = -1
     got_on_at: float = 0.0
+    is_doubted: bool = False
 
     def look(
         self, now: float, *, frames: int, streams: int, load: WorkerLoad | None, stall_s: float

@@ -34,7 +34,7 @@ class QuarantinedPair:
 class Quarantine:
     """State: the pairs that failed and were not found whole since, when KV last came between any
     two, and what canaries found. 0 seconds turn it off. With `by_canary` no request tries a
-    half-open pair: canaries do (router/pair_canaries.py)."""
+    half-open pair: canaries do (router/canaries.py)."""
 
     def __init__(self, seconds: float, failures: int = 3) -> None:
         self.by_canary = False

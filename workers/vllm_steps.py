@@ -24,8 +24,8 @@ _MAX_SCHEDULED = 16
 
 class StepWatch:
     """State: the steps that were scheduled and have not come out, each with when it could begin;
-    when the last came out. `on_size` is told of each how many tokens it computes. While requests run, what passes between two steps is part of the
-    second: their tokens are late by it."""
+    when the last came out. `on_size` is told of each how many tokens it computes. While requests
+    run, what passes between two steps is part of the second: their tokens are late by it."""
 
     def __init__(self, scheduler: Any, recorder: StepRecorder, clock: Callable[[], float]) -> None:
         self._recorder = recorder

@@ -54,6 +54,17 @@ def check_known(candidates: Sequence[object], model: str, *, others: Iterable[st
     raise Unavailable("no worker is registered")
 
 
+def with_states(error: Unavailable, candidates: Iterable[Candidate]) -> Unavailable:
+    """`error`, and what the workers do that are not ready."""
+    others = [c for c in candidates if c.state is not MemberState.READY]
+    if not others:
+        return error
+    said = ", ".join(f"{c.worker_id} is {c.state}" for c in others[:_MAX_REASONS])
+    more = len(others) - _MAX_REASONS
+    text = f"{error.message}: {said}" + (f" and {more} more are not ready" if more > 0 else "")
+    return Unavailable(text, retry_after_s=error.retry_after_s, reason=error.reason)
+
+
 def what_is_missing(model: str, prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> str:
     """Why no pair of these can serve `model`."""
     if prefills and decodes:

@@ -1,12 +1,18 @@
-"""The router's own requests over pairs of workers: no client's request finds out what fails."""
+"""The router's own requests to workers and pairs: no client's request finds out what fails."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
-from router.pair_canaries import PairCanaries
+import pytest
+
+from pdserve.errors import DeadlineExceeded
+from pdserve.failure_config import DetectionConfig
+from router.canaries import Canaries
 from tests.cluster import Cluster
 from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same
+from tests.patience import WAIT_S
 from workers.fake_settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -27,7 +33,7 @@ async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
         coordinator = cluster.router.coordinator
         fleet = coordinator._fleet
         cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))
-        async with PairCanaries(fleet, coordinator.metrics, idle_s=0.0, period_s=0.001):
+        async with Canaries(fleet, coordinator.metrics, idle_s=0.0, period_s=0.001):
             await cluster.until(lambda: fleet.quarantine.barred(fleet.now()) == {PAIR})
             # However often it is half open meanwhile, no client's request goes there.
             for _ in range(20):
@@ -46,3 +52,43 @@ async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
         lines = coordinator.metrics.render().decode().splitlines()
         counted = [x for x in lines if x.startswith("pdserve_pair_canaries_total{")]
         assert [float(x.split()[-1]) for x in counted if 'outcome="whole"' in x] == [whole]
+
+
+async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
+    detection = DetectionConfig(stall_s=1.0, suspend_s=0.05, max_suspend_s=0.05, canary_s=0.0)
+    async with Cluster(prefill=1, decode=2, router={"detection": detection}) as cluster:
+        coordinator = cluster.router.coordinator
+        fleet = coordinator._fleet
+        member = fleet.pool.members["decode-0"]
+        cluster.faults("decode-0", FakeFaults(stalled=True))
+        async with Canaries(fleet, coordinator.metrics, idle_s=WAIT_S, period_s=0.001):
+            fleet.pool.tripped(member, fleet.now(), "for the test")
+            await cluster.until(lambda: cluster.busy("decode-0"))
+            # A canary hangs there; answers are given meanwhile, none of them by that worker.
+            for _ in range(10):
+                answer = await ask(cluster)
+                assert answer.receipt is not None
+                assert answer.receipt.decode_worker == "decode-1"
+            await cluster.until(lambda: "no step" in member.breaker.reason)
+            cluster.faults("decode-0", FakeFaults())
+            await cluster.until(lambda: not member.suspended)
+        lines = coordinator.metrics.render().decode().splitlines()
+        assert any(
+            x.startswith("pdserve_worker_canaries_total{") and 'outcome="failed"' in x
+            for x in lines
+        )
+
+
+async def test_the_last_worker_is_not_given_up_for_being_slow() -> None:
+    detection = DetectionConfig(stall_s=0.5, suspend_s=WAIT_S, canary_s=0.0)
+    async with Cluster(aggregated=1, router={"detection": detection}) as cluster:
+        member = cluster.router.coordinator._fleet.pool.members["aggregated-0"]
+        cluster.faults("aggregated-0", FakeFaults(stalled=True))
+        asking = [asyncio.create_task(ask(cluster))]
+        await cluster.until(lambda: member.watch.is_doubted)
+        asking.append(asyncio.create_task(ask(cluster)))
+        with pytest.raises(DeadlineExceeded):
+            await cluster.ask(PROMPT, PLAIN, timeout_s=0.5)
+        assert (member.state, cluster.busy("aggregated-0")) == ("ready", ["aggregated-0"])
+        cluster.faults("aggregated-0", FakeFaults())
+        await asyncio.gather(*asking)

@@ -151,5 +151,5 @@ async def test_a_request_that_is_refused_says_why() -> None:
     found = log.of("refused")
     assert found is not None
     assert [x.refused for x in found.decisions] == [
-        "no prefill worker and no decode worker is ready for model demo"
+        "no prefill worker and no decode worker is ready for model demo: p is draining"
     ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pdserve.capability import KEY_BYTES, CapabilityKey
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role, WorkerLoad
-from router.member import Charge, MemberState
+from router.canaries import half_open_worker
+from router.member import Charge, Member, MemberState
 from router.pool import FORGET_AFTER_S, REMEMBERED_STARTS, CloseLink, OpenLink, WorkerPool
 from tests.fakes import MODEL, worker_info
 
@@ -231,3 +233,62 @@ def test_a_charge_is_taken_in_blocks_and_given_back_once(pool: WorkerPool) -> No
     charge.release()
     assert (member.outstanding_requests, member.outstanding_tokens) == (0, 0)
     assert member.reserved_blocks == 0
+
+
+def ready(pool: WorkerPool, *names: str) -> list[Member]:
+    for name in names:
+        pool.register(worker_info(name, Role.DECODE), now=0.0)
+        pool.attached(pool.members[name])
+    return [pool.members[name] for name in names]
+
+
+def seen(pool: WorkerPool) -> dict[str, str]:
+    return {c.worker_id: c.state.value for c in pool.candidates(MODEL.name)}
+
+
+def test_the_suspended_are_tried_where_nobody_is_ready(pool: WorkerPool) -> None:
+    a, b = ready(pool, "a", "b")
+    pool.tripped(a, 0.0, "it hangs")
+    assert seen(pool) == {"a": "suspended", "b": "ready"}
+    assert (pool.is_last(a), pool.is_last(b)) == (False, True)
+    pool.tripped(b, 0.0, "it hangs")
+    assert seen(pool) == {"a": "ready", "b": "ready"}
+    assert states(pool) == {"a": "suspended", "b": "suspended"}
+    pool.detached(a)
+    assert seen(pool) == {"a": "suspended", "b": "ready"}
+
+
+@pytest.mark.parametrize("change", [{"draining": True}, {"unhealthy": "hot"}])
+def test_what_else_speaks_against_a_suspended_one_holds(
+    pool: WorkerPool, change: dict[str, Any]
+) -> None:
+    (a,) = ready(pool, "a")
+    pool.tripped(a, 0.0, "it hangs")
+    pool.renew("a", "e1", 0.0, **{"load": None, "draining": False, **change})
+    assert "ready" not in seen(pool).values()
+
+
+def test_where_canaries_try_a_half_open_one_gets_no_request(pool: WorkerPool) -> None:
+    a, b = ready(pool, "a", "b")
+    pool.by_canary = True
+    pool.tripped(a, 0.0, "it hangs")
+    after = pool.breaker_limits.open_s
+    pool.let_try(after)
+    assert half_open_worker(pool.members, after - 0.1) is None
+    assert half_open_worker(pool.members, after) is a
+    assert seen(pool) == {"a": "suspended", "b": "ready"}
+    pool.placed(a, after)
+    assert half_open_worker(pool.members, after) is None, "one tries"
+    assert pool.succeeded(a, after)
+    assert seen(pool) == {"a": "ready", "b": "ready"}
+    pool.tripped(b, 0.0, "it hangs")
+    pool.detached(b)
+    assert half_open_worker(pool.members, 2 * after) is None, "it cannot be reached"
+
+
+def test_why_nothing_is_served(pool: WorkerPool) -> None:
+    assert pool.why_none() == "no worker has registered yet"
+    ready(pool, "a", "b")
+    pool.expire(now=5.0)
+    ran_out = "is gone: its lease ran out"
+    assert pool.why_none() == f"no worker is left: a {ran_out}; b {ran_out}"

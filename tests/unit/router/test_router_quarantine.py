@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from pdserve.types import Role, WorkerLoad
+from router.canaries import half_open_pair, unused_pair
 from router.member import Charge, Member
-from router.pair_canaries import half_open_pair, unused_pair
 from router.placement.context import NO_CONTEXT
 from router.placement.policies.least_loaded import least_loaded
 from router.placement.values import Demand, Placement

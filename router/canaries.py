@@ -1,7 +1,7 @@
-"""Tries pairs of workers by canaries, so that no client's request is the one that finds out.
+"""Tries workers and pairs by canaries, so that no client's request is the one that finds out.
 
-A pair is tried that is half open, or else one drawn at random through which no KV has come for a
-while. One canary at a time: what they cost does not grow with the pool.
+A worker is tried that is half open, or else a pair that is, or else a pair drawn at random through
+which no KV has come for a while. One canary at a time: what they cost does not grow with the pool.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Self
 from pdserve.errors import PdserveError, TransferCorrupted, TransferFailed
 from pdserve.kv_pairs import exchange, kind_of
 from pdserve.types import Role
-from router.canary import prove
+from router.background import Background
+from router.breaker import BreakerState
+from router.canary import prove, prove_alone
 from router.member import MemberState
 
 if TYPE_CHECKING:
@@ -32,6 +34,14 @@ PERIOD_S = 1.0
 CANARY_S = 30.0
 # Of so many looks one is for a pair that was not used.
 IDLE_EVERY = 5
+
+
+def half_open_worker(members: Mapping[str, Member], now: float) -> Member | None:
+    """One that may be tried, and can be reached."""
+    for member in members.values():
+        if member.is_suspect and member.breaker.state(now) is BreakerState.HALF_OPEN:
+            return member
+    return None
 
 
 def half_open_pair(
@@ -74,8 +84,9 @@ def _can_pair(prefill: Member, decode: Member) -> bool:
     )
 
 
-class PairCanaries:
-    """Owns a task. An async context manager: leaving ends it, and a canary under way."""
+class Canaries:
+    """Owns a task. An async context manager: leaving ends it, and a canary under way. While it is
+    there, no client's request is the first on what is half open."""
 
     def __init__(
         self, fleet: Fleet, metrics: RouterMetrics, *, idle_s: float, period_s: float = PERIOD_S
@@ -85,11 +96,11 @@ class PairCanaries:
         self._idle_s = idle_s
         self._period_s = period_s
         self._draw = random.Random()
-        self._task: asyncio.Task[None] | None = None
+        self._task = Background("canaries", self._run)
 
     async def __aenter__(self) -> Self:
-        self._fleet.quarantine.by_canary = True
-        self._task = asyncio.create_task(self._run(), name="pair-canaries")
+        self._fleet.quarantine.by_canary = self._fleet.pool.by_canary = True
+        await self._task.__aenter__()
         return self
 
     async def __aexit__(
@@ -98,16 +109,18 @@ class PairCanaries:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._fleet.quarantine.by_canary = False
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        self._fleet.quarantine.by_canary = self._fleet.pool.by_canary = False
+        await self._task.__aexit__(kind, error, trace)
 
     async def _run(self) -> None:
         fleet, looks, began = self._fleet, 0, self._fleet.now()
         while True:
             await asyncio.sleep(self._period_s)
             members, now = fleet.pool.members, fleet.now()
+            worker = half_open_worker(members, now)
+            if worker is not None:
+                await self._try_worker(worker)
+                continue
             pair = half_open_pair(members, fleet.quarantine, now)
             looks += 1
             is_due = looks % IDLE_EVERY == 0 and now - began >= self._idle_s
@@ -117,6 +130,20 @@ class PairCanaries:
                 )
             if pair is not None:
                 await self._try(*pair)
+
+    async def _try_worker(self, member: Member) -> None:
+        """Any whole answer will do: what it says is looked at with its partners."""
+        fleet, outcome = self._fleet, "whole"
+        fleet.pool.placed(member, fleet.now())
+        try:
+            await prove_alone(fleet, member, timeout_s=CANARY_S)
+        except PdserveError as error:
+            outcome = "failed"
+            logger.warning("canary on worker %s: %s", member.worker_id, error.message)
+            fleet.failed(member, error.message)
+        else:
+            fleet.succeeded(member)
+        self._metrics.worker_canary(member.info.model.name, outcome)
 
     async def _try(self, prefill: Member, decode: Member) -> None:
         """Failures of a worker say nothing of the pair: then it is tried again later."""
