@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for turn in range(options.rounds):
             for streams in counts:
                 for name in names if turn % 2 else reversed(names):
-                    samples.append(measure(name, streams, scale))
+                    samples.append(asyncio.run(measure(name, streams, scale)))
                     err.print(f"round {turn + 1} of {options.rounds}: {name}, {streams} streams")
     except BenchError as error:
         err.print(f"error: {error}", markup=False)
@@ -84,12 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(name: str, streams: int, scale: float) -> Sample:
+async def measure(name: str, streams: int, scale: float) -> Sample:
     """One round: starts the router, warms it up, and takes all figures."""
+    step_s, most = streams / TOKENS_PER_S, max(streams, IDLE_STREAMS)
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
-        step_s = streams / TOKENS_PER_S
-        with arms.running(name, Path(directory), step_s, max(streams, IDLE_STREAMS)) as router:
-            return asyncio.run(_measure(router, streams, scale))
+        async with arms.running(name, Path(directory), step_s, most) as router:
+            return await _measure(router, streams, scale)
 
 
 async def _measure(router: Router, streams: int, scale: float) -> Sample:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,23 +14,13 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import psutil
 
+from benchmarks.processes import free_port
 from tests.patience import START_S, WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ROOT = Path(__file__).parents[2]
-# Below those that the system takes for outgoing connections: while vLLM loads, nobody gets it.
-PORTS = range(20_000, 32_000)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago: neither server can be told to take any."""
-    while True:
-        port = random.choice(PORTS)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
 
 
 class Served:
