@@ -57,6 +57,11 @@ class Proxy:
             prefill.cancel()  # if it is not over, nobody waits for its KV any more
             await asyncio.gather(prefill, return_exceptions=True)
 
+    async def models(self, _: web.Request) -> web.Response:
+        """What decode serves."""
+        async with self._client.get(self._decode + "/v1/models") as answer:
+            return web.json_response(await answer.json(), status=answer.status)
+
     async def _run_prefill(self, path: str, body: Body, kv: Body) -> Body | None:
         """One token, which decode will sample again. Returns what decode has to be told; a prefill
         that fails costs the answer nothing, for decode computes the prompt then."""
@@ -99,6 +104,7 @@ def main() -> None:
     proxy = Proxy(options.prefill, options.decode, at_once=options.at_once)
     app = web.Application(client_max_size=64 << 20)
     app.cleanup_ctx.append(proxy.session)
+    app.router.add_get("/v1/models", proxy.models)
     for path in ("/v1/completions", "/v1/chat/completions"):
         app.router.add_post(path, proxy.answer)
     web.run_app(app, host=options.host, port=options.port)

@@ -17,13 +17,16 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,31}", re.ASCII)
 # Cores left to router and client where there are enough for that.
 _SPARE_CORES: Final = 2
 FAKE_BLOCK_BYTES: Final = 4096
+NIXL: Final = "nixl"
+_OF_PLAIN_SERVERS: Final = ("worker.engine_args.", "worker.model")
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One contender: workers that are started for it, or an endpoint that runs already.
 
-    ``overrides`` are configuration keys (dotted) that this arm alone has.
+    ``overrides`` are configuration keys (dotted) that this arm alone has. ``is_nixl`` is whether
+    vLLM's own P/D serves in place of pdserve.
     """
 
     name: str
@@ -32,15 +35,21 @@ class Arm:
     aggregated: int = 0
     url: str | None = None
     overrides: tuple[tuple[str, object], ...] = ()
+    is_nixl: bool = False
 
     @property
     def workers(self) -> int:
         """How many are started; 0 for an endpoint."""
         return self.prefill + self.decode + self.aggregated
 
+    @property
+    def needs_http(self) -> bool:
+        """Whether it has no other face."""
+        return self.is_nixl or self.url is not None
+
 
 def parse_arm(text: str) -> Arm:
-    """``1P1D``, ``2A``, ``1P1D1A``, ``small=2A`` or ``peer=http://host:port``.
+    """``1P1D``, ``2A``, ``1P1D1A``, ``small=2A``, ``nixl`` or ``peer=http://host:port``.
 
     Raises :class:`BenchError`.
     """
@@ -51,11 +60,13 @@ def parse_arm(text: str) -> Arm:
         raise BenchError(f"an arm cannot be called {name!r}; use letters, digits and . _ + -")
     if what.startswith(("http://", "https://")):
         return Arm(name, url=what)
+    if what == NIXL:
+        return Arm(name, prefill=1, decode=1, is_nixl=True)
     found = _SHAPE.fullmatch(what)
     if not what or found is None:
         raise BenchError(
             f"{text!r} is not an arm: give 1P1D (prefill and decode workers), 2A "
-            "(aggregated ones), or name=http://host:port"
+            "(aggregated ones), nixl, or name=http://host:port"
         )
     prefill, decode, aggregated = (int(count or 0) for count in found.groups())
     return Arm(name, prefill, decode, aggregated)
@@ -85,6 +96,8 @@ def with_overrides(arms: Sequence[Arm], texts: Sequence[str]) -> tuple[Arm, ...]
             raise BenchError(f"--arm-set must be ARM:KEY=VALUE, not {text!r}")
         if name not in found or found[name].url is not None:
             raise BenchError(f"--arm-set {text!r}: no arm called {name!r} is started here")
+        if found[name].is_nixl and not key.startswith(_OF_PLAIN_SERVERS):
+            raise BenchError(f"--arm-set {text!r}: a plain vLLM server has no {key}")
         more = (*found[name].overrides, (key, yaml.safe_load(value)))
         found[name] = replace(found[name], overrides=more)
     return tuple(found.values())
@@ -123,8 +136,11 @@ def _each(counts: Sequence[int]) -> str:
 def arm_changes(arm: Arm, *, cores: int, kv_cache_bytes: int | None, engine: str) -> dict[str, Any]:
     """The configuration keys, dotted, in which this arm differs from the common configuration.
 
-    Raises :class:`BenchError` for a KV cache that is too small to be shared out.
+    Raises :class:`BenchError` for a KV cache that is too small to be shared out, and for an engine
+    that the arm cannot have.
     """
+    if arm.is_nixl and engine != "vllm":
+        raise BenchError(f"{arm.name}: vLLM's own P/D has no engine {engine}")
     changes: dict[str, Any] = {
         "up.prefill": arm.prefill,
         "up.decode": arm.decode,

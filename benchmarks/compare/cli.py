@@ -37,7 +37,8 @@ def add_compare(
     compare.add_argument(
         "--arms",
         metavar="ARM,...",
-        help="1P1D, 2A, 1P2D, ..., or name=2A (default: 1P1D,2A; none if --arm is given)",
+        help="1P1D, 2A, 1P2D, ..., name=2A, or nixl: two plain vLLM servers with NixlConnector and "
+        "a small proxy (default: 1P1D,2A; none if --arm is given)",
     )
     compare.add_argument(
         "--arm",
@@ -142,7 +143,7 @@ def _add_engines(compare: argparse.ArgumentParser) -> None:
         "--face",
         choices=("grpc", "http"),
         help="how arms are driven (default: grpc, which tells what each chunk holds; http for all "
-        "where one is a URL)",
+        "where one is a URL or nixl)",
     )
     engines.add_argument("--url-model", metavar="NAME", help="model to ask of arms that are URLs")
     engines.add_argument("--vocab-size", type=positive_int, help="where no arm tells it")
@@ -197,9 +198,9 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[ArmPlan]]:
         raise BenchError("--sweep needs --slo-ttft or --slo-tpot: what is to be kept?")
     if not args.rounds and not args.sweep:
         raise BenchError("--rounds 0 measures nothing without --sweep")
-    has_endpoint = any(arm.url is not None for arm in arms)
-    if has_endpoint and args.face == "grpc":
-        raise BenchError("--face grpc: an arm that is a URL is driven over HTTP, so all must be")
+    needs_http = any(arm.needs_http for arm in arms)
+    if needs_http and args.face == "grpc":
+        raise BenchError("--face grpc: a URL or nixl is driven over HTTP, so all must be")
     cores = share_cores(arms, len(os.sched_getaffinity(0)), args.cores)
     settings = CompareSettings(
         trace=args.trace,
@@ -215,7 +216,7 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[ArmPlan]]:
         drain_timeout_s=args.drain_timeout,
         slo_s=slo_s,
         baseline=baseline,
-        face="http" if has_endpoint else args.face or "grpc",
+        face="http" if needs_http else args.face or "grpc",
         restart=args.restart,
         meant_to_differ=tuple(x for x in args.differ.split(",") if x),
         endpoint_model=args.url_model,

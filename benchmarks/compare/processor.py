@@ -13,7 +13,7 @@ import psutil
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.compare.stack import Stack
+    from benchmarks.compare.stack import Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class _Reading:
 class ProcessorMeter:
     """Reads the counters when made and again in :meth:`use`."""
 
-    def __init__(self, driven: Stack | None, idle: Sequence[Stack]) -> None:
+    def __init__(self, driven: Started | None, idle: Sequence[Started]) -> None:
         self._driven = driven
         self._idle = idle
         self._first = self._read()

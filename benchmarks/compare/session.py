@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from benchmarks.compare.nixl import NixlPair
 from benchmarks.compare.processor import ProcessorMeter
 from benchmarks.compare.result import ArmFacts
 from benchmarks.compare.settings import settings_of
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.compare.arms import Arm
+    from benchmarks.compare.stack import Started
     from benchmarks.targets import ServedModel, Target
 
 Face = Literal["grpc", "http"]
@@ -32,7 +34,8 @@ Face = Literal["grpc", "http"]
 
 @dataclass(frozen=True, slots=True)
 class ArmPlan:
-    """An arm and, where it is started here, the whole configuration of its `pdserve up`."""
+    """An arm and, where it is started here, the whole configuration of its `pdserve up`; vLLM's own
+    P/D is set by the same."""
 
     arm: Arm
     config: Mapping[str, Any] | None
@@ -48,12 +51,13 @@ class Contender:
         self.name = plan.arm.name
         self.facts: ArmFacts | None = None
         self.served: ServedModel | None = None
-        self.stack: Stack | None = None
+        self.stack: Started | None = None
         self._plan = plan
         self._face: Face = face
         self._model = model
         if plan.config is not None:
-            self.stack = Stack(self.name, plan.config, directory / self.name)
+            make = NixlPair if plan.arm.is_nixl else Stack
+            self.stack = make(self.name, plan.config, directory / self.name)
         self._target: Target[Any] | None = None
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc.aio
 import yaml
@@ -21,6 +21,36 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIST_TIMEOUT_S: Final = 10.0
+
+
+class Started(Protocol):
+    """Processes that serve one arm. ``ready`` has the addresses, None while they do not serve."""
+
+    ready: Mapping[str, Any] | None
+
+    async def start(self) -> None:
+        """Return once they serve; raises :class:`BenchError`."""
+        ...
+
+    async def stop(self) -> None:
+        """End them. Idempotent."""
+        ...
+
+    async def workers(self) -> list[dict[str, Any]]:
+        """What each worker says of itself; raises :class:`BenchError`."""
+        ...
+
+    def changed(self) -> str | None:
+        """What happened to them since they were ready; None if nothing did."""
+        ...
+
+    def router_s(self) -> float:
+        """Processor time so far of what stands before the workers."""
+        ...
+
+    def workers_s(self) -> float:
+        """Processor time of all workers so far."""
+        ...
 
 
 class Stack:
@@ -99,18 +129,15 @@ class Stack:
             return f"a process of {self.name} died and was started again"
         return None
 
-    def pids(self) -> tuple[list[int], list[int]]:
-        """Of the router and of the workers."""
-        assert self.ready is not None
-        return [self.ready["router"]["pid"]], [worker["pid"] for worker in self.ready["workers"]]
-
     def router_s(self) -> float:
         """Processor time of the router so far."""
-        return processor_s(self.pids()[0])
+        assert self.ready is not None
+        return processor_s([self.ready["router"]["pid"]])
 
     def workers_s(self) -> float:
         """Processor time of all workers so far."""
-        return processor_s(self.pids()[1])
+        assert self.ready is not None
+        return processor_s(worker["pid"] for worker in self.ready["workers"])
 
     def _read_ready(self) -> Mapping[str, Any]:
         content: Mapping[str, Any] = json.loads(self._ready_path.read_text(encoding="utf-8"))

@@ -37,6 +37,7 @@ RUNS_TORCH = (
     "benchmarks/gpu/",
     "benchmarks/large_model.py",
     "benchmarks/worker/in_process.py",
+    "benchmarks/compare/plain_serve.py",
 )
 # The demo model is trained with torch, and by nothing that serves.
 TRAINING = frozenset({"pdserve/demo/train.py", "pdserve/demo/batches.py"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.errors import BenchError
 
 PD, TWO, ONE = Arm("1P1D", 1, 1), Arm("2A", aggregated=2), Arm("1A", aggregated=1)
 PEER = Arm("peer", url="http://127.0.0.1:9")
+NIXL = Arm("nixl", 1, 1, is_nixl=True)
 
 
 def worker(role: str = "aggregated", **changes: Any) -> dict[str, Any]:
@@ -24,6 +26,8 @@ def test_arms_are_read_as_they_are_written() -> None:
     found = parse_arms(["1P1D", " 2A ", "2P3D1A", "small=1A", "peer=http://127.0.0.1:9"])
     assert found == (PD, TWO, Arm("2P3D1A", 2, 3, 1), Arm("small", aggregated=1), PEER)
     assert [arm.workers for arm in found] == [2, 2, 6, 1, 0]
+    assert parse_arms(["nixl", "other=nixl"]) == (NIXL, replace(NIXL, name="other"))
+    assert [arm.needs_http for arm in (PD, NIXL, PEER)] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +97,10 @@ def test_an_override_is_one_arms_alone() -> None:
     key = "worker.engine_args.max_num_batched_tokens"
     assert arm_changes(arms[1], cores=2, kv_cache_bytes=None, engine="vllm")[key] == 256
     assert key not in arm_changes(arms[0], cores=2, kv_cache_bytes=None, engine="vllm")
+    with pytest.raises(BenchError, match=r"has no router\.policy"):
+        with_overrides((NIXL, TWO), ["nixl:router.policy=round_robin"])
+    with pytest.raises(BenchError, match="has no engine fake"):
+        arm_changes(NIXL, cores=2, kv_cache_bytes=None, engine="fake")
     for text in ("3A:x=1", "2A", "2A:x", "2A:=1"):
         with pytest.raises(BenchError, match="--arm-set"):
             with_overrides((PD, TWO), [text])
