@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
-# As the worker sets them (workers/vllm_env.py).
+# As the worker has them (workers/vllm_env.py).
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # The engine core runs the model itself, as in the worker: else vLLM gives the model a process
+    # more on the same core, which spins for a second after each step, and into the next round.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TOKENIZERS_PARALLELISM": "false",
