@@ -21,7 +21,7 @@ from benchmarks.options import (
     slo,
     whole_number,
 )
-from pdserve.commands.options import add_key_option, api_key_from
+from pdserve.commands.options import add_dial_options, api_key_from, dialer_from, http_tls_from
 
 if TYPE_CHECKING:
     import argparse
@@ -62,9 +62,15 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     replay.set_defaults(handler=_replay)
     replay.add_argument("--trace", default="chat", metavar="TRACE", help=TRACE_HELP)
     where = replay.add_mutually_exclusive_group()
-    where.add_argument("--url", help=f"OpenAI-compatible endpoint (default: {DEFAULT_URL})")
-    where.add_argument("--grpc", metavar="HOST:PORT", help="pdserve's gRPC endpoint instead")
-    add_key_option(replay)
+    where.add_argument(
+        "--url",
+        metavar="URL,...",
+        help=f"OpenAI-compatible endpoint; requests go to several in turn (default: {DEFAULT_URL})",
+    )
+    where.add_argument(
+        "--grpc", metavar="HOST:PORT,...", help="pdserve's gRPC endpoint instead, or several"
+    )
+    add_dial_options(replay)
     replay.add_argument("--model", help="served model (default: the only one)")
     replay.add_argument(
         "--vocab-size", type=positive_int, help="needed where the endpoint does not tell it"
@@ -274,13 +280,11 @@ def _drive(
 
 
 def _open_target(args: argparse.Namespace) -> Target[Any]:
+    from benchmarks.spread import open_grpc, open_http
+
     if args.grpc is not None:
-        from benchmarks.grpc_target import GrpcTarget
-
-        return GrpcTarget(args.grpc, api_key_from(args))
-    from benchmarks.targets import HttpTarget
-
-    return HttpTarget(args.url or DEFAULT_URL, api_key_from(args))
+        return open_grpc(args.grpc, dialer_from(args))
+    return open_http(args.url or DEFAULT_URL, api_key_from(args), http_tls_from(args))
 
 
 def _check_writable(path: Path | None) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.records import Timeline
+    from pdserve.rpc import Dialer
 
 
 class GrpcTarget:
@@ -28,12 +29,11 @@ class GrpcTarget:
 
     kind = "grpc"
 
-    def __init__(self, address: str, api_key: str = "") -> None:
-        if "/" in address or not address.rpartition(":")[2].isdecimal():
-            raise BenchError(f"--grpc {address!r} is not like 127.0.0.1:50051")
+    def __init__(self, address: str, dialer: Dialer = rpc.PLAIN) -> None:
+        check_address(address)
         self.address = address
-        self._channel = rpc.open_channel(address)
-        self._metadata = rpc.authorization(api_key)
+        self._channel = dialer.open_channel(address)
+        self._metadata = dialer.metadata
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     async def model(self, name: str | None) -> ServedModel:
@@ -95,6 +95,12 @@ class GrpcTarget:
     async def aclose(self) -> None:
         """Close the channel."""
         await self._channel.close()
+
+
+def check_address(address: str) -> None:
+    """Raises :class:`BenchError` for what is no host:port."""
+    if "/" in address or not address.rpartition(":")[2].isdecimal():
+        raise BenchError(f"--grpc {address!r} is not like 127.0.0.1:50051")
 
 
 def _answer(delta: generation_pb2.GenerateResponse) -> Answer:

@@ -16,6 +16,7 @@ from benchmarks.sse import CompletionStream, error_text
 from pdserve import rpc
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Sequence
 
     from benchmarks.records import Timeline
@@ -83,16 +84,17 @@ class HttpRequest:
 class HttpTarget:
     """Any server of OpenAI's ``/v1/completions`` that takes token-id prompts and ``ignore_eos``.
 
-    Owns its connections, one for each request in flight. Must be made inside a running loop.
+    Owns its connections, one for each request in flight. ``tls`` is as aiohttp takes it. Must be
+    made inside a running loop.
     """
 
     kind = "http"
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", tls: ssl.SSLContext | bool = True) -> None:
         self.address = base_url(url)
         self._session = aiohttp.ClientSession(
             # The schedule decides how many are in flight; a pool limit would close the open loop.
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=PROBE_TIMEOUT_S),
             headers={"Content-Type": "application/json", **dict(rpc.authorization(api_key))},
         )

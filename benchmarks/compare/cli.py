@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.options import TRACE_HELP, fraction, positive_float, positive_int, whole_number
+from pdserve.commands.options import add_dial_options
 
 if TYPE_CHECKING:
     import argparse
@@ -44,17 +45,24 @@ def add_compare(
         "--arm",
         action="append",
         default=[],
-        metavar="NAME=URL",
-        help="one more arm, such as a running OpenAI endpoint; may be repeated",
+        metavar="NAME=URL,...",
+        help="one more arm, such as a running OpenAI endpoint, or several of one service; may be "
+        "repeated",
     )
     compare.add_argument(
         "--baseline", metavar="ARM", help="what ratios are to (default: the last arm)"
     )
+    add_dial_options(compare.add_argument_group("arms that are a URL"))
     _add_traffic(compare)
     _add_engines(compare)
     out = compare.add_argument_group("what comes out")
-    out.add_argument("--slo-ttft", type=positive_float, metavar="MS", help="limit on TTFT")
-    out.add_argument("--slo-tpot", type=positive_float, metavar="MS", help="limit on TPOT")
+    for metric in ("ttft", "tpot"):
+        out.add_argument(
+            f"--slo-{metric}",
+            type=positive_float,
+            metavar="MS",
+            help=f"limit on {metric.upper()}; routers started here are told too",
+        )
     out.add_argument(
         "--sweep",
         nargs="?",
@@ -228,11 +236,13 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[ArmPlan]]:
 def _plans(arms: Sequence[Arm], args: argparse.Namespace, cores: int) -> list[ArmPlan]:
     from benchmarks.compare.arms import arm_changes
     from benchmarks.compare.session import ArmPlan
-    from pdserve.commands.options import changes_from
+    from pdserve.commands.options import api_key_from, changes_from, http_tls_from
     from pdserve.config import load_config
     from pdserve.config_schema import to_mapping
 
-    common = changes_from(args)
+    promised = {"ttft": args.slo_ttft, "tpot": args.slo_tpot}
+    slo = {f"router.slo.{name}_s": x / 1000 for name, x in promised.items() if x is not None}
+    common = slo | changes_from(args)
     engine = load_config(args.config, common).worker.engine
     kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20
     plans = []
@@ -241,7 +251,7 @@ def _plans(arms: Sequence[Arm], args: argparse.Namespace, cores: int) -> list[Ar
         if arm.url is None:
             own = arm_changes(arm, cores=cores, kv_cache_bytes=kv_cache_bytes, engine=engine)
             config = to_mapping(load_config(args.config, {**common, **own}))
-        plans.append(ArmPlan(arm, config))
+        plans.append(ArmPlan(arm, config, api_key_from(args), http_tls_from(args)))
     return plans
 
 

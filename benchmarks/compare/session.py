@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.compare.nixl import NixlPair
@@ -19,9 +19,11 @@ from benchmarks.compare.result import ArmFacts
 from benchmarks.compare.settings import settings_of
 from benchmarks.compare.stack import Stack
 from benchmarks.grpc_target import GrpcTarget
+from benchmarks.spread import open_http
 from benchmarks.targets import HttpTarget
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
@@ -35,10 +37,12 @@ Face = Literal["grpc", "http"]
 @dataclass(frozen=True, slots=True)
 class ArmPlan:
     """An arm and, where it is started here, the whole configuration of its `pdserve up`; vLLM's own
-    P/D is set by the same."""
+    P/D is set by the same. Key and ``tls`` (as aiohttp takes it) are for one that is a URL."""
 
     arm: Arm
     config: Mapping[str, Any] | None
+    api_key: str = field(default="", repr=False)
+    tls: ssl.SSLContext | bool = True
 
 
 class Contender:
@@ -98,7 +102,7 @@ class Contender:
     def _open(self) -> Target[Any]:
         if self.stack is None:
             assert self._plan.arm.url is not None
-            return HttpTarget(self._plan.arm.url)
+            return open_http(self._plan.arm.url, self._plan.api_key, self._plan.tls)
         assert self.stack.ready is not None
         if self._face == "grpc":
             return GrpcTarget(self.stack.ready["grpc"])

@@ -13,25 +13,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
-
-from benchmarks.compare.cli import EXIT_INVALID, EXIT_OK, add_compare, drive, prepare
-from benchmarks.compare.files import write_outputs
-from benchmarks.compare.summary import summarise_compare
-from benchmarks.compare.table import render_compare
-from benchmarks.errors import BenchError
+from benchmarks.compare.cli import EXIT_INVALID, EXIT_OK
+from benchmarks.compare.series import compare_all, invalid, refusing
 from benchmarks.policies.sets import DEFAULT, FIXED, SETS, options_of
 from benchmarks.policies.verdict import verdicts
-from benchmarks.report import stdout_console
-from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.compare.result import CompareResult
-
 EXIT_WORSE: Final = 1
-EXIT_BAD_INPUT: Final = 2
 _PROG: Final = "python -m benchmarks.policies"
 
 
@@ -52,39 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, default=Path("build/policies"), metavar="DIR", help="(%(default)s)"
     )
     options, more = parser.parse_known_args(argv)
-    try:
-        return _run(options, more)
-    except (BenchError, ConfigError) as error:
-        sys.stderr.write(f"{_PROG}: {error}\n")
-        return EXIT_BAD_INPUT
+    return refusing(_PROG, lambda: _run(options, more))
 
 
 def _run(options: argparse.Namespace, more: Sequence[str]) -> int:
-    results = {}
-    for traffic in [options.only] if options.only else SETS:
-        results[traffic] = _compare(traffic, options, more)
+    policies = [x for x in options.policies.split(",") if x]
+    series = {
+        traffic: options_of(traffic, policies, options.shape, is_quick=options.quick, more=more)
+        for traffic in ([options.only] if options.only else SETS)
+    }
+    results = compare_all(_PROG, series, options.out)
     found = [x for traffic, result in results.items() for x in verdicts(traffic, DEFAULT, result)]
     sys.stdout.write("".join(f"{verdict.text(DEFAULT)}\n" for verdict in found))
-    invalid = [k for k, x in results.items() if summarise_compare(x).validity.invalid]
-    if invalid:
-        sys.stdout.write(f"INVALID, for the reasons above: {', '.join(invalid)}\n")
+    if spoilt := invalid(results):
+        sys.stdout.write(f"INVALID, for the reasons above: {', '.join(spoilt)}\n")
         return EXIT_INVALID
     return EXIT_WORSE if any(x.word == "worse" for x in found) else EXIT_OK
-
-
-def _compare(traffic: str, options: argparse.Namespace, more: Sequence[str]) -> CompareResult:
-    parser = argparse.ArgumentParser(prog=_PROG)
-    add_compare(parser.add_subparsers())
-    policies = [x for x in options.policies.split(",") if x]
-    args = options_of(traffic, policies, options.shape, is_quick=options.quick, more=more)
-    settings, plans = prepare(parser.parse_args(["compare", *args]))
-    sys.stderr.write(f"{traffic}\n")
-    directory = options.out / traffic
-    result = drive(settings, plans, Console(stderr=True), directory)
-    render_compare(result, summarise_compare(result), stdout_console())
-    for path in write_outputs(result, directory):
-        sys.stderr.write(f"{path}\n")
-    return result
 
 
 if __name__ == "__main__":

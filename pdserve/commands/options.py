@@ -64,7 +64,7 @@ def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]
         )
 
 
-def add_key_option(parser: argparse.ArgumentParser) -> None:
+def add_key_option(parser: argparse._ActionsContainer) -> None:
     """How to say who asks."""
     parser.add_argument(
         "--api-key",
@@ -79,7 +79,7 @@ def api_key_from(args: argparse.Namespace) -> str:
     return os.environ.get(KEY_VARIABLE, "") if given is None else given
 
 
-def add_dial_options(parser: argparse.ArgumentParser) -> None:
+def add_dial_options(parser: argparse._ActionsContainer) -> None:
     """How to reach a service that speaks TLS, and how to say who asks."""
     add_key_option(parser)
     parser.add_argument(

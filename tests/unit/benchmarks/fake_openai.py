@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable
 
 RECEIPT = {
@@ -50,15 +51,16 @@ class FakeOpenAI:
     url: str = ""
 
     @asynccontextmanager
-    async def serve(self) -> AsyncIterator[FakeOpenAI]:
+    async def serve(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeOpenAI]:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
         await site.start()
-        self.url = "http://{}:{}".format(*runner.addresses[0][:2])
+        host, port = runner.addresses[0][:2]
+        self.url = f"http{'s' if tls else ''}://{host}:{port}"
         try:
             yield self
         finally:

@@ -90,11 +90,11 @@ async def compare(
     clock = SteppedClock()
     made: list[Simulated] = []
 
-    def open_target(url: str) -> Simulated:
+    def open_target(url: str, *_: object) -> Simulated:
         made.append(Simulated(clock, float(url.rpartition("/")[2]), late))
         return made[-1]
 
-    monkeypatch.setattr(session, "HttpTarget", open_target)
+    monkeypatch.setattr(session, "open_http", open_target)
     arms = parse_arms(["fast=http://simulated/6", "slow=http://simulated/3"])
     console = Console(width=200, force_terminal=False)
     ticking = asyncio.create_task(clock.run())

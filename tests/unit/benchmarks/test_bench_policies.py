@@ -8,6 +8,7 @@ import pytest
 from compared import arm, measured, record, result
 
 from benchmarks.bootstrap import pooled_ratio
+from benchmarks.compare import series
 from benchmarks.compare.cli import EXIT_INVALID
 from benchmarks.errors import BenchError
 from benchmarks.policies import __main__ as program
@@ -106,12 +107,12 @@ def test_the_exit_status_says_whether_it_is_worse_anywhere(
         directory.mkdir(parents=True)
         return kept({DEFAULT: own, "always_local": (9, 9, 9)[: len(own)]})
 
-    monkeypatch.setattr(program, "drive", drive)
+    monkeypatch.setattr(series, "drive", drive)
     argv = ["--out", str(tmp_path), "--cores", "2", "--policies", QUICK_POLICIES]
     assert program.main(argv) == status
     assert [x.trace for x in asked] == ["chat", "code", "longchat", "chat+code+longchat"]
     assert f"mix: {DEFAULT} is " in capsys.readouterr().out
-    assert program.main([*argv, "--policies", "round_robin"]) == program.EXIT_BAD_INPUT
+    assert program.main([*argv, "--policies", "round_robin"]) == series.EXIT_BAD_INPUT
 
 
 def test_an_invalid_run_proves_nothing(
@@ -123,7 +124,7 @@ def test_an_invalid_run_proves_nothing(
         directory.mkdir(parents=True)
         return late
 
-    monkeypatch.setattr(program, "drive", drive)
+    monkeypatch.setattr(series, "drive", drive)
     argv = ["--out", str(tmp_path), "--cores", "2", "--policies", QUICK_POLICIES]
     assert program.main([*argv, "--only", "chat"]) == EXIT_INVALID
     assert "INVALID, for the reasons above: chat" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from compared import SETTINGS, arm, measured, record, result, rounds
 
+from benchmarks.compare import series
 from benchmarks.errors import BenchError
 from benchmarks.standard import __main__ as program
 from benchmarks.standard.readme import BEGIN, END, table, with_table
@@ -99,7 +100,7 @@ def run(
         directory.mkdir(parents=True)
         return found
 
-    monkeypatch.setattr(program, "drive", drive)
+    monkeypatch.setattr(series, "drive", drive)
     return program.main(["--root", str(root), "--cores", "2", *argv]), made
 
 
