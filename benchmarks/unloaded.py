@@ -1,11 +1,12 @@
-"""One request at a time through 1P1D and through one aggregated engine, in turn, in one run.
+"""One request at a time through 1P1D, through one aggregated worker, and to vLLM's AsyncLLM called
+in its process, in turn, in one run.
 
 `python -m benchmarks.unloaded [--model demo|PATH] [--rounds 7] [--json]`
 
-Both stacks are `pdserve up` with one core a worker and the same model and settings; the aggregated
-engine has as many cores as the prefill worker. Each round sends the same fresh prompt of token ids
-to both, in alternating order. Reported are medians and their ratio; absolute times are this
-machine's at this moment.
+1P1D and 1A are `pdserve up` with one core a worker; AsyncLLM's engine has the prefill worker's
+core. All have the same model and settings, and 1P1D hands every prompt's KV over. Each round sends
+the same fresh prompt of token ids to all, in alternating order. Reported are medians and the ratios
+of 1P1D's to the others'; absolute times are this machine's at this moment.
 
 `digest` is what both of 1P1D's workers spent on digests of the prompt's KV, by their own count, and
 its share of what the prefill worker spent on the prompt, by the receipt (median of the shares).
@@ -26,11 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.compare.stack import Stack
 from benchmarks.errors import BenchError
+from benchmarks.worker.peer import InProcess, engine_args
 from pdserve import rpc
 from pdserve.client import Client
 from pdserve.types import SamplingParams
@@ -40,7 +43,10 @@ from pdserve.v1.worker_pb2_grpc import WorkerStub
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SAMPLING = SamplingParams(temperature=0.0, max_tokens=33, ignore_eos=True)
+TOKENS = 33
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+IN_PROCESS = "AsyncLLM"
+MAX_NUM_SEQS = 64
 ARMS: dict[str, dict[str, int]] = {
     "1P1D": {"prefill": 1, "decode": 1},
     "1A": {"prefill": 0, "decode": 0, "aggregated": 1},
@@ -49,27 +55,51 @@ ARMS: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request, in seconds from sending; `prefill_s`, `transfer_*` and `exposed_s` are the
-    receipt's, `digest_s` the workers'."""
+    """One request: when each token came, in seconds from sending; `prefill_s`, `transfer_*` and
+    `exposed_s` are the receipt's, `digest_s` the workers'."""
 
     arm: str
     prompt_tokens: int
-    ttft_s: float
-    tt2t_s: float
-    tpot_s: float
-    e2e_s: float
-    transfer_s: float
-    exposed_s: float
-    transfer_bytes: int
-    prefill_s: float
-    digest_s: float
+    times_s: Sequence[float]
+    transfer_s: float = 0.0
+    exposed_s: float = 0.0
+    transfer_bytes: int = 0
+    prefill_s: float = 0.0
+    digest_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """To the first token."""
+        return self.times_s[0]
+
+    @property
+    def tt2t_s(self) -> float:
+        """From the first to the second."""
+        return self.times_s[1] - self.times_s[0]
+
+    @property
+    def tpot_s(self) -> float:
+        """From each token to the next, on average."""
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        """To the last token."""
+        return self.times_s[-1]
 
 
-def config_of(arm: str, model: str) -> dict[str, Any]:
+def config_of(arm: str, model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of an arm's `pdserve up`, on free ports."""
+    router = {
+        "http_port": 0,
+        "grpc_port": 0,
+        "policy": "least_loaded",
+        # An engine on one core may take seconds for a step: that is no fault here.
+        "detection": {"stall_s": 0},
+    }
     return {
-        "router": {"http_port": 0, "grpc_port": 0},
-        "worker": {"model": model},
+        "router": router,
+        "worker": {"model": model, "engine_args": dict(arguments)},
         "up": {"cores_per_worker": 1, **ARMS[arm]},
     }
 
@@ -97,10 +127,7 @@ async def ask(name: str, client: Client, prompt: list[int], workers: Sequence[st
     return Sample(
         arm=name,
         prompt_tokens=len(prompt),
-        ttft_s=times[0],
-        tt2t_s=times[1] - times[0],
-        tpot_s=(times[-1] - times[0]) / (len(times) - 1),
-        e2e_s=times[-1],
+        times_s=times,
         transfer_s=receipt.transfer_s,
         exposed_s=receipt.exposed_transfer_s,
         transfer_bytes=receipt.transfer_bytes,
@@ -110,19 +137,26 @@ async def ask(name: str, client: Client, prompt: list[int], workers: Sequence[st
 
 
 async def measure(
-    stacks: Mapping[str, Mapping[str, Any]], lengths: Sequence[int], rounds: int
+    stacks: Mapping[str, Mapping[str, Any]], peer: InProcess, lengths: Sequence[int], rounds: int
 ) -> list[Sample]:
     """`rounds` prompts of each length through every arm, the first of each left out as warm-up."""
     rng = random.Random(0)
     clients = {name: Client(ready["grpc"]) for name, ready in stacks.items()}
     workers = {name: [x["address"] for x in ready["workers"]] for name, ready in stacks.items()}
     vocabulary = (await next(iter(clients.values())).list_models())[0].vocab_size
+
+    async def sample(name: str, prompt: list[int]) -> Sample:
+        if name == IN_PROCESS:
+            (times,) = await peer.times([prompt], TOKENS)
+            return Sample(name, len(prompt), times)
+        return await ask(name, clients[name], prompt, workers[name])
+
     samples: list[Sample] = []
     for length in lengths:
         for turn in range(rounds + 1):
             prompt = [rng.randrange(16, vocabulary) for _ in range(length)]
-            order = list(clients) if turn % 2 else list(reversed(clients))
-            found = [await ask(name, clients[name], prompt, workers[name]) for name in order]
+            names = [*clients, IN_PROCESS]
+            found = [await sample(x, prompt) for x in (names if turn % 2 else reversed(names))]
             samples += found if turn else []
     for client in clients.values():
         await client.close()
@@ -130,26 +164,35 @@ async def measure(
 
 
 async def run(
-    model: str, lengths: Sequence[int], rounds: int
+    model: str, lengths: Sequence[int], rounds: int, kv_cache_mib: int
 ) -> tuple[list[Sample], dict[str, float]]:
     """(what was measured, seconds that each arm took to be ready)."""
     ready_s: dict[str, float] = {}
-    stacks: dict[str, Mapping[str, Any]] = {}
+    arguments = engine_args(kv_cache_mib, max_num_seqs=MAX_NUM_SEQS)
     async with AsyncExitStack() as ending:
         directory = Path(ending.enter_context(tempfile.TemporaryDirectory()))
+        stacks: dict[str, Stack] = {}
         for name in ARMS:
-            stack = Stack(name, config_of(name, model), directory / name)
-            ending.push_async_callback(stack.stop)
+            stacks[name] = Stack(name, config_of(name, model, arguments), directory / name)
+            ending.push_async_callback(stacks[name].stop)
             begun = time.monotonic()
-            await stack.start()
+            await stacks[name].start()
             ready_s[name] = time.monotonic() - begun
-            assert stack.ready is not None
-            stacks[name] = stack.ready
-        return await measure(stacks, lengths, rounds), ready_s
+        ready = {name: stack.ready for name, stack in stacks.items() if stack.ready is not None}
+        pids = {worker["role"]: worker["pid"] for worker in ready["1P1D"]["workers"]}
+        (core,) = psutil.Process(pids["prefill"]).cpu_affinity()
+        path = (await stacks["1P1D"].workers())[0]["model_path"]
+        settings = {"model": path, "engine_args": arguments, "core": core}
+        peer = InProcess(settings, directory / "in_process.log")
+        ending.push_async_callback(peer.stop)
+        begun = time.monotonic()
+        await peer.start()
+        ready_s[IN_PROCESS] = time.monotonic() - begun
+        return await measure(ready, peer, lengths, rounds), ready_s
 
 
 def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Medians by prompt length and their ratio, 1P1D to 1A."""
+    """Medians by prompt length, and the ratios of 1P1D's to the others'."""
     rows = []
     for length in sorted({s.prompt_tokens for s in samples}):
         row: dict[str, Any] = {"prompt_tokens": length}
@@ -158,9 +201,10 @@ def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
                 arm: statistics.median(
                     getattr(s, metric) for s in samples if (s.arm, s.prompt_tokens) == (arm, length)
                 )
-                for arm in ARMS
+                for arm in (*ARMS, IN_PROCESS)
             }
-            row[metric] = {**medians, "ratio": medians["1P1D"] / medians["1A"]}
+            ratios = {f"/ {arm}": medians["1P1D"] / medians[arm] for arm in ("1A", IN_PROCESS)}
+            row[metric] = medians | ratios
         moved = [s for s in samples if (s.arm, s.prompt_tokens) == ("1P1D", length)]
         row["transfer_bytes"] = moved[0].transfer_bytes
         row["transfer_s"] = statistics.median(s.transfer_s for s in moved)
@@ -173,22 +217,23 @@ def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[dict[str, Any]], ready: dict[str, float]) -> None:
     """The table, milliseconds."""
-    table = Table(title="unloaded, 1P1D against one aggregated engine (medians, ms)")
-    columns = ("prompt", "TTFT 1P1D / 1A", "ratio", "TT2T 1P1D / 1A", "TPOT 1P1D / 1A", "ratio")
-    for column in (*columns, "KV MiB", "moving", "exposed", "digest"):
+    table = Table(title=f"unloaded: 1P1D, 1A and {IN_PROCESS} in process (medians, ms)")
+    columns = ["prompt"]
+    for metric in ("TTFT", "TPOT"):
+        columns += [f"{metric} 1P1D", "1A", IN_PROCESS, "/ 1A", f"/ {IN_PROCESS}"]
+    for column in (*columns, "TT2T", "KV MiB", "moving", "exposed", "digest"):
         table.add_column(column, justify="right")
 
-    def pair(row: dict[str, Any], metric: str) -> str:
-        return f"{row[metric]['1P1D'] * 1e3:.1f} / {row[metric]['1A'] * 1e3:.1f}"
+    def all_arms(row: dict[str, Any], metric: str) -> list[str]:
+        arms = [f"{row[metric][arm] * 1e3:.1f}" for arm in (*ARMS, IN_PROCESS)]
+        return [*arms, *(f"{row[metric][f'/ {arm}']:.3f}" for arm in ("1A", IN_PROCESS))]
 
     for row in rows:
         table.add_row(
             str(row["prompt_tokens"]),
-            pair(row, "ttft_s"),
-            f"{row['ttft_s']['ratio']:.3f}",
-            pair(row, "tt2t_s"),
-            pair(row, "tpot_s"),
-            f"{row['tpot_s']['ratio']:.3f}",
+            *all_arms(row, "ttft_s"),
+            *all_arms(row, "tpot_s"),
+            f"{row['tt2t_s']['1P1D'] * 1e3:.1f}",
             f"{row['transfer_bytes'] / 2**20:.1f}",
             f"{row['transfer_s'] * 1e3:.2f}",
             f"{row['exposed_s'] * 1e3:.2f}",
@@ -204,12 +249,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--model", default="demo", help="demo or a model directory")
     parser.add_argument("--lengths", default="128,512,2048,4096", help="prompt lengths in tokens")
+    parser.add_argument(
+        "--kv-cache-mib", type=int, default=512, help="of each engine (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args()
     lengths = [int(x) for x in options.lengths.split(",")]
     try:
-        samples, ready = asyncio.run(run(options.model, lengths, options.rounds))
+        samples, ready = asyncio.run(
+            run(options.model, lengths, options.rounds, options.kv_cache_mib)
+        )
     except BenchError as error:
         Console(stderr=True).print(f"error: {error}", markup=False)
         return 2

@@ -33,26 +33,15 @@ from rich.table import Table
 from benchmarks.compare.stack import Stack
 from benchmarks.errors import BenchError
 from benchmarks.processes import processor_s
+from benchmarks.worker.peer import InProcess, engine_args
 from pdserve.client import Client
 from pdserve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
-READY_S = 180.0
-ROUND_S = 300.0
-STOP_S = 30.0
 # At rest both sides use less of a core than this, over so long.
 REST_CORES, REST_WINDOW_S, REST_WITHIN_S = 0.08, 0.5, 30.0
-# All that either side would else choose by itself.
-ENGINE_ARGS: dict[str, Any] = {
-    "block_size": 32,
-    "enforce_eager": True,
-    "max_num_batched_tokens": 2048,
-    "seed": 0,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +57,7 @@ class Case:
     @property
     def engine_args(self) -> dict[str, Any]:
         """Of both engines."""
-        memory = {"kv_cache_memory_bytes": self.kv_cache_mib << 20, "max_num_seqs": self.streams}
-        return ENGINE_ARGS | memory
+        return engine_args(self.kv_cache_mib, max_num_seqs=self.streams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,63 +69,6 @@ class Round:
     ratio: float
     load: float
     ours_first: bool
-
-
-class InProcess:
-    """Owns the process of benchmarks/worker/in_process.py."""
-
-    def __init__(self, settings: Mapping[str, Any], log: Path) -> None:
-        self._settings = json.dumps(settings)
-        self._log = log
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        with self._log.open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "benchmarks.worker.in_process", self._settings),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-            )
-        if await self._line(READY_S) != "ready":
-            raise BenchError(f"AsyncLLM did not start:\n{self._log.read_text()[-2000:]}")
-
-    async def seconds(self, prompts: Sequence[list[int]], tokens: int) -> float:
-        """How long it takes to answer all of them at once."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        asked = json.dumps({"prompts": prompts, "tokens": tokens})
-        self._process.stdin.write(asked.encode() + b"\n")
-        line = await self._line(ROUND_S)
-        if not line:
-            raise BenchError(f"AsyncLLM ended:\n{self._log.read_text()[-2000:]}")
-        return float(line)
-
-    @property
-    def pid(self) -> int:
-        """Of the process that drives the engine."""
-        assert self._process is not None
-        return self._process.pid
-
-    async def stop(self) -> None:
-        if self._process is None or self._process.stdin is None:
-            return
-        self._process.stdin.close()
-        try:
-            async with asyncio.timeout(STOP_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-
-    async def _line(self, within_s: float) -> str:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(within_s):
-                return (await self._process.stdout.readline()).decode().strip()
-        except TimeoutError:
-            raise BenchError(f"AsyncLLM said nothing for {within_s:g} s") from None
 
 
 async def through_router(client: Client, prompts: Sequence[list[int]], tokens: int) -> float:

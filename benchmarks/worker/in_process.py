@@ -1,8 +1,9 @@
 """vLLM's own AsyncLLM, driven in its process: `python -m benchmarks.worker.in_process SETTINGS`.
 
 SETTINGS is JSON: `model`, `engine_args`, `core`. Each line of standard input is a round, in JSON
-its `prompts` and the `tokens` of each answer; the answer is a line with the round's seconds. vLLM's
-engine core gets `core` alone, as the worker has it; the process that drives it may use all.
+its `prompts` and the `tokens` of each answer; the answer is a line of JSON with the seconds at
+which each token of each came. vLLM's engine core gets `core` alone, as the worker has it; the
+process that drives it may use all.
 Tried with vLLM 0.32.0.
 """
 
@@ -49,7 +50,7 @@ async def _serve(settings: dict[str, Any], cores: set[int]) -> None:
         _spread(cores)
         _say("ready")
         while line := await asyncio.to_thread(sys.stdin.readline):
-            _say(str(await _round(engine, **json.loads(line))))
+            _say(json.dumps(await _round(engine, **json.loads(line))))
     finally:
         engine.shutdown()
 
@@ -60,7 +61,7 @@ def _spread(cores: set[int]) -> None:
         os.sched_setaffinity(int(thread.name), cores)
 
 
-async def _round(engine: AsyncLLM, prompts: Sequence[list[int]], tokens: int) -> float:
+async def _round(engine: AsyncLLM, prompts: Sequence[list[int]], tokens: int) -> list[list[float]]:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -72,16 +73,16 @@ async def _round(engine: AsyncLLM, prompts: Sequence[list[int]], tokens: int) ->
     )
     begun = time.monotonic()
 
-    async def ask(prompt: list[int]) -> int:
+    async def ask(prompt: list[int]) -> list[float]:
         request_id = f"{begun}-{id(prompt)}"
-        seen = 0
+        times: list[float] = []
         async for output in engine.generate({"prompt_token_ids": prompt}, sampling, request_id):
-            seen += len(output.outputs[0].token_ids)
-        return seen
+            times += [time.monotonic() - begun] * len(output.outputs[0].token_ids)
+        return times
 
-    counts = await asyncio.gather(*map(ask, prompts))
-    assert set(counts) == {tokens}
-    return time.monotonic() - begun
+    answers = await asyncio.gather(*map(ask, prompts))
+    assert {len(times) for times in answers} == {tokens}
+    return answers
 
 
 def _say(line: str) -> None:
