@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.errors import BenchError
-from benchmarks.processes import Child, free_port, processor_s
+from benchmarks.processes import Child, free_port
 from pdserve.config import WorkerConfig
 from pdserve.config_schema import parse
 from pdserve.up.cores import share_cores
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 # Role, and what vLLM calls it.
 _SERVERS: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _ASK_S: Final = 60.0
+# The last token of each prompt is always computed where the first of the answer is sampled.
+_COMPUTED, _MOST_COMPUTED = "local_compute", 0.1
 # vLLM's enumerations as its JSON has them (vllm/config/compilation.py).
 _MODES: Final = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 _GRAPHS: Final = {
@@ -59,6 +62,7 @@ class NixlPair:
         self._children: dict[str, Child] = {}
         self._urls: dict[str, str] = {}
         self._cores: dict[str, tuple[int, ...]] = {}
+        self._prompt_tokens: Mapping[str, float] = {}
 
     async def start(self) -> None:
         """Return once all three serve; raises :class:`BenchError` with what they said if they do
@@ -141,20 +145,34 @@ class NixlPair:
             "settings": settings,
         }
 
-    def changed(self) -> str | None:
-        """What happened to its processes since it was ready; None if nothing did."""
+    async def changed(self) -> str | None:
+        """What happened to its processes since it was ready, or that decode has computed prompts
+        itself since this was last asked; None if nothing did."""
         ended = [child.name for child in self._children.values() if not child.is_alive]
-        return f"{ended[0]} ended" if ended else None
+        if ended:
+            return f"{ended[0]} ended"
+        text = await _get(f"{self._urls['decode']}/metrics")
+        if text is None:
+            return f"{self.name}'s decode does not answer"
+        before, self._prompt_tokens = self._prompt_tokens, prompt_tokens(text)
+        new = {x: n - before.get(x, 0.0) for x, n in self._prompt_tokens.items()}
+        share = new.get(_COMPUTED, 0.0) / (sum(new.values()) or 1.0)
+        if share <= _MOST_COMPUTED:
+            return None
+        return (
+            f"{self.name}'s decode computed {share:.0%} of its prompt tokens: no KV came for them"
+        )
 
-    def router_s(self) -> float:
-        """Processor time of the proxy so far."""
-        assert self.ready is not None
-        return processor_s([self.ready["router"]["pid"]])
 
-    def workers_s(self) -> float:
-        """Processor time of both servers so far."""
-        assert self.ready is not None
-        return processor_s(worker["pid"] for worker in self.ready["workers"])
+def prompt_tokens(text: str) -> dict[str, float]:
+    """By where their KV came from, out of a server's /metrics."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "vllm:prompt_tokens_by_source_total":
+                source = sample.labels["source"]
+                found[source] = found.get(source, 0.0) + sample.value
+    return found
 
 
 def described(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from benchmarks.processes import processor_s
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -70,12 +72,24 @@ class ProcessorMeter:
         driven = self._driven
         return _Reading(
             at_s=time.perf_counter(),
-            router_s=None if driven is None else driven.router_s(),
-            workers_s=None if driven is None else driven.workers_s(),
+            router_s=None if driven is None else router_s(driven),
+            workers_s=None if driven is None else workers_s(driven),
             client_s=own.user + own.system,
-            idle_arms_s=sum(x.router_s() + x.workers_s() for x in self._idle),
+            idle_arms_s=sum(router_s(x) + workers_s(x) for x in self._idle),
             busy_s=_busy_s(),
         )
+
+
+def router_s(arm: Started) -> float:
+    """Processor time so far of what stands before the workers of an arm that serves."""
+    assert arm.ready is not None
+    return processor_s([arm.ready["router"]["pid"]])
+
+
+def workers_s(arm: Started) -> float:
+    """Processor time so far of all its workers."""
+    assert arm.ready is not None
+    return processor_s(worker["pid"] for worker in arm.ready["workers"])
 
 
 def _busy_s() -> float:

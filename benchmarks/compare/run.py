@@ -250,7 +250,7 @@ class _Driver:
             trace=self.trace,
         )
         use = meter.use()
-        changed = contender.stack.changed() if contender.stack is not None else None
+        changed = None if contender.stack is None else await contender.stack.changed()
         self.observer.replayed(replay, result)
         speedup: Any = result.settings["speedup"]
         return Measurement(

@@ -11,7 +11,7 @@ import grpc.aio
 import yaml
 
 from benchmarks.errors import BenchError
-from benchmarks.processes import Child, processor_s
+from benchmarks.processes import Child
 from pdserve import rpc, wire
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import RegistryStub
@@ -24,7 +24,8 @@ LIST_TIMEOUT_S: Final = 10.0
 
 
 class Started(Protocol):
-    """Processes that serve one arm. ``ready`` has the addresses, None while they do not serve."""
+    """Processes that serve one arm. ``ready`` has their addresses and process ids, None while they
+    do not serve."""
 
     ready: Mapping[str, Any] | None
 
@@ -40,16 +41,8 @@ class Started(Protocol):
         """What each worker says of itself; raises :class:`BenchError`."""
         ...
 
-    def changed(self) -> str | None:
-        """What happened to them since they were ready; None if nothing did."""
-        ...
-
-    def router_s(self) -> float:
-        """Processor time so far of what stands before the workers."""
-        ...
-
-    def workers_s(self) -> float:
-        """Processor time of all workers so far."""
+    async def changed(self) -> str | None:
+        """What has happened to them that spoils what was measured; None if nothing did."""
         ...
 
 
@@ -121,23 +114,13 @@ class Stack:
         """Of `pdserve up`; raises :class:`BenchError` where it has ended."""
         return self._child.pid
 
-    def changed(self) -> str | None:
+    async def changed(self) -> str | None:
         """What happened to its processes since it was ready; None if nothing did."""
         if not self._child.is_alive:
             return f"{self.name} ended"
         if not self._ready_path.exists() or self._read_ready() != self.ready:
             return f"a process of {self.name} died and was started again"
         return None
-
-    def router_s(self) -> float:
-        """Processor time of the router so far."""
-        assert self.ready is not None
-        return processor_s([self.ready["router"]["pid"]])
-
-    def workers_s(self) -> float:
-        """Processor time of all workers so far."""
-        assert self.ready is not None
-        return processor_s(worker["pid"] for worker in self.ready["workers"])
 
     def _read_ready(self) -> Mapping[str, Any]:
         content: Mapping[str, Any] = json.loads(self._ready_path.read_text(encoding="utf-8"))

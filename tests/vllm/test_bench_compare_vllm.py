@@ -17,14 +17,15 @@ OF_THE_MACHINE = ("sent late", "arms that should have waited used", "other proce
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_disaggregated_and_an_aggregated_service_are_compared(tmp_path: Path) -> None:
-    arms = ("--arms", "1P1D,1A", "--kv-cache-mib", "128", "--set", "router.policy=least_loaded")
+def test_services_of_three_kinds_are_compared(tmp_path: Path) -> None:
+    arms = ("--arms", "1P1D,nixl,1A", "--kv-cache-mib", "128")
+    policy = ("--set", "router.policy=least_loaded")
     short = ("--rounds", "1", "--requests", "6", "--rate", "3", "--scale-lengths", "1/16")
     limits = ("--slo-ttft", "60000", "--slo-tpot", "10000")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pdserve", "bench", "compare"),
-            *(*arms, *short, *limits, "--out", str(tmp_path)),
+            *(*arms, *policy, *short, *limits, "--out", str(tmp_path)),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -37,19 +38,18 @@ def test_a_disaggregated_and_an_aggregated_service_are_compared(tmp_path: Path) 
     whole = json.loads((tmp_path / "result.json").read_text())
     reasons = whole["summary"]["validity"]["invalid"]
     assert [x for x in reasons if not any(said in x for said in OF_THE_MACHINE)] == []
-    pd, one = whole["arms"]
-    for name in ("max_num_batched_tokens", "dtype", "block_size", "cudagraph_mode", "device"):
-        assert pd["settings"]["of_workers"][name] == one["settings"]["of_workers"][name]
-    assert pd["settings"]["of_workers"]["engine"] == ["vllm 0.32.0"]
-    assert pd["settings"]["cores"] == one["settings"]["cores"]
-    assert pd["settings"]["kv_cache_tokens"] == pytest.approx(
-        one["settings"]["kv_cache_tokens"], rel=0.01
-    )
-    first, second = whole["summary"]["arms"]
-    assert (first["ok"], second["ok"]) == (6, 6)
+    pd, nixl, one = (found["settings"] for found in whole["arms"])
+    for other in (nixl, one):
+        assert other["of_workers"] == pd["of_workers"]
+        assert other["cores"] == pd["cores"]
+        assert other["kv_cache_tokens"] == pytest.approx(pd["kv_cache_tokens"], rel=0.01)
+    assert pd["of_workers"]["engine"] == ["vllm 0.32.0"]
+    assert nixl["workers"] == {"prefill": 1, "decode": 1}
+    first, second, third = whole["summary"]["arms"]
+    assert (first["ok"], second["ok"], third["ok"]) == (6, 6, 6)
     sent = [r for m in whole["measurements"] if m["arm"] == "1P1D" for r in m["records"]]
     # An answer of one token ends at prefill: nothing need move.
     moving = sum(record["output_tokens"] > 1 for record in sent)
     assert moving > 0
-    assert (first["transferred"], second["transferred"]) == (moving, 0)
+    assert (first["transferred"], third["transferred"]) == (moving, 0)
     assert first["figures"]["attainment"]["value"] == 1.0

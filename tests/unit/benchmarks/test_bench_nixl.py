@@ -104,4 +104,26 @@ async def test_what_does_not_start_is_an_error_and_leaves_nothing(
         await pair.start()
     await pair.stop()
     assert pair.ready is None
-    assert pair.changed() is None
+
+
+METRICS = """# TYPE vllm:prompt_tokens_by_source counter
+vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} %d
+vllm:prompt_tokens_by_source_total{engine="0",source="external_kv_transfer"} %d
+"""
+
+
+async def test_prompts_that_decode_computes_itself_spoil_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = iter([METRICS % (1, 99), METRICS % (2, 198), METRICS % (102, 198), None])
+
+    async def get(url: str) -> str | None:
+        assert url.endswith("/metrics")
+        return next(told)
+
+    monkeypatch.setattr(nixl, "_get", get)
+    pair = nixl.NixlPair("nixl", to_mapping(load_config(None, {})), tmp_path)
+    monkeypatch.setattr(pair, "_urls", {"decode": "http://here"})
+    assert [await pair.changed() for _ in range(2)] == [None, None]
+    assert "computed 100% of its prompt tokens" in (await pair.changed() or "")
+    assert "does not answer" in (await pair.changed() or "")
