@@ -191,7 +191,7 @@ def described(config: Mapping[str, Any]) -> dict[str, Any]:
         "cudagraph_mode": _GRAPHS[str(compilation["cudagraph_mode"])],
         "tensor_parallel_size": config["parallel_config"]["tensor_parallel_size"],
         "speculative_config": (config["speculative_config"] or {}).get("method"),
-        "device": config["device_config"]["device_type"],
+        "device": config["device_config"]["device"].partition(":")[0],
     }
     return {
         "model_path": model["tokenizer"],

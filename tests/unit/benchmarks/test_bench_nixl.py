@@ -48,7 +48,7 @@ CONFIG: dict[str, Any] = {
     },
     "parallel_config": {"tensor_parallel_size": 1},
     "speculative_config": None,
-    "device_config": {"device_type": "cpu"},
+    "device_config": {"device": "cpu"},
 }
 
 
