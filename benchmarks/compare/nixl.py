@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 # Role, and what vLLM calls it.
 _SERVERS: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
-_ASK_S: Final = 60.0
+# What a server tells of itself takes it seconds, on a busy machine minutes.
+_ASK_S: Final = 300.0
 # The last token of each prompt is always computed where the first of the answer is sampled.
 _COMPUTED, _MOST_COMPUTED = "local_compute", 0.1
 # vLLM's enumerations as its JSON has them (vllm/config/compilation.py).
