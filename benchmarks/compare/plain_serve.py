@@ -9,14 +9,17 @@ Tried with vLLM 0.32.0.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_PR_SET_PDEATHSIG: Final = 1
 # As our workers have them (workers/vllm_args.py); a comparison checks that arms are alike.
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "max_num_seqs": 64,
@@ -106,6 +109,9 @@ def main() -> None:
     # A whole number of GiB that silently overrides kv_cache_memory_bytes.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     words = command(settings, is_cpu=is_cpu)
+    if sys.platform == "linux":
+        # When the benchmark dies the server is told to end, for killed it leaves its engine behind.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     os.execv(words[0], words)
 
 
