@@ -34,8 +34,9 @@ class AbortStorm:
                     after_s = scene.rng.choice((0.0, 0.01, 0.05, 0.2, 0.5))
                     timers.append(loop.call_later(after_s, scene.load.abort, outcome.number))
             await asyncio.sleep(0.005)
-        aborted = sum(x.ending == "aborted" for x in scene.load.outcomes.values())
-        scene.note(f"{aborted} broken off")
+        aborted = {n for n, x in scene.load.outcomes.items() if x.ending == "aborted"}
+        scene.excused &= aborted  # one that failed before its client left is a failure
+        scene.note(f"{len(aborted)} broken off")
 
 
 ABORT_STORM = AbortStorm()
