@@ -81,8 +81,9 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_worker(self) -> WorkerHalf:
         transfer_config = self._kv_transfer_config
         settings = from_extra_config(transfer_config.kv_connector_extra_config)
-        self._transports = transport.make(settings)
-        if "shm" in settings.transports:
+        on_gpu = self._config.device_config.device_type != "cpu"
+        self._transports = transport.make(settings, on_gpu=on_gpu)
+        if any(each.name == "shm" for each in self._transports):
             self._shared = SharedMemory("pdserve-kv")
         worker = WorkerHalf(settings, transfer_config.engine_id, self._transports)
         patch_runner_v1(worker.resumed)
@@ -150,13 +151,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
         self._region = region_of(kv_caches, self._num_blocks)
-        transport.check(settings, self._region)
+        transport.check(settings, self._transports, self._region)
         worker.register(
             LocalKv(self._region, shared),
             Identity(self._kv_transfer_config.engine_id, key, settings.worker_id),
             shard,
         )
-        self._handshake = PdHandshake(worker.address, key, layout, settings.transports)
+        names = tuple(each.name for each in self._transports)
+        self._handshake = PdHandshake(worker.address, key, layout, names)
 
     def get_handshake_metadata(self) -> PdHandshake | None:
         return self._handshake

@@ -24,7 +24,7 @@ from kv_transfer.guard import Guard
 from kv_transfer.link import Link, LinkTimeouts
 from kv_transfer.listener import Listener
 from kv_transfer.messages import Ack, Again, Alive, Cancel, Chunk, Done, Fail, Grant, Message
-from kv_transfer.snapshot import KvSnapshot, link_views, totals_of, transfer_views
+from kv_transfer.snapshot import KvSnapshot, account_of, link_views, totals_of, transfer_views
 from kv_transfer.source import SourceTable
 
 if TYPE_CHECKING:
@@ -167,13 +167,15 @@ class Links:
         now = time.monotonic()
         local, _ = self._registered()
         geometry = local.region.geometry
+        account = account_of(self._transports)
         with self.lock:
             return KvSnapshot(
                 taken_at=now,
                 transfers=tuple(transfer_views(self.sources, self.targets, geometry, now)),
                 links=tuple(link_views(self._all, now)),
                 quarantined_slots=len(self._fencing) + sum(t.lost_slots for t in self._transports),
-                totals=totals_of(self.counters, self.sources, self.targets),
+                held_bytes=account.held_bytes,
+                totals=totals_of(self.counters, self.sources, self.targets, account),
             )
 
     def take_released(self) -> set[str]:

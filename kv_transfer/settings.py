@@ -31,6 +31,9 @@ _SIZES = {
     "nccl_max_ctas": (1, 32),
 }
 MAX_WORKER_ID = 256
+# In the place of transports: those that suit where the KV cache is.
+AUTO = "auto"
+_BETWEEN_GPUS = ("cuda_ipc", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class KvSettings:
     """
 
     host: str = "127.0.0.1"
-    transports: tuple[str, ...] = ("shm", "tcp")
+    # In order of preference; AUTO alone, or names.
+    transports: tuple[str, ...] = (AUTO,)
     # How long a source holds blocks for a target that does not take them.
     lease_s: float = 30.0
     # How long a target waits without any progress before it gives a transfer up.
@@ -83,6 +87,15 @@ class KvSettings:
         """Whether a transfer must come with a capability."""
         return self.kv_key is not None and self.require_capability is not False
 
+    @property
+    def device_bytes(self) -> int:
+        """What the transports between GPUs may come to hold on one, beside the KV cache: staging
+        in both directions, and communicators."""
+        names = set(_BETWEEN_GPUS if self.transports == (AUTO,) else self.transports)
+        staging = 2 * self.staging_slots * self.staging_slot_bytes
+        communicators = self.nccl_budget_bytes if "nccl" in names else 0
+        return staging * len(names & {*_BETWEEN_GPUS}) + communicators
+
     def __post_init__(self) -> None:
         for name in _TIMES:
             value = getattr(self, name)
@@ -100,6 +113,8 @@ class KvSettings:
             raise _refuse("transports", "must be a list that names a transport")
         if not all(isinstance(name, str) for name in self.transports):
             raise _refuse("transports", "must be a list of names")
+        if AUTO in self.transports and len(self.transports) > 1:
+            raise _refuse("transports", f"must be {AUTO!r} alone, or names without it")
         if not isinstance(self.nccl_library, str):
             raise _refuse("nccl_library", "must be the path of a file")
         self._check_rights()

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from kv_transfer.transport.base import Account, Accounts
 from pdserve.types import KvLedger, KvReport
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kv_transfer.source import SourceTable
     from kv_transfer.source_transfer import Reader
     from kv_transfer.target import TargetTable
+    from kv_transfer.transport.base import Transport
 
 SOURCE, TARGET = "source", "target"
 UP = "up"
@@ -60,13 +62,15 @@ class LinkView:
 @dataclass(frozen=True, slots=True)
 class KvSnapshot:
     """The KV plane of one process that holds a KV cache. `taken_at` is on the monotonic clock.
-    `totals` count since the process started."""
+    `held_bytes` is what transports
+    hold beside the cache, on its device; `totals` count since the process started."""
 
     taken_at: float
     transfers: tuple[TransferView, ...] = ()
     links: tuple[LinkView, ...] = ()
     quarantined_slots: int = 0
     totals: Mapping[str, float] = field(default_factory=dict)
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,13 @@ class KvState:
         for rank in self.ranks:
             totals.update(rank.totals)
             links.update(link.transport for link in rank.links if link.state == UP)
-        quarantined = sum(rank.quarantined_slots for rank in self.ranks)
-        return KvReport(self.ledger, quarantined, dict(links), dict(totals))
+        return KvReport(
+            self.ledger,
+            quarantined_slots=sum(rank.quarantined_slots for rank in self.ranks),
+            links=dict(links),
+            totals=dict(totals),
+            held_bytes=sum(rank.held_bytes for rank in self.ranks),
+        )
 
 
 def transfer_views(
@@ -152,11 +161,24 @@ def link_views(links: Iterable[Link], now: float) -> Iterator[LinkView]:
         )
 
 
+def account_of(transports: Iterable[Transport]) -> Account:
+    """Of all of them together."""
+    accounts = [each.account() for each in transports if isinstance(each, Accounts)]
+    return Account(
+        sum(account.held_bytes for account in accounts),
+        {name: value for account in accounts for name, value in account.totals.items()},
+    )
+
+
 def totals_of(
-    counters: TransferCounters, sources: SourceTable[Link], targets: TargetTable[Link]
+    counters: TransferCounters,
+    sources: SourceTable[Link],
+    targets: TargetTable[Link],
+    account: Account,
 ) -> dict[str, float]:
     """What is counted, wherever it is."""
     return {
+        **account.totals,
         **asdict(counters),
         "expired_leases": sources.expired_leases,
         "receive_timeouts": targets.timeouts,

@@ -163,9 +163,10 @@ class KvConfig:
         "127.0.0.1", "Address at which the other workers reach this one's KV.", not_empty=True
     )
     transports: tuple[str, ...] = key(
-        ("shm", "tcp"),
-        "Transports offered, the preferred one first.",
-        choices=("shm", "tcp", "nccl", "cuda_ipc"),
+        ("auto",),
+        "Transports offered, the preferred one first; `auto` alone takes shm and tcp for a KV "
+        "cache in host memory, cuda_ipc and nccl for one on a GPU, as far as the machine has them.",
+        choices=("auto", "shm", "tcp", "nccl", "cuda_ipc"),
         not_empty=True,
     )
     lease_s: float = key(
@@ -219,6 +220,8 @@ class KvConfig:
         check(self)
         if len(set(self.transports)) != len(self.transports):
             refuse("transports", f"names one twice: {', '.join(self.transports)}")
+        if "auto" in self.transports and len(self.transports) > 1:
+            refuse("transports", "has `auto` beside others; give it alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +250,11 @@ class WorkerConfig:
     )
     cores: tuple[int, ...] = key(
         (), "CPU cores the engine is pinned to; empty pins to none.", minimum=0
+    )
+    gpus: tuple[int, ...] = key(
+        (),
+        "GPUs that the engine may use, by NVML's index; empty leaves it all that are visible.",
+        minimum=0,
     )
     kv: KvConfig = section(KvConfig, "How KV blocks travel between workers.")
     gpu: GpuConfig = section(
@@ -317,6 +325,12 @@ class UpConfig:
     )
     cores_per_worker: int = key(
         0, "CPU cores for each worker; 0 shares out those there are.", minimum=0
+    )
+    gpus_per_worker: int = key(
+        0,
+        "GPUs for each worker, none twice; 0 gives each as many as its tensor_parallel_size, some "
+        "the same ones where there are too few. Without GPUs, or a vLLM for them, of no effect.",
+        minimum=0,
     )
     start_timeout_s: float = key(
         300.0, "How long all processes may take to become ready.", minimum=1, maximum=86400

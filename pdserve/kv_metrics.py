@@ -47,6 +47,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[KvReport], float]], ...] = (
         "Ways into this worker's memory, and staging, given up and not known to be idle.",
         lambda report: report.quarantined_slots,
     ),
+    (
+        "transport_bytes",
+        "Memory that transports hold beside the KV cache: staging and NCCL communicators.",
+        lambda report: report.held_bytes,
+    ),
 )
 
 

@@ -299,6 +299,7 @@ def kv_report_to_pb(report: t.KvReport) -> w.KvReport:
         quarantined_slots=report.quarantined_slots,
         links=report.links,
         totals=report.totals,
+        held_bytes=report.held_bytes,
     )
 
 
@@ -309,7 +310,11 @@ def kv_report_from_pb(message: w.KvReport) -> t.KvReport:
         if not _TOTAL_NAME.fullmatch(name) or not 0 <= value < math.inf:
             raise InvalidRequest(f"kv.totals: {name[:64]!r} is not a count", field="kv.totals")
     return t.KvReport(
-        ledger_from_pb(message.ledger), message.quarantined_slots, dict(message.links), totals
+        ledger_from_pb(message.ledger),
+        message.quarantined_slots,
+        dict(message.links),
+        totals,
+        message.held_bytes,
     )
 
 

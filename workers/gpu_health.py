@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from typing import TYPE_CHECKING, Any
 
+from pdserve.gpus import visible
 from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
@@ -36,27 +36,8 @@ def gpu_health() -> list[w.GpuHealth]:
 
 
 def _read_all(nvml: Any) -> Iterator[w.GpuHealth]:
-    visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-        if visible is None or str(index) in visible or uuid.startswith(visible):
-            yield _read(nvml, index, handle)
-
-
-def visible_devices(value: str | None) -> tuple[str, ...] | None:
-    """The entries of CUDA_VISIBLE_DEVICES: indices, or the beginnings of UUIDs; None for all.
-
-    CUDA ends the list at the first entry that is no device, such as -1.
-    """
-    if value is None:
-        return None
-    entries: list[str] = []
-    for entry in (x.strip() for x in value.split(",")):
-        if not entry.isdecimal() and not entry.startswith(("GPU-", "MIG-")):
-            break
-        entries.append(entry)
-    return tuple(entries)
+    for index, handle in visible(nvml):
+        yield _read(nvml, index, handle)
 
 
 def _read(nvml: Any, index: int, handle: Any) -> w.GpuHealth:

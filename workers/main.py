@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from pdserve.child import Reports
 from pdserve.errors import ConfigError
+from pdserve.gpus import gpu_environment
 from workers.cores import pin
 from workers.server import WorkerServer
 
@@ -34,6 +36,7 @@ def run_worker(config: WorkerConfig, *, reports: Reports | None = None) -> int:
     Raises ConfigError for a configuration that cannot be served.
     """
     pin(config.cores)
+    os.environ.update(gpu_environment(config.gpus))
     import uvloop
 
     return uvloop.run(serve_worker(config, reports=reports))

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from pdserve.errors import ConfigError
 from workers.vllm_cache import events_config
+from workers.vllm_settings import memory_left_to_kv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +68,9 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         **(_CPU_DEFAULTS if current_platform.is_cpu() else {}),
         **settings.engine_args,
     }
+    if settings.kv is not None and not current_platform.is_cpu():
+        total_bytes = current_platform.get_device_total_memory()
+        args |= memory_left_to_kv(settings.kv, args, total_bytes, EngineArgs.gpu_memory_utilization)
     return EngineArgs(
         model=settings.model_path,
         served_model_name=settings.model_name,

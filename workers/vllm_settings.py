@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.settings import from_extra_config
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,3 +65,24 @@ class VllmSettings:
                     f"engine_args.{name} cannot be set: the worker sets it itself",
                     field=f"engine_args.{name}",
                 )
+
+
+def memory_left_to_kv(
+    kv: KvSettings, args: Mapping[str, Any], total_bytes: int, default: float
+) -> dict[str, float]:
+    """`gpu_memory_utilization` less what our transports may hold on the same GPU, which vLLM knows
+    nothing of; nothing where the KV cache's size is given. `default` is vLLM's own. Raises
+    ConfigError where nothing is left.
+    """
+    if kv.connector != "pdserve" or args.get("kv_cache_memory_bytes"):
+        return {}
+    wanted = float(args.get("gpu_memory_utilization", default))
+    held_bytes = from_extra_config(kv.extra).device_bytes
+    left = wanted - held_bytes / total_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"kv.staging_slot_bytes, kv.nccl_budget_bytes: {held_bytes} bytes are more than "
+            f"{wanted:.2f} of a GPU of {total_bytes}",
+            field="kv.staging_slot_bytes",
+        )
+    return {"gpu_memory_utilization": left}

@@ -33,6 +33,11 @@ class StagingLimits:
         if self.slots < 2 or self.slot_bytes < 1:
             raise ValueError(f"{self.slots} slots of {self.slot_bytes} bytes")
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of one direction."""
+        return self.slots * self.slot_bytes
+
 
 def parts(count: int, block_bytes: int, slot_bytes: int) -> Iterator[slice]:
     """`count` blocks in runs that fit a slot. Raises KvTransferError where not one does."""

@@ -3,15 +3,17 @@ first it can use."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError
+from kv_transfer.settings import AUTO
 from kv_transfer.transport.shm import ShmTransport
 from kv_transfer.transport.tcp import TcpTransport
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from kv_transfer.memory import KvRegion
     from kv_transfer.settings import KvSettings
@@ -36,28 +38,34 @@ def _cuda_ipc(settings: KvSettings) -> Transport:
     return cuda_ipc.CudaIpcTransport(current_device(), cuda_ipc.limits_from(settings))
 
 
+logger = logging.getLogger(__name__)
+
 _MAKERS: dict[str, Callable[[KvSettings], Transport]] = {
     "shm": lambda settings: ShmTransport(),
     "tcp": lambda settings: TcpTransport(),
     "nccl": _nccl,
     "cuda_ipc": _cuda_ipc,
 }
-# Those that move a cache in GPU memory; the others move one in host memory.
-ON_GPU = frozenset({"nccl", "cuda_ipc"})
+# Those that move a cache in GPU memory, and those that move one in host memory, best first.
+ON_GPU = ("cuda_ipc", "nccl")
+ON_HOST = ("shm", "tcp")
 
 
-def make(settings: KvSettings) -> list[Transport]:
+def make(settings: KvSettings, *, on_gpu: bool = False) -> list[Transport]:
     """The transports that the settings name, in their order; the caller closes them. Raises
-    ConfigError for one that there is not, or that this machine cannot use, with the reason."""
+    ConfigError for one that there is not, or that this machine cannot use, with the reason.
+
+    For AUTO those of the memory that the cache will be in, without the ones that this machine
+    cannot use; there must be one.
+    """
+    if settings.transports == (AUTO,):
+        return _whichever(ON_GPU if on_gpu else ON_HOST, settings)
     made: list[Transport] = []
     try:
         for name in settings.transports:
             if name not in _MAKERS:
                 raise _refuse(f"{name!r} is none of {', '.join(_MAKERS)}")
-            try:
-                made.append(_MAKERS[name](settings))
-            except (KvTransferError, ValueError) as error:
-                raise _refuse(f"{name} cannot be used here: {error}") from error
+            made.append(_make(name, settings))
     except BaseException:
         for transport in made:
             transport.close()
@@ -65,10 +73,31 @@ def make(settings: KvSettings) -> list[Transport]:
     return made
 
 
-def check(settings: KvSettings, region: KvRegion) -> None:
-    """Raises ConfigError where nothing that the settings name can move this cache."""
-    if not region.is_host and not ON_GPU.intersection(settings.transports):
-        raise _refuse(f"none reaches a KV cache in GPU memory: name {' or '.join(sorted(ON_GPU))}")
+def _whichever(names: Iterable[str], settings: KvSettings) -> list[Transport]:
+    made: list[Transport] = []
+    refusals = []
+    for name in names:
+        try:
+            made.append(_make(name, settings))
+        except ConfigError as error:
+            logger.warning("%s; it is not offered", error)
+            refusals.append(str(error))
+    if not made:
+        raise ConfigError("; ".join(refusals), field="kv.transports")
+    return made
+
+
+def _make(name: str, settings: KvSettings) -> Transport:
+    try:
+        return _MAKERS[name](settings)
+    except (KvTransferError, ValueError) as error:
+        raise _refuse(f"{name} cannot be used here: {error}") from error
+
+
+def check(settings: KvSettings, transports: Sequence[Transport], region: KvRegion) -> None:
+    """Raises ConfigError where none of the transports made for the settings can move this cache."""
+    if not region.is_host and not any(each.name in ON_GPU for each in transports):
+        raise _refuse(f"none reaches a KV cache in GPU memory: name {' or '.join(ON_GPU)}")
     block_bytes = region.geometry.block_bytes
     if not region.is_host and settings.staging_slot_bytes < block_bytes:
         raise ConfigError(

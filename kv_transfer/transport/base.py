@@ -23,14 +23,14 @@ Errors: OSError and KvTransferError end the link.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kv_transfer.errors import KvTransferError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion, SharedMemory
@@ -121,6 +121,24 @@ class Wire:
     post: Callable[[Message], None]
     # For any thread: True once the link has ended, and whoever waits for its peer must stop.
     is_down: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a transport holds of its own beside the KV cache, on the same device, and what it has
+    counted since it began, by name."""
+
+    held_bytes: int = 0
+    totals: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Accounts(Protocol):
+    """A transport that has something of its own to account for."""
+
+    def account(self) -> Account:
+        """At this moment; from any thread."""
+        ...
 
 
 class Transport(Protocol):

@@ -21,7 +21,7 @@ from kv_transfer.ipc.channels import IpcSource, IpcTarget, Kv, PeerRing
 from kv_transfer.ipc.credits import Quarantine
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import PeerMemory, SharedMemory, WriteFence, boot_id
-from kv_transfer.transport.base import TransportUnavailable
+from kv_transfer.transport.base import Account, TransportUnavailable
 
 if TYPE_CHECKING:
     from kv_transfer.device.base import SharingDevice
@@ -174,6 +174,11 @@ class CudaIpcTransport:
         for slot in safe:
             assert self._ring is not None
             self._ring.release(slot)
+
+    def account(self) -> Account:
+        """The ring and the sending slots."""
+        begun = [x for x in (self._ring, self._sending) if x is not None]
+        return Account(sum(staging.limits.held_bytes for staging in begun))
 
     @property
     def held_slots(self) -> int:

@@ -22,7 +22,7 @@ from kv_transfer.nccl.binding import CommConfig, NcclUnavailable, check_versions
 from kv_transfer.nccl.channels import Kv, NcclSource, NcclTarget
 from kv_transfer.nccl.pool import PairKey, Pool, PoolLimits
 from kv_transfer.nccl.thread import NcclThread
-from kv_transfer.transport.base import TransportUnavailable
+from kv_transfer.transport.base import Account, TransportUnavailable
 
 if TYPE_CHECKING:
     from kv_transfer.device.base import Device
@@ -142,6 +142,15 @@ class NcclTransport:
     def stats(self) -> PoolStats:
         """Of the communicators."""
         return self.thread.stats()
+
+    def account(self) -> Account:
+        """Communicators by their budget's reckoning, and staging."""
+        stats = self.stats()
+        held = stats.reserved_bytes + sum(
+            x.limits.held_bytes for x in tuple(self._staging.values())
+        )
+        counted = ("made", "evicted", "aborted", "stale_messages")
+        return Account(held, {f"nccl_{name}": getattr(stats, name) for name in counted})
 
     @property
     def held_slots(self) -> int:

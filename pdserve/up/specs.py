@@ -10,6 +10,7 @@ from pdserve.config_schema import refuse, to_mapping
 from pdserve.failure_config import MOVE_S, UNPIN_S
 from pdserve.types import Role
 from pdserve.up.cores import share_cores
+from pdserve.up.gpus import memory_share, share_gpus
 from pdserve.up.supervision import Policy
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 # What a process may take on top of its own deadline before it is killed.
 _MARGIN_S = 5.0
-_CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores")
+_CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus")
+# Engine arguments that say how much of a GPU's memory is taken.
+_OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 _PORTS_APART = 10
 _LAST_PORT = 65535
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -81,10 +84,12 @@ def router_spec(name: str, router: RouterConfig, facts: Mapping[str, str] | None
     return ProcessSpec(name, "router", {"router": to_mapping(router)})
 
 
-def worker_configs(config: Config, cores: Collection[int]) -> dict[str, WorkerConfig]:
+def worker_configs(
+    config: Config, cores: Collection[int], gpus: Sequence[int] = ()
+) -> dict[str, WorkerConfig]:
     """Each worker's configuration by name, its routers' addresses still those of the file.
 
-    Raises ConfigError where the file sets what is chosen here, or the cores do not suffice.
+    Raises ConfigError where the file sets what is chosen here, or cores or GPUs do not suffice.
     """
     for name in _CHOSEN_HERE:
         if getattr(config.worker, name) != getattr(WorkerConfig(), name):
@@ -99,10 +104,33 @@ def worker_configs(config: Config, cores: Collection[int]) -> dict[str, WorkerCo
     }
     named = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
     shares = share_cores(len(named), cores, config.up.cores_per_worker)
+    cards = _gpu_shares(config, len(named), gpus)
     return {
-        name: replace(worker, worker_id=name, role=role, cores=share)
-        for (name, role), share in zip(named, shares, strict=True)
+        name: replace(
+            worker,
+            worker_id=name,
+            role=role,
+            cores=share,
+            gpus=mine,
+            engine_args=_with_memory_share(worker.engine_args, memory_share(mine, cards)),
+        )
+        for (name, role), share, mine in zip(named, shares, cards, strict=True)
     }
+
+
+def _gpu_shares(config: Config, workers: int, gpus: Sequence[int]) -> list[tuple[int, ...]]:
+    asked = config.worker.engine_args.get("tensor_parallel_size", 1)
+    # Of another type it is the engine's to refuse.
+    tensor_parallel = asked if isinstance(asked, int) and asked > 0 else 1
+    return share_gpus(
+        workers, gpus, per_worker=config.up.gpus_per_worker, tensor_parallel=tensor_parallel
+    )
+
+
+def _with_memory_share(args: Mapping[str, object], share: float | None) -> Mapping[str, object]:
+    if share is None or any(name in args for name in _OF_MEMORY):
+        return args
+    return {**args, "gpu_memory_utilization": share}
 
 
 def worker_spec(config: WorkerConfig, routers: Sequence[str]) -> ProcessSpec:

@@ -17,6 +17,7 @@ from pdserve.access.tls import dialer
 from pdserve.config_schema import refuse
 from pdserve.up import ready_file, specs
 from pdserve.up import supervision as sv
+from pdserve.up.gpus import gpus_for
 from pdserve.up.preflight import check_model, check_ports
 from pdserve.up.process import ChildProcess, Doing, Exited, ProcessEvent, Ready
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
@@ -43,7 +44,7 @@ class Supervisor:
         self._display = display
         self._model = config.worker.served_model_name
         check_model(config.worker)
-        self._workers = specs.worker_configs(config, os.sched_getaffinity(0))
+        self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
         self._run_dir = _make_run_dir(config.up.run_dir)

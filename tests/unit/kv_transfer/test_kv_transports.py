@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -9,9 +11,15 @@ from kv_transfer import transport
 from kv_transfer.device.base import StreamError
 from kv_transfer.nccl import binding
 from kv_transfer.settings import KvSettings
+from kv_transfer.transport.tcp import TcpTransport
 from pdserve.errors import ConfigError
 from tests.unit.kv_transfer.caches import Cache, geometry
 from tests.unit.kv_transfer.test_device_region import BLOCKS, caches, device_region
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kv_transfer.transport.base import Transport
 
 
 def test_transports_come_in_the_order_of_the_settings() -> None:
@@ -72,14 +80,44 @@ def test_what_was_made_is_closed_when_the_next_cannot_be(monkeypatch: pytest.Mon
     assert closed == ["first"]
 
 
+class Named(TcpTransport):
+    """By another name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_auto_takes_what_suits_the_cache_and_leaves_out_what_the_machine_has_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(settings: KvSettings) -> Transport:
+        raise StreamError("no library")
+
+    makers: dict[str, Callable[[KvSettings], Transport]] = {
+        "cuda_ipc": lambda settings: Named("cuda_ipc"),
+        "nccl": lambda settings: Named("nccl"),
+    }
+    monkeypatch.setattr(transport, "_MAKERS", makers)
+    assert [x.name for x in transport.make(KvSettings(), on_gpu=True)] == ["cuda_ipc", "nccl"]
+    makers["nccl"] = fails
+    assert [x.name for x in transport.make(KvSettings(), on_gpu=True)] == ["cuda_ipc"]
+    assert "nccl cannot be used here: no library; it is not offered" in caplog.text
+    makers["cuda_ipc"] = fails
+    with pytest.raises(ConfigError, match=r"cuda_ipc cannot be .*; kv\.transports: nccl") as caught:
+        transport.make(KvSettings(), on_gpu=True)
+    assert caught.value.field == "kv.transports"
+
+
 def test_a_cache_on_a_gpu_needs_a_transport_that_reaches_it_and_slots_that_hold_a_block() -> None:
     region = device_region(caches("LBNHC"), BLOCKS)
+    host = transport.make(KvSettings(), on_gpu=False)
+    assert [one.name for one in host] == [*transport.ON_HOST]
     with pytest.raises(ConfigError, match="none reaches a KV cache in GPU memory") as caught:
-        transport.check(KvSettings(transports=("shm", "tcp")), region)
+        transport.check(KvSettings(), host, region)
     assert caught.value.field == "kv.transports"
     block = region.geometry.block_bytes
     with pytest.raises(ConfigError, match=f"hold no block of {block}") as caught:
-        transport.check(KvSettings(transports=("nccl",), staging_slot_bytes=block - 1), region)
+        transport.check(KvSettings(staging_slot_bytes=block - 1), [Named("nccl")], region)
     assert caught.value.field == "kv.staging_slot_bytes"
-    transport.check(KvSettings(transports=("tcp", "nccl"), staging_slot_bytes=block), region)
-    transport.check(KvSettings(staging_slot_bytes=1), Cache(geometry(), seed=1).region)
+    transport.check(KvSettings(staging_slot_bytes=block), [*host, Named("nccl")], region)
+    transport.check(KvSettings(staging_slot_bytes=1), host, Cache(geometry(), seed=1).region)

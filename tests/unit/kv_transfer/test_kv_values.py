@@ -148,6 +148,19 @@ def test_transfer_params_that_are_no_object_are_refused(params: Any) -> None:
     assert caught.value.field == "kv_transfer_params"
 
 
+def test_transports_between_gpus_may_hold_staging_and_communicators() -> None:
+    sizes = {"staging_slots": 3, "staging_slot_bytes": 10, "nccl_budget_bytes": 1000}
+    assert KvSettings(**sizes).device_bytes == 1120
+    for transports, held_bytes in (
+        (("shm", "tcp"), 0),
+        (("cuda_ipc", "tcp"), 60),
+        (("nccl",), 1060),
+    ):
+        assert KvSettings(transports=transports, **sizes).device_bytes == held_bytes
+    with pytest.raises(ConfigError, match="must be 'auto' alone"):
+        KvSettings(transports=("auto", "tcp"))
+
+
 def test_settings_are_read_from_the_extra_config() -> None:
     settings = from_extra_config({"transports": ["tcp"], "lease_s": 3, "chunk_bytes": 1024})
     assert settings == KvSettings(transports=("tcp",), lease_s=3, chunk_bytes=1024)

@@ -15,6 +15,7 @@ from kv_transfer.nccl.actions import PairTimeouts
 from kv_transfer.nccl.binding import Result
 from kv_transfer.nccl.messages import Moved, Offer
 from kv_transfer.settings import KvSettings
+from kv_transfer.snapshot import account_of
 from kv_transfer.transport.nccl import ONE_GPU_VARIABLE, NcclTransport, limits_from
 from kv_transfer.transport.tcp import TcpTransport
 from tests.patience import WAIT_S
@@ -316,8 +317,12 @@ def test_the_settings_bound_what_nccl_may_use() -> None:
 
 def test_threads_end_with_the_transport(world: NcclWorld, clean: None) -> None:
     transport, cache = world.transport(), Cache(geometry(), seed=1)
+    assert account_of([TcpTransport(), transport]).held_bytes == 0
     ours, theirs = socket.socketpair()
     channel = transport.target(cache.local, 1, wire_of(ours, []))
+    account = account_of([TcpTransport(), transport])
+    assert account.held_bytes > 0
+    assert account.totals["nccl_made"] == account.totals["nccl_evicted"] == 0
     assert [t for t in threading.enumerate() if t.name == "kv-nccl"]
     channel.close()
     transport.close()

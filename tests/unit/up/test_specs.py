@@ -10,6 +10,7 @@ from pdserve.errors import ConfigError
 from pdserve.failure_config import MOVE_S, UNPIN_S
 from pdserve.types import Role
 from pdserve.up.cores import share_cores
+from pdserve.up.gpus import gpus_for, memory_share, share_gpus
 from pdserve.up.specs import (
     policy_of,
     reachable,
@@ -65,6 +66,7 @@ def test_workers_are_named_by_role_and_pinned_apart() -> None:
         ("worker.role", WorkerConfig(role=Role.DECODE)),
         ("worker.port", WorkerConfig(port=9000)),
         ("worker.cores", WorkerConfig(cores=(0,))),
+        ("worker.gpus", WorkerConfig(gpus=(0,))),
         ("worker.routers", WorkerConfig(routers=("10.0.0.1:8001",))),
     ],
 )
@@ -72,6 +74,65 @@ def test_what_is_chosen_by_up_is_refused_in_its_file(key: str, worker: WorkerCon
     with pytest.raises(ConfigError) as caught:
         worker_configs(Config(worker=worker), range(2))
     assert caught.value.field == key
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "per_worker", "tensor_parallel", "shares"),
+    [
+        (2, [], 0, 1, [(), ()]),
+        (2, [0, 1], 0, 1, [(0,), (1,)]),
+        (2, [4, 5, 6, 7], 0, 2, [(4, 5), (6, 7)]),
+        (2, [4, 5, 6, 7], 1, 2, [(4,), (5,)]),
+        (2, [3], 0, 1, [(3,), (3,)]),
+        (3, [0, 1], 0, 1, [(0,), (1,), (0,)]),
+    ],
+)
+def test_gpus_are_shared_out(
+    workers: int,
+    gpus: list[int],
+    per_worker: int,
+    tensor_parallel: int,
+    shares: list[tuple[int, ...]],
+) -> None:
+    assert (
+        share_gpus(workers, gpus, per_worker=per_worker, tensor_parallel=tensor_parallel) == shares
+    )
+
+
+@pytest.mark.parametrize(
+    ("per_worker", "tensor_parallel", "key"),
+    [
+        (1, 1, "up.gpus_per_worker"),
+        (3, 1, "up.gpus_per_worker"),
+        (0, 3, "worker.engine_args.tensor_parallel_size"),
+    ],
+)
+def test_more_gpus_than_there_are_cannot_be_had(
+    per_worker: int, tensor_parallel: int, key: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        share_gpus(3, [0, 1], per_worker=per_worker, tensor_parallel=tensor_parallel)
+    assert caught.value.field == key
+
+
+def test_workers_on_one_gpu_share_its_memory_unless_they_are_told_how_much() -> None:
+    assert memory_share((0,), [(0,), (1,)]) is None
+    assert memory_share((), [(), ()]) is None
+    workers = worker_configs(Config(), range(2), [0])
+    assert [dict(x.engine_args) for x in workers.values()] == [{"gpu_memory_utilization": 0.45}] * 2
+    told = Config(worker=WorkerConfig(engine_args={"kv_cache_memory_bytes": 1 << 30}))
+    for worker in worker_configs(told, range(2), [0]).values():
+        assert worker.engine_args == told.worker.engine_args
+        assert worker.gpus == (0,)
+
+
+def test_gpus_are_for_a_vllm_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.up.gpus.visible_gpus", lambda: (0, 1))
+    monkeypatch.setattr("pdserve.up.gpus.version", lambda name: "2.13.0+cu130")
+    assert gpus_for(Config()) == (0, 1)
+    assert gpus_for(Config(worker=WorkerConfig(engine="fake"))) == ()
+    monkeypatch.setattr("pdserve.up.gpus.version", lambda name: "2.13.0+cpu")
+    assert gpus_for(Config()) == ()
 
 
 def test_a_worker_is_told_everything_its_process_needs() -> None:

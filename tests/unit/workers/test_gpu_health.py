@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from workers.gpu_health import gpu_health, visible_devices
+from pdserve.gpus import gpu_environment, visible_devices
+from workers.gpu_health import gpu_health
 
 
 class FakeNvml:
@@ -119,3 +120,11 @@ def test_visible_devices_end_at_the_first_that_is_none(
     value: str | None, entries: tuple[str, ...] | None
 ) -> None:
     assert visible_devices(value) == entries
+
+
+def test_a_process_is_told_its_gpus_by_the_indices_that_nvml_has() -> None:
+    assert gpu_environment(()) == {}
+    assert gpu_environment((2, 0)) == {
+        "CUDA_VISIBLE_DEVICES": "2,0",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
