@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # RFC 9113, 3.4 and 6.5: the client's preface, and a SETTINGS frame without settings.
 _HTTP2: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_MIB: Final = 1 << 20
 _SPARE_FILES: Final = 200
 _CONNECT_S: Final = 10.0
 _AT_ONCE: Final = 64  # below the backlog of a listening socket
@@ -105,9 +106,18 @@ async def run(connections: int) -> list[Row]:
                     await asyncio.sleep(_SETTLE_S)
                     after = router.memory_info().rss
                     each = (beside - before) / 1024 / connections
-                    mib = [round(x / 2**20, 1) for x in (before, beside, after)]
                     rows.append(
-                        Row(face, connections, still, round(each, 2), *mib, alone_ms, health_ms)
+                        Row(
+                            face,
+                            connections,
+                            still,
+                            kib_each=round(each, 2),
+                            before_mib=round(before / _MIB, 1),
+                            beside_mib=round(beside / _MIB, 1),
+                            after_mib=round(after / _MIB, 1),
+                            alone_ms=alone_ms,
+                            health_ms=health_ms,
+                        )
                     )
                 return rows
         finally:
