@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         (
             "worker: {kv: {transports: [rdma]}}",
             "worker.kv.transports",
-            "one of shm, tcp",
+            "one of auto, shm, tcp",
         ),
         ("worker: {kv: {transports: []}}", "worker.kv.transports", "must not be empty"),
         ("worker: {kv: {transports: [shm, shm]}}", "worker.kv.transports", "twice"),
