@@ -22,6 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # pip may warn a hundred times about an index that lacks a package; an error shows all it said.
 PIP_LOG := $(VENV)/pip.log
 SHOW_PIP_LOG := { cat $(PIP_LOG) >&2; exit 1; }
+EXTENSIONS := kv_transfer/_copy.c pdserve/_lanes.c
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 CODE := pdserve router workers kv_transfer benchmarks
@@ -33,8 +34,8 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make the environment in .venv, or bring it up to date
-	@$(BIN)/python -c 'import kv_transfer._copy' 2>/dev/null \
-		|| echo "KV pages are copied in Python: kv_transfer/_copy.c is not built. With a C compiler: rm $(STAMP); make install"
+	@$(BIN)/python -c 'import kv_transfer._copy, pdserve._lanes' 2>/dev/null \
+		|| echo "KV is copied, or tokens are written, in Python: $(EXTENSIONS) are not all built. With a C compiler: rm $(STAMP); make install"
 
 run: $(STAMP) ## start one prefill worker, one decode worker and the router
 	@exec $(BIN)/pdserve up $(ARGS)
@@ -82,7 +83,7 @@ bench: $(STAMP) ## compare 1P1D with two aggregated workers on the shipped trace
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f kv_transfer/_copy.*.so
+	rm -f $(EXTENSIONS:.c=.*.so)
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -100,7 +101,7 @@ $(TORCH_STAMP): | $(BIN)/python
 		|| $(PIP) install -q $$index "torch==$(TORCH)" 2>>$(PIP_LOG) || $(SHOW_PIP_LOG)
 	@touch $@
 
-$(STAMP): $(LOCK) pyproject.toml kv_transfer/_copy.c $(TORCH_STAMP)
+$(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(TORCH_STAMP)
 	@echo "installing the packages of $(LOCK)"
 	@$(PIP) install --no-deps -r $(LOCK) 2>$(PIP_LOG) \
 		| awk -v total=$$(grep -c '^[A-Za-z]' $(LOCK)) ' \

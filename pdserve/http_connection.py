@@ -16,11 +16,13 @@ from urllib.parse import unquote
 
 import httptools
 
+from pdserve import lanes
 from pdserve.http_cycle import Cycle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve._lanes import Lane
     from pdserve.http_cycle import App
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -210,6 +212,9 @@ class HttpConnection(asyncio.Protocol):
 
     async def drained(self) -> None:
         await self._drained.wait()
+
+    def open_lane(self, before: bytes, after: bytes) -> Lane | None:
+        return lanes.open_lane(self._transport, before, after)
 
     def body_was_read(self) -> None:
         self._flow()

@@ -3,7 +3,8 @@
 Beside ASGI there are ways more, each of which spares a coroutine or a task. The scope's extension
 TRY_WRITE has `between(before, after)`, which makes a function of a piece of bytes. It writes the
 piece, between the two, as a part of the response's body at once, or returns False where that would
-wait. The extension AT_ONCE has `whole_body()`, the body where all of it is here and None where
+wait; and `lane(before, after)`, which makes a lane of it, or None (pdserve/lanes.py). The extension
+AT_ONCE has `whole_body()`, the body where all of it is here and None where
 `receive` has to be asked, and `when_gone(callback)`, which calls back when the client leaves before
 its response is complete, at once where it has left.
 """
@@ -20,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
+
+    from pdserve._lanes import Lane
 
     Message = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]
@@ -49,6 +52,10 @@ class Wire(Protocol):
         """Returns when the client has caught up, or is gone."""
         ...
 
+    def open_lane(self, before: bytes, after: bytes) -> Lane | None:
+        """See pdserve/lanes.py."""
+        ...
+
     def body_was_read(self) -> None:
         """The application has taken what was there of the body."""
         ...
@@ -76,6 +83,7 @@ class Cycle:
         self._head = b""  # of the response, until it goes with the first piece of the body
         self._chunked = False
         self._takes_pieces = False  # the head has gone, the end has not
+        self._lane: Lane | None = None
         self._bodiless = scope["method"] == "HEAD"
         self.keep_alive = keep_alive
         self.request_complete = False
@@ -84,7 +92,7 @@ class Cycle:
         self.disconnected = False
         self._on_gone: Callable[[], None] | None = None
         scope["extensions"] = {
-            TRY_WRITE: {"between": self._between},
+            TRY_WRITE: {"between": self._between, "lane": self._open_lane},
             AT_ONCE: {"whole_body": self._whole_body, "when_gone": self._when_gone},
         }
 
@@ -127,7 +135,7 @@ class Cycle:
     def disconnect(self) -> None:
         """The client is gone."""
         self.disconnected = True
-        self._takes_pieces = False
+        self._take_pieces(False)
         self._wake.set()
         if self._on_gone is not None and not self.response_complete:
             self._on_gone()
@@ -175,6 +183,16 @@ class Cycle:
 
         return try_write
 
+    def _open_lane(self, before: bytes, after: bytes) -> Lane | None:
+        self._lane = self._wire.open_lane(before, after)
+        self._take_pieces(self._takes_pieces)
+        return self._lane
+
+    def _take_pieces(self, takes: bool) -> None:
+        self._takes_pieces = takes
+        if self._lane is not None:
+            self._lane.takes = takes
+
     async def _send(self, message: Message) -> None:
         if self.disconnected or self.response_complete:
             return
@@ -197,7 +215,7 @@ class Cycle:
             data = head + body
         if data:
             self._wire.write(data)
-        self._takes_pieces = self._chunked and not (is_last or self._bodiless)
+        self._take_pieces(self._chunked and not (is_last or self._bodiless))
         if is_last:
             self.response_complete = True
             self._body.clear()

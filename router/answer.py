@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
     from types import TracebackType
 
+    from pdserve._lanes import Lane
     from pdserve.errors import PdserveError
     from pdserve.types import (
         FinishReason,
@@ -74,6 +75,11 @@ def merge(deltas: list[AnswerDelta]) -> AnswerDelta:
 class AnswerSink(Protocol):
     """Where an answer goes as it is made."""
 
+    @property
+    def lane(self) -> Lane | None:
+        """What takes the place of `push_token` for whole frames, where there is one."""
+        ...
+
     def push(self, delta: AnswerDelta) -> bool: ...
 
     def push_token(self, token_id: int, text: str) -> bool: ...
@@ -92,7 +98,7 @@ class AnswerBuffer:
 
     __slots__ = (
         *("_characters", "_direct", "_ended", "_error"),
-        *("_limits", "_on_cut", "_pending", "_tokens", "_waiter"),
+        *("_limits", "_on_cut", "_pending", "_tokens", "_waiter", "lane"),
     )
 
     def __init__(self, limits: BufferLimits) -> None:
@@ -105,6 +111,7 @@ class AnswerBuffer:
         self._waiter: asyncio.Future[None] | None = None
         self._direct: Callable[[str], bool] | None = None
         self._on_cut: Callable[[PdserveError], None] | None = None
+        self.lane: Lane | None = None
 
     def push(self, delta: AnswerDelta) -> bool:
         """Add a delta. False where the reader has fallen too far behind: the delta is kept, and the
@@ -123,10 +130,10 @@ class AnswerBuffer:
             return True
         return self.push(AnswerDelta((token_id,), text))
 
-    def write_with(self, direct: Callable[[str], bool]) -> None:
+    def write_with(self, direct: Callable[[str], bool], lane: Lane | None = None) -> None:
         """From now on a plain token of index 0 may be given to `direct` while the reader waits;
-        False from it sends the token the usual way. It must not block."""
-        self._direct = direct
+        False from it sends the token the usual way. It must not block. `lane` does the same."""
+        self._direct, self.lane = direct, lane
 
     def cut_with(self, on_cut: Callable[[PdserveError], None]) -> None:
         """`on_cut` is told of an error that drops what waits while the reader is elsewhere: it may
@@ -166,6 +173,8 @@ class AnswerBuffer:
         return self._error
 
     def _wake(self) -> None:
+        if self.lane is not None:
+            self.lane.waits = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -177,10 +186,14 @@ class AnswerBuffer:
             if self._ended:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
+            if self.lane is not None:
+                self.lane.waits = True
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+                if self.lane is not None:
+                    self.lane.waits = False
         if len(self._pending) == 1:
             # The common case, once per token: a reader that keeps up.
             self._tokens = self._characters = 0
@@ -233,9 +246,9 @@ class AnswerStream:
     ) -> None:
         self._stack.close()
 
-    def write_with(self, direct: Callable[[str], bool]) -> None:
+    def write_with(self, direct: Callable[[str], bool], lane: Lane | None = None) -> None:
         """See AnswerBuffer.write_with."""
-        self._buffer.write_with(direct)
+        self._buffer.write_with(direct, lane)
 
     @property
     def is_over(self) -> bool:

@@ -10,6 +10,7 @@ from pdserve.v1 import worker_pb2 as w
 from router.handoff import LegKind
 
 if TYPE_CHECKING:
+    from pdserve._lanes import Lane
     from router.flight import Flight
     from router.handoff import Leg
     from router.member import Charge, Member
@@ -82,6 +83,14 @@ class LegStream:
             self.on_delta(StreamDelta(0, (token_id,), text))
         elif not self._buffer.push_token(token_id, text):
             self._flight.cut_off()
+        elif self._buffer.lane is not None:
+            self._take_lane(self._buffer.lane)
+
+    def _take_lane(self, lane: Lane) -> None:
+        """From here to the end of the leg, or to another leg, a token changes nothing but text."""
+        assert self._stream_id is not None, "what was submitted speaks"
+        lane.tokens = self._handoff.tokens
+        self._flight.fleet.link(self._member).take_lane(self._stream_id, lane)
 
     def on_lost(self, error: PdserveError) -> None:
         self._charge.release()

@@ -4,7 +4,8 @@ Commands go down in the order in which they were given; frames come up and each 
 and without a task, to the sink of its stream. When the stream breaks, every sink hears of it, and
 the link attaches anew, with growing pauses, until it is closed.
 
-A worker answers Hello by sending its initial metadata; from then on the link takes work.
+A worker answers Hello by sending its initial metadata; from then on the link takes work. Where the
+worker offers it, frames come over a connection of their own (pdserve/frames.py).
 """
 
 from __future__ import annotations
@@ -13,28 +14,34 @@ import asyncio
 import logging
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc.aio
 
-from pdserve import rpc, wire
+from pdserve import lanes, rpc, wire
 from pdserve.cost_wire import moments_from_pb
 from pdserve.errors import Overloaded, WorkerFailed
+from pdserve.frames import offer_in
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
+from router import frame_reader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pdserve._lanes import Lane
     from pdserve.errors import PdserveError
     from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerLoad
+    from router.frame_reader import FrameReader
     from router.member import Member
 
 logger = logging.getLogger(__name__)
 
 # A batch is sent once it has grown to this; a message must stay below rpc.MAX_MESSAGE_BYTES.
 _BATCH_BYTES = 1 << 20
+# Between the end of the stream and that of the frames: the network may have one later.
+_LINGER_S = 2.0
 
 AttachCall = grpc.aio.StreamStreamCall[w.Command, w.StepFrame]
 
@@ -96,10 +103,12 @@ class WorkerLink:
         self._observer = observer
         self._settings = settings or LinkSettings()
         self._sinks: dict[int, DeltaSink] = {}
+        self._lanes: dict[int, Lane] = {}
         self._last_stream_id = 0
         self._outgoing: asyncio.Queue[w.Command] | None = None
         self._call: AttachCall | None = None
         self._task: asyncio.Task[None] | None = None
+        self._takes_frames_apart = True  # until that was tried in vain
         self.frames = 0  # how many have come, over all streams
 
     @property
@@ -129,10 +138,16 @@ class WorkerLink:
         self._sinks.update(enumerate((sink, *forks), start=submit.stream_id))
         return submit.stream_id
 
+    def take_lane(self, stream_id: int, lane: Lane) -> None:
+        """Plain tokens of an open stream go over `lane` when it takes them, past its sink."""
+        if stream_id in self._sinks:
+            self._lanes[stream_id] = lane
+
     def cancel(self, stream_id: int, *, ended: bool = False) -> None:
         """Stop a stream; its sink hears nothing more. Unknown streams are ignored. `ended` is for a
         prefill whose last delta came but whose blocks nobody will take."""
         known = self._sinks.pop(stream_id, None) is not None
+        self._lanes.pop(stream_id, None)
         if not (known or ended) or self._outgoing is None:
             return
         try:
@@ -162,6 +177,7 @@ class WorkerLink:
         self._outgoing = self._call = None
         self._observer.detached(self._member)
         sinks, self._sinks = self._sinks, {}
+        self._lanes.clear()
         for sink in sinks.values():
             sink.on_lost(error)
 
@@ -187,9 +203,11 @@ class WorkerLink:
         """One stream, from Hello to its end, and why it ended."""
         name = f"worker {self._member.worker_id}"
         try:
-            await self._greet(call)
-            await self._exchange(call)
+            reader = await self._greet(call)
+            await self._exchange(call, reader)
             return WorkerFailed(f"{name} ended the stream")
+        except WorkerFailed as error:
+            return error
         except grpc.aio.AioRpcError as error:
             return WorkerFailed(f"{name} broke off: {rpc.error_from_rpc(error).message}")
         except TimeoutError:
@@ -205,42 +223,68 @@ class WorkerLink:
         finally:
             call.cancel()
 
-    async def _greet(self, call: AttachCall) -> None:
-        hello = w.Hello(router_id=self._router_id, worker_epoch=self._member.info.epoch)
+    async def _greet(self, call: AttachCall) -> FrameReader | None:
+        """Where frames come from, if not over the stream. Raises WorkerFailed where that cannot be
+        reached; the next stream does without."""
+        info = self._member.info
+        hello = w.Hello(
+            router_id=self._router_id,
+            worker_epoch=info.epoch,
+            takes_frames_apart=self._takes_frames_apart,
+        )
         async with asyncio.timeout(self._settings.attach_timeout_s):
             await call.write(w.Command(hello=hello))
-            await call.initial_metadata()
+            offer = offer_in(await call.initial_metadata())
         if call.done():
             # A refusal comes with empty initial metadata; reading raises its status.
             await call.read()
+        if offer is None:
+            return None
+        try:
+            return await frame_reader.connect(
+                info.address, offer, self._dispatch, within_s=self._settings.attach_timeout_s
+            )
+        except OSError as error:
+            self._takes_frames_apart = False
+            why = f"port {offer.port} of worker {info.worker_id} cannot be reached: {error}"
+            logger.warning("link: %s; its frames will come over gRPC", why)
+            raise WorkerFailed(why) from error
 
-    async def _exchange(self, call: AttachCall) -> None:
+    async def _exchange(self, call: AttachCall, reader: FrameReader | None) -> None:
         outgoing: asyncio.Queue[w.Command] = asyncio.Queue(self._settings.max_outgoing)
         self._outgoing, self._call = outgoing, call
         writer = asyncio.create_task(_write(call, outgoing))
         try:
             self._observer.attached(self._member)
+            if reader is not None:
+                await _read_apart(call, reader)
+                return
             while isinstance(frame := await call.read(), w.StepFrame):
                 self._dispatch(frame)
         finally:
+            if reader is not None:
+                reader.close()
             writer.cancel()
             await asyncio.wait([writer])
 
     def _dispatch(self, frame: w.StepFrame) -> None:
+        if self._outgoing is None:
+            return  # the link was dropped
         self.frames += 1
         if frame.HasField("load"):
             self._observer.reported(self._member, wire.load_from_pb(frame.load))
         if frame.HasField("steps"):
             self._observer.measured(self._member, moments_from_pb(frame.steps))
         sinks = self._sinks
-        plain = frame.tokens
-        # Lists of different lengths are no frame: strict raises, and the stream ends.
-        for stream_id, token_id, text in zip(
-            plain.stream_ids, plain.token_ids, plain.texts, strict=True
-        ):
-            sink = sinks.get(stream_id)
+        stream_ids, token_ids, texts = (
+            frame.tokens.stream_ids,
+            frame.tokens.token_ids,
+            frame.tokens.texts,
+        )
+        for i in lanes.pass_on(self._lanes, stream_ids, token_ids, texts):
+            sink = sinks.get(stream_ids[i])
             if sink is not None:
-                sink.on_token(token_id, text)
+                sink.on_token(token_ids[i], texts[i])
         for message in frame.deltas:
             sink = sinks.get(message.stream_id)
             if sink is None:
@@ -248,7 +292,27 @@ class WorkerLink:
             delta = wire.delta_from_pb(message)
             if delta.finish_reason is not None:
                 del sinks[message.stream_id]
+                self._lanes.pop(message.stream_id, None)
             sink.on_delta(delta)
+
+
+async def _read_apart(call: AttachCall, reader: FrameReader) -> None:
+    """Frames go to the reader; what the stream brings is its end. Raises what that raises, and what
+    a frame did."""
+    reader.start()
+    end = asyncio.ensure_future(call.read())
+    try:
+        ends: set[asyncio.Future[Any]] = {end, reader.ended}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if reader.ended.done():
+            reader.ended.result()
+        if end.done():
+            end.result()
+        await asyncio.wait(ends, timeout=_LINGER_S)
+        if end.done():
+            end.result()
+    finally:
+        end.cancel()
 
 
 async def _write(call: AttachCall, outgoing: asyncio.Queue[w.Command]) -> None:

@@ -7,7 +7,7 @@ take; `step` does it. In between requests come, go and receive KV.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.errors import (
@@ -218,8 +218,6 @@ class FakeCore:
             self._remember(sequence)
         self._begin_forks(sequence)
         delta, handoff = sequence.advance(now)
-        if self._shape.clock_text and delta.token_ids:
-            delta = replace(delta, text=f"{now:.6f} ")
         if delta.finish_reason is not None:
             self._leave(sequence, handoff)
         return delta

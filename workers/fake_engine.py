@@ -21,6 +21,7 @@ from workers.engine import DecodePhase, EngineInfo, ignore_cache
 from workers.fake_core import FakeCore, ended_by
 from workers.fake_link import LinkClient, LinkServer
 from workers.fake_settings import FakeFaults, FakeSettings
+from workers.fake_text import stamped
 from workers.fake_tokens import MIN_VOCAB_SIZE
 from workers.progress import ProgressBoard
 
@@ -232,6 +233,9 @@ class FakeEngine:
         if self._steps == self._core.faults.crash_at_step:
             raise WorkerFailed(_KILLED)
         deltas = self._core.step(self._clock())
+        if self._settings.shape.clock_text:
+            # What it took here to make up tokens is no part of how old they are.
+            deltas = stamped(deltas, self._clock())
         self._start_leases()
         self._tell_cache()
         if deltas:

@@ -106,18 +106,17 @@ class FakeSequence:
         self.generated.append(token)
         self.first_at = self.first_at or now
         reason = self._stop_reason(token)
+        is_over = reason is not None or self._is_eos(token)
+        is_prefill = isinstance(self.work.phase, PrefillPhase)
+        if not (is_over or is_prefill or len(self.generated) >= sampling.max_tokens):
+            text = self.text.take(finished=False)
+            return StreamDelta(self.work.stream_id, (token,), text, logprobs), None
         delta = StreamDelta(self.work.stream_id, (token,), logprobs=logprobs, stop_reason=reason)
-        if reason is not None or self._is_eos(token):
+        if is_over:
             return self._end(delta, FinishReason.STOP, now), None
-        if len(self.generated) >= sampling.max_tokens:
-            ended = self._end(delta, FinishReason.LENGTH, now)
-        elif isinstance(self.work.phase, PrefillPhase):
-            ended = self._end(delta, FinishReason.LENGTH, now, goes_on=True)
-        else:
-            return replace(delta, text=self.text.take(finished=False)), None
-        if isinstance(self.work.phase, PrefillPhase):
-            return ended, Handoff(kv, self.blocks, token)
-        return ended, None
+        goes_on = is_prefill and len(self.generated) < sampling.max_tokens
+        ended = self._end(delta, FinishReason.LENGTH, now, goes_on=goes_on)
+        return ended, Handoff(kv, self.blocks, token) if is_prefill else None
 
     def _sample(self, kv: bytes) -> tuple[int, tuple[PositionLogprobs, ...]]:
         sampling = self.work.sampling

@@ -24,8 +24,8 @@ def _refuse_negative(settings: DataclassInstance) -> None:
 @dataclass(frozen=True, slots=True)
 class FakeShape:
     """Size of the engine. `block_bytes` is what transfers report for a block. With `clock_text`
-    tokens read as the time of their step (CLOCK_MONOTONIC, s): how old they are can be told. With
-    `prefix_cache` prompts' blocks are cached, and a step computes what is not."""
+    tokens read as the time at which their step ended (CLOCK_MONOTONIC, s): how old they are can be
+    told. With `prefix_cache` prompts' blocks are cached, and a step computes what is not."""
 
     block_size: int = 16
     total_blocks: int = 4096

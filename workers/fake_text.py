@@ -4,14 +4,29 @@ held back while a stop string may be forming."""
 from __future__ import annotations
 
 import codecs
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pdserve.types import StreamDelta
 from workers.fake_tokens import token_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pdserve.types import SamplingParams
+
+
+def stamped(deltas: Iterable[StreamDelta], now: float) -> list[StreamDelta]:
+    """`deltas` with the time for the text of their tokens."""
+    return [_stamped(delta, f"{now:.6f} ") for delta in deltas]
+
+
+def _stamped(delta: StreamDelta, text: str) -> StreamDelta:
+    if not delta.token_ids:
+        return delta
+    if delta.finish_reason is None and not delta.logprobs:
+        return StreamDelta(delta.stream_id, delta.token_ids, text)  # sooner than `replace`
+    return replace(delta, text=text)
 
 
 class FakeText:

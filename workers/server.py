@@ -26,6 +26,7 @@ from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from pdserve.web_server import WebServer, bind
 from workers.debug import DebugApp
 from workers.engines import make_engine
+from workers.frame_port import FramePort
 from workers.gpu_watch import GpuWatch
 from workers.registration import Registrations
 from workers.servicer import WorkerService
@@ -70,6 +71,7 @@ class WorkerServer:
         )
         self.worker = Worker(engine, config.role, max_frames=max_frames)
         self.info: WorkerInfo
+        self.frames: FramePort | None = None
         self._config = config
         self._stack = AsyncExitStack()
         self._health = health.aio.HealthServicer()
@@ -107,6 +109,11 @@ class WorkerServer:
             port = rpc.listen(server, _join(host, port), credentials)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {host} port {port}", field="port") from error
+        if credentials is None:
+            self.frames = FramePort(host)
+            # Behind the gRPC server's end: what is queued for routers goes out before.
+            self._stack.callback(self.frames.stop)
+            await self.frames.start()
         debug = self._bind_debug()
         self.info = self._describe(engine, _join(host, port), _address_of(debug))
         add_WorkerServicer_to_server(WorkerService(self), server)

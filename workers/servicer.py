@@ -16,12 +16,14 @@ from pdserve.v1.worker_pb2_grpc import WorkerServicer
 from workers.gpu_health import gpu_health
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
+    from workers.frame_port import FrameCarrier
     from workers.server import WorkerServer
     from workers.session import Session
 
     Context = grpc.aio.ServicerContext[Any, Any]
+    Write = Callable[[w.StepFrame], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +49,16 @@ class WorkerService(WorkerServicer):
     ) -> None:
         """One router's stream. Its end, however it comes, cancels all that came over it."""
         commands = aiter(request_iterator)
-        session = await self._greet(commands, context)
+        session, carrier = await self._greet(commands, context)
         try:
             # Answers the Hello before there is any frame.
-            await context.send_initial_metadata(())
-            error = await self._exchange(session, commands, context)
+            await context.send_initial_metadata(() if carrier is None else carrier.offer.metadata)
+            write = context.write if carrier is None else carrier.write
+            error = await self._exchange(session, commands, write)
         finally:
             self._worker.detach(session)
+            if carrier is not None:
+                carrier.close()
         if error is not None:
             await rpc.abort(context, error)
 
@@ -150,7 +155,9 @@ class WorkerService(WorkerServicer):
             await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
         return w.SettleRoleResponse()
 
-    async def _greet(self, commands: AsyncIterator[w.Command], context: Context) -> Session:
+    async def _greet(
+        self, commands: AsyncIterator[w.Command], context: Context
+    ) -> tuple[Session, FrameCarrier | None]:
         try:
             async with asyncio.timeout(_HELLO_S):
                 command = await anext(commands)
@@ -162,16 +169,22 @@ class WorkerService(WorkerServicer):
             await rpc.abort(context, error)
         await self._check_epoch(command.hello.worker_epoch, "hello.worker_epoch", context)
         try:
-            return self._worker.attach(command.hello.router_id)
+            session = self._worker.attach(command.hello.router_id)
         except PdserveError as error:
             await rpc.abort(context, error)
+        if self._server.frames is None or not command.hello.takes_frames_apart:
+            return session, None
+        carrier = self._server.frames.expect()
+        gone = Unavailable("the connection for this router's frames is closed")
+        carrier.closed.add_done_callback(lambda _: session.cut(gone))
+        return session, carrier
 
     async def _exchange(
-        self, session: Session, commands: AsyncIterator[w.Command], context: Context
+        self, session: Session, commands: AsyncIterator[w.Command], write: Write
     ) -> PdserveError | None:
         """Both directions until one of them ends; what the router is to be told, if anything."""
         reader = asyncio.create_task(self._read(session, commands), name="attach-read")
-        writer = asyncio.create_task(self._write(session, context), name="attach-write")
+        writer = asyncio.create_task(self._write(session, write), name="attach-write")
         ends: set[asyncio.Future[Any]] = {reader, writer, session.cut_by}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -205,7 +218,7 @@ class WorkerService(WorkerServicer):
                 name = other or "nothing"
                 raise InvalidRequest(f"{name} is no command after hello", field="command")
 
-    async def _write(self, session: Session, context: Context) -> None:
+    async def _write(self, session: Session, write: Write) -> None:
         """Frames as they come; where none do, a sign of life while requests are open, and the load
         when it has changed."""
         while True:
@@ -213,11 +226,11 @@ class WorkerService(WorkerServicer):
                 frame = await session.next_frame(BEAT_S)
             except TimeoutError:
                 if beat := self._worker.beat(session):
-                    await context.write(beat)
+                    await write(beat)
                 continue
             if frame is None:
                 return
-            await context.write(frame)
+            await write(frame)
 
     def _submit(self, session: Session, submit: w.Submit) -> None:
         try:

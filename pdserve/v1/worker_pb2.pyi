@@ -382,12 +382,14 @@ class Batch(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("router_id", "worker_epoch")
+    __slots__ = ("router_id", "worker_epoch", "takes_frames_apart")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TAKES_FRAMES_APART_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     worker_epoch: str
-    def __init__(self, router_id: _Optional[str] = ..., worker_epoch: _Optional[str] = ...) -> None: ...
+    takes_frames_apart: bool
+    def __init__(self, router_id: _Optional[str] = ..., worker_epoch: _Optional[str] = ..., takes_frames_apart: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "deadline_s", "forks", "canary", "traceparent")

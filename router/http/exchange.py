@@ -20,6 +20,7 @@ from router.http.sse import error_event
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 
+    from pdserve._lanes import Lane
     from router.http.errors import Headers
 
     Message = MutableMapping[str, Any]
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     Receive = Callable[[], Awaitable[Message]]
     Send = Callable[[Message], Awaitable[None]]
     SenderBetween = Callable[[bytes, bytes], Callable[[bytes], bool]]
+    LaneBetween = Callable[[bytes, bytes], Lane | None]
 
 BODY_TIMEOUT_S = 30.0
 LINGER_S = 10.0
@@ -54,6 +56,7 @@ class Exchange:
         # Makes what sends a piece of the events at once, or says that it would wait; None where the
         # server knows no such way. For events that follow others.
         self.between: SenderBetween | None = extension and extension["between"]
+        self.lane: LaneBetween | None = extension and extension["lane"]
         self._extra: Headers = []
         self._started = False
         self._complete = False

@@ -136,8 +136,9 @@ async def _stream(
     if not answer.is_over:
         await exchange.send_events(events)
         # No task is woken for a token that the connection takes at once.
-        if exchange.between is not None and not writer.with_token_ids:
-            answer.write_with(writer.token_sender(exchange.between))
+        if exchange.between and exchange.lane and not writer.with_token_ids:
+            send, lane = writer.token_sender(exchange.between), writer.token_lane(exchange.lane)
+            answer.write_with(send, lane)
         events = await _send_all_but_last(exchange, writer, answer)
     await exchange.end_events(events + writer.end())
 

@@ -13,11 +13,12 @@ from router.http.shapes import logprobs_object, pdserve_object, usage_object
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pdserve._lanes import Lane
     from pdserve.errors import PdserveError
     from pdserve.types import Receipt, Usage
     from router.answer import AnswerDelta
     from router.http.asked import Streaming
-    from router.http.exchange import SenderBetween
+    from router.http.exchange import LaneBetween, SenderBetween
     from router.http.shapes import Head, LogprobsShape, Shape
 
 DONE = b"data: [DONE]\n\n"
@@ -81,6 +82,10 @@ class EventWriter:
             return not text or send(encode_basestring(text).encode())
 
         return send_token
+
+    def token_lane(self, lane: LaneBetween) -> Lane | None:
+        """The same as a lane, where there can be one."""
+        return lane(self._choices[0].before, self._after)
 
     def _begin(self, delta: AnswerDelta) -> bytes:
         opening = b'%b,"choices":[{"index":%d,' % (self._head, delta.index)

@@ -127,7 +127,6 @@ async def test_lists_of_different_lengths_are_no_frame(worker: ScriptedWorker) -
         await worker.submitted()
         plain = w.PlainTokens(stream_ids=[stream_id, stream_id], token_ids=[1], texts=["a", "b"])
         worker.send_frame(w.StepFrame(tokens=plain))
-        assert await sink.next() == token(1, "a")
         assert isinstance(await sink.next(), WorkerFailed)
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from pdserve._lanes import Lane
     from pdserve.client import Client
     from pdserve.types import GenerateRequest
     from router.open_requests import OpenRequests
@@ -85,7 +86,7 @@ class ScriptedAnswer(AnswerStream):
     async def __aexit__(self, *_: object) -> None:
         self._owner.left.set()
 
-    def write_with(self, direct: Callable[[str], bool]) -> None:
+    def write_with(self, direct: Callable[[str], bool], lane: Lane | None = None) -> None:
         """What is scripted goes the usual way."""
 
     def cut_with(self, on_cut: Callable[[PdserveError], None]) -> None:
