@@ -240,12 +240,10 @@ def is_plain(delta: t.StreamDelta) -> bool:
     return delta.finish_reason is None and len(delta.token_ids) == 1 and not delta.logprobs
 
 
-def add_plain(frame: w.StepFrame, stream_id: int, delta: t.StreamDelta) -> None:
-    """Adds a plain delta to the frame under another stream id."""
-    tokens = frame.tokens
-    tokens.stream_ids.append(stream_id)
-    tokens.token_ids.append(delta.token_ids[0])
-    tokens.texts.append(delta.text)
+def plain_to_pb(rows: list[tuple[int, int, str]]) -> w.PlainTokens:
+    """Plain deltas, each as stream id, token id and text."""
+    stream_ids, token_ids, texts = zip(*rows, strict=True)
+    return w.PlainTokens(stream_ids=stream_ids, token_ids=token_ids, texts=texts)
 
 
 def logprobs_from_pb(messages: Any) -> tuple[t.PositionLogprobs, ...]:

@@ -172,11 +172,10 @@ class ScriptedWorker(WorkerServicer):
             if delta.finish_reason is not None:
                 self.open.pop(delta.stream_id, None)
         frame = w.StepFrame()
-        for delta in deltas:
-            if wire.is_plain(delta):
-                wire.add_plain(frame, delta.stream_id, delta)
-            else:
-                frame.deltas.append(wire.delta_to_pb(delta))
+        plain = [(x.stream_id, x.token_ids[0], x.text) for x in deltas if wire.is_plain(x)]
+        if plain:
+            frame.tokens.CopyFrom(wire.plain_to_pb(plain))
+        frame.deltas.extend(wire.delta_to_pb(x) for x in deltas if not wire.is_plain(x))
         if load is not None:
             frame.load.CopyFrom(wire.load_to_pb(load))
         self.send_frame(frame)

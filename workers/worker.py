@@ -293,6 +293,7 @@ class Worker:
         load = self._engine.load()
         load_pb = None if load is None else wire.load_to_pb(load)
         frames: dict[Session, w.StepFrame] = {}
+        plain: dict[Session, list[tuple[int, int, str]]] = {}
         for delta in deltas:
             stream = self._streams.get(delta.stream_id)
             if stream is None:
@@ -301,7 +302,8 @@ class Worker:
             if frame is None:
                 frame = frames[stream.session] = w.StepFrame(load=load_pb)
             if wire.is_plain(delta):
-                wire.add_plain(frame, stream.router_stream_id, delta)
+                row = (stream.router_stream_id, delta.token_ids[0], delta.text)
+                plain.setdefault(stream.session, []).append(row)
                 continue
             message = wire.delta_to_pb(delta)
             message.stream_id = stream.router_stream_id
@@ -313,6 +315,8 @@ class Worker:
         now = asyncio.get_running_loop().time()
         for session, frame in frames.items():
             session.load_told = load
+            if session in plain:
+                frame.tokens.CopyFrom(wire.plain_to_pb(plain[session]))
             if now - session.steps_told_at >= STEPS_PERIOD_S:
                 self._tell_steps(session, frame, now)
             session.put(frame)

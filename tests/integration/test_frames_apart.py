@@ -22,7 +22,7 @@ from workers import frame_port
 from workers.fake_settings import FakeTiming
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from pdserve.step_moments import StepMoments
     from pdserve.types import SamplingParams, WorkerLoad
@@ -117,10 +117,16 @@ def connections(server: WorkerServer) -> set[frame_port._Connection]:
     return server.frames.connections
 
 
-async def is_gone(server: WorkerServer) -> None:
+async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(WAIT_S):
-        while connections(server) or server.frames is None or server.frames._awaited:
+        while not condition():  # noqa: ASYNC110 - what it asks of says nothing when it changes
             await asyncio.sleep(0.005)
+
+
+async def is_gone(server: WorkerServer) -> None:
+    assert server.frames is not None
+    frames = server.frames
+    await until(lambda: not (frames.connections or frames._awaited))
 
 
 async def is_cut(reader: asyncio.StreamReader) -> bool:
@@ -201,8 +207,7 @@ async def test_a_router_that_does_not_come_is_given_up(monkeypatch: pytest.Monke
     monkeypatch.setattr(frame_reader, "connect", connects_and_says_nothing)
     async with a_worker() as server:
         async with attached(server) as link:
-            while link.observer.times < 2:
-                await asyncio.sleep(0.005)
+            await until(lambda: link.observer.times == 2)
             monkeypatch.setattr(frame_port, "CONNECT_S", WAIT_S)
         await is_gone(server)
 
@@ -249,8 +254,6 @@ async def test_strangers_are_few_and_do_not_stay(monkeypatch: pytest.MonkeyPatch
         assert await is_cut(opened[2][0])
         for connection in list(connections(server)):
             connection._give_up_in(0.0)
-        async with asyncio.timeout(WAIT_S):
-            while connections(server):
-                await asyncio.sleep(0.005)
+        await until(lambda: not connections(server))
         for _, writer in opened:
             writer.close()

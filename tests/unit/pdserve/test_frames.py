@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_frames_come_whole_and_in_order(frames: list[w.StepFrame], cuts: list[in
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     parser = FrameParser()
     found = []
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         found += parser.feed(data[start:end])
     assert found == frames
 

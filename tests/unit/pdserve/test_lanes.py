@@ -1,4 +1,4 @@
-"""Lanes: tokens of a frame straight to the sockets of their clients, in order, or left to Python."""
+"""Lanes: tokens of a frame go to the sockets of their clients, in order, or are left to Python."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_each_token_reaches_its_client_and_others_are_left(run: Callable[..., No
         async with streaming() as (app, ask):
             first, second = await ask(), await ask()
             one, two = await app.lanes.get(), await app.lanes.get()
-            given = ([7, 9, 8], [70, 90, 80], ["a\n\"é", "nobody's", ""])
+            given = ([7, 9, 8], [70, 90, 80], ['a\n"é', "nobody's", ""])
             assert list(pass_on({7: one, 8: two}, *given)) == [1]
             assert (one.tokens, two.tokens) == ([70], [80])  # without text there is no event
             assert list(pass_on({7: one, 8: two}, [8], [81], ["b"])) == []
-            assert await text_of(first) == "a\n\"é"
+            assert await text_of(first) == 'a\n"é'
             assert await text_of(second) == "b"
             app.end.set()
             assert await chunk(first) == b"end"
@@ -147,7 +147,7 @@ async def test_a_lane_of_a_connection_that_is_gone_takes_nothing() -> None:
         reader = await ask()
         lane = await app.lanes.get()
         reader._transport.abort()  # type: ignore[attr-defined]
-        while lane.takes:
+        while lane.takes:  # noqa: ASYNC110 - nobody else is told
             await asyncio.sleep(0)
         assert list(pass_on({1: lane}, [1], [5], ["a"])) == [0]
         assert lane.tokens == []
