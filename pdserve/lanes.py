@@ -47,6 +47,5 @@ def pass_on(
     Raises ValueError, with nothing sent, where there are not as many of each."""
     if not len(stream_ids) == len(token_ids) == len(texts):
         raise ValueError("as many tokens and texts as streams")
-    if compiled is None:
-        return range(len(stream_ids))
-    return compiled.pass_on(lanes, stream_ids, token_ids, texts)
+    places: Iterable[int] = range(len(stream_ids))
+    return places if compiled is None else compiled.pass_on(lanes, stream_ids, token_ids, texts)
