@@ -4,9 +4,9 @@ Beside ASGI there are ways more, each of which spares a coroutine or a task. The
 TRY_WRITE has `between(before, after)`, which makes a function of a piece of bytes. It writes the
 piece, between the two, as a part of the response's body at once, or returns False where that would
 wait; and `lane(before, after)`, which makes a lane of it, or None (pdserve/lanes.py). The extension
-AT_ONCE has `whole_body()`, the body where all of it is here and None where
-`receive` has to be asked, and `when_gone(callback)`, which calls back when the client leaves before
-its response is complete, at once where it has left.
+AT_ONCE has `whole_body()`, the body where all of it is here and None where `receive` has to be
+asked, and `when_gone(callback)`, which calls back when the client leaves before its response is
+complete, at once where it has left.
 """
 
 from __future__ import annotations
