@@ -45,6 +45,7 @@ from router.prefix.watch import CacheWatches, WatchSettings
 from router.registry import Registry
 from router.roles.flips import Flips
 from router.roles.rebalancer import Rebalancer
+from router.roles.watcher import RoleWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -163,17 +164,17 @@ class RouterServer:
         if not self._config.roles.auto:
             return {}
         metrics = self.coordinator.metrics.roles
-        rebalancer = Rebalancer(
+        watcher = RoleWatcher(
             fleet,
-            flips,
             costs,
             self._config.roles,
             queued=self.coordinator.queued_of,
             on_verdict=metrics.decided,
         )
-        metrics.watch(rebalancer.verdicts)
+        metrics.watch(watcher.verdicts)
+        rebalancer = Rebalancer(watcher, flips, self._config.roles)
         await self._stack.enter_async_context(rebalancer)
-        return rebalancer.verdicts
+        return watcher.verdicts
 
     async def _start_grpc(self, generation: Generation, registry: Registry, admin: Admin) -> str:
         host, access = self._config.grpc_host, self._config.access

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.errors import BenchError
@@ -56,8 +56,9 @@ class Arrivals:
     notes: tuple[str, ...]
 
 
-def arrivals_of(load: Load) -> Arrivals:
-    """The requests of a load. Raises BenchError, TraceError."""
+def arrivals_of(load: Load, part: int = 0) -> Arrivals:
+    """The requests of a load. Blocks are named differently for each `part`. Raises BenchError,
+    TraceError."""
     if load.arrivals not in ARRIVALS:
         raise BenchError(f"arrivals are one of {', '.join(ARRIVALS)}, not {load.arrivals!r}")
     found: list[Arrival] = []
@@ -67,7 +68,7 @@ def arrivals_of(load: Load) -> Arrivals:
         trace = load_trace(name)
         work = shape_workload(trace, load.shape)
         rate = None if load.rate_per_s is None else load.rate_per_s / len(load.traces)
-        found += _of_trace(trace, work, rate, load, place)
+        found += _of_trace(trace, work, rate, load, (part << 8) + place)
         notes += [f"{trace.meta.name}: {line}" for line in work.cut.notes()]
         if work.block_size:
             sizes.add(work.block_size)
@@ -77,6 +78,20 @@ def arrivals_of(load: Load) -> Arrivals:
         raise BenchError("no request arrives in that time; raise the duration or the rate")
     found.sort(key=lambda x: x.at_s)
     return Arrivals(tuple(found), sizes.pop() if sizes else 0, tuple(notes))
+
+
+def one_after_another(loads: Sequence[Load]) -> Arrivals:
+    """Each load begins when the one before it is over. Blocks of one are none of another's."""
+    parts = [arrivals_of(load, number) for number, load in enumerate(loads)]
+    sizes = {part.block_tokens for part in parts if part.block_tokens}
+    if len(sizes) > 1:
+        raise BenchError("traces with prefix blocks of different sizes cannot follow each other")
+    found, begins_s = list[Arrival](), 0.0
+    for load, part in zip(loads, parts, strict=True):
+        found += [replace(x, at_s=x.at_s + begins_s) for x in part.requests]
+        begins_s += load.duration_s
+    notes = dict.fromkeys(note for part in parts for note in part.notes)
+    return Arrivals(tuple(found), max(sizes, default=0), tuple(notes))
 
 
 def _of_trace(
@@ -89,7 +104,7 @@ def _of_trace(
         row = rows[number % len(rows)]
         scope = trace.meta.scope_of(row)
         prefix = tuple(
-            names.setdefault((scope, x), (len(names) << 8) + place) for x in row.hash_ids or ()
+            names.setdefault((scope, x), (len(names) << 16) + place) for x in row.hash_ids or ()
         )
         yield Arrival(at_s, row.input_tokens, row.output_tokens, prefix)
 

@@ -28,8 +28,8 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "simulate",
         help="serve a trace on modelled workers, on a virtual clock",
-        description="The router's own placement and admission over modelled workers, of which "
-        "there may be thousands, on a virtual clock. The same options give the same result.",
+        description="The router's own placement, admission and role code over modelled workers, of "
+        "which there may be thousands, on a virtual clock. The same options give the same result.",
     )
     parser.set_defaults(handler=_run)
     add_pools(parser)
@@ -37,6 +37,20 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
     add_service(parser)
     parser.add_argument(
         "--policies", metavar="A,B", help="these beside each other, on every trace of --trace A,B"
+    )
+    parser.add_argument(
+        "--retries",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="who is refused comes again when told, up to so often (default: 0)",
+    )
+    parser.add_argument(
+        "--flip-time",
+        type=positive_float,
+        default=0.5,
+        metavar="SECONDS",
+        help="of an empty worker that changes its role, with router.roles.auto (default: 0.5)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
 
@@ -58,7 +72,10 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     """Options that say what is asked."""
     load = parser.add_argument_group("requests")
     load.add_argument(
-        "--trace", default="chat", metavar="TRACE", help=f"{TRACE_HELP}; A+B mixes two"
+        "--trace",
+        default="chat",
+        metavar="TRACE",
+        help=f"{TRACE_HELP}; A+B mixes two, A,B is one after the other",
     )
     load.add_argument(
         "--rate", type=positive_float, metavar="N", help="requests a second (default: the trace's)"
@@ -68,7 +85,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=60.0,
         metavar="SECONDS",
-        help="in which requests come (default: %(default)g)",
+        help="in which requests come, of each of A,B (default: %(default)g)",
     )
     load.add_argument(
         "--arrivals",
@@ -107,6 +124,12 @@ def settings_from(args: argparse.Namespace) -> RouterSettings:
     return RouterSettings(config_from(args).router, as_many_as_seats=not told)
 
 
+def loads_from(args: argparse.Namespace) -> list[tuple[str, Load]]:
+    """What is asked for: of each of the traces that are named by themselves."""
+    load = load_from(args)
+    return [(x, replace(load, traces=tuple(x.split("+")))) for x in args.trace.split(",")]
+
+
 def model_from(args: argparse.Namespace) -> ServiceModel:
     """Raises ConfigError, BenchError."""
     from benchmarks.simulation.profiles import read_profile
@@ -137,17 +160,18 @@ def load_from(args: argparse.Namespace) -> Load:
 
 def _run(args: argparse.Namespace) -> int:
     from benchmarks.errors import BenchError
-    from benchmarks.simulation.arrivals import arrivals_of
+    from benchmarks.simulation.arrivals import one_after_another
     from benchmarks.simulation.run import Setup
     from benchmarks.simulation.service import Workers
 
     counts = {role: getattr(args, role) or 0 for role in ("prefill", "decode", "aggregated")}
     workers = Workers(**counts) if any(counts.values()) else Workers(1, 1)
     try:
-        setup = Setup(model_from(args), workers, settings_from(args))
+        settings = replace(settings_from(args), flip_s=args.flip_time)
+        setup = Setup(model_from(args), workers, settings, args.retries)
         if args.policies is not None:
             return _compare(args, setup)
-        arrivals = arrivals_of(load_from(args))
+        arrivals = one_after_another([load for _, load in loads_from(args)])
         finished = _simulate(setup, arrivals)
     except BenchError as error:
         sys.stderr.write(f"pdserve: {error}\n")
@@ -172,10 +196,7 @@ def _compare(args: argparse.Namespace, setup: Setup) -> int:
     unknown = [name for name in policies if name not in POLICIES]
     if unknown:
         raise BenchError(f"no policy {unknown[0]!r}; there are {', '.join(POLICIES)}")
-    loads = [
-        (trace, arrivals_of(replace(load_from(args), traces=tuple(trace.split("+")))))
-        for trace in args.trace.split(",")
-    ]
+    loads = [(trace, arrivals_of(load)) for trace, load in loads_from(args)]
     found = compare(setup, policies, loads, _tell)
     if args.json:
         sys.stdout.write(json.dumps([x.plain() for x in found], indent=2, sort_keys=True) + "\n")

@@ -129,6 +129,7 @@ class Engine:
     def give_up(self, job: Job) -> None:
         """The blocks of a prefill that has ended were taken, or nobody wants them."""
         if job in self._held:
+            job.gone = True
             self._held.discard(job)
             self._held_blocks -= job.blocks
             self._taken_blocks -= job.blocks
@@ -151,6 +152,14 @@ class Engine:
         elif job in self._prompts or job.joined_context:
             self._leaving.append(job)
             self._stir()
+
+    def made(self, job: Job) -> int:
+        """Tokens of its answer that a job has by now, the first one too."""
+        if not job.joined_context:
+            return int(job.token_at > 0)
+        stride = self._stride
+        running = 0 if stride is None else stride.ended_by(self._clock.now_s - stride.start)
+        return 1 + self._steps + running - job.joined_step
 
     @property
     def load(self) -> WorkerLoad:

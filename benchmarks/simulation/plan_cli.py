@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.options import TRACE_HELP, positive_float, positive_int, whole_number
@@ -82,9 +83,12 @@ def _question(args: argparse.Namespace) -> Question:
 
     if args.target > 1 or args.think_time < 0:
         raise BenchError("the target is a share up to 1, and time to think not below 0")
+    settings = settings_from(args)
+    # How many of each role is what is asked.
+    fixed = replace(settings.config, roles=replace(settings.config.roles, auto=False))
     return Question(
         model=model_from(args),
-        settings=settings_from(args),
+        settings=replace(settings, config=fixed),
         lengths=_lengths(args),
         users=args.users or 0,
         think_s=args.think_time,

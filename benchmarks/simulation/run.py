@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.errors import BenchError
 from benchmarks.simulation.clock import VirtualClock
+from benchmarks.simulation.retries import Retries
 from benchmarks.simulation.service import RouterSettings, Service, Workers
 from benchmarks.simulation.summary import Summary, summarise
 from benchmarks.simulation.users import UserRun
@@ -25,11 +26,12 @@ TELL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is simulated."""
+    """What is simulated. Who is refused comes again, up to `retries` times."""
 
     model: ServiceModel
     workers: Workers
     settings: RouterSettings = field(default_factory=RouterSettings)
+    retries: int = 0
 
     def __post_init__(self) -> None:
         workers = self.workers
@@ -60,11 +62,17 @@ def simulate(
     """
     clock = VirtualClock()
     block_tokens = arrivals.block_tokens
-    service = Service(setup.model, setup.workers, setup.settings, clock, block_tokens=block_tokens)
     horizon_s = arrivals.requests[-1].at_s
-    for engine in service.engines.values():
-        engine.horizon_s = horizon_s
-    run = _Run(service, arrivals)
+    service = Service(
+        setup.model,
+        setup.workers,
+        setup.settings,
+        clock,
+        block_tokens=block_tokens,
+        horizon_s=horizon_s,
+    )
+    retries = Retries(service, setup.retries)
+    run = _Run(service.clock, retries, arrivals)
     run.start()
     told_at = time.monotonic()
     while run.ended < len(arrivals.requests):
@@ -78,7 +86,8 @@ def simulate(
         pass
     leftovers = tuple(service.leftovers())
     outcomes = tuple(x for x in run.outcomes if x is not None)
-    return Finished(summarise(setup, service, outcomes, horizon_s), outcomes, leftovers)
+    summary = summarise(setup, service, outcomes, horizon_s, retries=retries)
+    return Finished(summary, outcomes, leftovers)
 
 
 def simulate_users(
@@ -87,9 +96,7 @@ def simulate_users(
     """Serve users who wait for their answers. Summed up are the requests that came after the last
     of the users had come."""
     clock = VirtualClock()
-    service = Service(setup.model, setup.workers, setup.settings, clock)
-    for engine in service.engines.values():
-        engine.horizon_s = users.end_s
+    service = Service(setup.model, setup.workers, setup.settings, clock, horizon_s=users.end_s)
     run = UserRun(service, users)
     run.start()
     told_at = time.monotonic()
@@ -108,8 +115,9 @@ def simulate_users(
 class _Run:
     """State: the outcomes so far, by place; arrivals are asked one after another."""
 
-    def __init__(self, service: Service, arrivals: Arrivals) -> None:
-        self._service = service
+    def __init__(self, clock: VirtualClock, retries: Retries, arrivals: Arrivals) -> None:
+        self._clock = clock
+        self._retries = retries
         self._left: Iterator[int] = iter(range(len(arrivals.requests)))
         self._requests = arrivals.requests
         self.outcomes: list[Outcome | None] = [None] * len(arrivals.requests)
@@ -119,7 +127,7 @@ class _Run:
         """Have the next request come when it is due, and so on."""
         index = next(self._left, None)
         if index is not None:
-            self._service.clock.at(self._requests[index].at_s, lambda: self._ask(index))
+            self._clock.at(self._requests[index].at_s, lambda: self._ask(index))
 
     def _ask(self, index: int) -> None:
         def on_end(outcome: Outcome) -> None:
@@ -127,5 +135,5 @@ class _Run:
             self.outcomes[index] = outcome
             self.ended += 1
 
-        self._service.ask(index, self._requests[index], on_end)
+        self._retries.ask(index, self._requests[index], on_end)
         self.start()

@@ -1,4 +1,5 @@
-"""The simulated service: the router's own booker, gate, pool and cost book; modelled engines."""
+"""The simulated service: the router's own booker, gate, pool, cost book and role watcher; modelled
+engines."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from benchmarks.simulation.caches import PrefixCaches
 from benchmarks.simulation.engine import Engine
 from benchmarks.simulation.flight import Flight, Outcome
 from benchmarks.simulation.gaps import Gaps
+from benchmarks.simulation.roles import RoleMoves
 from benchmarks.simulation.service_model import MODEL_NAME, known_moments, worker_info
 from pdserve.config import RouterConfig
 from pdserve.errors import PdserveError
@@ -23,13 +25,16 @@ from router.fleet import Fleet
 from router.placement.context import PlacementContext
 from router.placement.policies.by_name import POLICIES
 from router.prefill_queue import PrefillQueue
+from router.roles.watcher import RoleWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from benchmarks.simulation.arrivals import Arrival
     from benchmarks.simulation.clock import VirtualClock
-    from benchmarks.simulation.service_model import ServiceModel
+    from benchmarks.simulation.service_model import EngineModel, ServiceModel
+    from pdserve.step_moments import StepMoments
+    from pdserve.types import WorkerInfo
     from router.member import Member
 
 _FOREVER_S = 1e18
@@ -59,14 +64,31 @@ class Workers:
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """The router's configuration. With `as_many_as_seats` as many requests run as the workers have
-    seats, whatever it says: its default is made for a few workers."""
+    seats, whatever it says: its default is made for a few workers. `flip_s` is from a worker's last
+    request in one role until it is given work in the other."""
 
     config: RouterConfig = field(default_factory=RouterConfig)
     as_many_as_seats: bool = True
+    flip_s: float = 0.5
+
+
+@dataclass(slots=True)
+class Shift:
+    """A worker in one of its roles, while it had it."""
+
+    role: Role
+    engine: Engine
+    since_s: float
+    until_s: float = _FOREVER_S
+
+    def seconds(self, horizon_s: float) -> float:
+        """Up to `horizon_s`."""
+        return max(0.0, min(self.until_s, horizon_s) - self.since_s)
 
 
 class Service:
-    """State: the fleet's members, one engine each, and the requests in flight."""
+    """State: the fleet's members, one engine each, and the requests in flight. `shifts` are all the
+    engines that there were. Up to `horizon_s` engines count what they do."""
 
     def __init__(
         self,
@@ -76,27 +98,32 @@ class Service:
         clock: VirtualClock,
         *,
         block_tokens: int = 0,
+        horizon_s: float = _FOREVER_S,
     ) -> None:
         config = settings.config
         self.model, self.clock = model, clock
         self.gaps = Gaps()
         self.engines: dict[str, Engine] = {}
-        self.open_requests = 0
+        self.shifts: list[Shift] = []
+        self.horizon_s = horizon_s
         self.caches: PrefixCaches | None = None
         self._timeout_s = config.request_timeout_s
-        self._fleet = Fleet(router_id="simulated", lease_s=_FOREVER_S, clock=clock.now)
-        self.members = self._fleet.pool.members
+        self._flights: dict[Flight, None] = {}
+        self._moments: dict[Role, StepMoments] = {}
+        self.fleet = Fleet(router_id="simulated", lease_s=_FOREVER_S, clock=clock.now)
+        self.members = self.fleet.pool.members
         self._open_engines(workers, block_tokens)
         limits = AdmissionLimits(
             config.max_running_requests, config.max_queued_requests, batch_share=config.batch_share
         )
         if settings.as_many_as_seats:
-            limits = AdmissionLimits(self._seats(), config.max_queued_requests)
+            seats = self._seats(any_role=config.roles.auto)
+            limits = AdmissionLimits(seats, config.max_queued_requests)
         self.gate = Gate(limits, clock=clock.now)
         slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
-        costs = CostBook(self._fleet.pool, slo, clock.now)
+        costs = CostBook(self.fleet.pool, slo, clock.now)
         self.booker = Booker(
-            self._fleet,
+            self.fleet,
             POLICIES[config.policy],
             PlacementContext(self.caches, costs),
             costs,
@@ -104,45 +131,63 @@ class Service:
             drain=self.gate.drain,
             on_room=self.gate.wake,
         )
-        self._fleet.subscribe(self.gate.wake)
+        self.fleet.subscribe(self.gate.wake)
+        watcher = RoleWatcher(self.fleet, costs, config.roles, queued=self.gate.queued_of)
+        self.roles = RoleMoves(self, watcher, config.roles, settings.flip_s)
+        if config.roles.auto:
+            self.roles.start()
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._flights)
 
     def _open_engines(self, workers: Workers, block_tokens: int) -> None:
-        wanted = {role: count for role, count in workers.by_role.items() if count}
-        models = {role: self.model.engine(role) for role in wanted}
-        moments = {role: known_moments(model, role) for role, model in models.items()}
-        infos = {
-            role: [worker_info(role, i, models[role]) for i in range(count)]
-            for role, count in wanted.items()
-        }
+        infos = [
+            worker_info(role, i, self.model.engine(role))
+            for role, count in workers.by_role.items()
+            for i in range(count)
+        ]
         if block_tokens:
-            capacities = {
-                x.worker_id: models[role].capacity_tokens for role in infos for x in infos[role]
-            }
+            capacities = {x.worker_id: x.block_size * x.total_blocks for x in infos}
             self.caches = PrefixCaches(block_tokens, capacities)
-        pool = self._fleet.pool
-        for role, of_role in infos.items():
-            for info in of_role:
-                pool.register(info, self.clock.now_s)
-                member = self.members[info.worker_id]
-                pool.attached(member)
-                pool.measured(member, moments[role])
-                self.engines[info.worker_id] = self._engine(member)
+        for info in infos:
+            self.open(info)
 
-    def _engine(self, member: Member) -> Engine:
+    def open(self, info: WorkerInfo, *, draining: bool = False) -> None:
+        """A worker registers, with an empty engine; one of its name is replaced."""
+        pool, role, now = self.fleet.pool, info.role, self.clock.now_s
+        model = self.model.engine(role)
+        pool.register(info, now)
+        member = self.members[info.worker_id]
+        pool.attached(member)
+        pool.measured(member, self._known(role, model))
+        pool.renew(info.worker_id, info.epoch, now, load=None, draining=draining)
         engine = Engine(
-            member.worker_id,
-            self.model.engine(member.info.role),
+            info.worker_id,
+            model,
             self.clock,
             gaps=self.gaps,
-            on_load=lambda load: self._fleet.reported(member, load),
+            on_load=lambda load: self.fleet.reported(member, load),
             caches=self.caches,
         )
-        self._fleet.reported(member, engine.load)
-        return engine
+        engine.horizon_s = self.horizon_s
+        before = self.engines.get(info.worker_id)
+        for shift in self.shifts if before is not None else ():
+            if shift.engine is before:
+                shift.until_s = now
+        self.engines[info.worker_id] = engine
+        self.shifts.append(Shift(role, engine, now))
+        self.fleet.reported(member, engine.load)
 
-    def _seats(self) -> int:
-        members = self.members.values()
-        return sum(x.info.max_num_seqs for x in members if x.info.role is not Role.PREFILL)
+    def _known(self, role: Role, model: EngineModel) -> StepMoments:
+        found = self._moments.get(role)
+        if found is None:
+            found = self._moments[role] = known_moments(model, role)
+        return found
+
+    def _seats(self, *, any_role: bool) -> int:
+        infos = [x.info for x in self.members.values()]
+        return sum(x.max_num_seqs for x in infos if any_role or x.role is not Role.PREFILL)
 
     def ask(self, index: int, arrival: Arrival, on_end: Callable[[Outcome], None]) -> None:
         """A request comes; `on_end` hears once how it ended."""
@@ -150,8 +195,13 @@ class Service:
         request = _request(index, arrival, now + self._timeout_s)
         if self.caches is not None:
             self.caches.prefixes[request.request_id] = arrival.prefix
-        self.open_requests += 1
-        flight = Flight(self, request, arrival, lambda outcome: self._ended(outcome, on_end))
+
+        def ended(outcome: Outcome) -> None:
+            self._ended(flight)
+            on_end(outcome)
+
+        flight = Flight(self, request, arrival, ended)
+        self._flights[flight] = None
         try:
             demand = self.booker.demand(request)
             bid = bid_of(request, kv_tokens=demand.kv_tokens, deadline=request.deadline)
@@ -170,11 +220,14 @@ class Service:
     def engine_of(self, member: Member) -> Engine:
         return self.engines[member.worker_id]
 
-    def _ended(self, outcome: Outcome, on_end: Callable[[Outcome], None]) -> None:
-        self.open_requests -= 1
+    def leave(self, engine: Engine) -> int:
+        """Requests that are on `engine` go on elsewhere; how many."""
+        return sum(flight.leave(engine) for flight in list(self._flights))
+
+    def _ended(self, flight: Flight) -> None:
+        del self._flights[flight]
         if self.caches is not None:
-            self.caches.prefixes.pop(outcome.request_id, None)
-        on_end(outcome)
+            self.caches.prefixes.pop(flight.request_id, None)
 
     def leftovers(self) -> list[str]:
         """What is still held, in words; nothing when the last request has ended."""

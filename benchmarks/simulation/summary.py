@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from benchmarks.simulation.flight import Outcome
+    from benchmarks.simulation.retries import Retries
+    from benchmarks.simulation.roles import FlipMade
     from benchmarks.simulation.run import Setup
     from benchmarks.simulation.service import Service
 
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """Workers of one role while requests came: the share of their time in which they computed,
-    requests that they decoded at a time on average, prompt tokens computed in a second."""
+    """Workers of one role while requests came: how many there were in the end, the share of their
+    time in which they computed, requests that they decoded at a time on average, prompt tokens
+    computed in a second."""
 
     workers: int
     busy_share: float
@@ -34,7 +37,9 @@ class Summary:
     """`attainment` is the share of all requests that were answered within both SLOs, and
     `goodput_per_s` how many those were a second. Latencies are of answered requests. `itl` are
     percentiles over all gaps between tokens, right to half a percent. `local_share` is the share of
-    answers whose prompt was computed by the worker that decoded."""
+    answers whose prompt was computed by the worker that decoded. `came_again` are retries of
+    refused requests, of which `refused_again` were refused once more; `flips` workers that changed
+    their role, and `moved` answers that went on elsewhere for it."""
 
     workers: str
     policy: str
@@ -56,6 +61,10 @@ class Summary:
     local_share: float
     cached_share: float
     pools: Mapping[str, PoolUse]
+    came_again: int = 0
+    refused_again: int = 0
+    flips: Sequence[FlipMade] = ()
+    moved: int = 0
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -69,6 +78,7 @@ def summarise(
     horizon_s: float,
     *,
     since_s: float = 0.0,
+    retries: Retries | None = None,
 ) -> Summary:
     """Of a simulation that has ended, and the requests that came from `since_s` to `horizon_s`. The
     pools' use counts from the start."""
@@ -103,6 +113,10 @@ def summarise(
         local_share=sum(x.prefill_worker == x.decode_worker for x in good) / max(1, len(good)),
         cached_share=sum(x.cached_tokens for x in good) / max(1, prompt_tokens),
         pools=_pools(service, max(horizon_s, 1e-9)),
+        came_again=0 if retries is None else retries.made,
+        refused_again=0 if retries is None else retries.refused.total(),
+        flips=tuple(service.roles.made),
+        moved=sum(bool(x.moves) for x in outcomes),
     )
 
 
@@ -115,17 +129,14 @@ def _percentiles(service: Service) -> dict[str, float] | None:
 def _pools(service: Service, span_s: float) -> dict[str, PoolUse]:
     pools = {}
     for role in Role:
-        engines = [service.engines[x.worker_id] for x in _members(service, role)]
-        if engines:
-            time_s = span_s * len(engines)
+        shifts = [x for x in service.shifts if x.role is role]
+        time_s = sum(x.seconds(span_s) for x in shifts)
+        if time_s:
+            engines = [x.engine for x in shifts]
             pools[role.value] = PoolUse(
-                len(engines),
+                sum(m.info.role is role for m in service.members.values()),
                 sum(x.busy_s for x in engines) / time_s,
                 sum(x.batch_s for x in engines) / time_s,
                 sum(x.computed_tokens for x in engines) / span_s,
             )
     return pools
-
-
-def _members(service: Service, role: Role) -> list[Any]:
-    return [m for m in service.members.values() if m.info.role is role]

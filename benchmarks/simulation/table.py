@@ -79,8 +79,16 @@ def show(summary: Summary, notes: list[str]) -> None:
         f"{summary.output_tokens_per_s:.0f} tokens a second; {summary.local_share:.0%} prefilled "
         f"where they decode; {summary.cached_share:.0%} of prompt tokens cached"
     )
+    if summary.came_again:
+        out.print(
+            f"{summary.came_again} came again when they were told, of whom "
+            f"{summary.refused_again} were refused once more"
+        )
     out.print(_latencies(summary))
     out.print(_pools(summary))
+    if summary.flips:
+        out.print(_flips(summary))
+        out.print(f"{summary.moved} answers went on elsewhere for it")
     for note in notes:
         out.print(note, markup=False)
 
@@ -119,4 +127,14 @@ def _pools(summary: Summary) -> Table:
             f"{use.mean_batch:.1f}",
             f"{use.prompt_tokens_per_s:.0f}",
         )
+    return table
+
+
+def _flips(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("role changed at, s", "worker", "to", "drained, s", "in all, s", "moved"):
+        table.add_column(column, justify="left" if column in ("worker", "to") else "right")
+    for flip in summary.flips:
+        seconds = (f"{flip.drain_s:.2f}", f"{flip.total_s:.2f}")
+        table.add_row(f"{flip.at_s:.1f}", flip.worker, flip.role, *seconds, str(flip.moved))
     return table

@@ -78,3 +78,8 @@ def is_left(members: Sequence[Member], model: str, role: Role) -> bool:
         m.state is MemberState.READY and m.info.role is role and m.info.model.name == model
         for m in members
     )
+
+
+def other_role(role: Role) -> Role:
+    """Of a worker that has one of the two."""
+    return Role.DECODE if role is Role.PREFILL else Role.PREFILL
