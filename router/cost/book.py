@@ -184,7 +184,10 @@ class CostBook:
             0.0,
             queue_s,
             itl_s,
-            self.slo.first_cost_s(queue_s + prefill_s) + self.slo.gap_cost_s(itl_s) + held * harm,
+            self.slo.first_cost_s(queue_s + prefill_s)
+            + self.slo.gap_cost_s(itl_s)
+            + held * harm
+            + self.slo.seat_cost_s(decode.outstanding_requests * held_s, decode.taken),
             self._is_local(demand),
         )
 

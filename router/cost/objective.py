@@ -19,6 +19,8 @@ from dataclasses import dataclass
 EARLY = 0.1
 # By how much of a limit a prediction may be off.
 SPREAD = 0.3
+# From this share of a worker's seats or blocks on, who comes next may find none.
+CROWDED = 0.5
 # What is better by less than this share and these seconds is not worth a change of habit.
 MARGIN = 0.1
 MARGIN_S = 0.002
@@ -38,6 +40,13 @@ class Slo:
     def gap_cost_s(self, tpot_s: float) -> float:
         """Of tokens that come so far apart, on average."""
         return self.ttft_s * _cost(tpot_s / self.tpot_s)
+
+    def seat_cost_s(self, seconds: float, taken: float) -> float:
+        """Of seats that come free so much later, in sum, on a worker that has the share `taken` of
+        them taken: where none is left others wait for one, and their first tokens with them. How
+        late those are is not known, so it is the most that a wait costs."""
+        chance = min(1.0, max(0.0, (taken - CROWDED) / (1.0 - CROWDED)))
+        return chance * seconds * (EARLY + (1.0 - EARLY) / (2.0 * SPREAD))
 
 
 def _cost(x: float) -> float:

@@ -74,6 +74,13 @@ class Candidate:
     outstanding_tokens: int
     reserved_blocks: int
 
+    @property
+    def taken(self) -> float:
+        """The share of its seats, or of its blocks, that this router knows to be taken."""
+        info = self.info
+        seats = self.outstanding_requests / info.max_num_seqs
+        return max(seats, self.reserved_blocks / info.total_blocks)
+
     def has_room(self, tokens: int) -> bool:
         """Whether the blocks for `tokens` are promised to nobody else."""
         info = self.info

@@ -10,7 +10,7 @@ import pytest
 from pdserve.step_moments import StepMoments, StepRecorder, StepShape
 from pdserve.types import Receipt, Role, Usage, WorkerLoad
 from router.cost.book import PRIOR_S, REFIT_S, CostBook
-from router.cost.objective import Slo
+from router.cost.objective import EARLY, SPREAD, Slo
 from router.cost.outcome import Outcome, outcome_of
 from router.cost.transfer_model import MIN_TRANSFERS, TransferModel
 from router.placement.context import PlacementContext
@@ -136,6 +136,22 @@ def test_a_worker_without_a_free_seat_is_not_predicted_to_prefill() -> None:
     rig.decode.load = WorkerLoad(0, seats, 0.1, 90)
     assert rig.predict(local=True) is None
     assert rig.predict(local=False) is not None
+
+
+def test_a_prompt_beside_many_keeps_others_from_their_seats() -> None:
+    rig = Rig()
+    rig.decode.load = WorkerLoad(0, 4, 0.1, 90)
+    seats, stall_s = rig.decode.info.max_num_seqs, 100 * TOKEN_S
+    rig.decode.outstanding_requests = seats // 2
+    before = rig.harm()
+    rig.decode.outstanding_requests = seats
+    # With all taken, whoever comes waits for a seat by as much longer as each is held.
+    steepest = EARLY + (1 - EARLY) / (2 * SPREAD)
+    assert rig.harm() - before == pytest.approx(seats * stall_s * steepest, rel=0.05)
+    # Blocks are seats too.
+    rig.decode.outstanding_requests = 4
+    rig.decode.reserved_blocks = rig.decode.info.total_blocks
+    assert rig.harm() - before == pytest.approx(4 * stall_s * steepest, rel=0.05)
 
 
 def test_nothing_is_predicted_before_enough_is_known() -> None:
