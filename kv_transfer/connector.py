@@ -115,6 +115,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         """See SchedulerHalf.release."""
         self._scheduler_half().release(request_id)
 
+    def export(self, request: Request, transfer_id: str) -> bool:
+        """See SchedulerHalf.export."""
+        return self._scheduler_half().export(request, transfer_id)
+
     def wake_with(self, wake: Callable[[], None]) -> bool:
         """See WorkerHalf.wake_with. True, for it will be called."""
         self._worker_half().wake_with(wake)

@@ -8,7 +8,8 @@ Prefill side: {"role": "source", "transfer_id": str}
 Decode side:  {"role": "target", "transfer_id": str, "source_addresses": ["host:port", ...],
 "source_epoch": str, "capability": str}, the last only where the source checks it. The addresses are
 those of the source's tensor-parallel ranks, in their order. Either, or neither role: {"resume":
-[token, ...]}, the tokens generated elsewhere already. Nothing else may be in it.
+[token, ...]}, the tokens generated elsewhere already. With that the decode side may have {"live":
+true}, where the source has decoded those tokens. Nothing else may be in it.
 
 Proxies in front of `vllm serve` write vLLM's own names (docs/kv_transfer.md). There the decode side
 samples the first token again, so that its answer is whole and the prefill side's can be dropped:
@@ -51,7 +52,8 @@ class TargetParams:
     """This request's KV and first token come from the worker whose ranks are at `source_addresses`;
     with `resample` the KV alone, and the token is sampled here. `capability` is the right to them
     (pdserve/capability.py), "" where the source asks for none. `prompt_digest`, where given, is of
-    the prompt that the KV is of."""
+    the prompt that the KV is of. With `live` the source has decoded as far as this request is
+    resumed: KV comes for all before the last token, and no token."""
 
     transfer_id: str
     source_addresses: tuple[str, ...]
@@ -59,6 +61,7 @@ class TargetParams:
     capability: str = field(default="", repr=False)
     resample: bool = False
     prompt_digest: str = ""
+    live: bool = False
 
 
 def digest_of(prompt_token_ids: Sequence[int]) -> str:
@@ -78,6 +81,7 @@ _KEYS: dict[type, frozenset[str]] = {
             "source_epoch",
             "capability",
             "prompt_digest",
+            "live",
         },
     ),
 }
@@ -114,6 +118,8 @@ class TransferParams:
                     out["capability"] = part.capability
                 if part.prompt_digest:
                     out["prompt_digest"] = part.prompt_digest
+                if part.live:
+                    out["live"] = True
         return out
 
 
@@ -155,7 +161,15 @@ def _target(params: Mapping[str, Any], *, resample: bool) -> TargetParams:
         _text(params, "capability") if "capability" in params else "",
         resample,
         _text(params, "prompt_digest") if "prompt_digest" in params else "",
+        _flag(params, "live"),
     )
+
+
+def _flag(params: Mapping[str, Any], key: str) -> bool:
+    value = params.get(key, False)
+    if not isinstance(value, bool):
+        raise _refuse(key, "must be true or false")
+    return value
 
 
 def _parse_vllm_names(params: Mapping[str, Any]) -> TransferParams:
@@ -171,7 +185,8 @@ def _parse_vllm_names(params: Mapping[str, Any]) -> TransferParams:
         part = SourceParams(transfer_id, resample=True)
     elif given["do_remote_prefill"]:
         part = _target(given, resample=True)
-    _check_keys(given, _KEYS[type(part)] - {"role", "resume"} | _VLLM_SWITCHES | _VLLM_NOTES)
+    known = _KEYS[type(part)] - {"role", "resume", "live"}
+    _check_keys(given, known | _VLLM_SWITCHES | _VLLM_NOTES)
     return TransferParams(part)
 
 
@@ -200,6 +215,8 @@ def parse(params: Mapping[str, Any] | None) -> TransferParams:
             part = SourceParams(_text(params, "transfer_id"))
         case "target":
             part = _target(params, resample=False)
+            if part.live and not resume:
+                raise _refuse("live", "needs tokens to resume after")
         case other:
             raise _refuse("role", f"must be source or target, not {other!r}")
     _check_keys(params, _KEYS[type(part)])

@@ -82,6 +82,7 @@ class _Source:
     request: Request
     part: SourceParams
     reported_blocks: int = -1
+    is_live: bool = False  # it was decoding when its KV was asked for
 
 
 class SchedulerHalf:
@@ -129,6 +130,19 @@ class SchedulerHalf:
         if lease is not None:
             self._pending.released.append(lease.transfer_id)
 
+    def export(self, request: Request, transfer_id: str) -> bool:
+        """From its end on, which is to follow at once, a running request's blocks are held for
+        whoever presents `transfer_id`: with the KV of all its tokens but the last. False, with
+        nothing changed, where they do not have that."""
+        request_id = request.request_id
+        is_computed = request.num_computed_tokens >= request.num_tokens - 1
+        is_decoding = request.status == RequestStatus.RUNNING and request.num_output_tokens > 0
+        if request_id in self._sources or not (is_decoding and is_computed):
+            return False
+        self._sources[request_id] = _Source(request, SourceParams(transfer_id), is_live=True)
+        self._pending.expected.append(SourceExpected(transfer_id, request_id))
+        return True
+
     def ledger(self) -> KvLedger:
         """Blocks pinned for transfers now; `engine_requests` is the engine's to fill in."""
         in_flight = sum(self._in_flight.values())
@@ -168,7 +182,7 @@ class SchedulerHalf:
         target = self._targets.get(request.request_id)
         if target is None or target.load is not _Load.WAITING:
             return 0, False
-        missing = self._wanted(request) - computed
+        missing = self._wanted(target) - computed
         return (missing, True) if missing > 0 else (0, False)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -190,7 +204,7 @@ class SchedulerHalf:
                 )
             )
             return
-        wanted = self._wanted(request)
+        wanted = self._wanted(target)
         first = (wanted - external) // self._block_size
         last = -(-wanted // self._block_size)
         ids = list(blocks.get_block_ids()[0][first:last])
@@ -233,15 +247,19 @@ class SchedulerHalf:
             return False, None
         # A first token that ends the answer leaves nothing to continue, unless its target samples
         # it for itself.
-        part, count = source.part, len(list(block_ids))
+        part, blocks = source.part, list(block_ids)
         is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
         is_stopped = request.status == RequestStatus.FINISHED_STOPPED
-        held = (is_cut or (is_stopped and part.resample)) and count > 0
+        is_wanted = source.is_live or is_cut or (is_stopped and part.resample)
+        held = is_wanted and len(blocks) > 0
+        if source.is_live:
+            ready = request.num_tokens - 1
+            self._pending.computed.append(SourceProgress(part.transfer_id, blocks, ready))
         self._pending.ended.append(
             SourceEnded(part.transfer_id, tuple(request.output_token_ids), held, request_id)
         )
         if held:
-            self._leased[request_id] = _Lease(part.transfer_id, count)
+            self._leased[request_id] = _Lease(part.transfer_id, len(blocks))
         if not (held and part.resample):
             return held, None
         for_target = TargetParams(
@@ -304,10 +322,10 @@ class SchedulerHalf:
             self._arrivals[request_id] = self._take_over(target, arrival)
         target.load = _Load.OVER
 
-    def _wanted(self, request: Request) -> int:
+    def _wanted(self, target: _Target) -> int:
         """Tokens whose KV the source computes: the prompt and what was resumed on both sides. The
-        token that it samples after them comes along."""
-        return int(request.num_tokens)
+        token that it samples after them comes along; a live source has said it already."""
+        return int(target.request.num_tokens) - target.part.live
 
     def _source_progress(
         self, request_id: str, source: _Source, output: SchedulerOutput, metadata: StepMetadata

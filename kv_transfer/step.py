@@ -85,6 +85,8 @@ class StepMetadata:
 
     expected: list[SourceExpected] = field(default_factory=list)
     progress: list[SourceProgress] = field(default_factory=list)
+    # Computed by earlier steps; the requests end with this one.
+    computed: list[SourceProgress] = field(default_factory=list)
     ended: list[SourceEnded] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     starts: list[TargetStart] = field(default_factory=list)

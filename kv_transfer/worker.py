@@ -69,6 +69,8 @@ class WorkerHalf:
                 links.do_source(sources.expect(expected.transfer_id, expected.request_id, now))
             for transfer_id in metadata.preempted:
                 sources.preempt(transfer_id)
+            for c in metadata.computed:
+                links.do_source(sources.progress(c.transfer_id, c.block_ids, c.ready_tokens, now))
             for e in metadata.ended:
                 links.do_source(
                     sources.end(

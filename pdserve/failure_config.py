@@ -32,6 +32,10 @@ class FallbackConfig:
     burst_s: float = key(
         30.0, "How many seconds of that may be used at once.", minimum=0.001, maximum=86400
     )
+    live_kv: bool = key(
+        True,
+        "Whether answers that leave a worker which is well take their KV along.",
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -209,7 +209,8 @@ class ErrorInfo:
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
     """What one engine step made for one request. The last one has a finish reason and a report;
-    that of a prefill also a `kv_handle`, where the handoff is in turn."""
+    that of a prefill also a `kv_handle`, where the handoff is in turn, and that of a stream whose
+    KV is kept for another worker the count of all its output tokens, as `exported_tokens`."""
 
     stream_id: int
     token_ids: tuple[int, ...] = ()
@@ -220,6 +221,7 @@ class StreamDelta:
     report: PhaseReport | None = None
     error: ErrorInfo | None = None
     kv_handle: bytes = field(default=b"", repr=False)
+    exported_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

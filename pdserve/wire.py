@@ -232,6 +232,7 @@ def delta_to_pb(delta: t.StreamDelta) -> w.StreamDelta:
         if delta.error is not None:
             out.error.CopyFrom(error_to_pb(delta.error))
         out.kv_handle = delta.kv_handle
+        out.exported_tokens = delta.exported_tokens
     return out
 
 
@@ -271,6 +272,7 @@ def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
         report_from_pb(message.report) if message.HasField("report") else None,
         error_from_pb(message.error) if message.HasField("error") else None,
         message.kv_handle,
+        message.exported_tokens,
     )
 
 

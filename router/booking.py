@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ContextLengthExceeded, Unavailable
-from pdserve.types import Role
+from pdserve.types import HandoffStyle, Role
 from router.cost.outcome import outcome_of
 from router.decisions.log import DecisionLog
 from router.ladder import Step
 from router.member import Charge, MemberState
 from router.placement.context import NO_CONTEXT
+from router.placement.live import place_live
 from router.placement.pairing import check_known, with_states
 from router.placement.recompute import or_alone, place_recompute
 from router.placement.values import Decision, Demand
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 class Booking:
     """A placement and its charges. Releasing again does nothing. `is_trial` says that a pair which
     was quarantined is tried with it; `prediction` is what it is expected to cost. `forks_charge` is
-    what the forks take, until each has its own."""
+    what the forks take, until each has its own. `source` has decoded before, and gives its KV."""
 
     __slots__ = (
         "decision",
@@ -49,12 +50,21 @@ class Booking:
         "prediction",
         "prefill",
         "prefill_charge",
+        "source",
     )
 
-    def __init__(self, decision: Decision, placement: Placement, pool: WorkerPool) -> None:
+    def __init__(
+        self,
+        decision: Decision,
+        placement: Placement,
+        pool: WorkerPool,
+        *,
+        source: Member | None = None,
+    ) -> None:
         demand = decision.demand
         self.decision = decision
         self.is_trial = False
+        self.source = source
         self.prediction: Prediction | None = None
         self.decode: Member = pool.members[placement.decode.worker_id]
         self.prefill: Member | None = None
@@ -63,7 +73,9 @@ class Booking:
         if demand.forks:
             self.forks_charge = fork_charge(self.decode, demand, demand.forks)
             demand = demand.without_forks()
-        if placement.prefill is None:
+        if source is not None:
+            self.decode_charge = Charge(self.decode, kv_tokens=demand.kv_tokens)
+        elif placement.prefill is None:
             self.decode_charge = whole_charge(self.decode, demand, decision.cached)
         else:
             self.prefill = pool.members[placement.prefill.worker_id]
@@ -74,7 +86,8 @@ class Booking:
     @property
     def pair(self) -> Pair | None:
         """The workers that exchange KV."""
-        return None if self.prefill is None else (self.prefill.worker_id, self.decode.worker_id)
+        giver = self.source or self.prefill
+        return None if giver is None else (giver.worker_id, self.decode.worker_id)
 
     def release(self) -> None:
         self.decode_charge.release()
@@ -117,7 +130,9 @@ class Booker:
         prefill_queue: PrefillQueue = EVERYTHING,
         drain: DrainPredictor | None = None,
         on_room: Callable[[], None] = lambda: None,
+        live_kv: bool = True,
     ) -> None:
+        self._live_kv = live_kv
         self._fleet = fleet
         self._prefill_queue = prefill_queue
         self._drain = drain
@@ -205,6 +220,23 @@ class Booker:
         booking = self._book(demand, [c for c in candidates if _takes_part(c, rung)], cause)
         if booking is None:
             raise Unavailable(f"no decode worker of model {demand.model} has room")
+        return booking
+
+    def book_live(self, demand: Demand, source_id: str, *, cause: str) -> Booking:
+        """A decode worker that an answer goes on with, with the KV that it has on another. Raises
+        Unavailable where there is none."""
+        source, now = self._pool.members[source_id], self._fleet.now()
+        is_able = source.info.kv is not None and source.info.kv.handoff is HandoffStyle.AT_ONCE
+        if not (self._live_kv and is_able):
+            raise Unavailable(f"worker {source_id} cannot give the KV of what it decodes")
+        demand = replace(demand, barred=self._fleet.quarantine.barred(now))
+        candidates = self._pool.candidates(demand.model)
+        decision = self._decide(place_live(source.seen()), demand, candidates, f"live_kv: {cause}")
+        assert decision.placement is not None, "it does not wait"
+        self._turn += 1
+        booking = Booking(decision, decision.placement, self._pool, source=source)
+        assert booking.pair is not None
+        booking.is_trial = self._fleet.quarantine.tries(booking.pair, now)
         return booking
 
     def _book(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from router.answer import AnswerSink
     from router.booking import Booker, Booking
     from router.fleet import Fleet
-    from router.handoff import Resubmit
+    from router.handoff_actions import Resubmit
     from router.ladder import LadderLimits
     from router.leg_stream import LegStream
     from router.member import Member
@@ -95,6 +95,9 @@ class _Choice:
 
     def fell_back(self, model: str, step: str, reason: str) -> None:
         self._all.metrics.fell_back(model, step, reason)
+
+    def continued(self, model: str, source: str) -> None:
+        self._all.metrics.continued(model, source)
 
     def ended(self, model: str, outcome: str) -> None:
         self.outcome = outcome
@@ -244,11 +247,11 @@ class Choices:
         outcome = self._choices[0].outcome if self._error is None else self._error.code
         self.metrics.ended(self._model, outcome)
 
-    def move_off(self, worker_id: str, reason: str) -> bool:
+    def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> bool:
         """See Flight.move_off; until the KV has come the answers wait for one another, and stay.
         True where one has moved."""
         begun = [x for x in self._flights if self._has_kv and x.handoff.tokens]
-        return sum(x.move_off(worker_id, reason) for x in begun) > 0
+        return sum(x.move_off(worker_id, reason, live_only=live_only) for x in begun) > 0
 
     def close(self) -> None:
         """The reader is gone, or one answer failed: end what is open."""

@@ -80,6 +80,7 @@ class Coordinator:
             prefill_queue=prefill_queue,
             drain=self._admission.drain,
             on_room=self._admission.wake,
+            live_kv=fallback.live_kv,
         )
         self._request_timeout_s = request_timeout_s
         self._buffer_limits = buffer_limits
@@ -186,13 +187,16 @@ class Coordinator:
         stack.callback(self._flights.discard, flight)
         flight.start(grant.reservation, demand, grant.release)
 
-    def move_off(self, worker_id: str, reason: str) -> int:
-        """Have the requests that are on a worker go on elsewhere, and say how many did. The others
-        are not in need of it or have nowhere to go; they end where they are."""
-        return sum(flight.move_off(worker_id, reason) for flight in list(self._flights))
+    def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> int:
+        """Have the requests that are on a worker go on elsewhere, and say how many do. They take
+        their KV along where that can be; with `live_only` none moves without. The others are not in
+        need of it or have nowhere to go; they end where they are."""
+        flights = list(self._flights)
+        return sum(flight.move_off(worker_id, reason, live_only=live_only) for flight in flights)
 
-    def _make_room(self, member: Member) -> None:
-        self.move_off(member.worker_id, f"worker {member.worker_id} is to be empty")
+    def _make_room(self, member: Member, must: bool) -> None:
+        reason = f"worker {member.worker_id} is to be empty"
+        self.move_off(member.worker_id, reason, live_only=not must)
 
     def _deadline(self, request: GenerateRequest) -> float | None:
         if self._request_timeout_s is None:

@@ -66,7 +66,7 @@ class Fleet:
         self._links: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._subscribers: list[Callable[[], None]] = []
-        self._on_moving: list[Callable[[Member], None]] = []
+        self._on_moving: list[Callable[[Member, bool], None]] = []
         self._sweeper = Background("lease-sweeper", self._sweep)
 
     async def __aenter__(self) -> Self:
@@ -90,8 +90,9 @@ class Fleet:
         """Call `on_change` whenever a member came, went, or changed its state."""
         self._subscribers.append(on_change)
 
-    def subscribe_moving(self, on_moving: Callable[[Member], None]) -> None:
-        """Call `on_moving` as long as what a worker does should go on elsewhere, now and again."""
+    def subscribe_moving(self, on_moving: Callable[[Member, bool], None]) -> None:
+        """Call `on_moving` as long as what a worker does should go on elsewhere, now and again:
+        with True where that may cost something, with False where there is time."""
         self._on_moving.append(on_moving)
 
     def link(self, member: Member) -> WorkerLink:
@@ -159,9 +160,9 @@ class Fleet:
             unhealthy=unhealthy,
         )
         self._changed()
-        if known and moving:
+        if known and (moving or draining):
             for on_moving in self._on_moving:
-                on_moving(self.pool.members[worker_id])
+                on_moving(self.pool.members[worker_id], moving)
         return known
 
     def deregister(self, worker_id: str, epoch: str) -> None:

@@ -19,25 +19,25 @@ from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
     PdserveError,
-    TransferCorrupted,
-    TransferFailed,
     Unavailable,
 )
 from pdserve.types import HandoffStyle, StreamDelta
 from router.answer import AnswerDelta
-from router.handoff import (
+from router.handoff import Handoff
+from router.handoff_actions import (
     CancelLeg,
     Deliver,
     Fail,
     Finish,
-    Handoff,
-    Leg,
-    LegKind,
     Resubmit,
     SubmitDecode,
+    TakeOver,
 )
-from router.ladder import RETRYABLE, Ladder
+from router.ladder import LIVE_KV, MOVED, RETRYABLE, Ladder
+from router.leg import Leg, LegKind
 from router.leg_stream import LegStream
+from router.migration import Migration
+from router.pair_verdict import judge
 from router.receipts import build_receipt, build_usage
 from router.submission import SubmissionBuilder
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from router.booking import Booker, Booking
     from router.fleet import Fleet
     from router.flight_peers import Observer, Siblings
-    from router.handoff import Action
+    from router.handoff_actions import Action
     from router.ladder import LadderLimits
     from router.member import Charge, Member
     from router.placement.values import Demand
@@ -91,6 +91,7 @@ class Flight:
         self._release: Callable[[], None] | None = None
         self._booking: Booking | None = None
         self._decode_message: Callable[..., w.Submit] | None = None  # until its turn comes
+        self._migration = Migration(self, booker)
         self._timer: asyncio.TimerHandle | None = None
         self._arrived = time.monotonic()
         self._admission_s = 0.0
@@ -142,6 +143,8 @@ class Flight:
 
     def spoke(self, leg: Leg) -> None:
         """The first token of a leg came."""
+        if leg.source:
+            self._metrics.continued(self._request.model, LIVE_KV)
         if self._siblings is not None and leg.kind is not LegKind.PREFILL:
             self._siblings.spoke(self)
 
@@ -172,10 +175,34 @@ class Flight:
         submit = message(resume=action.resume, kv_handle=action.kv_handle)
         self._streams[action.leg].submit(submit)
 
+    def _take_over(self, resume: tuple[int, ...]) -> None:
+        transfer_id, booking = self._migration.take()
+        decode, source = booking.decode, booking.source
+        assert source is not None, "it was booked for what a source has"
+        self._booking = booking
+        leg = Leg(LegKind.DECODE, decode.worker_id, decode.info.role, source=source.worker_id)
+        self.handoff.open_live(leg)
+        self._metrics.fell_back(self._request.model, LIVE_KV, MOVED)
+        logger.info(
+            "request %s: goes on from worker %s to %s with its KV after %d tokens",
+            self._request.request_id,
+            source.worker_id,
+            decode.worker_id,
+            len(resume),
+        )
+        stream = self._stream(leg, decode, booking.decode_charge)
+        stream.submit(
+            self._submissions.decode(transfer_id, source, decode, resume=resume, live=True)
+        )
+
     def _submit_whole(self, member: Member, charge: Charge, resume: tuple[int, ...]) -> None:
         leg = Leg(LegKind.WHOLE, member.worker_id, member.info.role)
         self.handoff.open_whole(leg)
         self._stream(leg, member, charge).submit(self._submissions.whole(resume))
+
+    def stream_of(self, leg: Leg) -> LegStream:
+        """That of a leg which is open."""
+        return self._streams[leg]
 
     def _stream(self, leg: Leg, member: Member, charge: Charge) -> LegStream:
         stream = self._streams[leg] = LegStream(self, leg, member, charge)
@@ -186,23 +213,11 @@ class Flight:
 
     def judge_pair(self, last: StreamDelta) -> None:
         """Decode's last delta tells whether KV came whole: before another pair is looked for."""
-        if self._booking is None or self._booking.pair is None:
-            return
-        pair, quarantine, now = self._booking.pair, self.fleet.quarantine, self.fleet.now()
-        code = "" if last.error is None else last.error.code
-        if last.error is not None and code == TransferCorrupted.code:
-            quarantine.strike(pair, now, last.error.message)
-            logger.warning("KV from worker %s to %s: %s", *pair, last.error.message)
-        elif last.error is not None and code == TransferFailed.code:
-            if quarantine.failed(pair, now, last.error.message):
-                logger.warning("workers %s and %s kept apart: %s", *pair, last.error.message)
-        elif last.report is None or not last.report.transfer:
-            return
-        elif self._booking.is_trial:
-            quarantine.whole(pair, now)
-            logger.info("KV from worker %s to %s comes whole again", *pair)
-        else:
-            quarantine.came(pair, now)
+        if self._booking is not None and self._booking.pair is not None:
+            is_trial = self._booking.is_trial
+            judge(
+                self.fleet.quarantine, self._booking.pair, last, self.fleet.now(), is_trial=is_trial
+            )
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Carry out what the handoff decided, in order, until the request is over."""
@@ -228,6 +243,8 @@ class Flight:
                 self._resubmit(action)
             case SubmitDecode():
                 self._submit_decode(action)
+            case TakeOver(resume):
+                self._take_over(resume)
 
     def _deliver(self, delta: StreamDelta) -> None:
         if not self._ttft_s:
@@ -282,12 +299,13 @@ class Flight:
         logger.info("request %s failed: %s", self._request.request_id, error.message)
 
     def _resubmit(self, action: Resubmit) -> None:
+        self._migration.close()
         if self._siblings is None or not self._siblings.defers(self, action):
             self.resubmit(action)
 
     def resubmit(self, action: Resubmit) -> None:
         """Go on elsewhere."""
-        demand = self._demand_after(action.resume)
+        demand = self.demand_after(action.resume)
         try:
             self._budget.take(demand.model, demand.prompt_tokens, self.fleet.now())
         except PdserveError as error:
@@ -301,14 +319,16 @@ class Flight:
             return
         self._go_on(booking, action)
 
-    def move_off(self, worker_id: str, reason: str) -> bool:
-        """Go on elsewhere than on a worker that is well, after the tokens that were delivered.
-        False, with nothing changed, where the request is not there, is as good as done, or has
-        nowhere to go."""
+    def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> bool:
+        """Go on elsewhere than on a worker that is well, after the tokens that were delivered: with
+        their KV, or else, unless `live_only`, by computing it again. False, with nothing changed,
+        where the request is not there, is as good as done, or has nowhere to go."""
+        if not self._over and self._migration.begin(worker_id, reason):
+            return True
         leaving = self.handoff.leaving(worker_id, Unavailable(reason))
-        if self._over or leaving is None:
+        if self._over or live_only or leaving is None:
             return False
-        demand = self._demand_after(leaving.resume)
+        demand = self.demand_after(leaving.resume)
         try:
             self._budget.take(demand.model, demand.prompt_tokens, self.fleet.now())
         except PdserveError:
@@ -322,7 +342,8 @@ class Flight:
         self._go_on(booking, leaving)
         return True
 
-    def _demand_after(self, resume: tuple[int, ...]) -> Demand:
+    def demand_after(self, resume: tuple[int, ...]) -> Demand:
+        """What is asked for after the tokens of `resume`."""
         resume = resume[len(self._request.resume) :]  # those are in the demand
         return replace(
             self._demand,
@@ -335,6 +356,8 @@ class Flight:
         prefill = booking.prefill
         step = self.handoff.step_of(None if prefill is None else prefill.worker_id)
         self._metrics.fell_back(self._request.model, step, action.reason)
+        if action.resume:
+            self._metrics.continued(self._request.model, "prefill")
         workers = [m.worker_id for m in (prefill, booking.decode) if m is not None]
         logger.info(
             "request %s: %s on %s after %d tokens: %s",
@@ -354,6 +377,7 @@ class Flight:
     def _ended(self, outcome: str) -> None:
         """Release everything, at once: a slow reader holds no worker and no seat."""
         self._over = True
+        self._migration.close()
         if self._timer is not None:
             self._timer.cancel()
         for stream in self._streams.values():

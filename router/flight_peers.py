@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from pdserve.types import Receipt, Usage
     from router.flight import Flight
-    from router.handoff import Resubmit
+    from router.handoff_actions import Resubmit
     from router.leg_stream import LegStream
     from router.member import Member
     from router.prefix.metrics import PrefixMetrics
@@ -31,6 +31,8 @@ class Observer(Protocol):
     def prefix(self) -> PrefixMetrics: ...
 
     def fell_back(self, model: str, step: str, reason: str) -> None: ...
+
+    def continued(self, model: str, source: str) -> None: ...
 
     def answered(
         self, model: str, usage: Usage, receipt: Receipt, *, ttft_s: float, e2e_s: float

@@ -4,7 +4,9 @@ A leg is one stream on one worker. Events come in as method calls, actions come 
 
     open_pair ─► waiting for the first token ─► decoding ─► done
                         │                           │
-    open_whole ─────────┴──── fall back ◄───────────┘
+    open_whole ─────────┴──── fall back ◄───────────┤
+                                                    │ export
+                     open_live ◄── exported ── exporting
 
 Prefill samples the first token and decode goes on after it. Where the handoff is at once, both are
 submitted together, over two streams that no clock orders. So whatever comes from decode before the
@@ -13,6 +15,11 @@ and decode's failure was its consequence, or the answer goes on from it. Where i
 is placed with prefill and submitted when prefill has ended, with prefill's token and with what it
 says of its KV.
 
+An answer leaves a worker that is well with its KV: its leg is exported, and goes on giving tokens
+until its last delta says that no more come and how many there were. Then it is taken over by a new
+decode leg, whose KV comes from the old one. Whatever else that last delta says, it is an end or a
+failure as ever; so is one that does not come in time.
+
 A failure becomes a fallback: the request is placed anew, to go on after the tokens that were
 delivered, which are never repeated or changed. `router/ladder.py` says how, and when to give up.
 """
@@ -20,7 +27,6 @@ delivered, which are never repeated or changed. `router/ladder.py` says how, and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from pdserve.errors import (
@@ -28,89 +34,30 @@ from pdserve.errors import (
     PdserveError,
     TransferCorrupted,
     TransferFailed,
+    Unavailable,
     WorkerFailed,
     from_info,
 )
-from pdserve.types import FinishReason, HandoffStyle, PhaseReport, Role, StreamDelta
+from pdserve.types import FinishReason, HandoffStyle, StreamDelta
+from router.handoff_actions import (
+    CancelLeg,
+    Deliver,
+    Fail,
+    Finish,
+    Resubmit,
+    SubmitDecode,
+    TakeOver,
+)
 from router.ladder import MOVED, RETRYABLE, Failure, Ladder, Rung, Step
+from router.leg import LegKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-class LegKind(StrEnum):
-    """What a leg's worker was asked to do; WHOLE is both phases."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    WHOLE = "whole"
+    from router.handoff_actions import Action
+    from router.leg import Leg
 
 
-@dataclass(slots=True, eq=False)
-class Leg:
-    """One stream on one worker; `open` until its last delta, its loss, or its cancellation. `holds`
-    from a prefill's last delta until decode's first: its blocks wait to be taken."""
-
-    kind: LegKind
-    worker_id: str
-    role: Role
-    open: bool = True
-    report: PhaseReport | None = None
-    holds: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Tokens for the client; what the delta says of finishing is not for the client."""
-
-    delta: StreamDelta
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The last tokens, and why there are no more."""
-
-    delta: StreamDelta
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The answer ends with an error."""
-
-    error: PdserveError
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitDecode:
-    """Prefill has ended: submit the decode leg, to go on after `resume` with the KV that
-    `kv_handle` tells of."""
-
-    leg: Leg
-    kv_handle: bytes
-    resume: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CancelLeg:
-    """Tell the leg's worker to stop."""
-
-    leg: Leg
-
-
-@dataclass(frozen=True, slots=True)
-class Resubmit:
-    """Place and submit the request anew by `rung`, after the tokens of `resume`; then call
-    `open_pair` or `open_whole`, or `unplaced` where the rung leads nowhere, or `give_up`. `reason`
-    is a word for receipts."""
-
-    rung: Rung
-    resume: tuple[int, ...]
-    reason: str
-    cause: PdserveError
-
-
-Action = Deliver | SubmitDecode | Finish | Fail | CancelLeg | Resubmit
 _NOTHING: tuple[Action, ...] = ()
 
 
@@ -132,6 +79,7 @@ class Handoff:
     _holder: Leg | None = None
     _unsubmitted: Leg | None = None  # a decode leg whose turn has not come
     _falling: Resubmit | None = None  # until it is placed
+    _exporting: Leg | None = None
 
     @property
     def fallbacks(self) -> Sequence[str]:
@@ -157,6 +105,11 @@ class Handoff:
     def open_whole(self, leg: Leg) -> None:
         """Both phases were submitted to one worker."""
         self._took(self.step_of(None))
+        self.legs.append(leg)
+
+    def open_live(self, leg: Leg) -> None:
+        """What was exported was submitted, to go on with its KV."""
+        self.ladder.carried(len(self.tokens))
         self.legs.append(leg)
 
     def step_of(self, prefill: str | None) -> Step:
@@ -226,10 +179,37 @@ class Handoff:
         is_there = any(
             x.worker_id == worker_id and (x.open or x is self._holder) for x in self.legs
         )
-        if self.done or not is_there or len(self.tokens) + 1 >= self.max_tokens:
+        if self.done or not is_there or self._is_leaving or len(self.tokens) + 1 >= self.max_tokens:
             return None
         rung = Rung(Step.OTHER_PREFILL, without=frozenset({worker_id}))
         return Resubmit(rung, tuple(self.tokens), MOVED, cause)
+
+    def exportable(self, worker_id: str) -> Leg | None:
+        """The leg with which the answer could leave a worker and take its KV along."""
+        if self.done or self._joining or self._holder is not None or self._exporting is not None:
+            return None
+        if len(self.tokens) + 1 >= self.max_tokens:
+            return None
+        here = (x for x in self.legs if x.open and x.spoke and x.worker_id == worker_id)
+        return next(here, None)
+
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether its KV is on the way from one decode worker to another."""
+        return self._exporting is not None or bool(self._holder and self.legs[-1].source)
+
+    def export(self, leg: Leg) -> None:
+        """The leg's worker is asked to end it and to keep its KV."""
+        self._exporting = leg
+
+    def export_late(self) -> Sequence[Action]:
+        """It has not done so in time."""
+        leg = self._exporting
+        if leg is None:
+            return _NOTHING
+        leg.open = False
+        error = Unavailable(f"worker {leg.worker_id} did not let go of the answer in time")
+        return [CancelLeg(leg), *self._fall_back(leg, error, MOVED)]
 
     def leave(self, resubmit: Resubmit) -> Sequence[CancelLeg]:
         """Lets go of all legs; `open_pair` or `open_whole` follows."""
@@ -255,6 +235,7 @@ class Handoff:
         if self.first_token_leg is None and delta.token_ids:
             self.first_token_leg = leg
         self.tokens += delta.token_ids
+        leg.spoke = leg.spoke or bool(delta.token_ids)
         if not self._joining or not delta.token_ids:
             return (Deliver(delta),)
         self._joining = False
@@ -271,6 +252,8 @@ class Handoff:
 
     def _on_last(self, leg: Leg, delta: StreamDelta) -> Sequence[Action]:
         leg.report = delta.report
+        if leg is self._exporting and delta.exported_tokens:
+            return self._exported(leg, delta.exported_tokens)
         error = _failure(leg, delta)
         if error is not None:
             return self._failed(leg, error)
@@ -287,6 +270,13 @@ class Handoff:
         self.tokens += delta.token_ids
         return self._finish(delta, reason)
 
+    def _exported(self, leg: Leg, tokens: int) -> Sequence[Action]:
+        leg.open, leg.holds, self._holder, self._exporting = False, True, leg, None
+        if tokens == len(self.tokens):
+            return (TakeOver(tuple(self.tokens)),)
+        told = f"worker {leg.worker_id} has made {tokens} tokens, of which {len(self.tokens)} came"
+        return self._fall_back(leg, Unavailable(told), MOVED)
+
     def _take_turn(self, kv_handle: bytes) -> Sequence[Action]:
         decode, self._unsubmitted = self._unsubmitted, None
         if decode is None:
@@ -302,9 +292,11 @@ class Handoff:
             return _NOTHING
         if not isinstance(error, RETRYABLE):
             return self._fail(error)
-        return self._fall_back(leg, error)
+        # Who was asked to let go of it and cannot keep its KV is no worker that failed.
+        is_refusal = leg is self._exporting and isinstance(error, Unavailable)
+        return self._fall_back(leg, error, MOVED if is_refusal else error.code)
 
-    def _fall_back(self, leg: Leg, error: PdserveError) -> Sequence[Action]:
+    def _fall_back(self, leg: Leg, error: PdserveError, reason: str) -> Sequence[Action]:
         self._early.clear()
         self._joining = False
         if len(self.tokens) >= self.max_tokens:
@@ -313,9 +305,9 @@ class Handoff:
         prefill = self.prefill
         # Either of the two may have damaged KV; the prefill worker is the likelier to be replaced.
         is_corrupted = isinstance(error, TransferCorrupted) and leg.kind is LegKind.DECODE
-        failed = prefill if is_corrupted else leg.worker_id
+        failed = (leg.source or prefill) if is_corrupted else leg.worker_id
         self.ladder.failed(Failure(failed, prefill, error), len(self.tokens))
-        resubmits = self._climb(error.code, error)
+        resubmits = self._climb(reason, error)
         if resubmits:
             return [*self._close_legs(), *resubmits]
         done = self.fallbacks
@@ -340,7 +332,7 @@ class Handoff:
 
     def _close_legs(self) -> list[CancelLeg]:
         ending = [leg for leg in self.legs if leg.open or leg is self._holder]
-        self._holder = self._unsubmitted = None
+        self._holder = self._unsubmitted = self._exporting = None
         for leg in ending:
             leg.open = False
         return [CancelLeg(leg) for leg in ending]

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 RETRYABLE = (WorkerFailed, TransferFailed, Unavailable, Overloaded)
 
 
-# The reason of who was asked to leave a worker that is well.
+# The reason of who was asked to leave a worker that is well; with its KV it takes no rung.
 MOVED = "moved"
+LIVE_KV = "live_kv"
 
 
 class Step(StrEnum):
@@ -130,6 +131,12 @@ class Ladder:
         """The request goes on by `step` since, after so many tokens."""
         self.done.append(f"{step}:{reason}")
         self._moves += reason == MOVED
+        self._from_tokens = tokens
+
+    def carried(self, tokens: int) -> None:
+        """The request left a worker that is well and took its KV along."""
+        self.done.append(f"{LIVE_KV}:{MOVED}")
+        self._moves += 1
         self._from_tokens = tokens
 
     def _drop(self, step: Step) -> None:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from pdserve.errors import PdserveError, Unavailable, WorkerFailed
 from pdserve.types import StreamDelta
 from pdserve.v1 import worker_pb2 as w
-from router.handoff import LegKind
+from router.leg import LegKind
 
 if TYPE_CHECKING:
     from pdserve._lanes import Lane
     from router.flight import Flight
-    from router.handoff import Leg
+    from router.leg import Leg
     from router.member import Charge, Member
 
 
@@ -91,6 +91,15 @@ class LegStream:
         assert self._stream_id is not None, "what was submitted speaks"
         lane.tokens = self._handoff.tokens
         self._flight.fleet.link(self._member).take_lane(self._stream_id, lane)
+
+    def export(self, transfer_id: str) -> None:
+        """Ask for the leg's end, with its KV kept."""
+        if self._stream_id is None or self._member.lost:
+            return  # its loss is told of
+        try:
+            self._flight.fleet.link(self._member).export(self._stream_id, transfer_id)
+        except PdserveError as error:
+            self.on_lost(error)
 
     def on_lost(self, error: PdserveError) -> None:
         self._charge.release()

@@ -135,6 +135,11 @@ class RouterMetrics:
             "refusals", "Requests refused before any work.", "code", "reason"
         )
         self._fallbacks = self._counter("fallbacks", "Fallbacks used.", "step", "reason")
+        self._continuations = self._counter(
+            "continuations",
+            "Answers that went on elsewhere after some tokens, by where their KV is from.",
+            "from",
+        )
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens answered.")
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens with KV at hand.")
         self._generated_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -176,6 +181,10 @@ class RouterMetrics:
     def fell_back(self, model: str, step: str, reason: str) -> None:
         """A request goes on elsewhere, or not at all."""
         self._fallbacks(model, step, reason).inc()
+
+    def continued(self, model: str, source: str) -> None:
+        """An answer with tokens goes on elsewhere, from `source`: "live_kv" or "prefill"."""
+        self._continuations(model, source).inc()
 
     def answered(
         self,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.types import Receipt, Role, Usage
-from router.handoff import LegKind
+from router.leg import LegKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -51,10 +51,12 @@ class SubmissionBuilder:
         *,
         resume: Sequence[int] = (),
         kv_handle: bytes = b"",
+        live: bool = False,
     ) -> w.Submit:
         """`target` shall receive from `source` KV and the token after `resume`, by a right that
         only it has, and go on. Where the handoff is in turn, prefill's token is the last of
-        `resume`, and `kv_handle` is what prefill has said of its KV."""
+        `resume`, and `kv_handle` is what prefill has said of its KV. A `live` source has decoded
+        all of `resume`."""
         if source.info.kv is None:
             raise AssertionError(f"worker {source.worker_id} was paired without a kv endpoint")
         submit = self._start(resume)
@@ -63,6 +65,7 @@ class SubmissionBuilder:
         submit.decode.source_epoch = source.info.epoch
         submit.decode.capability = self._capability(transfer_id, source, target)
         submit.decode.kv_handle = kv_handle
+        submit.decode.live = live
         return submit
 
     def whole(self, resume: Sequence[int] = ()) -> w.Submit:

@@ -123,20 +123,30 @@ class WorkerLink:
         """Send `submit` under a new stream id, which is returned; those of its forks, whose sinks
         are `forks`, follow it. Raises WorkerFailed where the link is down and Overloaded where the
         worker does not read its commands."""
-        if self._outgoing is None:
-            raise WorkerFailed(f"worker {self._member.worker_id} is not attached")
         submit.stream_id = self._last_stream_id + 1
         for stream_id, fork in enumerate(submit.forks, start=submit.stream_id + 1):
             fork.stream_id = stream_id
         self._last_stream_id += 1 + len(forks)
+        self._send(w.Command(submit=submit))
+        self._sinks.update(enumerate((sink, *forks), start=submit.stream_id))
+        return submit.stream_id
+
+    def export(self, stream_id: int, transfer_id: str) -> None:
+        """Ask for a stream's end, with its KV kept for whoever presents `transfer_id`. Its last
+        delta says what came of it; unknown streams are ignored. Raises as `submit`."""
+        if stream_id in self._sinks:
+            export = w.Export(stream_id=stream_id, transfer_id=transfer_id)
+            self._send(w.Command(export=export))
+
+    def _send(self, command: w.Command) -> None:
+        if self._outgoing is None:
+            raise WorkerFailed(f"worker {self._member.worker_id} is not attached")
         try:
-            self._outgoing.put_nowait(w.Command(submit=submit))
+            self._outgoing.put_nowait(command)
         except asyncio.QueueFull:
             raise Overloaded(
                 f"worker {self._member.worker_id} does not read its commands"
             ) from None
-        self._sinks.update(enumerate((sink, *forks), start=submit.stream_id))
-        return submit.stream_id
 
     def take_lane(self, stream_id: int, lane: Lane) -> None:
         """Plain tokens of an open stream go over `lane` when it takes them, past its sink."""

@@ -159,6 +159,10 @@ class Cluster:
         """Scripts the faults of one worker's engine from now on."""
         self._engines[name].faults = faults
 
+    def engine(self, name: str) -> FakeEngine:
+        """The engine of a worker."""
+        return self._engines[name]
+
     def crash(self, name: str) -> None:
         """The engine of a worker dies; the worker says so and waits to be stopped."""
         self._engines[name].crash()

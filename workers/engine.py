@@ -21,7 +21,11 @@ Promises of every implementation (tests/unit/workers/test_engine_contract.py hol
 8.  A fork begins, from the bare prompt, when the prompt's KV is in this engine, and shares its
     blocks; from then on it is a stream like any other. Where its leader ends before that, the fork
     ends with a `transfer_failed` error and without tokens.
-9.  `close` ends everything, at once, and returns with no thread or process of the engine alive.
+9.  `export` ends a stream: its last delta has no tokens and says how many it has had in all, as
+    `exported_tokens`, with a finish reason of `abort`. Its blocks are held then, as those of
+    prefill work are, with the KV of all tokens but the last. Where they cannot be held the last
+    delta has an `unavailable` error, and where the stream has ended meanwhile, it is its own.
+10. `close` ends everything, at once, and returns with no thread or process of the engine alive.
 """
 
 from __future__ import annotations
@@ -56,13 +60,15 @@ class DecodePhase:
     """Receive KV and first token from the worker at `source_addresses`, then go on. `capability` is
     the router's word to that worker that this one may have them; "" where it asks for none. Where
     the handoff is in turn there is `kv_handle`, which the prefill's last delta said, and the token
-    is one of `resume_token_ids`."""
+    is one of `resume_token_ids`. With `live` the source has decoded all of `resume_token_ids`: the
+    KV of all before the last of them comes, and no token."""
 
     transfer_id: str
     source_addresses: tuple[str, ...]
     source_epoch: str
     capability: str = field(default="", repr=False)
     kv_handle: bytes = field(default=b"", repr=False)
+    live: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +147,10 @@ class Engine(Protocol):
 
     def cancel(self, stream_id: int) -> None:
         """Stop a stream; deltas that are on their way may still arrive."""
+        ...
+
+    def export(self, stream_id: int, transfer_id: str) -> None:
+        """End a stream and hold its blocks for whoever presents `transfer_id`."""
         ...
 
     def load(self) -> WorkerLoad | None:

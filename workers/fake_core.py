@@ -15,6 +15,7 @@ from pdserve.errors import (
     InvalidRequest,
     PdserveError,
     TransferFailed,
+    Unavailable,
     UnsupportedField,
     WorkerFailed,
 )
@@ -97,6 +98,22 @@ class FakeCore:
                 self._free += waiting.give_back() - waiting.blocks
                 return
 
+    def export(self, stream_id: int, transfer_id: str, now: float) -> None:
+        """Ends a stream that runs and holds its blocks; one that does not run yet is refused."""
+        sequence = self._running.get(stream_id)
+        exported = None if sequence is None else sequence.export(now)
+        if sequence is None or exported is None:
+            if stream_id in self._stream_ids:
+                self.cancel(stream_id)
+                self._refuse(stream_id, Unavailable("the KV of the stream is not whole here"))
+            return
+        del self._running[stream_id]
+        delta, handoff = exported
+        self._ended.append(delta)
+        self.transfers.open(transfer_id, stream_id, sequence.work.request_id)
+        if not self.transfers.ready(transfer_id, handoff):
+            self._free += handoff.blocks
+
     def plan(self, now: float) -> StepPlan:
         """Admits waiting requests in order while there are blocks and places for them."""
         fetches = []
@@ -165,15 +182,18 @@ class FakeCore:
 
     def end_all(self, error: PdserveError) -> list[StreamDelta]:
         """The engine is dead: the last deltas of every stream that had none yet."""
-        sequences = (*self._waiting, *self._receiving.values(), *self._running.values())
-        stream_ids = [*(x.work.stream_id for x in sequences), *self._forks.stream_ids]
-        deltas = self._ended + [ended_by(x, error) for x in stream_ids]
+        deltas = self._ended + [ended_by(x, error) for x in self._stream_ids]
         self._ended = []
         self._forks = WaitingForks()
         self._waiting.clear()
         self._receiving.clear()
         self._running.clear()
         return deltas
+
+    @property
+    def _stream_ids(self) -> list[int]:
+        sequences = (*self._waiting, *self._receiving.values(), *self._running.values())
+        return [*(x.work.stream_id for x in sequences), *self._forks.stream_ids]
 
     @property
     def load(self) -> WorkerLoad:

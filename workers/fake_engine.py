@@ -113,6 +113,11 @@ class FakeEngine:
         self._core.cancel(stream_id)
         self._pulse()
 
+    def export(self, stream_id: int, transfer_id: str) -> None:
+        self._core.export(stream_id, transfer_id, self._clock())
+        self._start_leases()
+        self._pulse()
+
     def load(self) -> WorkerLoad | None:
         if self._stepper is None:
             return None

@@ -47,6 +47,7 @@ class FakeSequence:
     admitted_at: float = 0.0
     first_at: float = 0.0
     kv: bytes | None = None
+    kv_before: bytes | None = None  # without the last of `generated`
     generated: list[int] = field(default_factory=list)
     transfer: TransferReport | None = None
     cached_tokens: int = 0
@@ -88,10 +89,13 @@ class FakeSequence:
         return self.blocks if shared.users else self.blocks + shared.blocks
 
     def receive(self, handoff: Handoff, report: TransferReport) -> None:
-        """Takes KV and first token from the prefill worker."""
-        self.kv = extend(handoff.kv, [handoff.first_token])
-        self.generated.append(handoff.first_token)
-        self.text.prime([handoff.first_token])
+        """Takes KV and first token from a prefill worker, or KV alone from one that has decoded."""
+        phase = self.work.phase
+        if not (isinstance(phase, DecodePhase) and phase.live):
+            self.generated.append(handoff.first_token)
+            self.text.prime([handoff.first_token])
+        self.kv_before = handoff.kv
+        self.kv = extend(handoff.kv, self.generated[-1:])
         self.transfer = report
 
     def advance(self, now: float) -> tuple[StreamDelta, Handoff | None]:
@@ -102,7 +106,7 @@ class FakeSequence:
         if len(self.generated) >= sampling.max_tokens:
             return self._end(StreamDelta(self.work.stream_id), FinishReason.LENGTH, now), None
         kv, token, logprobs = self.kv, *self._sample(self.kv)
-        self.kv = extend(kv, [token])
+        self.kv_before, self.kv = kv, extend(kv, [token])
         self.generated.append(token)
         self.first_at = self.first_at or now
         reason = self._stop_reason(token)
@@ -117,6 +121,14 @@ class FakeSequence:
         goes_on = is_prefill and len(self.generated) < sampling.max_tokens
         ended = self._end(delta, FinishReason.LENGTH, now, goes_on=goes_on)
         return ended, Handoff(kv, self.blocks, token) if is_prefill else None
+
+    def export(self, now: float) -> tuple[StreamDelta, Handoff] | None:
+        """Ends here, to go on elsewhere; None where there is no KV of all tokens but the last."""
+        if self.kv_before is None or isinstance(self.work.phase, PrefillPhase):
+            return None
+        last = StreamDelta(self.work.stream_id, exported_tokens=len(self.generated))
+        ended = self._end(last, FinishReason.ABORT, now, goes_on=True)
+        return ended, Handoff(self.kv_before, self.give_back(), self.generated[-1])
 
     def _sample(self, kv: bytes) -> tuple[int, tuple[PositionLogprobs, ...]]:
         sampling = self.work.sampling

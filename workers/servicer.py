@@ -214,6 +214,8 @@ class WorkerService(WorkerServicer):
                 self._submit(session, command.submit)
             case "cancel":
                 self._worker.cancel(session, command.cancel.stream_id)
+            case "export":
+                self._worker.export(session, command.export)
             case other:
                 name = other or "nothing"
                 raise InvalidRequest(f"{name} is no command after hello", field="command")

@@ -66,6 +66,7 @@ def _phase(submit: w.Submit, role: Role, *, has_kv: bool) -> Phase:
                 _present("decode.source_epoch", submit.decode.source_epoch),
                 submit.decode.capability,
                 submit.decode.kv_handle,
+                submit.decode.live,
             )
         case "aggregated":
             phase = AggregatedPhase()

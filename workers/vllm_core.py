@@ -45,8 +45,8 @@ from workers.forks import WaitingForks, forks_of
 from workers.kv_params import handle_of, params_for
 from workers.load import LoadBoard, usable_blocks
 from workers.vllm_args import engine_args, settings_in_effect
-from workers.vllm_outputs import OpenStream, finish_reason_of, report_of
-from workers.vllm_refusals import refusal
+from workers.vllm_outputs import OpenStream, exported, finish_reason_of, report_of
+from workers.vllm_refusals import not_exported, refusal
 from workers.vllm_steps import StepWatch
 
 if TYPE_CHECKING:
@@ -269,6 +269,22 @@ class VllmCore:
             self._connector.release(held)
         return self._forks.end(stream_id)
 
+    def export(self, stream_id: int, transfer_id: str) -> list[StreamDelta]:
+        """Ends a stream and holds its blocks for whoever presents `transfer_id`; see promise 9 of
+        workers/engine.py. Unknown streams are ignored."""
+        key = self._keys.get(stream_id)
+        if key is None:
+            return [not_exported(stream_id)] if self._forks.discard(stream_id) else []
+        stream = self._streams[key]
+        request = self._scheduler.requests.get(stream.vllm_id)
+        is_ours = self._connector is not None and self._handoff is HandoffStyle.AT_ONCE
+        if request is None or not is_ours or not self._connector.export(request, transfer_id):
+            return [not_exported(stream_id), *self.cancel(stream_id)]
+        last = exported(stream, int(request.num_output_tokens))
+        forks = self.cancel(stream_id)
+        self._remember_held(stream)
+        return [last, *forks]
+
     def _begin_forks(self, stream: OpenStream) -> list[StreamDelta]:
         """The KV of the stream's prompt is here. vLLM schedules requests that hold blocks before
         new ones, so these find its blocks in the prefix cache in the step that continues it."""
@@ -331,7 +347,7 @@ class VllmCore:
         if output.finished:
             del self._streams[output.request_id], self._keys[work.stream_id]
             finish = finish_reason_of(made.finish_reason)
-            report = report_of(stream, output)
+            report = report_of(stream)
             if finish is FinishReason.ERROR:
                 error = self._failure(stream)
             elif isinstance(work.phase, PrefillPhase):

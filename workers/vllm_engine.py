@@ -52,8 +52,17 @@ class _Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class _Exported:
+    stream_id: int
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Looked:
     """Somebody wants to see the KV plane of the executor's processes."""
+
+
+_Item = _Submitted | _Cancelled | _Exported | _Looked
 
 
 class VllmEngine:
@@ -63,7 +72,7 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._inbox: deque[_Submitted | _Cancelled | _Looked] = deque()
+        self._inbox: deque[_Item] = deque()
         self._end: ErrorInfo | None = None
         self._wake = threading.Event()
         self._closing = False
@@ -107,7 +116,10 @@ class VllmEngine:
     def cancel(self, stream_id: int) -> None:
         self._put(_Cancelled(stream_id))
 
-    def _put(self, item: _Submitted | _Cancelled | _Looked) -> bool:
+    def export(self, stream_id: int, transfer_id: str) -> None:
+        self._put(_Exported(stream_id, transfer_id))
+
+    def _put(self, item: _Item) -> bool:
         with self._lock:
             if self._end is not None:
                 return False
@@ -197,7 +209,9 @@ class VllmEngine:
         while not self._closing:
             if self._executor_died:
                 raise RuntimeError("a process of the executor died")
-            self._emit(self._take_inbox(core))
+            if ended := self._take_inbox(core):
+                self._ledger = core.ledger()  # what is exported is held from now on
+                self._emit(ended)
             if not core.has_work():
                 self._ledger = core.ledger()
                 self._pause(None)
@@ -231,6 +245,8 @@ class VllmEngine:
                     ended += core.add(work, at)
                 case _Cancelled(stream_id):
                     ended += core.cancel(stream_id)
+                case _Exported(stream_id, transfer_id):
+                    ended += core.export(stream_id, transfer_id)
                 case _Looked():
                     self._kv_ranks, self._is_looking = core.kv_ranks(), False
         return ended

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pdserve.types import FinishReason, PhaseReport
+from pdserve.types import FinishReason, PhaseReport, StreamDelta
 from workers.engine import DecodePhase
 
 if TYPE_CHECKING:
@@ -31,9 +31,19 @@ def finish_reason_of(reason: str) -> FinishReason:
     return FinishReason.STOP if reason == "repetition" else FinishReason(reason)
 
 
-def report_of(stream: OpenStream, output: Any) -> PhaseReport:
+def exported(stream: OpenStream, tokens: int) -> StreamDelta:
+    """The last delta of a stream that another worker goes on with, after so many output tokens."""
+    return StreamDelta(
+        stream.work.stream_id,
+        finish_reason=FinishReason.ABORT,
+        report=report_of(stream),
+        exported_tokens=tokens,
+    )
+
+
+def report_of(stream: OpenStream) -> PhaseReport:
     """Times from vLLM's own marks, all on the monotonic clock; a mark never reached is 0."""
-    marks = output.metrics
+    marks = stream.state.stats
     if not marks.scheduled_ts:
         return PhaseReport(transfer=stream.transfer)
     queue_s = max(0.0, marks.scheduled_ts - stream.submitted)
@@ -47,5 +57,5 @@ def report_of(stream: OpenStream, output: Any) -> PhaseReport:
         queue_s=queue_s,
         prefill_s=max(0.0, marks.first_token_ts - marks.scheduled_ts),
         decode_s=max(0.0, marks.last_token_ts - marks.first_token_ts),
-        cached_tokens=output.num_cached_tokens or 0,
+        cached_tokens=stream.state.num_cached_tokens or 0,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.errors import InvalidRequest, PdserveError
+from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.types import ErrorInfo, FinishReason, PhaseReport, StreamDelta
 
 if TYPE_CHECKING:
@@ -32,3 +32,9 @@ def refusal(work: Work, error: Exception) -> StreamDelta:
         error=ErrorInfo(code, message, field),
         report=PhaseReport(),
     )
+
+
+def not_exported(stream_id: int) -> StreamDelta:
+    """The last delta of a stream whose KV no other worker can go on with."""
+    error = ErrorInfo(Unavailable.code, "the KV of the stream is not whole here")
+    return StreamDelta(stream_id, finish_reason=FinishReason.ERROR, error=error)

@@ -78,6 +78,7 @@ class Worker:
         self._streams: dict[int, _Stream] = {}
         self._ids = itertools.count(1)
         self._draining = False
+        self._exported = 0  # streams that went on elsewhere with their KV
         self.is_moving = False  # what is left should go on elsewhere now
         self.on_change: Callable[[], None] = lambda: None  # routers should be told
         self.unhealthy = ""  # what is wrong with its machine; routers are told
@@ -203,6 +204,12 @@ class Worker:
         if stream_id is not None:
             self._engine.cancel(stream_id)
 
+    def export(self, session: Session, export: w.Export) -> None:
+        """Ends a stream whose KV another worker is to fetch; unknown ones are ignored."""
+        stream_id = session.engine_ids.get(export.stream_id)
+        if stream_id is not None:
+            self._engine.export(stream_id, export.transfer_id)
+
     def begin_drain(self) -> None:
         """New work is refused from now on."""
         self._draining = True
@@ -236,13 +243,15 @@ class Worker:
         return moved
 
     async def _empty(self, timeout_s: float, why: str) -> tuple[bool, int]:
-        """Streams may end by themselves; then routers are asked to move them; then they are ended
-        with an error that sends them on, and what is held is given up."""
+        """Streams may end by themselves, and routers move those that another worker can go on with
+        from their KV; then routers are asked to move the others; then they are ended with an error
+        that sends them on, and what is held is given up."""
+        before = self._exported
         if await self._is_idle_within(timeout_s):
-            return True, 0
+            return True, self._exported - before
         if not self.is_draining:
             return False, 0
-        moved = len(self._streams)
+        moved = self._exported - before + len(self._streams)
         self.is_moving = True
         try:
             until = deadline.after(MOVE_S)
@@ -309,8 +318,9 @@ class Worker:
             message.stream_id = stream.router_stream_id
             frame.deltas.append(message)
             if delta.finish_reason is not None:
-                if stream.is_prefill:
+                if stream.is_prefill or delta.exported_tokens:
                     stream.session.hold(stream.router_stream_id)
+                self._exported += delta.exported_tokens > 0
                 self._forget(delta.stream_id, last=delta)
         now = asyncio.get_running_loop().time()
         for session, frame in frames.items():

@@ -364,16 +364,18 @@ class WorkerEntry(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., lease_remaining_s: _Optional[float] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., steps: _Optional[_Union[StepCosts, _Mapping]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "batch")
+    __slots__ = ("hello", "submit", "cancel", "batch", "export")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
     batch: Batch
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ...) -> None: ...
+    export: Export
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("commands",)
@@ -434,18 +436,20 @@ class PrefillPhase(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class DecodePhase(_message.Message):
-    __slots__ = ("transfer_id", "source_addresses", "source_epoch", "capability", "kv_handle")
+    __slots__ = ("transfer_id", "source_addresses", "source_epoch", "capability", "kv_handle", "live")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     source_addresses: _containers.RepeatedScalarFieldContainer[str]
     source_epoch: str
     capability: str
     kv_handle: bytes
-    def __init__(self, transfer_id: _Optional[str] = ..., source_addresses: _Optional[_Iterable[str]] = ..., source_epoch: _Optional[str] = ..., capability: _Optional[str] = ..., kv_handle: _Optional[bytes] = ...) -> None: ...
+    live: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., source_addresses: _Optional[_Iterable[str]] = ..., source_epoch: _Optional[str] = ..., capability: _Optional[str] = ..., kv_handle: _Optional[bytes] = ..., live: _Optional[bool] = ...) -> None: ...
 
 class AggregatedPhase(_message.Message):
     __slots__ = ()
@@ -456,6 +460,14 @@ class Cancel(_message.Message):
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     def __init__(self, stream_id: _Optional[int] = ...) -> None: ...
+
+class Export(_message.Message):
+    __slots__ = ("stream_id", "transfer_id")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    transfer_id: str
+    def __init__(self, stream_id: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
     __slots__ = ("deltas", "load", "tokens", "steps")
@@ -502,7 +514,7 @@ class PlainTokens(_message.Message):
     def __init__(self, stream_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StreamDelta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "report", "error", "kv_handle")
+    __slots__ = ("stream_id", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "report", "error", "kv_handle", "exported_tokens")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -512,6 +524,7 @@ class StreamDelta(_message.Message):
     REPORT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    EXPORTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -521,7 +534,8 @@ class StreamDelta(_message.Message):
     report: PhaseReport
     error: _common_pb2.Error
     kv_handle: bytes
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., kv_handle: _Optional[bytes] = ...) -> None: ...
+    exported_tokens: int
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stop_reason: _Optional[_Union[_common_pb2.StopReason, _Mapping]] = ..., report: _Optional[_Union[PhaseReport, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., kv_handle: _Optional[bytes] = ..., exported_tokens: _Optional[int] = ...) -> None: ...
 
 class PhaseReport(_message.Message):
     __slots__ = ("queue_s", "prefill_s", "decode_s", "cached_tokens", "transfer")

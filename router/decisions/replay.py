@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import Unavailable
 from router.placement.context import PlacementContext
+from router.placement.live import NAME as LIVE_KV
 from router.placement.recompute import ALONE
 from router.placement.recompute import NAME as RECOMPUTE
 
@@ -47,9 +48,9 @@ class Difference:
 
 @dataclass(slots=True)
 class Replay:
-    """What came of it. `recomputes`, and what one worker
-    did for want of a pair, are not made again, for no policy makes them; `without_cached`
-    and `without_prediction` count decisions in which the policy asked what was not recorded."""
+    """What came of it. `recomputes`, and what one worker did for want of a pair or with KV that was
+    there, are not made again, for no policy makes them; `without_cached` and `without_prediction`
+    count decisions in which the policy asked what was not recorded."""
 
     policy: str
     decisions: int = 0
@@ -108,7 +109,7 @@ def replay(recorded: Iterable[Given], name: str, policy: Policy) -> Replay:
     """Make every recorded decision again by `policy`, which is called `name`."""
     result = Replay(name)
     for given in recorded:
-        if given.recorded_as in (RECOMPUTE, ALONE):
+        if given.recorded_as in (RECOMPUTE, ALONE, LIVE_KV):
             result.recomputes += 1
             continue
         lookups = _Recorded(given)

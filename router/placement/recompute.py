@@ -35,7 +35,7 @@ def place_recompute(
     found = _one_role(candidates, demand)
     if not found:
         raise Unavailable(f"no worker is ready for model {demand.model}")
-    return _best(NAME, candidates, found, demand, turn)
+    return best_of(NAME, candidates, found, demand, turn)
 
 
 def or_alone(policy: Policy) -> Policy:
@@ -53,7 +53,7 @@ def or_alone(policy: Policy) -> Policy:
         roomy = [c for c in found if c.role is Role.PREFILL or c.has_room(demand.kv_tokens)]
         if not roomy:
             return Decision(ALONE, candidates, demand, turn, None)
-        return _best(ALONE, candidates, roomy, demand, turn)
+        return best_of(ALONE, candidates, roomy, demand, turn)
 
     return place
 
@@ -68,9 +68,10 @@ def _one_role(candidates: Sequence[Candidate], demand: Demand) -> list[Candidate
     return []
 
 
-def _best(
+def best_of(
     name: str, candidates: Sequence[Candidate], found: list[Candidate], demand: Demand, turn: int
 ) -> Decision:
+    """The least loaded of `found`, by what decode takes."""
     board = score(found, RULES.decode, demand, NO_TOKENS_CACHED)
     placement = Placement(best(board.totals, found, turn))
     return Decision(name, candidates, demand, turn, placement, decode=board, totals=board.totals)

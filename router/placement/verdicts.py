@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.types import Role
 from router.member import MemberState
-from router.placement import recompute
+from router.placement import live, recompute
 from router.placement.filters import able, eligible, prefer, unbarred
 
 if TYPE_CHECKING:
@@ -15,12 +15,19 @@ if TYPE_CHECKING:
     from router.placement.values import Candidate, Decision, Demand
 
 
+_PASSED_OVER = {
+    recompute.NAME: "one that decodes comes first",
+    recompute.ALONE: "one that decodes comes first",
+    live.NAME: "cannot decode with the KV that is there",
+}
+
+
 def why_not(decision: Decision) -> dict[str, str]:
     """By worker id, for each candidate that was not scored."""
     demand = decision.demand
     scored = {c for b in (decision.prefill, decision.decode) if b is not None for c in b.candidates}
-    is_alone = decision.policy in (recompute.NAME, recompute.ALONE)
-    passed_over = "one that decodes comes first" if is_alone else "not drawn"
+    is_alone = decision.policy in _PASSED_OVER
+    passed_over = _PASSED_OVER.get(decision.policy, "not drawn")
     left = able(decision.candidates, demand)
     preferred = set(prefer(left, demand.avoid))
     found = eligible(decision.candidates, demand)
@@ -31,7 +38,7 @@ def why_not(decision: Decision) -> dict[str, str]:
         reason = _not_able(c, demand) or ("to be avoided" if c not in preferred else "")
         if not reason and not is_alone:
             reason = _not_paired(c, found, demand)
-        if not reason and decision.policy == recompute.ALONE:
+        if not reason and decision.policy in (recompute.ALONE, live.NAME):
             reason = _no_room(c, demand)
         reasons[c.worker_id] = reason or passed_over
     return reasons

@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.cli import main
 from pdserve.types import Role
+from router import migration
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
 from tests.integration.test_role_flips import under_load
@@ -28,9 +29,10 @@ def told(text: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-async def test_what_runs_may_end_and_the_worker_can_be_given_work_again(
-    capsys: pytest.CaptureFixture[str],
+async def test_what_runs_goes_on_elsewhere_and_the_worker_can_be_given_work_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(migration, "EXPORT_S", WAIT_S)
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         draining = asyncio.create_task(
@@ -44,10 +46,10 @@ async def test_what_runs_may_end_and_the_worker_can_be_given_work_again(
         cluster.faults(busy, FakeFaults())
         answer = await asking
         assert_same(answer, cluster.expected(PROMPT, LONG))
-        assert not answer.fallbacks
+        assert answer.fallbacks == ("live_kv:moved",)
         assert await draining == 0
         *_, last = told(capsys.readouterr().out)
-        assert (last["worker"], last["drained"], last["moved_streams"]) == (busy, True, 0)
+        assert (last["worker"], last["drained"], last["moved_streams"]) == (busy, True, 1)
 
         assert await command(cluster, "status", "--json") == 0
         rows = json.loads(capsys.readouterr().out)["workers"]
@@ -62,8 +64,10 @@ async def test_what_runs_may_end_and_the_worker_can_be_given_work_again(
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 async def test_what_does_not_end_in_time_goes_on_elsewhere(
-    role: str, capsys: pytest.CaptureFixture[str]
+    role: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not with its KV, which an engine that makes no step does not let go."""
+    monkeypatch.setattr(migration, "EXPORT_S", 0.05)
     async with Cluster(prefill=2, decode=2) as cluster:
         names = (f"{role}-0", f"{role}-1")
         for name in names:
@@ -88,6 +92,7 @@ async def test_what_has_nowhere_to_go_waits_for_a_place(
 ) -> None:
     """The other worker is drained too, and comes back while the stream is to move."""
     monkeypatch.setattr(worker, "MOVE_S", WAIT_S)
+    monkeypatch.setattr(migration, "EXPORT_S", 0.05)
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         cluster.faults(idle, FakeFaults())

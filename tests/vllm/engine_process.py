@@ -62,6 +62,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 engine.submit(work)
             case ("cancel", stream_id):
                 engine.cancel(stream_id)
+            case ("export", stream_id, transfer_id):
+                engine.export(stream_id, transfer_id)
             case ("status",):
                 write_frame(writer, ("status", (engine.load(), engine.ledger())))
             case ("kv",):

@@ -206,6 +206,9 @@ class EngineProcess:
     def cancel(self, stream_id: int) -> None:
         write_frame(self._writer, ("cancel", stream_id))
 
+    def export(self, stream_id: int, transfer_id: str) -> None:
+        write_frame(self._writer, ("export", stream_id, transfer_id))
+
     def answer(self, stream_id: int) -> Answer:
         """What has come of a stream so far."""
         return self._answers[stream_id]

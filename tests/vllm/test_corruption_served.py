@@ -143,7 +143,7 @@ async def test_a_worker_changes_its_role_while_requests_run_and_loses_none(
     async def keep_asking() -> None:
         while not is_over:
             receipt = await ask(service, aggregated)
-            assert receipt.fallbacks == ()
+            assert set(receipt.fallbacks) <= {"live_kv:moved"}
             workers.add((receipt.prefill_worker, receipt.decode_worker))
             answered.set()
 
@@ -153,7 +153,7 @@ async def test_a_worker_changes_its_role_while_requests_run_and_loses_none(
         (w.ROLE_PREFILL, ("prefill-1", "decode-0")),
     ):
         done = await flip(service, role)
-        assert (done.failure, done.moved_streams) == ("", 0)
+        assert not done.failure
         assert done.canary_s > 0
         workers.clear()
         async with asyncio.timeout(WAIT_S):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +14,7 @@ from tests.vllm.pair import joined
 from workers.engine import DecodePhase, PrefillPhase
 
 if TYPE_CHECKING:
-    from tests.vllm.engines import EngineProcess
+    from tests.vllm.engines import Answer, EngineProcess
     from tests.vllm.pair import Pair
 
 pytestmark = [
@@ -73,6 +74,61 @@ async def test_a_broken_off_answer_goes_on_through_another_handoff(
     assert found.logprobs == whole.logprobs[cut:]
     assert found.finish_reason == whole.finish_reason
     await pair_shm.until_empty()
+
+
+async def exported(
+    engine: EngineProcess, ids: tuple[int, ...], sampling: SamplingParams, transfer_id: str
+) -> tuple[int, Answer]:
+    """A stream that `engine` decoded for a while and let go."""
+    stream_id = engine.submit(ids, sampling)
+    head = engine.answer(stream_id)
+    await engine.until(lambda: len(head.token_ids) >= 6)
+    engine.export(stream_id, transfer_id)
+    await engine.collect(stream_id)
+    assert head.finish_reason is FinishReason.ABORT
+    assert head.deltas[-1].exported_tokens == len(head.token_ids)
+    return stream_id, head
+
+
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+async def test_an_exported_answer_goes_on_elsewhere_without_a_prefill(
+    pair_shm: Pair, aggregated: EngineProcess, name: str
+) -> None:
+    """All KV but that of the last token comes: with other tokens before, or other KV, the answer
+    would be another one."""
+    ids = prompt_of(150, 70 + list(SAMPLINGS).index(name))  # none is in a prefix cache
+    sampling = replace(SAMPLINGS[name], max_tokens=300)
+    if name == "regex":
+        endless = StructuredOutput(Constraint.REGEX, r"([abc]{7}[0-9]{3})+")
+        sampling = replace(sampling, structured_output=endless)
+    old, new = pair_shm.prefill, pair_shm.decode
+    _, head = await exported(old, ids, sampling, f"live-{name}")
+    assert (await old.status())[1].leased_blocks
+    phase = replace(old.decode_phase(f"live-{name}"), live=True)
+    tail = await new.run(ids, sampling, phase, resume=head.token_ids)
+    assert joined(head, tail) == joined(await aggregated.run(ids, sampling))
+    assert tail.report is not None
+    assert tail.report.transfer is not None
+    assert tail.report.transfer.blocks == -(-(len(ids) + len(head.token_ids) - 1) // 32)
+    await pair_shm.until_empty()
+
+
+async def test_an_export_that_nobody_wants_holds_nothing(pair_shm: Pair) -> None:
+    """It is cancelled with the same breath, or later, or has nothing to give yet."""
+    engine, sampling = pair_shm.prefill, greedy(300, ignore_eos=True)
+    stream_id, _ = await exported(engine, prompt_of(150, 90), sampling, "late cancel")
+    assert (await engine.status())[1].leased_blocks
+    engine.cancel(stream_id)
+    await engine.until_empty()
+    other = engine.submit(prompt_of(150, 91), sampling)
+    engine.export(other, "nothing yet")
+    assert (await engine.collect(other)).error is not None
+    third = engine.submit(prompt_of(150, 92), sampling)
+    answer = engine.answer(third)
+    await engine.until(lambda: answer.token_ids)
+    engine.export(third, "one breath")
+    engine.cancel(third)
+    await engine.until_empty()
 
 
 async def test_resumed_tokens_may_not_fill_the_answer(pair_shm: Pair) -> None:

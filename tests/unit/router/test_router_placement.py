@@ -10,11 +10,13 @@ from pdserve.errors import ModelNotFound, Unavailable
 from pdserve.types import Role, WorkerLoad
 from router.member import Charge, Member, MemberState
 from router.placement.context import NO_CONTEXT
+from router.placement.live import place_live
 from router.placement.pairing import check_known, check_servable, check_servable_alone
 from router.placement.policies import least_loaded as policy
 from router.placement.recompute import or_alone, place_recompute
 from router.placement.scorers import outstanding, quiet, room, seats
 from router.placement.values import NO_TOKENS_CACHED, Demand, Placement
+from router.placement.verdicts import why_not
 from tests.fakes import worker_info
 
 DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
@@ -354,6 +356,26 @@ def test_a_recompute_prefers_workers_that_decode(members: list[Member], expected
 def test_a_recompute_without_workers_is_refused() -> None:
     with pytest.raises(Unavailable, match="no worker is ready for model demo"):
         place_recompute([not_ready("d", D, attached=False).seen()], DEMAND, 0, NO_CONTEXT)
+
+
+def test_live_kv_goes_to_a_decode_worker_that_can_have_it() -> None:
+    source = member("d0", D)
+    others = [
+        member("a", A),
+        member("p", P),
+        member("full", D, blocks=1),
+        member("barred", D),
+        member("stranger", D, compatibility="layout-b"),
+        not_ready("draining", D, draining=True),
+    ]
+    demand = replace(DEMAND, barred=frozenset({("d0", "barred")}))
+    place = place_live(source.seen())
+    with pytest.raises(Unavailable, match="no decode worker can go on with the KV of d0"):
+        place([m.seen() for m in (source, *others)], demand, 0, NO_CONTEXT)
+    able = [member("d1", D, HALF), member("d2", D, IDLE)]
+    decision = place([m.seen() for m in (source, *others, *able)], demand, 0, NO_CONTEXT)
+    assert names(decision.placement) == ("d2", None)
+    assert why_not(decision)["p"] == "cannot decode with the KV that is there"
 
 
 def test_an_unknown_model_is_not_a_missing_worker() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.types import PhaseReport, Receipt, Role, TransferReport, Usage
-from router.handoff import Handoff, Leg, LegKind
+from router.handoff import Handoff
+from router.leg import Leg, LegKind
 from router.receipts import build_receipt, build_usage
 
 MOVED = TransferReport(0.02, 0.01, 4096, 3, "shm")

@@ -344,3 +344,39 @@ class HandoffContract:
         assert not fork.token_ids
         await pair.until_empty()
         assert not pair.decode.streams[leader + 1].deltas
+
+    @pytest.mark.parametrize("sampling", [LONG, replace(LONG, seed=7)], ids=["greedy", "seeded"])
+    async def test_an_exported_stream_goes_on_elsewhere_from_its_kv(
+        self, pair: Pair, sampling: SamplingParams
+    ) -> None:
+        """From one engine to the other, and what is said in between is said once."""
+        whole = await pair.prefill.run(prompt(33), sampling)
+        head, phase = await pair.exported(prompt(33), sampling, tokens=5)
+        assert head.last.exported_tokens == len(head.token_ids) >= 5
+        assert head.last.finish_reason is FinishReason.ABORT
+        assert not head.last.token_ids
+        assert pair.prefill.engine.ledger().leased_blocks
+        tail = await pair.decode.run(prompt(33), sampling, phase, resume=head.token_ids)
+        assert (*head.token_ids, *tail.token_ids) == whole.token_ids
+        assert head.text + tail.text == whole.text
+        assert tail.last.report is not None
+        assert tail.last.report.transfer is not None
+        assert not tail.last.report.prefill_s
+        await pair.until_empty()
+
+    async def test_an_export_that_nobody_wants_any_more_frees_its_blocks(self, pair: Pair) -> None:
+        await pair.exported(prompt(33), LONG, tokens=5)
+        (stream_id,) = pair.prefill.streams
+        pair.prefill.engine.cancel(stream_id)
+        await pair.until_empty()
+
+    async def test_a_stream_that_has_no_kv_yet_is_not_exported(self, pair: Pair) -> None:
+        """Its prompt is not computed: it ends, for its router to submit it elsewhere."""
+        stream_id = pair.prefill.submit(prompt(33), LONG)
+        pair.prefill.engine.export(stream_id, "early")
+        pair.prefill.engine.export(stream_id, "early")
+        pair.prefill.engine.export(99, "unknown")
+        stream = await pair.prefill.finish(stream_id)
+        assert_ended_once(stream)
+        assert stream.error.code == "unavailable"
+        await pair.until_empty()

@@ -167,6 +167,18 @@ class Pair:
         head = replace(first.last, finish_reason=None, report=None)
         return Stream([*first.deltas[:-1], head, *rest.deltas])
 
+    async def exported(
+        self, token_ids: Sequence[int], sampling: SamplingParams, *, tokens: int
+    ) -> tuple[Stream, DecodePhase]:
+        """What the prefill engine decoded before it was exported, with so many tokens or a few
+        more, and the phase that goes on with its KV."""
+        _, phase = self.phases()
+        stream_id = self.prefill.submit(token_ids, sampling)
+        stream = self.prefill.streams[stream_id]
+        await self.prefill.until(lambda: len(stream.token_ids) >= tokens)
+        self.prefill.engine.export(stream_id, phase.transfer_id)
+        return await self.prefill.finish(stream_id), replace(phase, live=True)
+
     async def until_empty(self) -> None:
         await self.prefill.until_empty()
         await self.decode.until_empty()

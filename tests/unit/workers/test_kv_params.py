@@ -38,6 +38,14 @@ def test_a_whole_request_needs_no_more_than_its_tokens(style: HandoffStyle) -> N
     assert params_for(work(AggregatedPhase(), 7, 8), style) == {"resume": [7, 8]}
 
 
+def test_a_stream_that_comes_with_its_kv_needs_its_tokens() -> None:
+    phase = DecodePhase("t", ("h:1",), "e", live=True)
+    assert params_for(work(phase, 7, 8), AT_ONCE)["live"] is True
+    with pytest.raises(InvalidRequest) as caught:
+        params_for(work(phase), AT_ONCE)
+    assert caught.value.field == "kv_transfer_params.live"
+
+
 def test_a_prefill_that_kept_nothing_has_no_handle() -> None:
     assert handle_of(None) == b""
 
