@@ -109,6 +109,12 @@ class Service:
             steps = [x async for x in AdminStub(channel).DrainWorker(request, timeout=WAIT_S)]
         assert steps[-1].drained, steps[-1]
 
+    async def undrain(self, name: str) -> None:
+        """As `pdserve undrain`."""
+        async with rpc.open_channel(self.grpc) as channel:
+            request = a.UndrainWorkerRequest(worker_id=name)
+            await AdminStub(channel).UndrainWorker(request, timeout=WAIT_S)
+
     async def ended(self, name: str) -> int:
         """The exit code of a worker that is to end."""
         return await asyncio.wait_for(self.processes.pop(name).wait(), WAIT_S)

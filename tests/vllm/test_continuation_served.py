@@ -14,6 +14,7 @@ import pytest_asyncio
 from pdserve.config import RouterConfig
 from pdserve.failure_config import DetectionConfig
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
+from pdserve.v1 import worker_pb2 as w
 from tests.patience import HUNG_S, WAIT_S
 from tests.vllm.service import Service
 from tests.vllm.test_handoff_exact import prompt
@@ -148,11 +149,14 @@ async def expected_of(
     ]
 
 
-async def jobs(engine: EngineProcess) -> dict[str, tuple[list[int], SamplingParams]]:
+async def jobs(
+    engine: EngineProcess, max_tokens: int = LENGTH
+) -> dict[str, tuple[list[int], SamplingParams]]:
     """A request of each kind, long enough to be killed twice."""
     found = {}
     for number, (kind, fields) in enumerate(KINDS.items()):
-        ids, sampling = prompt(90 + 40 * number, number), replace(PLAIN, **fields)
+        ids = prompt(90 + 40 * number, number)
+        sampling = replace(PLAIN, max_tokens=max_tokens, **fields)
         if kind == "stop string":
             text = (await engine.run(ids, sampling)).text
             # Late, and nowhere earlier.
@@ -238,6 +242,35 @@ async def test_workers_are_restarted_under_answers_that_lose_nothing(
         await one.task
     assert [one.answers for one in asked] == expected
     assert any("moved" in name for one in asked for name in one.fallbacks)
+
+
+async def test_every_kind_of_answer_leaves_a_worker_with_its_kv(
+    service: Service, aggregated: EngineProcess
+) -> None:
+    """All are on one decode worker, which is drained, and then on the other, which gets a SIGTERM.
+    Both have time: nobody need be moved by another prefill, and nobody is."""
+    asked_for = await jobs(aggregated, 1000)
+    runs = [expected_of(aggregated, *job) for job in asked_for.values()]
+    expected = dict(zip(asked_for, await asyncio.gather(*runs), strict=True))
+    await service.drain("decode-1", timeout_s=WAIT_S, stop=False)
+    asked = {kind: Asked(service, *job) for kind, job in asked_for.items()}
+    for one in asked.values():
+        await one.until(3 * len(one.answers))
+    await service.undrain("decode-1")
+    await service.until_ready()
+    await service.drain("decode-0", timeout_s=WAIT_S, stop=False)
+    assert (await service.statuses())["decode-0"].ledger == w.KvLedger()
+    await service.undrain("decode-0")
+    await service.until_ready()
+    service.send("decode-1", signal.SIGTERM)
+    assert await service.ended("decode-1") == 0
+    for kind, one in asked.items():
+        await one.task
+        assert one.answers == expected[kind], kind
+        assert set(one.fallbacks) == {"live_kv:moved"}, kind
+        assert one.usage is not None
+        assert one.usage.completion_tokens == one.tokens
+    assert any(len(one.fallbacks) > len(one.answers) for one in asked.values()), "none left twice"
 
 
 async def test_every_kind_of_answer_survives_its_workers(
