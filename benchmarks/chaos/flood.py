@@ -45,13 +45,16 @@ class Flood:
     What both faces answer for one prompt is the same text.
     """
 
-    def __init__(self, client: Client, session: aiohttp.ClientSession, url: str) -> None:
-        self._client, self._session = client, session
+    def __init__(
+        self, client: Client, session: aiohttp.ClientSession, url: str, model: str
+    ) -> None:
+        self._client, self._session, self._model = client, session, model
         self._url = f"{url}/v1/completions"
 
     async def over_http(self, prompt: Sequence[int]) -> Met:
         """Follow one request to its end."""
         body = {
+            "model": self._model,
             "prompt": list(prompt),
             "max_tokens": OUTPUT_TOKENS,
             "ignore_eos": True,

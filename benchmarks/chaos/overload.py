@@ -111,7 +111,7 @@ async def run_overload(
                     timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
                 )
             )
-            flood = Flood(client, session, service.http)
+            flood = Flood(client, session, service.http, service.model)
             await Overload(settings.seed, service, flood, result, doing).run()
         left = await service.until_empty(EMPTY_S)
         result.leaked_blocks, result.left = left.blocks, list(left.what)
