@@ -90,6 +90,7 @@ class Coordinator:
         fleet.subscribe(self._admission.wake)
         fleet.subscribe_moving(self._make_room)
         self.metrics.watch_pool(fleet.pool)
+        self.metrics.watch_gaps(fleet.gaps)
         if tenants is not None:
             self.metrics.tenants.watch(tenants)
         if watches is not None:

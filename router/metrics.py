@@ -1,6 +1,7 @@
 """The router's Prometheus metrics, in a registry of their own.
 
-A request is observed once, at its end: nothing here is on the path of a token. Workers are counted
+A request is observed once, at its end, the gaps between tokens once a frame: nothing here is on the
+path of a token. Workers are counted
 when the metrics are read.
 """
 
@@ -18,26 +19,22 @@ from pdserve.kv_metrics import KvCollector
 from router.prefix.metrics import PrefixMetrics
 from router.roles.metrics import RoleMetrics
 from router.tenant_metrics import TenantMetrics
+from router.token_gaps import BOUNDS_S, GapCollector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from pdserve.errors import PdserveError
     from pdserve.kv_metrics import Labelled
     from pdserve.types import Receipt, Usage
     from router.cost.book import CostBook
     from router.pool import WorkerPool
+    from router.token_gaps import TokenGaps
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-_TOKEN_SECONDS = (
-    *(0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02),
-    *(0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5),
-)
-
-
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
@@ -98,7 +95,7 @@ class RouterMetrics:
         self.roles = RoleMetrics(self.registry)
         self._ttft = self._seconds("time_to_first_token", "From arrival to the first token.")
         self._tpot = self._seconds(
-            "time_per_output_token", "Mean gap between tokens after the first.", _TOKEN_SECONDS
+            "time_per_output_token", "Mean gap between tokens after the first.", BOUNDS_S
         )
         self._e2e = self._seconds("e2e_request", "From arrival to the last token.")
         self._queue = self._seconds("request_queue", "Waiting, in router and worker.")
@@ -161,6 +158,10 @@ class RouterMetrics:
         """Report the pool's members from now on."""
         self.registry.register(_Workers(pool))
         self.registry.register(KvCollector(lambda: _kv_reports(pool)))
+
+    def watch_gaps(self, gaps: Mapping[str, TokenGaps]) -> None:
+        """Report the gaps between tokens from now on."""
+        self.registry.register(GapCollector(gaps))
 
     def watch_costs(self, costs: CostBook, pool: WorkerPool) -> None:
         """Report whether prefill apart helps, from now on."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +26,7 @@ from pdserve.frames import offer_in
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 from router import frame_reader
+from router.token_gaps import Pace, TokenGaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,8 +98,11 @@ class WorkerLink:
         observer: LinkObserver,
         settings: LinkSettings | None = None,
         dialer: rpc.Dialer = rpc.PLAIN,
+        gaps: TokenGaps | None = None,
     ) -> None:
+        """`gaps` is told how its tokens follow one another."""
         self._member = member
+        self._pace = Pace(gaps or TokenGaps())
         self._router_id = router_id
         self._dialer = dialer
         self._observer = observer
@@ -291,6 +296,8 @@ class WorkerLink:
             frame.tokens.token_ids,
             frame.tokens.texts,
         )
+        if stream_ids:
+            self._pace.took(time.monotonic(), len(stream_ids))
         for i in lanes.pass_on(self._lanes, stream_ids, token_ids, texts):
             sink = sinks.get(stream_ids[i])
             if sink is not None:
@@ -304,6 +311,8 @@ class WorkerLink:
                 del sinks[message.stream_id]
                 self._lanes.pop(message.stream_id, None)
             sink.on_delta(delta)
+        if not sinks:
+            self._pace.rest()
 
 
 async def _read_apart(call: AttachCall, reader: FrameReader) -> None:
