@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ContextLengthExceeded, Unavailable
@@ -11,10 +11,12 @@ from pdserve.types import HandoffStyle, Role
 from router.cost.outcome import outcome_of
 from router.decisions.log import DecisionLog
 from router.ladder import Step
+from router.large_pool import LargePool
 from router.member import Charge, MemberState
-from router.placement.context import NO_CONTEXT
+from router.placement.context import NO_CONTEXT, PlacementContext
 from router.placement.live import place_live
 from router.placement.pairing import check_known, with_states
+from router.placement.policies.by_name import BY_PREFIX, OF_ALL
 from router.placement.recompute import or_alone, place_recompute
 from router.placement.values import Decision, Demand
 from router.prefill_queue import EVERYTHING
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from router.fleet import Fleet
     from router.ladder import Rung
     from router.member import Member
-    from router.placement.context import PlacementContext, Prediction
+    from router.placement.context import Prediction
     from router.placement.policies.by_name import Policy
     from router.placement.values import Candidate, Placement
     from router.pool import WorkerPool
@@ -115,6 +117,18 @@ def fork_charge(member: Member, demand: Demand, forks: int = 1) -> Charge:
     return Charge(member, kv_tokens=kv_tokens)
 
 
+_NO_LOG = DecisionLog(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a decision is made of, and where it is kept."""
+
+    candidates: Sequence[Candidate]
+    context: PlacementContext
+    log: DecisionLog
+
+
 class Booker:
     """Places requests over a fleet by a policy, and has every decision logged. State: the count of
     placements, to break ties."""
@@ -143,6 +157,9 @@ class Booker:
         self._pool = fleet.pool
         self._policy = policy
         self._policy_or_alone = or_alone(policy)
+        prefix = context.prefix if policy in BY_PREFIX else None
+        may_local = costs is not None and policy not in OF_ALL
+        self._large_pool = LargePool(fleet.pool, prefill_queue, prefix, may_local=may_local)
         self._turn = 0
 
     def demand(self, request: GenerateRequest) -> Demand:
@@ -182,20 +199,56 @@ class Booker:
 
     def book(self, demand: Demand, *, cause: str = "") -> Booking | None:
         """A placement now, or None where room must be waited for. `cause` says, for people, why
-        the request is placed once more, where it is. Raises Unavailable."""
-        candidates = self._pool.candidates(demand.model)
-        busy = self._too_busy(demand, candidates)
+        the request is placed once more, where it is. Of a large pool some workers are looked at,
+        and all where those cannot take it; where that is known before, nothing is, and the log has
+        nothing of it. Raises Unavailable."""
+        model = demand.model
+        if not self._large_pool.is_large(model):
+            return self._book_among(demand, self._all(self._pool.candidates(model)), cause)
+        if self._large_pool.lacks_room(demand):
+            return None
+        is_short = self._large_pool.lacks_prefill(demand)
+        now = self._fleet.now()
+        if is_short and not self._large_pool.looks_local(model, self._turn, now):
+            return None
+        if self._policy not in OF_ALL and not self._fleet.quarantine.barred(now):
+            booking = self._book_drawn(demand, cause)
+            if booking is not None or is_short:
+                return booking
+        booking = self._book_among(demand, self._all(self._pool.candidates(model)), cause)
+        if booking is None:
+            self._large_pool.all_asked(model)
+        return booking
+
+    def _book_drawn(self, demand: Demand, cause: str) -> Booking | None:
+        """Among workers that are drawn; what comes to nothing is not logged."""
+        candidates, known = self._large_pool.draw(demand, self._turn)
+        context = PlacementContext(self._context.prefix and known, self._context.cost)
+        try:
+            booking = self._book_among(demand, _Look(candidates, context, _NO_LOG), cause)
+        except Unavailable:
+            return None
+        if booking is not None:
+            self._log.record(booking.decision, time.time(), cause=cause)
+        return booking
+
+    def _all(self, candidates: Sequence[Candidate]) -> _Look:
+        return _Look(candidates, self._context, self._log)
+
+    def _book_among(self, demand: Demand, look: _Look, cause: str) -> Booking | None:
+        busy = self._too_busy(demand, look.candidates)
         if not busy:
-            return self._book(demand, candidates, cause, policy=self._policy_or_alone)
-        free = [c for c in candidates if c.worker_id not in busy]
+            policy = self._policy if look.log is _NO_LOG else self._policy_or_alone
+            return self._book(demand, look, cause, policy=policy)
+        free = [c for c in look.candidates if c.worker_id not in busy]
         if any(c.role is not Role.DECODE for c in free):
             try:
-                return self._book(demand, free, cause)
+                return self._book(demand, replace(look, candidates=free), cause)
             except Unavailable:
                 # With those that are busy now it could be placed.
                 return None
         # What is left to choose from is a decode worker, where prefill on it is thought to pay.
-        return None if self._costs is None else self._book(demand, candidates, cause, busy)
+        return None if self._costs is None else self._book(demand, look, cause, busy)
 
     def _too_busy(self, demand: Demand, candidates: Sequence[Candidate]) -> set[str]:
         """Workers whose engines have prompts enough in their queues."""
@@ -216,8 +269,10 @@ class Booker:
         demand = replace(demand, avoid=rung.avoid)
         candidates = self._pool.candidates(demand.model)
         if rung.step is Step.ONE_WORKER:
-            return self._whole(self._decide(place_recompute, demand, candidates, cause))
-        booking = self._book(demand, [c for c in candidates if _takes_part(c, rung)], cause)
+            look = self._all(candidates)
+            return self._whole(self._decide(place_recompute, demand, look, cause))
+        look = self._all([c for c in candidates if _takes_part(c, rung)])
+        booking = self._book(demand, look, cause)
         if booking is None:
             raise Unavailable(f"no decode worker of model {demand.model} has room")
         return booking
@@ -230,8 +285,8 @@ class Booker:
         if not (self._live_kv and is_able):
             raise Unavailable(f"worker {source_id} cannot give the KV of what it decodes")
         demand = replace(demand, barred=self._fleet.quarantine.barred(now))
-        candidates = self._pool.candidates(demand.model)
-        decision = self._decide(place_live(source.seen()), demand, candidates, f"live_kv: {cause}")
+        look = self._all(self._pool.candidates(demand.model))
+        decision = self._decide(place_live(source.seen()), demand, look, f"live_kv: {cause}")
         assert decision.placement is not None, "it does not wait"
         self._turn += 1
         booking = Booking(decision, decision.placement, self._pool, source=source)
@@ -242,7 +297,7 @@ class Booker:
     def _book(
         self,
         demand: Demand,
-        candidates: Sequence[Candidate],
+        look: _Look,
         cause: str,
         busy: Collection[str] = (),
         policy: Policy | None = None,
@@ -251,7 +306,7 @@ class Booker:
         barred = self._fleet.quarantine.barred(now)
         if barred:
             demand = replace(demand, barred=barred)
-        decision = self._decide(policy or self._policy, demand, candidates, cause, busy)
+        decision = self._decide(policy or self._policy, demand, look, cause, busy)
         if decision.placement is None:
             return None
         booking = self._take(decision, decision.placement)
@@ -312,22 +367,22 @@ class Booker:
         self,
         policy: Policy,
         demand: Demand,
-        candidates: Sequence[Candidate],
+        look: _Look,
         cause: str,
         busy: Collection[str] = (),
     ) -> Decision:
         """The policy's decision, logged; to wait, where it is for prefill on one of `busy`."""
         try:
-            decision = policy(candidates, demand, self._turn, self._context)
+            decision = policy(look.candidates, demand, self._turn, look.context)
         except Unavailable as error:
-            told = with_states(error, candidates)
-            refusal = Decision("", candidates, demand, self._turn, None)
-            self._log.record(refusal, time.time(), cause=cause, refused=told.message)
+            told = with_states(error, look.candidates)
+            refusal = Decision("", look.candidates, demand, self._turn, None)
+            look.log.record(refusal, time.time(), cause=cause, refused=told.message)
             raise told from error
         placement = decision.placement
         if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
             decision = replace(decision, placement=None)
-        self._log.record(decision, time.time(), cause=cause)
+        look.log.record(decision, time.time(), cause=cause)
         return decision
 
 

@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 
 _set = object.__setattr__
+# What a worker can be given follows from these, its size and its role.
+_ROOM = frozenset(
+    (
+        "attached",
+        "draining",
+        "lost",
+        "suspended",
+        "unhealthy",
+        "outstanding_tokens",
+        "reserved_blocks",
+        "foreign_blocks",
+    )
+)
 
 
 class MemberState(StrEnum):
@@ -44,11 +57,12 @@ class Member:
     clock; for a lost member it is when it was lost. With `kv_key` the router makes capabilities for
     the worker's KV. `suspended` is what the `breaker` said when it was last asked; `unhealthy` what
     the worker finds wrong with its machine; `gone` why it was lost; `replaced` has the epochs of
-    its earlier starts.
+    its earlier starts. It is put into `changed` when what it can be given may be another.
     """
 
     info: WorkerInfo
     lease_end: float
+    changed: set[Member] = field(default_factory=set, repr=False)
     attached: bool = False
     draining: bool = False
     lost: bool = False
@@ -74,6 +88,8 @@ class Member:
 
     def __setattr__(self, name: str, value: object) -> None:
         # Whoever changes anything makes the next decision look again.
+        if name in _ROOM and getattr(self, name, None) != value:
+            self.changed.add(self)
         _set(self, name, value)
         _set(self, "_seen", None)
 

@@ -61,6 +61,10 @@ class WorkerPool:
     by_canary: bool = False
     members: dict[str, Member] = field(default_factory=dict)
     _by_model: dict[str, list[Member]] = field(default_factory=dict, init=False, repr=False)
+    _by_role: dict[str, Mapping[Role, Sequence[Member]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _changed: dict[str, set[Member]] = field(default_factory=dict, init=False, repr=False)
     _largest: dict[tuple[str, bool], tuple[int, int]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -88,7 +92,11 @@ class WorkerPool:
         else:
             actions = []
         member = Member(
-            info, now + self.lease_s, kv_key=kv_key, breaker=Breaker(self.breaker_limits)
+            info,
+            now + self.lease_s,
+            self.changed(info.model.name),
+            kv_key=kv_key,
+            breaker=Breaker(self.breaker_limits),
         )
         if known is not None:
             epochs = dict.fromkeys((*known.replaced, known.info.epoch))
@@ -245,6 +253,11 @@ class WorkerPool:
 
     def _membership_changed(self) -> None:
         self._by_model.clear()
+        self._by_role.clear()
+        names = {m.info.model.name for m in self.members.values()}
+        self._changed = {name: x for name, x in self._changed.items() if name in names}
+        for changed in self._changed.values():
+            changed.clear()
         self._largest.clear()
         self._models = None
 
@@ -265,6 +278,21 @@ class WorkerPool:
             if found:
                 self._by_model[name] = found
         return found
+
+    def by_role(self, name: str) -> Mapping[Role, Sequence[Member]]:
+        """The members of a model by what they do; another mapping when members came or went."""
+        found = self._by_role.get(name)
+        if found is None:
+            members = self.of_model(name)
+            found = {role: [m for m in members if m.info.role is role] for role in Role}
+            if members:
+                self._by_role[name] = found
+        return found
+
+    def changed(self, name: str) -> set[Member]:
+        """The members of a model that may have room for other requests than before, until whoever
+        asks clears it, or members come or go."""
+        return self._changed.setdefault(name, set())
 
     def largest(self, model: str, *, prefill_only: bool) -> tuple[int, int]:
         """The most tokens that a worker of a model holds, and the largest block: of those that can

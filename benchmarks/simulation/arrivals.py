@@ -24,12 +24,15 @@ _MAX_REQUESTS: Final = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request, due at `at_s`; `prefix` names the blocks of its prompt where they are known."""
+    """One request, due at `at_s`; `prefix` names the blocks of its prompt where they are known. Its
+    deadline is `within_s` later; 0 is the router's."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     prefix: tuple[int, ...] = ()
+    tenant: str = ""
+    within_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from benchmarks.simulation.arrivals import Arrivals
     from benchmarks.simulation.flight import Outcome
+    from benchmarks.simulation.router_meter import RouterMeter
     from benchmarks.simulation.service_model import ServiceModel
     from benchmarks.simulation.users import Users
 
@@ -26,12 +27,14 @@ TELL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is simulated. Who is refused comes again, up to `retries` times."""
+    """What is simulated. Who is refused comes again, up to `retries` times. The `meter` is told
+    what the router's code costs."""
 
     model: ServiceModel
     workers: Workers
     settings: RouterSettings = field(default_factory=RouterSettings)
     retries: int = 0
+    meter: RouterMeter | None = None
 
     def __post_init__(self) -> None:
         workers = self.workers
@@ -70,6 +73,7 @@ def simulate(
         clock,
         block_tokens=block_tokens,
         horizon_s=horizon_s,
+        meter=setup.meter,
     )
     retries = Retries(service, setup.retries)
     run = _Run(service.clock, retries, arrivals)

@@ -18,6 +18,7 @@ from pdserve.errors import PdserveError
 from pdserve.types import GenerateRequest, Role, SamplingParams
 from router.admission.gate import Gate, Place
 from router.admission.limits import AdmissionLimits, bid_of
+from router.admission.tenants import Tenants
 from router.booking import Booker
 from router.cost.book import CostBook
 from router.cost.objective import Slo
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
 
     from benchmarks.simulation.arrivals import Arrival
     from benchmarks.simulation.clock import VirtualClock
+    from benchmarks.simulation.router_meter import RouterMeter
     from benchmarks.simulation.service_model import EngineModel, ServiceModel
     from pdserve.step_moments import StepMoments
     from pdserve.types import WorkerInfo
+    from router.admission.tenants import Tenant
     from router.member import Member
 
 _FOREVER_S = 1e18
@@ -64,12 +67,14 @@ class Workers:
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
     """The router's configuration. With `as_many_as_seats` as many requests run as the workers have
-    seats, whatever it says: its default is made for a few workers. `flip_s` is from a worker's last
+    seats, whatever it says: its default is made for a few workers. `tenants` are those that ask;
+    with none, whoever comes is taken. `flip_s` is from a worker's last
     request in one role until it is given work in the other."""
 
     config: RouterConfig = field(default_factory=RouterConfig)
     as_many_as_seats: bool = True
     flip_s: float = 0.5
+    tenants: tuple[Tenant, ...] = ()
 
 
 @dataclass(slots=True)
@@ -99,6 +104,7 @@ class Service:
         *,
         block_tokens: int = 0,
         horizon_s: float = _FOREVER_S,
+        meter: RouterMeter | None = None,
     ) -> None:
         config = settings.config
         self.model, self.clock = model, clock
@@ -119,7 +125,10 @@ class Service:
         if settings.as_many_as_seats:
             seats = self._seats(any_role=config.roles.auto)
             limits = AdmissionLimits(seats, config.max_queued_requests)
-        self.gate = Gate(limits, clock=clock.now)
+        self.gate = Gate(limits, clock=clock.now, tenants=Tenants(settings.tenants))
+        self._meter = meter
+        if meter is not None:
+            meter.time(self.gate, "offer", "settle", "wake", "leave")
         slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
         costs = CostBook(self.fleet.pool, slo, clock.now)
         self.booker = Booker(
@@ -131,6 +140,9 @@ class Service:
             drain=self.gate.drain,
             on_room=self.gate.wake,
         )
+        if meter is not None:
+            meter.time(self.booker, "demand", "answered")
+            meter.count(self.booker, "book")
         self.fleet.subscribe(self.gate.wake)
         watcher = RoleWatcher(self.fleet, costs, config.roles, queued=self.gate.queued_of)
         self.roles = RoleMoves(self, watcher, config.roles, settings.flip_s)
@@ -192,7 +204,7 @@ class Service:
     def ask(self, index: int, arrival: Arrival, on_end: Callable[[Outcome], None]) -> None:
         """A request comes; `on_end` hears once how it ended."""
         now = self.clock.now_s
-        request = _request(index, arrival, now + self._timeout_s)
+        request = _request(index, arrival, now + (arrival.within_s or self._timeout_s))
         if self.caches is not None:
             self.caches.prefixes[request.request_id] = arrival.prefix
 
@@ -207,7 +219,8 @@ class Service:
             bid = bid_of(request, kv_tokens=demand.kv_tokens, deadline=request.deadline)
             # Prompts of one length are one here, requests are not.
             bid = replace(bid, identity=(index,))
-            outcome = self.gate.offer(bid, lambda: self.booker.book(demand), flight)
+            waiter = flight if self._meter is None else self._meter.untimed(flight)
+            outcome = self.gate.offer(bid, lambda: self.booker.book(demand), waiter)
         except PdserveError as error:
             flight.refused(error)
             return
@@ -246,7 +259,9 @@ class Service:
 def _request(index: int, arrival: Arrival, deadline: float) -> GenerateRequest:
     tokens = _prompt(arrival.prompt_tokens)
     sampling = SamplingParams(max_tokens=arrival.output_tokens, ignore_eos=True)
-    return GenerateRequest(f"request-{index}", MODEL_NAME, tokens, sampling, deadline)
+    request_id = f"request-{index}"
+    tenant = arrival.tenant
+    return GenerateRequest(request_id, MODEL_NAME, tokens, sampling, deadline, tenant=tenant)
 
 
 @lru_cache(maxsize=1024)

@@ -53,7 +53,7 @@ def two(
     count = len(candidates)
     if count <= 2:
         return candidates
-    bits = _mix(2 * turn + phase)
+    bits = mix(2 * turn + phase)
     first = (bits & 0xFFFFFFFF) % count
     second = (first + 1 + (bits >> 32) % (count - 1)) % count
     return [candidates[first], candidates[second]]
@@ -69,11 +69,11 @@ def many(
     holders = [c for c in candidates if c.worker_id in cached] if cached else []
     if len(holders) > MOST_CACHED:
         holders = heapq.nlargest(MOST_CACHED, holders, key=lambda c: cached[c.worker_id])
-    chance = random.Random(_mix(2 * turn + phase))
+    chance = random.Random(mix(2 * turn + phase))
     return list(dict.fromkeys(holders + chance.sample(candidates, MOST_SCORED - len(holders))))
 
 
-def _mix(turn: int) -> int:
+def mix(turn: int) -> int:
     """64 bits of a turn: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     z = (turn * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -29,3 +29,8 @@ POLICIES: Mapping[str, Policy] = {
     "round_robin": round_robin,
     "slo_aware": slo_aware,
 }
+
+# They ask what is cached of the prompt.
+BY_PREFIX = frozenset((always_local, prefix_aware, slo_aware))
+# It is fair only over all workers.
+OF_ALL = frozenset((round_robin,))
