@@ -287,7 +287,7 @@ class TestFaults:
             assert answer.receipt is not None
             assert answer.receipt.decode_worker == "decode-0"
 
-    async def test_a_worker_that_drains_ends_what_it_has_and_gets_nothing_new(self) -> None:
+    async def test_a_worker_that_drains_hands_over_what_it_has_and_gets_nothing_new(self) -> None:
         async with Cluster(prefill=1, decode=2) as cluster:
             busy, idle, asking = await ask_and_hold(cluster)
             cluster.faults(idle, FakeFaults())
@@ -297,8 +297,10 @@ class TestFaults:
             assert other.receipt is not None
             assert other.receipt.decode_worker == idle
             cluster.faults(busy, FakeFaults())
-            assert_same(await asking, cluster.expected(PROMPT, LONG))
-            assert await draining == (True, 0)
+            answer = await asking
+            assert_same(answer, cluster.expected(PROMPT, LONG))
+            assert answer.fallbacks == ("live_kv:moved",)
+            assert await draining == (True, 1)
 
 
 async def test_a_request_is_explained_and_its_decision_made_again(

@@ -132,6 +132,8 @@ def test_a_source_that_is_not_needed_is_told_on_every_rank(
     source, target = pool(rig, source_tp, name="s"), pool(rig, target_tp, name="t")
     source.prefill()
     target.step(unneeded=[Unneeded("t", source.addresses, source.epoch)])
+    # What a link's thread has decided it reports after it has let go of the tables.
+    until(lambda: all(rank.sent for rank in source.ranks), source, target)
     settle(source, target)
     assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
 

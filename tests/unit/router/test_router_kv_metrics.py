@@ -14,7 +14,7 @@ from tests.fakes import worker_info
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-REPORT = KvReport(KvLedger(3, 2, 4, 4), 1, {"shm": 2, "tcp": 1}, {"push_s": 0.5, "failures": 6})
+REPORT = KvReport(KvLedger(3, 2, 4, 4), 1, {"shm": 2, "tcp": 1}, {"push_s": 0.5, "failures": 6}, 1024)
 PREFILL = '{model="demo",role="prefill",worker="p"}'
 DECODE = '{model="demo",role="decode",worker="d"}'
 
@@ -53,6 +53,8 @@ def test_every_worker_that_has_reported_is_shown(pool: WorkerPool) -> None:
         f"pdserve_worker_kv_transfers{DECODE} 0.0",
         f"pdserve_worker_kv_quarantined_slots{PREFILL} 1.0",
         f"pdserve_worker_kv_quarantined_slots{DECODE} 0.0",
+        f"pdserve_worker_kv_transport_bytes{PREFILL} 1024.0",
+        f"pdserve_worker_kv_transport_bytes{DECODE} 0.0",
         'pdserve_worker_kv_links{model="demo",role="prefill",transport="shm",worker="p"} 2.0',
         'pdserve_worker_kv_links{model="demo",role="prefill",transport="tcp",worker="p"} 1.0',
         f"pdserve_worker_kv_failures_total{PREFILL} 6.0",

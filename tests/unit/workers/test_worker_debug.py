@@ -82,7 +82,8 @@ async def test_a_worker_without_kv_says_so() -> None:
         status, shown = await get(server, "/debug/kv")
         assert (status, shown["kv"], shown["ranks"]) == (200, None, [])
         _, text = await get(server, "/metrics")
-        assert not [x for x in text.splitlines() if not x.startswith("#")]
+        (tasks,) = [x for x in text.splitlines() if not x.startswith("#")]
+        assert tasks.startswith("pdserve_asyncio_tasks ")
 
 
 async def test_health_follows_drain_and_death() -> None:
