@@ -14,7 +14,9 @@ from tests.fakes import worker_info
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-REPORT = KvReport(KvLedger(3, 2, 4, 4), 1, {"shm": 2, "tcp": 1}, {"push_s": 0.5, "failures": 6}, 1024)
+REPORT = KvReport(
+    KvLedger(3, 2, 4, 4), 1, {"shm": 2, "tcp": 1}, {"push_s": 0.5, "failures": 6}, 1024
+)
 PREFILL = '{model="demo",role="prefill",worker="p"}'
 DECODE = '{model="demo",role="decode",worker="d"}'
 
