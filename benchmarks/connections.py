@@ -31,6 +31,7 @@ from rich.table import Table
 
 from benchmarks.compare.stack import Stack
 from benchmarks.errors import BenchError
+from benchmarks.report import stdout_console
 from pdserve.client import Client
 from pdserve.types import SamplingParams
 
@@ -205,7 +206,7 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.after_mib:.1f}",
             f"{row.alone_ms:.2f}, {row.health_ms:.2f}",
         )
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def main() -> int:

@@ -31,7 +31,7 @@ _SHOWN_ERRORS = 5
 
 def stdout_console() -> Console:
     """Where tables go. Without a terminal rich assumes 80 columns and folds them."""
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    return Console() if sys.stdout.isatty() else Console(width=160)
 
 
 def render_result(result: ReplayResult, console: Console) -> None:

@@ -33,6 +33,7 @@ from rich.table import Table
 
 from benchmarks.compare.stack import Stack
 from benchmarks.errors import BenchError
+from benchmarks.report import stdout_console
 from benchmarks.worker.peer import InProcess, engine_args
 from pdserve import rpc
 from pdserve.client import Client
@@ -239,7 +240,7 @@ def show(rows: Sequence[dict[str, Any]], ready: dict[str, float]) -> None:
             f"{row['exposed_s'] * 1e3:.2f}",
             f"{row['digest_s'] * 1e3:.2f} ({row['digest_of_prefill']:.2%})",
         )
-    console = Console()
+    console = stdout_console()
     console.print(table)
     console.print("ready after " + ", ".join(f"{s:.1f} s ({name})" for name, s in ready.items()))
 

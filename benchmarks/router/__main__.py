@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from benchmarks.router.arms import Router
     from benchmarks.router.load import Heard
+from benchmarks.report import stdout_console
 
 # At 1,000 streams a token per 10 ms is more than one client in Python can read.
 TOKENS_PER_S = 6400
@@ -156,7 +157,7 @@ def _print(samples: Sequence[Sample]) -> None:
                     )
                 ),
             )
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def _parser() -> argparse.ArgumentParser:

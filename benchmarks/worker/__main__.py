@@ -33,6 +33,7 @@ from rich.table import Table
 from benchmarks.compare.stack import Stack
 from benchmarks.errors import BenchError
 from benchmarks.processes import processor_s
+from benchmarks.report import stdout_console
 from benchmarks.worker.peer import InProcess, engine_args
 from pdserve.client import Client
 from pdserve.types import SamplingParams
@@ -182,7 +183,7 @@ def show(case: Case, rounds: Sequence[Round]) -> None:
         f"{min(ratios):.3f} to {max(ratios):.3f}",
         f"{statistics.median(x.load for x in rounds):.1f}",
     )
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def main() -> int:
