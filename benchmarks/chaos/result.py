@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.errors import BenchError
@@ -48,7 +48,7 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixResult:
-    """One run. ``left`` is what the service left behind when it was stopped."""
+    """One run, or several of one kind. ``left`` is what the service left behind when it was stopped."""
 
     created: str
     engine: str
@@ -59,11 +59,30 @@ class MatrixResult:
     settings: Mapping[str, object]
     rows: Sequence[RowResult]
     left: Sequence[str] = ()
+    runs: int = 1
 
     @property
     def passed(self) -> bool:
         """Every row, and the end."""
         return all(row.passed for row in self.rows) and not self.left
+
+
+def joined(results: Sequence[MatrixResult]) -> MatrixResult:
+    """The rows of runs that are alike; of one that several have, the last's. Raises
+    :class:`BenchError` where they differ in what was asked, or of what."""
+    first = results[0]
+    for name in ("engine", "workers", "model", "trace", "host", "settings"):
+        for other in results[1:]:
+            if getattr(other, name) != getattr(first, name):
+                raise BenchError(f"the runs differ in {name}")
+    rows = {row.name: row for result in results for row in result.rows}
+    return replace(
+        first,
+        created=max(result.created for result in results),
+        rows=[*rows.values()],
+        left=[text for result in results for text in result.left],
+        runs=sum(result.runs for result in results),
+    )
 
 
 def host() -> dict[str, object]:

@@ -23,7 +23,7 @@ from benchmarks.chaos.memory import JUDGED_S, STEEPEST, Memory, too_steep
 from benchmarks.chaos.orders import Order, Orders, give, hits
 from benchmarks.chaos.overload import NORMAL_S, normal_after_s
 from benchmarks.chaos.refusals import Refused, code_of
-from benchmarks.chaos.result import MatrixResult, RowResult, from_json, read, to_json
+from benchmarks.chaos.result import MatrixResult, RowResult, from_json, joined, read, to_json
 from benchmarks.chaos.scene import Scene
 from benchmarks.chaos.settings import ChaosSettings
 from benchmarks.chaos.soak import SoakResult
@@ -151,11 +151,22 @@ def test_keeping_a_run_puts_it_into_the_readme(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"before\n{keep.BEGIN}\n{keep.END}\nafter\n")
     source = tmp_path / "r.json"
     source.write_text(to_json(RUN), encoding="utf-8")
-    keep.keep(source, tmp_path)
+    keep.keep([source], tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "| a worker dies | 9 | 0 | 0 | 0 | 0 | 1.2 s | 9.5 s |" in text
-    assert "1 of 1 rows passed" in text
+    assert "1 of 1 rows passed." in text
     assert read(tmp_path / keep.KEPT) == RUN
+
+
+def test_rows_of_runs_that_are_alike_are_put_together() -> None:
+    other = replace(ROW, name="other")
+    later = replace(RUN, created="2027-01-01T00:00:00", rows=[replace(ROW, requests=8), other])
+    both = joined([RUN, later])
+    assert (both.runs, both.created, both.passed) == (2, later.created, True)
+    assert [(row.name, row.requests) for row in both.rows] == [(ROW.name, 8), ("other", 9)]
+    assert not joined([RUN, replace(later, left=["process 7"])]).passed
+    with pytest.raises(BenchError, match="differ in settings"):
+        joined([RUN, replace(later, settings={"requests": 8})])
 
 
 def test_no_two_requests_share_a_prompt_and_each_feature_is_asked_for() -> None:
