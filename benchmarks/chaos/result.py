@@ -48,7 +48,7 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixResult:
-    """One run, or several of one kind. ``left`` is what the service left behind when it was stopped."""
+    """One run, or several of one kind. ``left`` is what the service left behind when it stopped."""
 
     created: str
     engine: str
