@@ -95,6 +95,8 @@ def settle(*pools: Pool) -> None:
     """Until no rank knows of any transfer."""
     ranks = [rank for each in pools for rank in each.ranks]
     until(lambda: all(rank.is_empty for rank in ranks), *ranks)
+    for rank in ranks:  # what a thread has reported since the last look
+        rank.collect()
 
 
 def ended(each: Pool) -> list[list[str]]:
@@ -132,8 +134,6 @@ def test_a_source_that_is_not_needed_is_told_on_every_rank(
     source, target = pool(rig, source_tp, name="s"), pool(rig, target_tp, name="t")
     source.prefill()
     target.step(unneeded=[Unneeded("t", source.addresses, source.epoch)])
-    # What a link's thread has decided it reports after it has let go of the tables.
-    until(lambda: all(rank.sent for rank in source.ranks), source, target)
     settle(source, target)
     assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
 
