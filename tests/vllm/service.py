@@ -63,8 +63,10 @@ class Service:
             stack.push_async_callback(service._end_all)
             yield service
 
-    async def add(self, name: str) -> None:
-        """Starts a worker; `until_ready` waits for it."""
+    async def add(self, name: str, *, seats: int = 0) -> None:
+        """Starts a worker, whose engine runs as many requests at a time as it likes, or `seats`;
+        `until_ready` waits for it."""
+        more = f", max_num_seqs: {seats}" if seats else ""
         options = {
             "worker.worker_id": name,
             "worker.role": name.partition("-")[0],
@@ -72,7 +74,8 @@ class Service:
             "worker.model_name": "tiny",
             "worker.routers": f"[{', '.join((self.grpc, *self.others))}]",
             "worker.engine_args": (
-                "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256}"
+                "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256"
+                f"{more}}}"
             ),
         }
         env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,17 +18,19 @@ from pdserve import rpc
 from pdserve.client import Client
 from pdserve.config import RouterConfig
 from pdserve.failure_config import DetectionConfig
-from pdserve.types import SamplingParams
+from pdserve.role_config import RolesConfig
+from pdserve.types import Role, SamplingParams
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminStub
 from router.main import RouterServer
+from router.member import MemberState
 from tests.patience import WAIT_S
 from tests.vllm.service import Service
 from tests.vllm.test_handoff_exact import prompt
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
     from pdserve.types import Receipt
@@ -41,6 +46,24 @@ SAMPLING = SamplingParams(
 )
 _SEEDS = itertools.count(1)
 WORKERS = ("prefill-0", "prefill-1", "decode-0")
+SEATS = 8
+ELASTIC = RouterConfig(
+    http_port=0,
+    grpc_port=0,
+    stop_grace_s=0.0,
+    policy="least_loaded",
+    detection=DetectionConfig(canary_s=0.0),
+)
+QUICK = RolesConfig(
+    auto=True,
+    interval_s=0.05,
+    window_s=1.0,
+    min_load=0.3,
+    dwell_s=0.5,
+    settle_s=1.0,
+    failure_pause_s=0.5,
+    drain_timeout_s=WAIT_S,
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -61,8 +84,20 @@ async def local() -> AsyncIterator[tuple[str, Client]]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def elastic() -> AsyncIterator[tuple[str, list[RouterServer]]]:
+    """A third router, which one test starts again, to move workers by load."""
+    routers = [RouterServer(ELASTIC)]
+    yield (await routers[0].start()).grpc, routers
+    for router in routers:
+        await router.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def running(
-    tiny_model: Path, local: tuple[str, Client], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    local: tuple[str, Client],
+    elastic: tuple[str, list[RouterServer]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Service]:
     directory = tmp_path_factory.mktemp("orders")
     config = RouterConfig(
@@ -74,11 +109,11 @@ async def running(
         detection=DetectionConfig(canary_s=0.0),  # it would use up an order
     )
     async with Service.start(config, tiny_model) as service:
-        service.others = [local[0]]
+        service.others = [local[0], elastic[0]]
         service.orders = {name: directory / name for name in WORKERS[:2]}
         service.order("", *service.orders)
         for name in WORKERS:
-            await service.add(name)
+            await service.add(name, seats=SEATS)
         await service.until_ready()
         yield service
 
@@ -218,3 +253,79 @@ async def test_without_a_whole_pair_the_decode_worker_computes(
     receipt = await ask(service, aggregated)
     assert (receipt.prefill_worker, receipt.decode_worker) == ("decode-0", "decode-0")
     assert (receipt.fallbacks, receipt.transport) == ((), "")
+
+
+# The last one: it leaves workers in other roles.
+
+
+@asynccontextmanager
+async def kept_busy(one: Callable[[], Awaitable[None]]) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """SEATS clients, each of whom does that again and again."""
+    is_over = False
+
+    async def keep_on() -> None:
+        while not is_over:
+            await one()
+
+    tasks = [asyncio.create_task(keep_on()) for _ in range(SEATS)]
+    try:
+        yield tasks
+    finally:
+        is_over = True
+        await asyncio.gather(*tasks)
+
+
+async def until_split(
+    router: RouterServer, prefill: int, decode: int, tasks: Sequence[asyncio.Task[None]] = ()
+) -> None:
+    """Until so many of each role are ready; none of `tasks` may end before."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            members = router.fleet.pool.members.values()
+            ready = Counter(m.info.role for m in members if m.state is MemberState.READY)
+            if (ready[Role.PREFILL], ready[Role.DECODE]) == (prefill, decode):
+                return
+            assert not any(task.done() for task in tasks)
+            await asyncio.sleep(0.05)
+
+
+async def tokens_of(client: Client, ids: list[int], sampling: SamplingParams) -> tuple[int, ...]:
+    """Of an answer that no fallback was needed for."""
+    tokens, receipt = [], None
+    async for delta in client.generate(ids, sampling):
+        tokens += delta.token_ids
+        receipt = delta.receipt or receipt
+    assert receipt is not None
+    assert receipt.fallbacks == ()
+    return tuple(tokens)
+
+
+async def test_a_router_moves_workers_after_the_load_and_loses_nothing(
+    service: Service, elastic: tuple[str, list[RouterServer]], aggregated: EngineProcess
+) -> None:
+    address, routers = elastic
+    await routers.pop().stop()
+    router = RouterServer(replace(ELASTIC, grpc_port=int(address.rpartition(":")[2]), roles=QUICK))
+    await router.start()
+    routers.append(router)
+    long, short = replace(SAMPLING, max_tokens=48), replace(SAMPLING, max_tokens=2)
+    prompts = [prompt(40, next(_SEEDS) + 900) for _ in range(4)]
+    answers = [(await aggregated.run(ids, long)).token_ids for ids in prompts]
+    turns = itertools.count()
+
+    async def ask_for_an_answer() -> None:
+        turn = next(turns) % len(prompts)
+        assert await tokens_of(client, prompts[turn], long) == answers[turn]
+
+    async def ask_for_a_prompt() -> None:
+        assert len(await tokens_of(client, prompt(500, next(_SEEDS) + 900), short)) == 2
+
+    async with Client(address) as client:
+        await until_split(router, 2, 1)
+        for ask_for_one, split in ((ask_for_an_answer, (1, 2)), (ask_for_a_prompt, (2, 1))):
+            async with kept_busy(ask_for_one) as tasks:
+                await until_split(router, *split, tasks)
+    for role in ("decode", "prefill"):
+        labels = {"model": "tiny", "role": role, "outcome": "done"}
+        registry = router.coordinator.metrics.registry
+        assert registry.get_sample_value("pdserve_role_flip_seconds_count", labels) == 1
