@@ -33,7 +33,9 @@ _SIZES = {
 MAX_WORKER_ID = 256
 # In the place of transports: those that suit where the KV cache is.
 AUTO = "auto"
-_BETWEEN_GPUS = ("cuda_ipc", "nccl")
+# Those that move a cache in GPU memory, and those that move one in host memory, best first.
+ON_GPU = ("cuda_ipc", "nccl")
+ON_HOST = ("shm", "tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,10 @@ class KvSettings:
     def device_bytes(self) -> int:
         """What the transports between GPUs may come to hold on one, beside the KV cache: staging
         in both directions, and communicators."""
-        names = set(_BETWEEN_GPUS if self.transports == (AUTO,) else self.transports)
+        names = set(ON_GPU if self.transports == (AUTO,) else self.transports)
         staging = 2 * self.staging_slots * self.staging_slot_bytes
         communicators = self.nccl_budget_bytes if "nccl" in names else 0
-        return staging * len(names & {*_BETWEEN_GPUS}) + communicators
+        return staging * len(names & {*ON_GPU}) + communicators
 
     def __post_init__(self) -> None:
         for name in _TIMES:

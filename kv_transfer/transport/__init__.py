@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError
-from kv_transfer.settings import AUTO
+from kv_transfer.settings import AUTO, ON_GPU, ON_HOST
 from kv_transfer.transport.shm import ShmTransport
 from kv_transfer.transport.tcp import TcpTransport
 from pdserve.errors import ConfigError
@@ -46,9 +46,6 @@ _MAKERS: dict[str, Callable[[KvSettings], Transport]] = {
     "nccl": _nccl,
     "cuda_ipc": _cuda_ipc,
 }
-# Those that move a cache in GPU memory, and those that move one in host memory, best first.
-ON_GPU = ("cuda_ipc", "nccl")
-ON_HOST = ("shm", "tcp")
 
 
 def make(settings: KvSettings, *, on_gpu: bool = False) -> list[Transport]:
