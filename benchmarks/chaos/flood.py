@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 
 import aiohttp
 
+from benchmarks.chaos.over_http import DONE, payloads
 from benchmarks.errors import BenchError
 from pdserve.errors import Overloaded, PdserveError, Unavailable
 from pdserve.types import SamplingParams
@@ -94,19 +95,13 @@ class Flood:
 
 
 async def _read(response: aiohttp.ClientResponse, sent_s: float) -> Met:
-    first_s, text, is_done = 0.0, "", False
-    async for line in response.content:
-        if not line.startswith(b"data:"):
-            continue
+    first_s, text = 0.0, ""
+    async for payload in payloads(response):
         first_s = first_s or time.monotonic()
-        payload = line[5:].strip()
-        if payload == b"[DONE]":
-            is_done = True
+        if payload == DONE:
             continue
         event = json.loads(payload)
         if event.get("error"):
             raise BenchError(f"error in the stream: {event['error'].get('message')}")
         text += "".join(choice.get("text") or "" for choice in event.get("choices") or ())
-    if not is_done:
-        raise BenchError("the stream ended before [DONE]")
     return Met(sent_s, "served", first_s - sent_s, text)

@@ -18,11 +18,12 @@ from benchmarks.errors import BenchError
 from pdserve.client import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from benchmarks.chaos.answers import Outcome
     from benchmarks.chaos.asks import Ask
 
+DONE: Final = b"[DONE]"
 _PAUSE_S: Final = 0.1
 
 
@@ -103,17 +104,24 @@ def _refused(what: str, text: str) -> BenchError:
         return BenchError(f"{what}: {text[:200]}")
 
 
-async def _read_stream(response: aiohttp.ClientResponse, sending: _Sending) -> None:
-    outcome = sending.outcome
+async def payloads(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """What each whole event of a stream holds, :data:`DONE` too. Raises :class:`BrokenOff` where it
+    ended before that."""
     is_done = False
     async for line in response.content:
-        if not line.startswith(b"data:") or not line.endswith(b"\n"):
-            continue
+        if line.startswith(b"data:") and line.endswith(b"\n"):
+            payload = line[5:].strip()
+            is_done = is_done or payload == DONE
+            yield payload
+    if not is_done:
+        raise BrokenOff("the stream ended before [DONE]")
+
+
+async def _read_stream(response: aiohttp.ClientResponse, sending: _Sending) -> None:
+    outcome = sending.outcome
+    async for payload in payloads(response):
         outcome.hear(time.monotonic())
-        payload = line[5:].strip()
-        if payload == b"[DONE]":
-            is_done = True
-        else:
+        if payload != DONE:
             event = json.loads(payload)
             if event.get("error"):
                 raise _refused("error in the stream", payload.decode())
@@ -122,8 +130,6 @@ async def _read_stream(response: aiohttp.ClientResponse, sending: _Sending) -> N
                 sending.had += item.get("token_ids") or ()
         if sending.slow_s:
             await asyncio.sleep(sending.slow_s)
-    if not is_done:
-        raise BrokenOff("the stream ended before [DONE]")
 
 
 def _body(ask: Ask, model: str) -> dict[str, Any]:

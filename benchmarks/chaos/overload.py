@@ -152,18 +152,21 @@ class Overload:
         before = self._tally(await self._send(calm, min(10.0, result.seconds)))
         result.calm_ttft_s = _median_ttft_s(before)
         weighing = asyncio.create_task(self._weigh())
+        sides: list[asyncio.Task[Any]] = [weighing]
         try:
             offered = result.times * result.capacity_per_s
             self._doing("overload", f"{offered:.0f} requests a second for {result.seconds:.0f} s")
             sending = asyncio.create_task(self._send(offered, result.seconds))
+            sides.append(sending)
             await asyncio.sleep(result.seconds)
             ended_s = time.monotonic()
             self._doing("after", f"{calm:.0f} requests a second again")
             after = self._tally(await self._send(calm, SETTLE_S))
             during = self._tally(await sending)
         finally:
-            weighing.cancel()
-            await asyncio.gather(weighing, return_exceptions=True)
+            for task in sides:
+                task.cancel()
+            await asyncio.gather(*sides, return_exceptions=True)
         result.offered_per_s = round(len(during) / result.seconds, 1)
         served = [met for met in during if met.fate == "served"]
         result.served_per_s = round(len(served) / result.seconds, 1)
