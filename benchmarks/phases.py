@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,8 @@ from benchmarks.compare.cli import EXIT_INVALID, EXIT_OK
 from benchmarks.compare.series import compare_all, invalid, refusing
 from benchmarks.compare.summary import summarise_compare
 from benchmarks.compare.table import capacity_text, ratio_text
+from benchmarks.standard.readme import between, table
+from benchmarks.standard.sets import ROOT, StandardResult, read_standard, write_to
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from benchmarks.compare.summary import ArmSummary
 
 _PROG: Final = "python -m benchmarks.phases"
+BEGIN: Final = "<!-- made by benchmarks.phases: begin -->"
+END: Final = "<!-- made by benchmarks.phases: end -->"
 OURS: Final = "1P1D"
 _KV: Final = ("--kv-cache-mib", "1024", "--max-total-tokens", "4096")
 _CHAT: Final = ("--trace", "chat", "--scale-lengths", "1/2", *_KV)
@@ -38,7 +43,7 @@ _ALL: Final = ("--arms", f"{OURS},2A,nixl", "--baseline", "2A")
 
 SETS: Final[Mapping[str, tuple[str, ...]]] = {
     "gaps": (
-        *("--arms", f"{OURS},2A", *_CHAT, "--rate", "0.3", "--requests", "15", "--rounds", "5"),
+        *("--arms", f"{OURS},2A", *_CHAT, "--rate", "0.8", "--requests", "40", "--rounds", "5"),
         *_LIMITS,
     ),
     "chat": (*_ALL, *_CHAT, "--rate", "0.4", *_SWEEP, *_LIMITS),
@@ -57,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("build/phases"), metavar="DIR", help="(%(default)s)"
     )
+    parser.add_argument("--keep", action="store_true", help="keep it and refresh the README")
+    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options, more = parser.parse_known_args(argv)
     return refusing(_PROG, lambda: _run(options, more))
 
@@ -70,7 +77,32 @@ def _run(options: argparse.Namespace, more: Sequence[str]) -> int:
     if spoilt := invalid(results):
         sys.stdout.write(f"INVALID, for the reasons above: {', '.join(spoilt)}\n")
         return EXIT_INVALID
+    if options.keep:
+        keep(results, options.root, Path(options.model))
     return EXIT_OK
+
+
+def keep(results: Mapping[str, CompareResult], root: Path, model: Path) -> None:
+    """Put these in the place of the kept ones of the same names, and refresh the README. Raises
+    :class:`BenchError`."""
+    path = kept_path(root)
+    older = read_standard(path).results if path.exists() else {}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    run = StandardResult(created, {x: y for x, y in {**older, **results}.items() if x in SETS})
+    write_to(run, path, but={str(model): model.name})
+    readme = root / "README.md"
+    readme.write_text(with_phases(readme.read_text(encoding="utf-8"), run), encoding="utf-8")
+    sys.stderr.write(f"kept in {path.relative_to(root)}\n")
+
+
+def kept_path(root: Path) -> Path:
+    """Of the file that keeps the last run of each comparison."""
+    return root / "benchmarks" / "results" / "phases.json"
+
+
+def with_phases(readme: str, run: StandardResult | None) -> str:
+    """``readme`` with the table of these comparisons between the markers."""
+    return between(readme, BEGIN, END, table(run))
 
 
 def said(result: CompareResult) -> list[str]:

@@ -19,6 +19,7 @@ _SHOWN: Final = (
     "ttft_p50",
     "ttft_p99",
     "tpot_p50",
+    "tpot_p99",
     "tt2t_p50",
     "itl_p99",
     "icl_p99",
@@ -84,10 +85,13 @@ def _about(result: CompareResult, summary: CompareSummary) -> str:
     settings, arms = result.settings, result.arms
     cores = max((arm.settings.cores for arm in arms if arm.settings is not None), default=0)
     limits = ", ".join(f"{name.upper()} {x * 1000:g} ms" for name, x in result.slo_s.items())
-    text = (
-        f"`{result.trace['name']}`, lengths times {settings['scale_lengths']}, "
+    rounds = (
         f"{settings['rate_per_s']:g} requests/s, {settings['rounds']} rounds of "
-        f"{settings['requests']}; {arms[0].model}; {cores} cores an arm of "
+        f"{settings['requests']}; "
+    )
+    text = (
+        f"`{result.trace['name']}`, lengths times {settings['scale_lengths']}"
+        f"{f', {rounds}' if settings['rounds'] else '; '}{arms[0].model}; {cores} cores an arm of "
         f"{result.host.get('cores')} ({result.host.get('cpu')}); limits {limits}; "
         f"{result.created[:10]}."
     )

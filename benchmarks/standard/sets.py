@@ -6,6 +6,7 @@ import json
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.compare.result import CompareResult, dump, from_json, to_json, write_text
@@ -62,12 +63,22 @@ def host_class(run: StandardResult) -> str:
 def write_standard(run: StandardResult, directory: Path) -> Path:
     """Keep a run; raises :class:`BenchError`."""
     path = directory / run.file_name
-    directory.mkdir(parents=True, exist_ok=True)
+    write_to(run, path)
+    return path
+
+
+def write_to(
+    run: StandardResult, path: Path, *, but: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Keep a run in a file, with other words for some (paths of this machine); raises
+    :class:`BenchError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     results = {name: to_json(result) for name, result in run.results.items()}
     text = dump({"schema": SCHEMA, "created": run.created, "results": results})
     # What is kept is published: where this checkout lies is nobody's business.
-    write_text(path, text.replace(f"{ROOT}/", ""))
-    return path
+    for old, new in {f"{ROOT}/": "", **but}.items():
+        text = text.replace(old, new)
+    write_text(path, text)
 
 
 def read_standard(path: Path) -> StandardResult:

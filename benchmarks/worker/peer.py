@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 READY_S = 180.0
 ROUND_S = 300.0
 STOP_S = 30.0
+LINE_BYTES = 64 << 20  # one line holds the times of every token of a round
 
 
 def engine_args(kv_cache_mib: int, max_num_seqs: int) -> dict[str, Any]:
@@ -47,6 +48,7 @@ class InProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
+                limit=LINE_BYTES,
             )
         if await self._line(READY_S) != "ready":
             raise BenchError(f"AsyncLLM did not start:\n{self._log.read_text()[-2000:]}")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compared import arm, measured, record, result, rounds
 
 from benchmarks import phases
 from benchmarks.compare import series
+from benchmarks.standard.sets import read_standard
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
 
     from benchmarks.compare.result import CompareResult
@@ -62,3 +62,23 @@ def test_every_set_is_made_of_options_that_compare_knows(
         assert plans[0].config["router"]["slo"]["tpot_s"] == settings.slo_s["tpot"]
     assert "longchat: ITL p99" in capsys.readouterr().out
     assert phases.main([*argv, "--rounds", "0", "--only", "gaps"]) == series.EXIT_BAD_INPUT
+
+
+def test_the_readme_says_what_is_kept() -> None:
+    readme = (phases.ROOT / "README.md").read_text(encoding="utf-8")
+    path = phases.kept_path(phases.ROOT)
+    assert readme == phases.with_phases(readme, read_standard(path) if path.exists() else None)
+
+
+def test_what_is_run_replaces_the_same_comparison_and_leaves_the_others(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# title\n{phases.BEGIN}\n{phases.END}\n")
+    first = swept(**{"1P1D": 3.0, "2A": 1.5, "nixl": 2.0})
+    phases.keep({"longchat": first, "chat": first}, tmp_path, Path("/models/large"))
+    second = swept(**{"1P1D": 3.5, "2A": 1.5, "nixl": 2.0})
+    phases.keep({"chat": second}, tmp_path, Path("/models/large"))
+    kept = read_standard(phases.kept_path(tmp_path))
+    assert dict(kept.results) == {"longchat": first, "chat": second}
+    text = readme.read_text()
+    assert "| longchat | 1P1D |" in text
+    assert "over 3.50" in text
