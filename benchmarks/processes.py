@@ -33,6 +33,12 @@ _PROGRAM: Final = (
 )
 
 
+# Stops a process group for as long as somebody holds the other end of its input: should we die
+# ourselves, the group goes on, and ends as it was told to.
+_PAUSE: Final = 'kill -STOP -"$1" && echo stopped && cat >/dev/null; kill -CONT -"$1"'
+_PAUSE_TIMEOUT_S: Final = 10.0
+
+
 class Child:
     """Owns one process, in a session of its own, from :meth:`start` to :meth:`stop`."""
 
@@ -40,6 +46,7 @@ class Child:
         self.name = name
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._pause: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         """Start ``command``, with ``env`` over our own environment."""
@@ -83,6 +90,7 @@ class Child:
     async def stop(self, sign: signal.Signals = signal.SIGTERM) -> None:
         """Let it end in its own order, and kill it with what it started if it does not.
         Idempotent."""
+        self.resume()
         process, self._process = self._process, None
         if process is None:
             return
@@ -98,6 +106,32 @@ class Child:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.kill()
             process.wait()
+
+    def pause(self) -> None:
+        """Stop it and what it started, until :meth:`resume`. Idempotent; raises
+        :class:`BenchError`."""
+        if self._pause is not None:
+            return
+        self._pause = subprocess.Popen(
+            ["/bin/sh", "-c", _PAUSE, "sh", str(self.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._pause.stdout is not None
+        if self._pause.stdout.readline() != b"stopped\n":
+            self.resume()
+            raise BenchError(f"{self.name} could not be paused")
+
+    def resume(self) -> None:
+        """Let it go on. Idempotent."""
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            assert pause.stdin is not None
+            assert pause.stdout is not None
+            pause.stdin.close()
+            pause.wait(_PAUSE_TIMEOUT_S)
+            pause.stdout.close()
 
     @property
     def is_alive(self) -> bool:

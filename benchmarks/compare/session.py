@@ -2,8 +2,9 @@
 
 All arms are started before the first round and wait while another is driven: engines without work
 block (under 2 % of a core for three processes), and arms that stay alive can take turns every few
-seconds. What waiting arms did use is measured, and spoils the run when it is much. ``restart``
-keeps one arm alive at a time instead, for devices that hold only one.
+seconds. NIXL's do not block, and are paused meanwhile. What waiting arms did use is measured, and
+spoils the run when it is much. ``restart`` keeps one arm alive at a time instead, for devices that
+hold only one.
 """
 
 from __future__ import annotations
@@ -91,6 +92,15 @@ class Contender:
             ready_s=ready_s,
         )
 
+    def wait(self, *, is_driven: bool) -> None:
+        """Pause what would not wait quietly while another is driven, and let it go on for its own
+        turn."""
+        if isinstance(self.stack, NixlPair) and self.stack.ready is not None:
+            if is_driven:
+                self.stack.resume()
+            else:
+                self.stack.pause()
+
     async def down(self) -> None:
         """Close the connection and stop the processes. Idempotent."""
         target, self._target = self._target, None
@@ -144,6 +154,8 @@ class Session:
                     await other.down()
             await contender.down()
             await contender.up()
+        for each in self.contenders.values():
+            each.wait(is_driven=each is contender)
         return contender, is_fresh
 
     def meter(self, name: str) -> ProcessorMeter:
