@@ -38,6 +38,8 @@ _ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    # While another arm is measured it is paused: a peer that says nothing is not a dead one.
+    "UCX_KEEPALIVE_INTERVAL": "inf",
     # For what settings are in effect (`/server_info`).
     "VLLM_SERVER_DEV_MODE": "1",
     "HF_HUB_OFFLINE": "1",
