@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ import grpc.aio
 import psutil
 
 from benchmarks.chaos import figures, orders
+from benchmarks.chaos.memory import kv_caches
 from benchmarks.compare.stack import Stack
 from benchmarks.errors import BenchError
 from pdserve import rpc
@@ -131,6 +133,21 @@ class Service:
             raise BenchError(f"{name} is not there")
         return entry.info.pid
 
+    async def pids(self) -> dict[int, str]:
+        """Names by pid: `pdserve up`, and the present lives of its routers and workers."""
+        found = {self._stack.pid: "up"}
+        for name in self.router_names:
+            with suppress(BenchError):
+                found[self._router_pid(name)] = name
+        for entry in await self.listed():
+            if entry.info.pid not in self._gone:
+                found[entry.info.pid] = entry.info.worker_id
+        return found
+
+    def was_killed(self, pid: int) -> bool:
+        """By us, or told to end."""
+        return pid in self._gone
+
     def _router_pid(self, name: str) -> int:
         for child in psutil.Process(self._stack.pid).children():
             try:
@@ -226,12 +243,21 @@ class Service:
                     what = f"{entry.outstanding_requests} requests of {entry.info.worker_id}"
                     left.what.append(f"{what} at {router}")
         await self._held_by_workers(left)
+        await self._mapped(left)
         for name, found in (await self.figures()).items():
             if found is None:
                 left.what.append(f"{name} tells no figures")
             elif more := figures.grown(self._calm[name], found):
                 left.what.append(f"{name}: {more}")
         return left
+
+    async def _mapped(self, left: Leftovers) -> None:
+        """A worker has one KV cache in shared memory, which its peers map too: more than there are
+        workers are of such as are gone."""
+        pids = await self.pids()
+        more = len(kv_caches(pids)) - len(self.names)
+        if more > 0:
+            left.what.append(f"{more} KV caches of workers that are gone are mapped")
 
     async def _held_by_workers(self, left: Leftovers) -> None:
         for entry in await self.listed():

@@ -6,28 +6,28 @@ import asyncio
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.chaos.answers import Outcome, wrong_tokens
 from benchmarks.chaos.asks import TRACE, kinds_of, make_asks
-from benchmarks.chaos.memory import Memory, too_steep
+from benchmarks.chaos.memory import Memory, too_steep, weigh
 from benchmarks.chaos.orders import Order
 from benchmarks.chaos.pair import Pair
 from benchmarks.chaos.reference import answer
 from benchmarks.chaos.result import host
 from benchmarks.chaos.row import EMPTY_S
-from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from benchmarks.chaos.asks import Ask
+    from benchmarks.chaos.memory import Growth
     from benchmarks.chaos.settings import ChaosSettings
 
-SCHEMA: Final = "pdserve.chaos.soak/1"
+SCHEMA: Final = "pdserve.chaos.soak/2"
 KILL_EVERY_S: Final = 10.0
 MAX_OPEN: Final = 32
 RIGHT_AT_ONCE: Final = 8
@@ -40,15 +40,16 @@ _FROZEN_S: Final = 3.0
 _ORDERED_S: Final = 1.5
 _SLOW_S: Final = 0.05
 _SHOWN: Final = 20
+_WEIGH_EVERY_S: Final = 5.0
 # Never killed, so that their memory can be followed; hurt otherwise like the others.
 _LONG_LIVED: Final = ("prefill-0", "decode-0")
 
 
 @dataclass(slots=True)
 class SoakResult:
-    """``ended`` by what became of requests; ``done`` by fault; ``memory_mib_per_h`` the slope of
-    the resident memory of each process that lived throughout, ``grew`` those with more of it than
-    a run of this length may have."""
+    """``ended`` by what became of requests; ``done`` by fault; ``memory`` of each life of a process
+    that was long enough, ``short_lives`` how many of each name were not; ``grew`` those whose
+    private memory grew more than it may in a run of this length."""
 
     created: str
     engine: str
@@ -68,8 +69,8 @@ class SoakResult:
     longest_pause_s: float = 0.0
     left: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict)
-    memory_mib_per_h: dict[str, float] = field(default_factory=dict)
+    memory: list[Growth] = field(default_factory=list)
+    short_lives: Counter[str] = field(default_factory=Counter)
     grew: list[str] = field(default_factory=list)
 
     @property
@@ -81,8 +82,7 @@ class SoakResult:
 
     def to_json(self) -> dict[str, Any]:
         """The whole of it."""
-        plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {"schema": SCHEMA, **plain, "passed": self.passed}
+        return {"schema": SCHEMA, **asdict(self), "passed": self.passed}
 
 
 async def run_soak(
@@ -109,7 +109,8 @@ async def run_soak(
         doing("end", "waiting for all workers")
         await pair.service.until_whole()
         left = await pair.service.until_empty(EMPTY_S)
-        result.leaked_blocks, result.left = left.blocks, list(left.what)
+        result.leaked_blocks = left.blocks
+        result.left += left.what
     finally:
         doing("stop", "letting all processes end")
         await pair.stop()
@@ -159,8 +160,8 @@ class Soak:
                 task.cancel()
             await asyncio.gather(*sides, *self._open, return_exceptions=True)
         self._result.seconds = round(time.monotonic() - self._began_s, 1)
-        self._result.memory_mib, self._result.memory_mib_per_h = self._memory.summary()
-        self._result.grew = too_steep(self._result.memory_mib_per_h, seconds)
+        self._result.memory, self._result.short_lives = self._memory.growths(seconds)
+        self._result.grew = too_steep(self._result.memory, seconds)
 
     async def _send(self, ends_at: float) -> None:
         kinds = kinds_of(self._settings.engine)
@@ -282,16 +283,21 @@ class Soak:
     # -- looking
 
     async def _weigh(self, ends_at: float) -> None:
-        names = {await self._service.pid(name): name for name in _LONG_LIVED}
-        names |= {await self._service.pid("router"): "router", self._service.up_pid: "up"}
+        pause_s = min(_WEIGH_EVERY_S, (ends_at - self._began_s) / 60)
+        living: dict[int, str] = {}
+        dead: set[int] = set()
         while time.monotonic() < ends_at:
-            now_s = time.monotonic() - self._began_s
-            rss = self._service.rss_bytes()
-            for pid, name in names.items():
-                if pid not in rss:
-                    raise BenchError(f"{name} died by itself")
-                self._memory.take(name, now_s, rss[pid])
-            await asyncio.sleep(1.0)
+            living |= await self._service.pids()
+            for pid in living.keys() - dead:
+                weight = weigh(pid, alone=living[pid] not in self._service.names)
+                if weight is not None:
+                    now_s = time.monotonic() - self._began_s
+                    self._memory.take(living[pid], pid, now_s, weight)
+                    continue
+                dead.add(pid)
+                if not self._service.was_killed(pid):
+                    self._result.left.append(f"{living[pid]} died by itself")
+            await asyncio.sleep(pause_s)
 
     def _tell(self) -> None:
         result = self._result

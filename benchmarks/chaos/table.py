@@ -104,7 +104,14 @@ def render_soak(result: SoakResult) -> None:
     """Print what became of everything."""
     ended = ", ".join(f"{count} {what}" for what, count in result.ended.items())
     done = ", ".join(f"{what}: {count}" for what, count in sorted(result.done.items()))
-    grew = ", ".join(f"{name} {x:+g}" for name, x in result.memory_mib_per_h.items())
+    memory = [
+        f"{x.name}: private memory {x.private_mib[0]:g} to {x.private_mib[1]:g} MiB in "
+        f"{x.seconds:.0f} s, {x.private_mib_per_h:+g} an hour (resident {x.resident_mib_per_h:+g})"
+        for x in result.memory
+    ]
+    short = ", ".join(f"{count} of {name}" for name, count in result.short_lives.items())
+    if short:
+        memory.append(f"lives too short to tell of their memory: {short}")
     lines = [
         f"{result.requests} requests in {result.seconds:.0f} s: {ended}",
         (
@@ -113,9 +120,8 @@ def render_soak(result: SoakResult) -> None:
         ),
         f"faults: {done}",
         f"fallbacks: {sum(result.fallbacks.values())}",
-        f"memory, MiB an hour: {grew}",
     ]
-    _say([*lines, *result.grew, *_ends(result)])
+    _say([*lines, *memory, *result.grew, *_ends(result)])
 
 
 def render_overload(result: OverloadResult) -> None:

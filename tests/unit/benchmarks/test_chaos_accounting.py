@@ -19,14 +19,12 @@ from benchmarks.chaos.faults.by_name import FAULTS, changes_of
 from benchmarks.chaos.figures import ROOM, Figures, grown
 from benchmarks.chaos.flood import Fate, Met
 from benchmarks.chaos.load import REPEATED, Load
-from benchmarks.chaos.memory import JUDGED_S, STEEPEST, Memory, too_steep
 from benchmarks.chaos.orders import Order, Orders, give, hits
 from benchmarks.chaos.overload import NORMAL_S, normal_after_s
 from benchmarks.chaos.refusals import Refused, code_of
 from benchmarks.chaos.result import MatrixResult, RowResult, from_json, joined, read, to_json
 from benchmarks.chaos.scene import Scene
 from benchmarks.chaos.settings import ChaosSettings
-from benchmarks.chaos.soak import SoakResult
 from benchmarks.errors import BenchError
 from pdserve import rpc
 from pdserve.cli import main
@@ -189,26 +187,6 @@ def test_a_process_follows_its_orders_and_counts_what_it_did(tmp_path: Path) -> 
     orders.did()
     orders.did()
     assert hits(tmp_path, "w") == 2
-
-
-def test_memory_that_grows_steadily_has_its_slope_and_warming_up_none() -> None:
-    memory = Memory()
-    for second in range(100):
-        memory.take("a", float(second), (50 << 20) + second * (1 << 20))
-        memory.take("b", float(second), (min(20, second)) << 20)
-    ends, slopes = memory.summary()
-    assert slopes == {"a": 3600.0, "b": 0.0}
-    assert ends["a"] == (75.0, 149.0)
-
-
-def test_a_long_run_is_not_passed_by_a_process_that_grows() -> None:
-    slopes = {"router": STEEPEST + 1, "up": STEEPEST, "decode-0": -200.0}
-    assert too_steep(slopes, JUDGED_S - 1) == []
-    assert [text.split()[0] for text in too_steep(slopes, JUDGED_S)] == ["router"]
-    result = SoakResult(created="", engine="fake", workers="2P2D", model="m", host={})
-    assert result.passed
-    result.grew = too_steep(slopes, JUDGED_S)
-    assert not result.passed
 
 
 def test_what_a_process_has_open_beyond_what_pools_take_is_told() -> None:
