@@ -12,23 +12,35 @@ if TYPE_CHECKING:
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
-def visible_gpus() -> tuple[int, ...]:
-    """NVML's indices of those that this process may use; none without a driver. Never raises."""
+@contextlib.contextmanager
+def open_nvml() -> Iterator[Any]:
+    """NVML while it is open; None where there is no driver, or no module. Neither way raises."""
     try:
         import pynvml
     except ImportError:
-        return ()
+        yield None
+        return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return ()
+        yield None
+        return
     try:
-        return tuple(index for index, _ in visible(pynvml))
-    except pynvml.NVMLError:
-        return ()
+        yield pynvml
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def visible_gpus() -> tuple[int, ...]:
+    """NVML's indices of those that this process may use; none without a driver. Never raises."""
+    with open_nvml() as nvml:
+        if nvml is None:
+            return ()
+        try:
+            return tuple(index for index, _ in visible(nvml))
+        except nvml.NVMLError:
+            return ()
 
 
 def visible(nvml: Any) -> Iterator[tuple[int, Any]]:

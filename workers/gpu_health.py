@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pdserve.gpus import visible
+from pdserve.gpus import open_nvml, visible
 from pdserve.v1 import worker_pb2 as w
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
 
 def gpu_health() -> list[w.GpuHealth]:
     """One entry for each GPU that this process may use; empty without a driver. Never raises."""
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        return list(_read_all(pynvml))
-    except pynvml.NVMLError as error:
-        logger.warning("reading GPU health failed: %s", error)
-        return []
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-
-
-def _read_all(nvml: Any) -> Iterator[w.GpuHealth]:
-    for index, handle in visible(nvml):
-        yield _read(nvml, index, handle)
+    with open_nvml() as nvml:
+        if nvml is None:
+            return []
+        try:
+            return [_read(nvml, index, handle) for index, handle in visible(nvml)]
+        except nvml.NVMLError as error:
+            logger.warning("reading GPU health failed: %s", error)
+            return []
 
 
 def _read(nvml: Any, index: int, handle: Any) -> w.GpuHealth:

@@ -18,7 +18,7 @@ from workers.registration import Registration
 if TYPE_CHECKING:
     from asyncio import StreamWriter
 
-    from benchmarks.chaos.orders import Orders
+    from benchmarks.chaos.orders import Order, Orders
     from kv_transfer.layout import PagePart
     from kv_transfer.messages import Chunk
 
@@ -31,6 +31,15 @@ def install(orders: Orders) -> None:
     _install_renewals(orders)
 
 
+def _dropping(orders: Orders) -> Order:
+    """The order of now; raises LinkClosed where that is to drop what is sent."""
+    order = orders.now
+    if order.transfers == "drop":
+        orders.did()
+        raise LinkClosed("the link was cut, as ordered")
+    return order
+
+
 def _install_shm(orders: Orders) -> None:
     push, copy_from = ShmSource.push, KvRegion.copy_from
 
@@ -41,10 +50,7 @@ def _install_shm(orders: Orders) -> None:
         target_ids: list[int],
         part: PagePart | None = None,
     ) -> None:
-        order = orders.now
-        if order.transfers == "drop":
-            orders.did()
-            raise LinkClosed("the link was cut, as ordered")
+        order = _dropping(orders)
         if order.transfers == "delay":
             orders.did()
             time.sleep(order.delay_s)
@@ -99,10 +105,7 @@ def _install_tcp(orders: Orders) -> None:
         target_ids: list[int],
         part: PagePart | None = None,
     ) -> None:
-        order = orders.now
-        if order.transfers == "drop":
-            orders.did()
-            raise LinkClosed("the link was cut, as ordered")
+        order = _dropping(orders)
         if order.transfers != "corrupt":
             push(self, chunk, source_ids, target_ids, part)
             return
