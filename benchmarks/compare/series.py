@@ -23,15 +23,19 @@ if TYPE_CHECKING:
     from benchmarks.compare.result import CompareResult
 
 EXIT_BAD_INPUT: Final = 2
+EXIT_INTERRUPTED: Final = 130
 
 
 def refusing(program: str, run: Callable[[], int]) -> int:
-    """Its exit status; what it refuses is said on stderr, and is 2."""
+    """Its exit status; what it refuses is said on stderr, and is 2; Ctrl-C is 130."""
     try:
         return run()
     except (BenchError, ConfigError) as error:
         sys.stderr.write(f"{program}: {error}\n")
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{program}: interrupted; what had ended before is kept\n")
+        return EXIT_INTERRUPTED
 
 
 def compare_all(

@@ -27,7 +27,7 @@ _PROG: Final = "python -m benchmarks.policies"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 if the default is worse somewhere, 2 for wrong options, 3 if a
-    comparison was invalid."""
+    comparison was invalid, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
     policies = ",".join((DEFAULT, *FIXED))
     parser.add_argument("--only", choices=list(SETS), help="this traffic alone")
