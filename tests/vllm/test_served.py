@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from pdserve.client import Client
-from pdserve.tokenizer import ChatMessage
+from pdserve.demo import MODEL_DIR
+from pdserve.tokenizer import ChatMessage, Tokenizer
 from pdserve.types import FinishReason, Receipt, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
@@ -34,6 +35,7 @@ QUESTION = [{"role": "user", "content": "What is prefill?"}]
 # More deaths than these in a row, and the supervisor gives up.
 MOST_KILLS = 3
 LONG = "Prefill and decode are two phases of one request. " * 400
+EXPLAIN = "Explain disaggregated serving in detail."
 
 
 class Stack:
@@ -75,6 +77,12 @@ class Stack:
         return False
 
 
+def prompts_as_logged() -> list[str]:
+    """What prompts of this file would look like in a log: as text, and as lists of tokens."""
+    encode, texts = Tokenizer.load(MODEL_DIR).encode, [LONG[:49], EXPLAIN]
+    return texts + [str(encode(x, add_special_tokens=False)[1:6])[1:-1] for x in texts]
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     # With one worker of each role every policy places alike; this one asks what is cached.
@@ -85,6 +93,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         up.send(signal.SIGINT)
         assert up.wait() == 0, up.output
         assert up.survivors() == []
+        # Whatever was asked in this file, and however it ended, no process has logged it.
+        assert "decode-0" in up.output
+        assert [x for x in prompts_as_logged() if x in up.output] == []
     finally:
         up.close()
 
@@ -368,12 +379,11 @@ async def kill_in_mid_answer(stack: Stack, question: str, pid: int) -> tuple[lis
 
 async def test_a_killed_decode_worker_does_not_cost_its_streams(stack: Stack) -> None:
     """Last in this file: the worker is started again, under a new process id."""
-    question = "Explain disaggregated serving in detail."
-    whole = await chat(stack, question, max_tokens=300)
+    whole = await chat(stack, EXPLAIN, max_tokens=300)
     fallbacks: list[str] = []
     for _ in range(MOST_KILLS):
         decode = next(x for x in stack.ready["workers"] if x["role"] == "decode")
-        texts, fallbacks = await kill_in_mid_answer(stack, question, decode["pid"])
+        texts, fallbacks = await kill_in_mid_answer(stack, EXPLAIN, decode["pid"])
         assert texts == [whole, whole]
         # The supervisor starts it again; its address is new, and the ready file says so.
         async with asyncio.timeout(START_S):
