@@ -222,14 +222,14 @@ class Booker:
 
     def _book_drawn(self, demand: Demand, cause: str) -> Booking | None:
         """Among workers that are drawn; what comes to nothing is not logged."""
-        candidates, known = self._large_pool.draw(demand, self._turn)
+        candidates, known, others = self._large_pool.draw(demand, self._turn)
         context = PlacementContext(self._context.prefix and known, self._context.cost)
         try:
             booking = self._book_among(demand, _Look(candidates, context, _NO_LOG), cause)
         except Unavailable:
             return None
         if booking is not None:
-            self._log.record(booking.decision, time.time(), cause=cause)
+            self._log.record(booking.decision, time.time(), cause=cause, not_drawn=others)
         return booking
 
     def _all(self, candidates: Sequence[Candidate]) -> _Look:

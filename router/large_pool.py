@@ -84,9 +84,9 @@ class LargePool:
         """Whether workers are drawn from the pool of a model."""
         return len(self._pool.of_model(model)) > LARGE
 
-    def draw(self, demand: Demand, turn: int) -> tuple[list[Candidate], Known]:
-        """Workers to place a demand on, and what is cached of its prompt. The draw follows from
-        `turn`."""
+    def draw(self, demand: Demand, turn: int) -> tuple[list[Candidate], Known, int]:
+        """Workers to place a demand on, what is cached of its prompt, and how many other workers
+        there are. The draw follows from `turn`."""
         chance = Random(mix(turn))
         cached = NO_TOKENS_CACHED if self._prefix is None else self._prefix.cached_tokens(demand)
         drawn: dict[Member, None] = {}
@@ -96,7 +96,8 @@ class LargePool:
             some = len(members) > MOST_SCORED
             drawn |= dict.fromkeys(chance.sample(members, MOST_SCORED) if some else members)
         drawn |= dict.fromkeys(self._changed(demand.model) or ())
-        return [m.seen() for m in drawn], Known(cached)
+        others = len(self._pool.of_model(demand.model)) - len(drawn)
+        return [m.seen() for m in drawn], Known(cached), others
 
     def _holders(self, demand: Demand, cached: Mapping[str, int]) -> Iterator[Member]:
         """Of each role those with most of the prompt that could be given it now."""

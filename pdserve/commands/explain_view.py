@@ -65,6 +65,12 @@ class ExplainView:
         if others:
             reasons = ", ".join(f"{n} {why}" for why, n in others.most_common(MOST_REASONS))
             out.print(f"   and {others.total()} more: {escape(reasons)}", soft_wrap=True)
+        if decision.not_drawn:
+            out.print(
+                f"   {decision.not_drawn} other workers were not looked at: of a pool this large "
+                "some are drawn for each decision",
+                soft_wrap=True,
+            )
         for prediction in decision.predictions:
             out.print(f"   {escape(_predicted(prediction))}", soft_wrap=True)
         for line in _last_step(decision):

@@ -32,7 +32,7 @@ class ExplainedRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ..., forgotten: _Optional[int] = ...) -> None: ...
 
 class PlacementDecision(_message.Message):
-    __slots__ = ("unix_time_s", "cause", "policy", "turn", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "barred", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "tried_before", "forks", "fork_tokens")
+    __slots__ = ("unix_time_s", "cause", "policy", "turn", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "barred", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "tried_before", "forks", "fork_tokens", "not_drawn")
     UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class PlacementDecision(_message.Message):
     TRIED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
     FORK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NOT_DRAWN_FIELD_NUMBER: _ClassVar[int]
     unix_time_s: float
     cause: str
     policy: str
@@ -71,7 +72,8 @@ class PlacementDecision(_message.Message):
     tried_before: int
     forks: int
     fork_tokens: int
-    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., turn: _Optional[int] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., barred: _Optional[_Iterable[_Union[BarredPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., tried_before: _Optional[int] = ..., forks: _Optional[int] = ..., fork_tokens: _Optional[int] = ...) -> None: ...
+    not_drawn: int
+    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., turn: _Optional[int] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., barred: _Optional[_Iterable[_Union[BarredPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., tried_before: _Optional[int] = ..., forks: _Optional[int] = ..., fork_tokens: _Optional[int] = ..., not_drawn: _Optional[int] = ...) -> None: ...
 
 class BarredPair(_message.Message):
     __slots__ = ("prefill", "decode")

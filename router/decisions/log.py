@@ -19,13 +19,15 @@ MAX_CANDIDATES = 4_000_000
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """One decision, without the prompt's tokens. `cause` says why the request was placed again,
-    `refused` why it was not placed at all; it came out so `tried_before` times already."""
+    `refused` why it was not placed at all; it came out so `tried_before` times already. Of a large
+    pool `not_drawn` workers were not looked at."""
 
     unix_time_s: float
     decision: Decision
     cause: str = ""
     refused: str = ""
     tried_before: int = 0
+    not_drawn: int = 0
 
     @property
     def waits(self) -> bool:
@@ -56,7 +58,13 @@ class DecisionLog:
         return self._count
 
     def record(
-        self, decision: Decision, unix_time_s: float, *, cause: str = "", refused: str = ""
+        self,
+        decision: Decision,
+        unix_time_s: float,
+        *,
+        cause: str = "",
+        refused: str = "",
+        not_drawn: int = 0,
     ) -> None:
         """Keep a decision, and give up those of the requests not heard of for longest."""
         if not self._size:
@@ -64,7 +72,7 @@ class DecisionLog:
         request_id = decision.demand.request_id
         if decision.demand.token_ids:
             decision = decision.without_tokens()
-        recorded = Recorded(unix_time_s, decision, cause, refused)
+        recorded = Recorded(unix_time_s, decision, cause, refused, not_drawn=not_drawn)
         request = self._requests.pop(request_id, None) or RequestDecisions(request_id)
         self._requests[request_id] = request
         self._append(request, recorded)

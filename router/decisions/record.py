@@ -90,6 +90,7 @@ def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
         tried_before=recorded.tried_before,
         forks=demand.forks,
         fork_tokens=demand.fork_tokens,
+        not_drawn=recorded.not_drawn,
     )
 
 

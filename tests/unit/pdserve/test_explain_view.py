@@ -104,6 +104,9 @@ def test_of_many_workers_the_best_are_shown_and_the_others_counted() -> None:
     rows = [line.split()[0] for line in lines if line.startswith((" d", " x"))]
     assert rows == ["x3", *(f"d{i}" for i in range(39, 16, -1))]
     assert lines[-1] == "   and 76 more: 59 not drawn, 17 scored less"
+    drawn = printed(a.PlacementDecision(candidates=candidates, not_drawn=744, **values))
+    assert "   744 other workers were not looked at: of a pool this large some" in drawn
+    assert "looked at" not in printed(many)
     assert "   to be avoided: y, p1 with d1" in lines
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.types import GenerateRequest, Role, SamplingParams
 from router.booking import Booker
+from router.decisions.log import DecisionLog
 from router.fleet import Fleet
 from router.large_pool import LARGE
 from router.placement.context import PlacementContext
@@ -53,7 +54,10 @@ class Pool:
             pool.attached(member)
         context = PlacementContext(cached)
         queue = PrefillQueue(chunks)
-        self.booker = Booker(self.fleet, POLICIES[policy], context, prefill_queue=queue)
+        self.log = DecisionLog(64)
+        self.booker = Booker(
+            self.fleet, POLICIES[policy], context, log=self.log, prefill_queue=queue
+        )
 
     def of(self, role: Role) -> list[Member]:
         return [m for m in self.members if m.info.role is role]
@@ -75,6 +79,8 @@ def test_a_decision_looks_at_a_part_that_does_not_grow() -> None:
         assert len(booking.decision.candidates) == 2 * MOST_SCORED
         chosen.add(booking.decode.worker_id)
     assert len(chosen) > 50, "one draw is not like another"
+    (logged,) = pool.log.all()
+    assert {x.not_drawn for x in logged.decisions} == {2 * (COUNT - MOST_SCORED)}
 
 
 def test_round_robin_takes_turns_over_all() -> None:
