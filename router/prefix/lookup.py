@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from router.placement.values import Demand
     from router.prefix.index import PrefixIndex
 
-# Prompts whose hashes are kept: a request that waits for room asks again and again.
-_MAX_PROMPTS = 2048
+# Prompts whose hashes are kept, and their tokens: a request that waits for room asks again and
+# again. Nobody says when one has ended, and a token of a prompt takes 36 bytes.
+MAX_PROMPTS = 2048
+MAX_TOKENS = 1 << 18
 
 
 # Token ids, and their hashes by model and block size.
@@ -29,6 +31,7 @@ class IndexLookup:
         self._index = index
         self._sizes: dict[str, Counter[int]] = {}
         self._chains: OrderedDict[int, _Chains] = OrderedDict()
+        self._tokens = 0
 
     def joined(self, model: str, block_size: int) -> None:
         """A worker's blocks can be found from now on."""
@@ -54,10 +57,7 @@ class IndexLookup:
 
     def _chain(self, demand: Demand, block_size: int) -> list[int]:
         token_ids, key = demand.token_ids, (demand.model, block_size)
-        _, chains = self._chains.setdefault(id(token_ids), (token_ids, {}))
-        self._chains.move_to_end(id(token_ids))
-        if len(self._chains) > _MAX_PROMPTS:
-            self._chains.popitem(last=False)
+        chains = self._of(token_ids)
         if key not in chains:
             chains[key] = prefix_hash.chain(
                 token_ids,
@@ -66,3 +66,18 @@ class IndexLookup:
                 blocks=prefix_hash.usable_blocks(len(token_ids), block_size),
             )
         return chains[key]
+
+    def _of(self, token_ids: tuple[int, ...]) -> dict[tuple[str, int], list[int]]:
+        known = self._chains.get(id(token_ids))
+        if known is not None:
+            self._chains.move_to_end(id(token_ids))
+            return known[1]
+        chains: dict[tuple[str, int], list[int]] = {}
+        self._chains[id(token_ids)] = token_ids, chains
+        self._tokens += len(token_ids)
+        while len(self._chains) > MAX_PROMPTS or (
+            self._tokens > MAX_TOKENS and len(self._chains) > 1
+        ):
+            _, (gone, _) = self._chains.popitem(last=False)
+            self._tokens -= len(gone)
+        return chains

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from random import Random
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pdserve import prefix_hash
 from router.placement.values import Demand
 from router.prefix.index import Holder, PrefixIndex
-from router.prefix.lookup import IndexLookup
+from router.prefix.lookup import MAX_PROMPTS, MAX_TOKENS, IndexLookup
 
 SIZE = 1
 ROOT = prefix_hash.root("m", SIZE)
@@ -184,3 +185,17 @@ def test_workers_of_different_block_sizes_and_models_are_told_apart() -> None:
     assert cached(token_ids[:3]) == {}
     lookup.left("m", 4)
     assert cached(token_ids) == {"large": 32, "half": 16}
+
+
+@pytest.mark.parametrize("tokens", [1, MAX_TOKENS // 8, MAX_TOKENS + 1])
+def test_prompts_that_were_asked_for_are_not_all_kept(tokens: int) -> None:
+    lookup = IndexLookup(PrefixIndex(1000))
+    lookup.joined("m", 1024)
+    prompts = [(i,) * tokens for i in range(MAX_PROMPTS + 1 if tokens == 1 else 9)]
+    unasked = [sys.getrefcount(prompts[i]) for i in range(len(prompts))]
+    for i in range(len(prompts)):
+        lookup.cached_tokens(Demand("m", tokens, tokens + 1, token_ids=prompts[i]))
+    kept = [i for i, before in enumerate(unasked) if sys.getrefcount(prompts[i]) > before]
+    # The latest, as many as may be, and one in any case.
+    count = max(1, min(MAX_PROMPTS, MAX_TOKENS // tokens))
+    assert kept == list(range(len(prompts)))[-count:]

@@ -1,0 +1,147 @@
+"""What a router keeps of requests and of workers that are over: nothing, or what has a bound. The
+bounds are set low, and then the objects that there are counted before and after some hundred
+requests of all endings, and after workers died."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from pdserve.errors import PdserveError
+from pdserve.failure_config import DetectionConfig
+from pdserve.types import Role, SamplingParams
+from router import pool
+from router.cost import book, meter
+from router.cost.transfer_model import TransferModel
+from router.prefix import lookup
+from tests.cluster import LEASE_S, Cluster
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+MODEL = "pdserve-demo"
+REQUESTS = 112
+AT_ONCE = 16
+LIVES = 6
+KEPT = 2
+# What leaks with each request that ends in one of several ways shows as at least so many objects.
+MOST_GROWN = REQUESTS // 8
+CONTAINERS = ("builtins.dict", "builtins.list", "builtins.set", "builtins.tuple")
+OURS = ("router.", "pdserve.", "_asyncio.", "asyncio.locks.", "asyncio.queues.")
+
+
+@pytest.fixture
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    monkeypatch.setattr(lookup, "MAX_PROMPTS", KEPT)
+    monkeypatch.setattr(meter, "MAX_OUTCOMES", KEPT)
+    monkeypatch.setattr(pool, "FORGET_AFTER_S", 0.0)
+    monkeypatch.setattr(book, "PRIOR_S", 0.0)
+    monkeypatch.setitem(TransferModel.__init__.__kwdefaults__, "max_pairs", KEPT)
+    router: dict[str, Any] = {
+        "policy": "slo_aware",
+        "decision_log_size": KEPT,
+        "prefix_max_blocks": 64,
+        "detection": DetectionConfig(stall_s=LEASE_S, canary_s=0.0),
+    }
+    engine_args: dict[str, object] = {"prefix_cache": True, "total_blocks": 512}
+    async with Cluster(prefill=2, decode=2, engine_args=engine_args, router=router) as made:
+        yield made
+
+
+def objects() -> Counter[str]:
+    gc.collect()
+    kinds = map(type, gc.get_objects())
+    return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+
+
+async def over_grpc(cluster: Cluster, rng: random.Random, number: int) -> None:
+    """One request over gRPC, whole or left at some moment."""
+    prompt = [rng.randrange(20, 400) for _ in range(rng.randrange(20, 100))]
+    sampling = SamplingParams(max_tokens=rng.randrange(1, 12), ignore_eos=True, n=1 + number % 2)
+    asking = asyncio.create_task(cluster.ask(prompt, sampling))
+    if number % 3 == 0:
+        await asyncio.wait((asking,), timeout=rng.choice((0.0, 0.001, 0.005, 0.02)))
+        asking.cancel()
+    with suppress(PdserveError, asyncio.CancelledError):
+        await asking
+
+
+async def over_http(session: aiohttp.ClientSession, number: int) -> None:
+    """One request over HTTP: streamed or not, with a name, to nobody's model, wrong, or left."""
+    body: dict[str, Any] = {"model": MODEL, "prompt": [number] * 40, "max_tokens": 6}
+    more: tuple[dict[str, Any], ...] = ({}, {"stream": True}, {"model": f"m{number}"}, {"x": 1})
+    headers = {"X-Request-Id": f"name-{number}"} if number % 5 == 0 else {}
+    body |= more[number % len(more)]
+    async with session.post("/v1/completions", json=body, headers=headers) as answer:
+        if number % 7:
+            await answer.read()
+
+
+async def ask(cluster: Cluster, rng: random.Random, first: int) -> None:
+    async with aiohttp.ClientSession(f"http://{cluster.http}") as session:
+        for start in range(first, first + REQUESTS, AT_ONCE):
+            numbers = range(start, start + AT_ONCE)
+            await asyncio.gather(
+                *(over_http(session, n // 2) for n in numbers if n % 2),
+                *(over_grpc(cluster, rng, n // 2) for n in numbers if not n % 2),
+            )
+        async with session.get("/metrics") as answer:
+            assert "m1" not in await answer.text()  # a model's name that a client made up
+    await cluster.assert_no_leaks()
+
+
+async def live_and_die(cluster: Cluster, first: int) -> None:
+    """Workers under names that were there before, and under new ones."""
+    whole = SamplingParams(max_tokens=2, ignore_eos=True)
+    for number in range(first, first + LIVES):
+        names = {role: f"{role}-{2 + number % 2 * number}" for role in (Role.PREFILL, Role.DECODE)}
+        for role, name in names.items():
+            await cluster.add(name, role)
+        await cluster.until_ready()
+        await asyncio.gather(*(cluster.ask([20 + i] * 24, whole) for i in range(8)))
+        for name in names.values():
+            await cluster.kill(name)
+    members = cluster.router.fleet.pool.members
+    await cluster.until(lambda: members.keys() == cluster.workers.keys())
+    await cluster.ask([20] * 24, whole)
+    await cluster.assert_no_leaks()
+
+
+async def assert_gone(
+    cluster: Cluster, before: Counter[str], most: int, kinds: tuple[str, ...]
+) -> None:
+    """There are at most so many more of each of these kinds, now or soon."""
+    seen: list[Counter[str]] = []
+
+    def is_gone() -> bool:
+        more = objects() - before
+        seen.append(Counter({x: n for x, n in more.items() if x.startswith(kinds) and n > most}))
+        return not seen[-1]
+
+    try:
+        await cluster.until(is_gone)
+    except TimeoutError:
+        pytest.fail(f"kept: {seen[-1]}")
+
+
+async def test_nothing_is_kept_of_requests_that_are_over(cluster: Cluster) -> None:
+    rng = random.Random(1)
+    await ask(cluster, rng, 0)
+    before = objects()
+    await ask(cluster, rng, REQUESTS)
+    await assert_gone(cluster, before, MOST_GROWN, (*CONTAINERS, *OURS))
+
+
+async def test_nothing_is_kept_of_workers_that_are_gone(cluster: Cluster) -> None:
+    await live_and_die(cluster, 0)
+    before = objects()
+    await live_and_die(cluster, LIVES)
+    # The cluster keeps what it started; the router, of which this is, has lost twice as many.
+    await assert_gone(cluster, before, LIVES, ("router.",))
