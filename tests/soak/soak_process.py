@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import random
+import re
 import sys
 import threading
 import time
@@ -203,6 +204,7 @@ class SoakProcess:
             "quarantined": seen.quarantined_slots,
             "links": [[link.state, link.peer_epoch, link.transport] for link in seen.links],
             "tombstones": tombstones,
+            "mapped_caches": len(set(re.findall(r" (\d+) +/memfd:", own_maps()))),
             "totals": dict(seen.totals),
         }
 
@@ -212,15 +214,19 @@ class SoakProcess:
         end = time.monotonic() + _CLOSE_S
         while own_threads() and time.monotonic() < end:
             time.sleep(0.005)
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
         say(
             {
                 "event": "closed",
                 "threads": [x.name for x in own_threads()],
                 "descriptors": open_files() - self._fds,
-                "shared_memory": maps.count("memfd:"),
+                "shared_memory": own_maps().count("memfd:"),
             }
         )
+
+
+def own_maps() -> str:
+    """What is mapped into this process."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def say(event: dict[str, Any]) -> None:

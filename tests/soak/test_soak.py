@@ -75,7 +75,8 @@ def all_pairs_serve(driver: Driver) -> None:
 
 
 def is_clean(status: dict[str, Any], living: set[str]) -> bool:
-    """Nothing is pinned, quarantined or open, and every link leads to somebody who lives."""
+    """Nothing is pinned, quarantined or open, every link leads to somebody who lives, and nobody's
+    memory is mapped but over a link."""
     pinned = status["in_flight"] + status["leased"] + status["running"]
     assert status["free"] + pinned == status["total"]
     assert status["tombstones"] <= MAX_TOMBSTONES
@@ -89,6 +90,7 @@ def is_clean(status: dict[str, Any], living: set[str]) -> bool:
         and all(state == "up" for state, _, _ in links)
         and set(peers) <= living
         and len(set(peers)) == len(peers)
+        and status["mapped_caches"] <= 1 + sum(over == "shm" for _, _, over in links)
     )
 
 
