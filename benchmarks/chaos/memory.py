@@ -45,11 +45,13 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """One life of a process, from the end of its warm-up: how long it was looked at, MiB at both
-    ends, and MiB an hour between (Theil-Sen: the median of the slopes of all pairs of samples)."""
+    """One life of a process behind its warm-up: since when (seconds into the run) and for how long
+    it was looked at, MiB at both ends, and MiB an hour between (Theil-Sen: the median of the slopes
+    of all pairs of samples)."""
 
     name: str
     pid: int
+    since_s: float
     seconds: float
     private_mib: tuple[float, float]
     resident_mib: tuple[float, float]
@@ -114,6 +116,7 @@ def _growth(name: str, pid: int, samples: Sequence[tuple[float, Weight]]) -> Gro
     return Growth(
         name=name,
         pid=pid,
+        since_s=round(times[0], 1),
         seconds=round(times[-1] - times[0], 1),
         private_mib=_ends(private),
         resident_mib=_ends(resident),

@@ -105,8 +105,9 @@ def render_soak(result: SoakResult) -> None:
     ended = ", ".join(f"{count} {what}" for what, count in result.ended.items())
     done = ", ".join(f"{what}: {count}" for what, count in sorted(result.done.items()))
     memory = [
-        f"{x.name}: private memory {x.private_mib[0]:g} to {x.private_mib[1]:g} MiB in "
-        f"{x.seconds:.0f} s, {x.private_mib_per_h:+g} an hour (resident {x.resident_mib_per_h:+g})"
+        f"{x.name}: private memory {x.private_mib[0]:g} MiB after {x.since_s:.0f} s, "
+        f"{x.private_mib[1]:g} after {x.since_s + x.seconds:.0f} s, "
+        f"{x.private_mib_per_h:+g} an hour (resident {x.resident_mib_per_h:+g})"
         for x in result.memory
     ]
     short = ", ".join(f"{count} of {name}" for name, count in result.short_lives.items())

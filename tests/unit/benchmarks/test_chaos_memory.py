@@ -56,7 +56,7 @@ def test_each_life_has_its_own_slope_behind_its_warm_up() -> None:
     }
     assert {x.name: x.resident_mib_per_h for x in told}["maps what others share"] == 3600.0
     assert told[0].private_mib == (92.0, 167.0)
-    assert told[0].seconds == 79.0
+    assert (told[0].since_s, told[0].seconds) == (40.0, 79.0)
     assert short == {"killed": 3}
 
 
@@ -65,6 +65,7 @@ def test_a_long_run_is_not_passed_by_a_process_that_grows() -> None:
         return Growth(
             name=name,
             pid=1,
+            since_s=600.0,
             seconds=900.0,
             private_mib=(1.0, 2.0),
             resident_mib=(1.0, 2.0),
