@@ -1,17 +1,19 @@
-"""Frames over a connection of their own, beside the gRPC stream that they belong to.
+"""Frames and commands over a connection of their own, beside the gRPC stream that they belong to.
 
-gRPC costs a router several times what reading a frame does (benchmarks/NOTES.md), and nothing comes
-as often. So a worker without TLS offers, in the initial metadata of Attach, a port and a token that
-is good once. The router connects there and shows the token; from then on the worker sends each
-StepFrame behind its size, 4 bytes, big-endian, and the router sends nothing. Commands stay on the
-gRPC stream, and so does the reason why the two end: where one ends the other does.
+gRPC costs a router several times what reading a frame or writing a command does
+(benchmarks/NOTES.md), and nothing comes or goes as often. So a worker without TLS offers, in the
+initial metadata of Attach, a port and a token that is good once. The router connects there and
+shows the token. From then on the worker sends each StepFrame, and the router each Command that it
+would have written to the stream, behind its size: 4 bytes, big-endian. A worker that does not say
+that it takes commands there gets them over the stream, as one does that offers nothing. The reason
+why the two end stays with the stream: where one ends the other does.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -24,24 +26,31 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 32
 _PORT_KEY, _TOKEN_KEY = "pdserve-frames-port", "pdserve-frames-token-bin"
+_COMMANDS_KEY = "pdserve-frames-take-commands"
 _SIZE = struct.Struct(">I")
+
+M = TypeVar("M", w.StepFrame, w.Command)
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Where the frames of one stream can be had, and what to show there."""
+    """Where the frames of one stream can be had, what to show there, and whether its commands are
+    taken there too."""
 
     port: int
     token: bytes = field(repr=False)
+    takes_commands: bool = True
 
     @property
     def metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        return ((_PORT_KEY, str(self.port)), (_TOKEN_KEY, self.token))
+        commands = ((_COMMANDS_KEY, "1"),) if self.takes_commands else ()
+        return ((_PORT_KEY, str(self.port)), (_TOKEN_KEY, self.token), *commands)
 
 
 def offer_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> Offer | None:
     """The offer of a worker, or None where it made none. Raises InvalidRequest for half of one."""
-    found = {key: value for key, value in metadata or () if key in (_PORT_KEY, _TOKEN_KEY)}
+    keys = (_PORT_KEY, _TOKEN_KEY, _COMMANDS_KEY)
+    found = {key: value for key, value in metadata or () if key in keys}
     if not found:
         return None
     port, token = found.get(_PORT_KEY, ""), found.get(_TOKEN_KEY, b"")
@@ -49,40 +58,48 @@ def offer_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> Offer | None
         raise InvalidRequest(f"must be a port, not {port!r}", field=_PORT_KEY)
     if not isinstance(token, bytes) or len(token) != TOKEN_BYTES:
         raise InvalidRequest(f"must be {TOKEN_BYTES} bytes", field=_TOKEN_KEY)
-    return Offer(int(port), token)
+    return Offer(int(port), token, _COMMANDS_KEY in found)
 
 
-def pack(frame: w.StepFrame) -> bytes:
-    """The bytes that carry `frame`. Raises ValueError for one that no router would take."""
-    body = frame.SerializeToString()
+def pack(message: w.StepFrame | w.Command) -> bytes:
+    """The bytes that carry `message`. Raises ValueError for one that nobody would take."""
+    body = message.SerializeToString()
     if len(body) > MAX_MESSAGE_BYTES:
-        raise ValueError(f"a frame of {len(body)} bytes")
+        raise ValueError(f"a message of {len(body)} bytes")
     return _SIZE.pack(len(body)) + body
 
 
-class FrameParser:
-    """State: the bytes of a frame that has not come whole; at most the largest frame and what was
-    fed last."""
+class MessageParser(Generic[M]):
+    """State: the bytes of a message of `kind` that has not come whole; at most the largest one and
+    what was fed last."""
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, kind: type[M]) -> None:
+        self._kind = kind
+        self._rest = bytearray()
+        self._lacks = 0  # bytes, until looking at the rest again pays
 
-    def feed(self, data: bytes) -> Iterator[w.StepFrame]:
-        """The frames that have come whole. Raises InvalidRequest for what is none."""
+    def feed(self, data: bytes) -> Iterator[M]:
+        """The messages that have come whole. Raises InvalidRequest for what is none."""
         if self._rest:
-            data, self._rest = self._rest + data, b""
-        at = 0
-        while len(data) - at >= _SIZE.size:
+            self._rest += data
+            self._lacks -= len(data)
+            if self._lacks > 0:
+                return
+            data, self._rest = bytes(self._rest), bytearray()
+        at, end = 0, _SIZE.size
+        while len(data) >= end:
             (size,) = _SIZE.unpack_from(data, at)
             if size > MAX_MESSAGE_BYTES:
-                raise InvalidRequest(f"a frame of {size} bytes is too large", field="frame")
-            end = at + _SIZE.size + size
+                raise InvalidRequest(f"a message of {size} bytes is too large", field="frame")
+            end += size
             if len(data) < end:
                 break
             try:
-                frame = w.StepFrame.FromString(data[at + _SIZE.size : end])
+                message = self._kind.FromString(data[at + _SIZE.size : end])
             except DecodeError:
-                raise InvalidRequest("this is no frame", field="frame") from None
-            at = end
-            yield frame
-        self._rest = data[at:]
+                what = self._kind.DESCRIPTOR.name
+                raise InvalidRequest(f"this is no {what}", field="frame") from None
+            at, end = end, end + _SIZE.size
+            yield message
+        self._rest += data[at:]
+        self._lacks = end - len(data)

@@ -5,7 +5,7 @@ and without a task, to the sink of its stream. When the stream breaks, every sin
 the link attaches anew, with growing pauses, until it is closed.
 
 A worker answers Hello by sending its initial metadata; from then on the link takes work. Where the
-worker offers it, frames come over a connection of their own (pdserve/frames.py).
+worker offers it, frames and commands have a connection of their own (pdserve/frames.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pdserve.errors import Overloaded, WorkerFailed
 from pdserve.frames import offer_in
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
-from router import frame_reader
+from router import frame_connection
 from router.token_gaps import Pace, TokenGaps
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerLoad
-    from router.frame_reader import FrameReader
+    from router.frame_connection import FrameConnection
     from router.member import Member
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,14 @@ class DeltaSink(Protocol):
 
     def on_lost(self, error: PdserveError) -> None:
         """The stream ended without a last delta."""
+        ...
+
+
+class Outgoing(Protocol):
+    """Where commands wait for a worker that does not read."""
+
+    def put_nowait(self, command: w.Command) -> None:
+        """Sends it behind those before it. Raises asyncio.QueueFull where too many wait."""
         ...
 
 
@@ -110,7 +118,7 @@ class WorkerLink:
         self._sinks: dict[int, DeltaSink] = {}
         self._lanes: dict[int, Lane] = {}
         self._last_stream_id = 0
-        self._outgoing: asyncio.Queue[w.Command] | None = None
+        self._outgoing: Outgoing | None = None
         self._call: AttachCall | None = None
         self._task: asyncio.Task[None] | None = None
         self._takes_frames_apart = True  # until that was tried in vain
@@ -218,8 +226,8 @@ class WorkerLink:
         """One stream, from Hello to its end, and why it ended."""
         name = f"worker {self._member.worker_id}"
         try:
-            reader = await self._greet(call)
-            await self._exchange(call, reader)
+            apart = await self._greet(call)
+            await self._exchange(call, apart)
             return WorkerFailed(f"{name} ended the stream")
         except WorkerFailed as error:
             return error
@@ -238,7 +246,7 @@ class WorkerLink:
         finally:
             call.cancel()
 
-    async def _greet(self, call: AttachCall) -> FrameReader | None:
+    async def _greet(self, call: AttachCall) -> FrameConnection | None:
         """Where frames come from, if not over the stream. Raises WorkerFailed where that cannot be
         reached; the next stream does without."""
         info = self._member.info
@@ -256,8 +264,12 @@ class WorkerLink:
         if offer is None:
             return None
         try:
-            return await frame_reader.connect(
-                info.address, offer, self._dispatch, within_s=self._settings.attach_timeout_s
+            return await frame_connection.connect(
+                info.address,
+                offer,
+                self._dispatch,
+                within_s=self._settings.attach_timeout_s,
+                max_waiting=self._settings.max_outgoing,
             )
         except OSError as error:
             self._takes_frames_apart = False
@@ -265,22 +277,28 @@ class WorkerLink:
             logger.warning("link: %s; its frames will come over gRPC", why)
             raise WorkerFailed(why) from error
 
-    async def _exchange(self, call: AttachCall, reader: FrameReader | None) -> None:
-        outgoing: asyncio.Queue[w.Command] = asyncio.Queue(self._settings.max_outgoing)
-        self._outgoing, self._call = outgoing, call
-        writer = asyncio.create_task(_write(call, outgoing))
+    async def _exchange(self, call: AttachCall, apart: FrameConnection | None) -> None:
+        self._call, writer = call, None
+        if apart is not None and apart.takes_commands:
+            self._outgoing = apart
+        else:
+            queue: asyncio.Queue[w.Command] = asyncio.Queue(self._settings.max_outgoing)
+            self._outgoing, writer = queue, asyncio.create_task(_write(call, queue))
         try:
+            if apart is not None:
+                apart.start()
             self._observer.attached(self._member)
-            if reader is not None:
-                await _read_apart(call, reader)
+            if apart is not None:
+                await _read_apart(call, apart)
                 return
             while isinstance(frame := await call.read(), w.StepFrame):
                 self._dispatch(frame)
         finally:
-            if reader is not None:
-                reader.close()
-            writer.cancel()
-            await asyncio.wait([writer])
+            if apart is not None:
+                apart.close()
+            if writer is not None:
+                writer.cancel()
+                await asyncio.wait([writer])
 
     def _dispatch(self, frame: w.StepFrame) -> None:
         if self._outgoing is None:
@@ -315,16 +333,15 @@ class WorkerLink:
             self._pace.rest()
 
 
-async def _read_apart(call: AttachCall, reader: FrameReader) -> None:
-    """Frames go to the reader; what the stream brings is its end. Raises what that raises, and what
-    a frame did."""
-    reader.start()
+async def _read_apart(call: AttachCall, apart: FrameConnection) -> None:
+    """Frames come apart; what the stream brings is its end. Raises what that raises, and what a
+    frame did."""
     end = asyncio.ensure_future(call.read())
     try:
-        ends: set[asyncio.Future[Any]] = {end, reader.ended}
+        ends: set[asyncio.Future[Any]] = {end, apart.ended}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if reader.ended.done():
-            reader.ended.result()
+        if apart.ended.done():
+            apart.ended.result()
         if end.done():
             end.result()
         await asyncio.wait(ends, timeout=_LINGER_S)

@@ -1,19 +1,19 @@
-"""The worker's end of the connections that its routers' frames go over: see pdserve/frames.py."""
+"""The worker's end of the connections that its routers' frames go over, and their commands come
+over: see pdserve/frames.py."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import secrets
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, cast
 
-from pdserve.errors import ConfigError, Unavailable
-from pdserve.frames import TOKEN_BYTES, Offer, pack
+from pdserve.errors import ConfigError, InvalidRequest, Unavailable
+from pdserve.frames import TOKEN_BYTES, MessageParser, Offer, pack
+from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from pdserve.v1 import worker_pb2 as w
 
 # For a router to connect, for a connection to show its token, and for what is written to go out.
 CONNECT_S = 10.0
@@ -21,6 +21,8 @@ HANDSHAKE_S = 5.0
 LINGER_S = 5.0
 # Connections that have shown nothing yet.
 MAX_STRANGERS = 64
+# Commands that wait to be taken; beyond it no more is read than one read brings.
+MAX_COMMANDS = 4096
 
 
 class FramePort:
@@ -71,12 +73,15 @@ class FramePort:
 
 
 class FrameCarrier:
-    """Takes the frames of one session. State: the router's connection, once it is there; `closed`
-    is done when it is there no more."""
+    """Takes the frames of one session, and iterates over its commands. State: the router's
+    connection, once it is there; `closed` is done when it is there no more; the commands that
+    came."""
 
     def __init__(self, offer: Offer, forget: Callable[[], object]) -> None:
         self.offer = offer
         self._forget = forget
+        self._parser = MessageParser(w.Command)
+        self._commands: asyncio.Queue[w.Command | InvalidRequest] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._connection: asyncio.Future[_Connection] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
@@ -92,6 +97,27 @@ class FrameCarrier:
         """The router's connection is gone."""
         if not self.closed.done():
             self.closed.set_result(None)
+
+    def received(self, data: bytes) -> bool:
+        """More of the commands came. False where enough of them wait."""
+        try:
+            for command in self._parser.feed(data):
+                self._commands.put_nowait(command)
+        except InvalidRequest as error:
+            self._commands.put_nowait(error)
+        return self._commands.qsize() < MAX_COMMANDS
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> w.Command:
+        """The next command; there is always one to come. Raises InvalidRequest for what is none."""
+        if self._commands.empty() and self._connection.done():
+            self._connection.result().read_on()
+        command = await self._commands.get()
+        if isinstance(command, InvalidRequest):
+            raise command
+        return command
 
     async def write(self, frame: w.StepFrame) -> None:
         """Waits while the router reads slower than this is called. Raises Unavailable where it does
@@ -112,7 +138,7 @@ class FrameCarrier:
 
 class _Connection(asyncio.Protocol):
     """State: what has come of the token, the carrier that it belongs to, whether its router lags
-    behind, and when it is given up."""
+    behind, whether it is read from, and when it is given up."""
 
     def __init__(self, port: FramePort) -> None:
         self._port = port
@@ -120,6 +146,7 @@ class _Connection(asyncio.Protocol):
         self._carrier: FrameCarrier | None = None
         self._goes_on = asyncio.Event()
         self._goes_on.set()
+        self._reads = True
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport
 
@@ -135,17 +162,26 @@ class _Connection(asyncio.Protocol):
             transport.abort()  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
-        self._shown += data
-        if len(self._shown) < TOKEN_BYTES:
-            return
-        carrier = None if self._carrier is not None else self._port.take(self._shown)
-        if carrier is None:
-            # It shows what is no token, or says more than a token.
-            self._transport.abort()
-            return
-        self._carrier = carrier
-        self._give_up_in(None)
-        carrier.connected(self)
+        if self._carrier is None:
+            self._shown += data
+            if len(self._shown) < TOKEN_BYTES:
+                return
+            data = self._shown[TOKEN_BYTES:]
+            self._carrier = self._port.take(self._shown[:TOKEN_BYTES])
+            if self._carrier is None:
+                self._transport.abort()
+                return
+            self._give_up_in(None)
+            self._carrier.connected(self)
+        if not self._carrier.received(data) and self._reads:
+            self._reads = False
+            self._transport.pause_reading()
+
+    def read_on(self) -> None:
+        """There is room for commands."""
+        if not self._reads and not self._transport.is_closing():
+            self._reads = True
+            self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._port.connections.discard(self)

@@ -16,13 +16,14 @@ from pdserve.v1.worker_pb2_grpc import WorkerServicer
 from workers.gpu_health import gpu_health
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 
     from workers.frame_port import FrameCarrier
     from workers.server import WorkerServer
     from workers.session import Session
 
     Context = grpc.aio.ServicerContext[Any, Any]
+    Commands = AsyncIterable[w.Command]
     Write = Callable[[w.StepFrame], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,11 @@ class WorkerService(WorkerServicer):
         try:
             # Answers the Hello before there is any frame.
             await context.send_initial_metadata(() if carrier is None else carrier.offer.metadata)
-            write = context.write if carrier is None else carrier.write
-            error = await self._exchange(session, commands, write)
+            sources: list[Commands] = [commands]
+            write: Write = context.write
+            if carrier is not None:
+                sources, write = [commands, carrier], carrier.write
+            error = await self._exchange(session, sources, write)
         finally:
             self._worker.detach(session)
             if carrier is not None:
@@ -180,33 +184,35 @@ class WorkerService(WorkerServicer):
         return session, carrier
 
     async def _exchange(
-        self, session: Session, commands: AsyncIterator[w.Command], write: Write
+        self, session: Session, sources: Sequence[Commands], write: Write
     ) -> PdserveError | None:
         """Both directions until one of them ends; what the router is to be told, if anything."""
-        reader = asyncio.create_task(self._read(session, commands), name="attach-read")
+        readers = [
+            asyncio.create_task(self._read(session, source), name="attach-read")
+            for source in sources
+        ]
         writer = asyncio.create_task(self._write(session, write), name="attach-write")
-        ends: set[asyncio.Future[Any]] = {reader, writer, session.cut_by}
+        tasks = [*readers, writer]
+        ends: set[asyncio.Future[Any]] = {*tasks, session.cut_by}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return _error_of(session, reader, writer)
+            return _error_of(session, *tasks)
         finally:
-            for task in (reader, writer):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, session: Session, commands: AsyncIterator[w.Command]) -> None:
+    async def _read(self, session: Session, commands: Commands) -> None:
         """Takes commands in order until the router ends the stream. Raises InvalidRequest for one
         that belongs to no request: then the two do not speak the same language."""
+        began = time.monotonic()
         async for command in commands:
-            if command.WhichOneof("command") == "batch":
-                began = time.monotonic()
-                for one in command.batch.commands:
-                    self._take(session, one)
-                    if time.monotonic() - began >= _TAKE_S:
-                        await asyncio.sleep(0)
-                        began = time.monotonic()
-            else:
-                self._take(session, command)
+            is_batch = command.WhichOneof("command") == "batch"
+            for one in command.batch.commands if is_batch else (command,):
+                self._take(session, one)
+                if time.monotonic() - began >= _TAKE_S:
+                    await asyncio.sleep(0)
+                    began = time.monotonic()
 
     def _take(self, session: Session, command: w.Command) -> None:
         match command.WhichOneof("command"):

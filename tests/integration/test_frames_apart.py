@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pdserve import wire
-from pdserve.errors import PdserveError, WorkerFailed
-from pdserve.frames import TOKEN_BYTES
+from pdserve.errors import InvalidRequest, Overloaded, PdserveError, WorkerFailed
+from pdserve.frames import TOKEN_BYTES, Offer, pack
 from pdserve.types import FinishReason, StreamDelta
 from pdserve.v1 import worker_pb2 as w
-from router import frame_reader
+from router import frame_connection
 from router.member import Member
 from router.worker_link import LinkSettings, WorkerLink
 from tests.patience import WAIT_S
@@ -149,6 +150,36 @@ async def test_an_answer_comes_whole_and_the_connection_ends_with_the_link() -> 
         await is_gone(server)
 
 
+async def test_commands_go_the_same_way_where_the_worker_takes_them_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frame_port, "MAX_COMMANDS", 1)  # what comes at once is read bit by bit
+    for takes in (True, False):
+        monkeypatch.setattr(frame_port, "Offer", partial(Offer, takes_commands=takes))
+        async with a_worker() as server, attached(server) as link:
+            answers = [await link.ask(PLAIN) for _ in range(50)]
+            for answer in answers:
+                assert isinstance(await answer.end, StreamDelta)
+                assert len(answer.token_ids) == PLAIN.max_tokens
+            outgoing = link.link._outgoing
+            assert isinstance(outgoing, frame_connection.FrameConnection) is takes
+
+
+async def test_commands_wait_for_a_worker_that_does_not_read_and_are_not_too_many() -> None:
+    async with a_worker() as server, attached(server) as link:
+        await link.observer.is_attached.wait()
+        connection = link.link._outgoing
+        assert isinstance(connection, frame_connection.FrameConnection)
+        connection.pause_writing()
+        connection._max_waiting = 2
+        first, second = await link.ask(PLAIN), await link.ask(PLAIN)
+        with pytest.raises(Overloaded):
+            await link.ask(PLAIN)
+        connection.resume_writing()
+        assert isinstance(await first.end, StreamDelta)
+        assert isinstance(await second.end, StreamDelta)
+
+
 async def test_a_worker_that_stops_says_all_that_it_has_to_say() -> None:
     async with a_worker(timing=SLOW) as server:
         async with attached(server) as link:
@@ -184,7 +215,7 @@ async def test_frames_come_over_grpc_where_the_port_cannot_be_reached(
     async def refused(*_: object, **__: object) -> None:
         raise ConnectionRefusedError("nobody is there")
 
-    monkeypatch.setattr(frame_reader, "connect", refused)
+    monkeypatch.setattr(frame_connection, "connect", refused)
     async with a_worker() as server, attached(server) as link:
         answer = await link.ask(PLAIN)
         assert isinstance(await answer.end, StreamDelta)
@@ -194,8 +225,8 @@ async def test_frames_come_over_grpc_where_the_port_cannot_be_reached(
 
 async def test_a_router_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_port, "CONNECT_S", 0.01)
-    real = frame_reader.connect
-    silent: list[frame_reader.FrameReader] = []
+    real = frame_connection.connect
+    silent: list[frame_connection.FrameConnection] = []
 
     async def connects_and_says_nothing(*args: object, **names: object) -> object:
         reader = await real(*args, **names)  # type: ignore[arg-type]
@@ -204,7 +235,7 @@ async def test_a_router_that_does_not_come_is_given_up(monkeypatch: pytest.Monke
             monkeypatch.setattr(reader, "start", lambda: None)
         return reader
 
-    monkeypatch.setattr(frame_reader, "connect", connects_and_says_nothing)
+    monkeypatch.setattr(frame_connection, "connect", connects_and_says_nothing)
     async with a_worker() as server:
         async with attached(server) as link:
             await until(lambda: link.observer.times == 2)
@@ -225,7 +256,7 @@ async def test_who_shows_no_token_is_turned_away(shown: bytes) -> None:
         await is_gone(server)
 
 
-async def test_a_token_is_good_once_and_who_has_shown_it_has_no_more_to_say() -> None:
+async def test_a_token_is_good_once_and_commands_follow_it() -> None:
     async with a_worker() as server:
         assert server.frames is not None
         carrier = server.frames.expect()
@@ -236,9 +267,14 @@ async def test_a_token_is_good_once_and_who_has_shown_it_has_no_more_to_say() ->
         async with asyncio.timeout(WAIT_S):
             await carrier.write(w.StepFrame())
             assert await first[0].readexactly(4) == bytes(4)
-            for reader, writer in (second, first):
-                writer.write(carrier.offer.token)
-                assert await is_cut(reader)
+            second[1].write(carrier.offer.token)
+            assert await is_cut(second[0])
+            command = w.Command(cancel=w.Cancel(stream_id=7))
+            first[1].write(pack(command) + b"\xff" * 4)
+            assert await anext(carrier) == command
+            with pytest.raises(InvalidRequest):
+                await anext(carrier)
+            for _, writer in (first, second):
                 writer.close()
             await carrier.closed
         carrier.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import InvalidRequest
-from pdserve.frames import TOKEN_BYTES, FrameParser, Offer, offer_in, pack
+from pdserve.frames import TOKEN_BYTES, MessageParser, Offer, offer_in, pack
 from pdserve.rpc import MAX_MESSAGE_BYTES
 from pdserve.v1 import worker_pb2 as w
 
@@ -28,7 +29,7 @@ def frame(texts: list[str]) -> w.StepFrame:
 def test_frames_come_whole_and_in_order(frames: list[w.StepFrame], cuts: list[int]) -> None:
     data = b"".join(map(pack, frames))
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    parser = FrameParser()
+    parser = MessageParser(w.StepFrame)
     found = []
     for start, end in itertools.pairwise(places):
         found += parser.feed(data[start:end])
@@ -39,7 +40,7 @@ def test_frames_come_whole_and_in_order(frames: list[w.StepFrame], cuts: list[in
     "data", [b"\0\0\0\x03\xff\xff\xff", (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big")]
 )
 def test_what_is_no_frame_is_refused(data: bytes) -> None:
-    parser = FrameParser()
+    parser = MessageParser(w.StepFrame)
     whole = frame(["a"])
     found = parser.feed(pack(whole) + data)
     assert next(found) == whole
@@ -48,7 +49,8 @@ def test_what_is_no_frame_is_refused(data: bytes) -> None:
 
 
 def test_an_offer_is_read_as_it_was_made_and_is_not_shown() -> None:
-    assert offer_in([("other", "x"), *OFFER.metadata]) == OFFER
+    for offer in (OFFER, replace(OFFER, takes_commands=False)):
+        assert offer_in([("other", "x"), *offer.metadata]) == offer
     assert offer_in([("other", "x")]) is None
     assert offer_in(None) is None
     assert "token" not in repr(OFFER)
