@@ -19,7 +19,8 @@
 typedef struct {
     PyObject_HEAD
     int fd;
-    char takes, waits;
+    /* `clear`: the transport held nothing, and since then nobody but the lane has written. */
+    char takes, waits, clear;
     PyObject *unsent, *write, *before, *after, *tokens;
 } Lane;
 
@@ -73,10 +74,41 @@ static void lane_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
+static PyObject *lane_waits(PyObject *object, void *closure)
+{
+    return PyBool_FromLong(((Lane *)object)->waits);
+}
+
+static PyObject *lane_tokens(PyObject *object, void *closure)
+{
+    PyObject *tokens = ((Lane *)object)->tokens;
+    return Py_NewRef(tokens == NULL ? Py_None : tokens);
+}
+
+/* Who sets these may have written to the transport before. */
+static int lane_set_waits(PyObject *object, PyObject *value, void *closure)
+{
+    int waits = value == NULL ? 0 : PyObject_IsTrue(value);
+    ((Lane *)object)->waits = waits > 0;
+    ((Lane *)object)->clear = 0;
+    return waits < 0 ? -1 : 0;
+}
+
+static int lane_set_tokens(PyObject *object, PyObject *value, void *closure)
+{
+    Py_XSETREF(((Lane *)object)->tokens, Py_XNewRef(value));
+    ((Lane *)object)->clear = 0;
+    return 0;
+}
+
+static PyGetSetDef lane_properties[] = {
+    {"waits", lane_waits, lane_set_waits, NULL, NULL},
+    {"tokens", lane_tokens, lane_set_tokens, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyMemberDef lane_members[] = {
     {"takes", T_BOOL, offsetof(Lane, takes), 0, NULL},
-    {"waits", T_BOOL, offsetof(Lane, waits), 0, NULL},
-    {"tokens", T_OBJECT, offsetof(Lane, tokens), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -87,6 +119,7 @@ static PyType_Slot lane_slots[] = {
     {Py_tp_clear, lane_clear},
     {Py_tp_dealloc, lane_dealloc},
     {Py_tp_members, lane_members},
+    {Py_tp_getset, lane_properties},
     {0, NULL},
 };
 
@@ -140,6 +173,7 @@ static int send_event(Lane *lane, const char *event, size_t size)
         return 0;
     if (sent < 0)
         sent = 0;
+    lane->clear = 0;
     PyObject *rest = PyBytes_FromStringAndSize(event + sent, (Py_ssize_t)(size - (size_t)sent));
     PyObject *done = rest == NULL ? NULL : PyObject_CallOneArg(lane->write, rest);
     Py_XDECREF(rest);
@@ -147,12 +181,16 @@ static int send_event(Lane *lane, const char *event, size_t size)
     return done == NULL ? -1 : 0;
 }
 
-/* 1 where the transport holds bytes that come before, 0 where not, -1 with an error. */
-static int has_unsent(const Lane *lane)
+/* 1 where the transport holds bytes that come before, 0 where not, -1 with an error. To ask it for
+   each token would touch memory that nothing else of the token does. */
+static int has_unsent(Lane *lane)
 {
+    if (lane->clear)
+        return 0;
     PyObject *unsent = PyObject_CallNoArgs(lane->unsent);
     int found = unsent == NULL ? -1 : PyObject_IsTrue(unsent);
     Py_XDECREF(unsent);
+    lane->clear = found == 0;
     return found;
 }
 
@@ -170,8 +208,10 @@ static int pass_token(Lane *lane, PyObject *token_id, PyObject *text)
     if (unsent != 0)
         return unsent < 0 ? -1 : 0;
     size_t size = text_size ? write_event(event, lane, utf8, text_size) : 0;
-    if (text_size && !size)
+    if (text_size && !size) {
+        lane->clear = 0; /* others write it */
         return 0;
+    }
     if (PyList_Append(lane->tokens, token_id) < 0)
         return -1;
     if (size && send_event(lane, event, size) < 0)

@@ -7,8 +7,10 @@ no Python: `pass_on` takes those of a whole frame. In C (_lanes.c); where that w
 are no lanes, and each token goes the longer way.
 
 A lane writes to a connection's socket beside its transport, so only while the transport holds
-nothing, and it must not take any more once `connection_lost` was called: the descriptor is another
-connection's soon after. What the kernel has no room for goes through the transport.
+nothing: it asks when `waits` or `tokens` was set, and after what it did not take or send whole. In
+between nobody else may write. It must not take any more once `connection_lost` was called: the
+descriptor is another connection's soon after. What the kernel has no room for goes through the
+transport.
 """
 
 from __future__ import annotations

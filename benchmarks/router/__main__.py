@@ -5,7 +5,9 @@
 The routers take turns within a run, so that what else the machine does strikes them alike. CPU is
 the router's processes' own; a latency is from the step that made a token to the client's reading of
 it, so a worker without a router in between (`direct`) is the floor. `client` is the share of a core
-that this process used itself: near 1 it is the client that is measured.
+that this process used itself: near 1 it is the client that is measured. Requests a second are those
+of as many connections as there are streams, each of which asks anew once it was answered; a worker
+takes up to two of its steps for an answer of one token, so that bounds them too.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from benchmarks.report import stdout_console
 TOKENS_PER_S = 6400
 # An answer of this with 64 streams, and shorter ones with more, so that a round ends in time.
 TOKENS, FEWEST_TOKENS = 256, 32
-ONE_TOKEN_REQUESTS = 1500
+ONE_TOKEN_REQUESTS, FEWEST_TURNS = 1500, 2
 IDLE_STREAMS = 500
 
 
@@ -96,9 +98,9 @@ async def measure(name: str, streams: int, scale: float) -> Sample:
 async def _measure(router: Router, streams: int, scale: float) -> Sample:
     address, model = router.address, router.model
     length = min(TOKENS, max(FEWEST_TOKENS, TOKENS * 64 // streams))
-    tokens, requests = (
+    tokens, turns = (
         max(4, int(length * scale)),
-        max(32, int(ONE_TOKEN_REQUESTS * 64 / max(64, streams) * scale)),
+        max(FEWEST_TURNS, int(ONE_TOKEN_REQUESTS * scale / streams)),
     )
     _check(router, await drive(address, model, streams=streams, tokens=4))
     before, own = router.cpu_s(), time.process_time()
@@ -107,9 +109,9 @@ async def _measure(router: Router, streams: int, scale: float) -> Sample:
     client = (time.process_time() - own) / heard.seconds
     _check(router, heard, streams * tokens)
     before = router.cpu_s()
-    short = await drive(address, model, streams=16, tokens=1, requests=requests // 16)
-    request_us = (router.cpu_s() - before) / (requests // 16 * 16) * 1e6
-    _check(router, short)
+    short = await drive(address, model, streams=streams, tokens=1, requests=turns)
+    request_us = (router.cpu_s() - before) / (streams * turns) * 1e6
+    _check(router, short, streams * turns)
     before = router.memory_bytes()
     idle = max(16, int(IDLE_STREAMS * scale))
     held = await hold(address, model, streams=idle, tokens=2000)
@@ -123,7 +125,7 @@ async def _measure(router: Router, streams: int, scale: float) -> Sample:
         statistics.median(late) * 1e3,
         late[int(len(late) * 0.99)] * 1e3,
         request_us,
-        requests // 16 * 16 / short.seconds,
+        streams * turns / short.seconds,
         stream_kib,
         client,
     )

@@ -1,8 +1,8 @@
 """An OpenAI server without a model, for routers that are not ours: `python -m
 benchmarks.router.mock_worker --port-file FILE --step-s 0.01`.
 
-Like an engine it makes one token for every open answer at each step, and writes each as one event.
-A token's text is the time of its step, CLOCK_MONOTONIC in seconds: any process of this machine can
+Like an engine it makes one token at each step for every answer that was open when the step began,
+and writes each as one event. A token's text is the time of its step, CLOCK_MONOTONIC in seconds: any process of this machine can
 tell how old it is.
 """
 
@@ -50,14 +50,17 @@ class Steps:
             await self.wake.wait()
             self.wake.clear()
             while self.answers:
+                batch = list(self.answers.items())
                 await asyncio.sleep(self.step_s)
-                self._step()
+                self._step(batch)
 
-    def _step(self) -> None:
+    def _step(self, batch: list[tuple[_Connection, _Answer]]) -> None:
         now = time.monotonic()
         event = _chunk((_EVENT % (now, "null")).encode())
         last = _chunk((_EVENT % (now, '"length"')).encode()) + _chunk(b"data: [DONE]\n\n")
-        for connection, answer in list(self.answers.items()):
+        for connection, answer in batch:
+            if self.answers.get(connection) is not answer:
+                continue  # its client has left
             answer.left -= 1
             if answer.left:
                 answer.transport.write(event)

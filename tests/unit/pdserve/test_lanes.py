@@ -126,6 +126,33 @@ async def test_a_lane_that_is_not_ready_leaves_its_token(state: str) -> None:
         assert list(pass_on({1: lane}, [1], [5], ["a"])) == [0]
 
 
+def test_the_transport_is_asked_again_whenever_others_may_have_written() -> None:
+    ours, theirs = socket.socketpair()
+    unsent = 0
+    with ours, theirs:
+        lane = lanes.compiled.Lane(ours.fileno(), lambda: unsent, lambda _: None, BEFORE, AFTER)
+
+        def takes(text: str = "a") -> bool:
+            return not list(pass_on({1: lane}, [1], [2], [text]))
+
+        lane.takes = lane.waits = True
+        lane.tokens = []
+        assert takes()
+        unsent = 1
+        assert takes()  # nobody else writes between two tokens
+        for attribute, value in (("waits", True), ("tokens", [])):
+            unsent = 0
+            assert takes()
+            unsent = 1
+            setattr(lane, attribute, value)
+            assert not takes()
+        unsent = 0
+        assert takes()
+        unsent = 1
+        assert not takes("x" * 100_000)
+        assert not takes()
+
+
 async def test_what_a_client_does_not_read_waits_in_the_transport_and_comes_in_order() -> None:
     async with streaming() as (app, ask):
         reader = await ask()
