@@ -49,6 +49,13 @@ class RouterConfig:
     http_port: int = key(
         8000, "Port of the HTTP face; 0 takes a free one.", minimum=0, maximum=65535
     )
+    shared_http_port: int = key(
+        0,
+        "Port at which every router of this machine that names it serves HTTP too: a connection "
+        "is given to one of them. 0 for none.",
+        minimum=0,
+        maximum=65535,
+    )
     grpc_host: str = key(
         "127.0.0.1", "Address of the gRPC face, which workers use too.", not_empty=True
     )
@@ -145,6 +152,8 @@ class RouterConfig:
             refuse("tenants", "names one twice")
         if len(set(hashes)) != len(hashes):
             refuse("tenants", "has one key twice")
+        if self.shared_http_port and self.shared_http_port in (self.http_port, self.grpc_port):
+            refuse("shared_http_port", "must be another than http_port and grpc_port")
         _check_otlp(self.otlp_endpoint)
         check_router(self)
 

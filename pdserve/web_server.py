@@ -25,14 +25,19 @@ LIMITS = ConnectionLimits()
 _OTHER_FILES = 512
 
 
-def bind(host: str, port: int, *, key: str = "http_port") -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError naming `key`, the port's."""
+def bind(
+    host: str, port: int, *, key: str = "http_port", is_shared: bool = False
+) -> socket.socket:
+    """A bound socket that does not listen yet. Raises ConfigError naming `key`, the port's. One
+    that is shared is had by others of this user who share it too: the kernel gives each connection
+    to one of those who listen (socket(7), SO_REUSEPORT)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named: asyncio sets TCP_NODELAY only where it reads IPPROTO_TCP, and without
     # it an answer's second packet waits 40 ms for the client's delayed acknowledgement.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, is_shared)
         sock.bind((host, port))
     except OSError as error:
         sock.close()
@@ -55,21 +60,20 @@ def connections_within_reason(wanted: int) -> int:
 
 
 class WebServer:
-    """Serves `app` on `sock`, which it closes. `stop` ends it with all its connections."""
+    """Serves `app` on `sockets`, which it closes. `stop` ends it with all its connections."""
 
     def __init__(
         self,
         app: App,
-        sock: socket.socket,
-        *,
+        *sockets: socket.socket,
         tls: ssl.SSLContext | None = None,
         max_connections: int = LIMITS.max_connections,
     ) -> None:
         self._limits = replace(LIMITS, max_connections=max_connections)
         self._app = app
         self._tls = tls
-        self._socket = sock
-        self._server: asyncio.Server | None = None
+        self._sockets = sockets
+        self._servers: list[asyncio.Server] = []
         self._connections: set[HttpConnection] = set()
         self._nobody = asyncio.Event()
 
@@ -80,20 +84,23 @@ class WebServer:
         def connection() -> HttpConnection:
             return HttpConnection(self._app, self._connections, self._nobody.set, self._limits)
 
-        self._server = await loop.create_server(
-            connection,
-            sock=self._socket,
-            backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=None if self._tls is None else TLS_HANDSHAKE_S,
-            ssl_shutdown_timeout=None if self._tls is None else TLS_SHUTDOWN_S,
-        )
+        for sock in self._sockets:
+            server = await loop.create_server(
+                connection,
+                sock=sock,
+                backlog=BACKLOG,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else TLS_HANDSHAKE_S,
+                ssl_shutdown_timeout=None if self._tls is None else TLS_SHUTDOWN_S,
+            )
+            self._servers.append(server)
 
     def stop_listening(self) -> None:
         """Take no more connections; those there are stay until their response is complete."""
-        if self._server is not None:
-            self._server.close()
-        self._socket.close()
+        for server in self._servers:
+            server.close()
+        for sock in self._sockets:
+            sock.close()
         for connection in list(self._connections):
             connection.close_when_idle()
 

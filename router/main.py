@@ -207,11 +207,14 @@ class RouterServer:
             services, max_body_bytes=self._config.max_body_bytes, started=int(time.time())
         )
         tls = http_context(self._config.access.http_tls)
-        sock = bind(host, self._config.http_port)
-        port: int = sock.getsockname()[1]
+        sockets = [bind(host, self._config.http_port)]
+        self._stack.callback(sockets[0].close)
+        port: int = sockets[0].getsockname()[1]
+        if shared := self._config.shared_http_port:
+            sockets.append(bind(host, shared, key="shared_http_port", is_shared=True))
         self._web = WebServer(
             app,
-            sock,
+            *sockets,
             tls=tls,
             max_connections=connections_within_reason(self._config.max_connections),
         )

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _FLAGS = {
     "--http-host": "router.http_host",
     "--http-port": "router.http_port",
+    "--shared-http-port": "router.shared_http_port",
     "--grpc-host": "router.grpc_host",
     "--grpc-port": "router.grpc_port",
     "--require-auth": "router.access.require_auth",
@@ -78,6 +79,8 @@ async def _serve(config: RouterConfig, reports: Reports) -> None:
         scheme = "https" if config.access.http_tls.cert_file else "http"
         http, grpc = f"{scheme}://{reachable(addresses.http)}", reachable(addresses.grpc)
         logger.info("serving HTTP at %s and gRPC at %s", http, grpc)
+        if config.shared_http_port:
+            logger.info("serving HTTP at port %d too, with others", config.shared_http_port)
         reports.ready({"http": http, "grpc": grpc})
         _spare_the_collector()
         await stopped.wait()

@@ -22,6 +22,7 @@ _FLAGS = {
     "--engine": "worker.engine",
     "--http-host": "router.http_host",
     "--http-port": "router.http_port",
+    "--shared-http-port": "router.shared_http_port",
     "--grpc-host": "router.grpc_host",
     "--grpc-port": "router.grpc_port",
     "--kv-connector": "worker.kv.connector",

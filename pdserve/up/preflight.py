@@ -27,8 +27,8 @@ def check_ports(router: RouterConfig) -> None:
     """
     if router.http_port and router.http_port == router.grpc_port:
         refuse("router.grpc_port", f"is {router.grpc_port}, as http_port is; they must differ")
-    for face in ("http", "grpc"):
-        host, port = getattr(router, f"{face}_host"), getattr(router, f"{face}_port")
+    for face, key in (("http", "http"), ("grpc", "grpc"), ("http", "shared_http")):
+        host, port = getattr(router, f"{face}_host"), getattr(router, f"{key}_port")
         try:
             family, kind, proto, _, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -41,4 +41,4 @@ def check_ports(router: RouterConfig) -> None:
                 probe.bind(address)
             except OSError as error:
                 reason = f"cannot listen on {host}:{port} ({error.strerror})"
-                refuse(f"router.{face}_port", f"{reason}; choose another, or 0 for a free one")
+                refuse(f"router.{key}_port", f"{reason}; choose another, or 0 for a free one")

@@ -60,7 +60,7 @@ def router_configs(config: Config) -> dict[str, RouterConfig]:
     if count == 1:
         return {"router": router}
     found: dict[str, RouterConfig] = {}
-    taken: set[int] = set()
+    taken = {router.shared_http_port} - {0}
     for i in range(count):
         above = _PORTS_APART * i
         http_port = router.http_port and router.http_port + above

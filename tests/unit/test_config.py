@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ("router: {http_prot: 1}", "router.http_prot", "is not a key here"),
         ("routers: {}", "routers", "is not a key here"),
         ("router: {http_port: 70000}", "router.http_port", "at most 65535"),
+        ("router: {shared_http_port: 8001}", "router.shared_http_port", "must be another"),
         ("router: {http_port: '80'}", "router.http_port", "must be an integer"),
         ("router: {http_port: true}", "router.http_port", "must be an integer"),
         ("router: {http_port: }", "router.http_port", "not empty"),

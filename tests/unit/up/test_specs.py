@@ -161,6 +161,7 @@ def test_routers_side_by_side_have_ports_of_their_own() -> None:
     for key, router in (
         ("router.http_port", RouterConfig(http_port=65520)),
         ("router.http_port", RouterConfig(http_port=8000, grpc_port=8010)),
+        ("router.http_port", RouterConfig(shared_http_port=8010)),
     ):
         with pytest.raises(ConfigError) as caught:
             router_configs(Config(up=UpConfig(routers=3), router=router))

@@ -95,7 +95,7 @@ async def test_message_over_the_limit_is_refused_and_hurts_no_other() -> None:
         assert await client.list_models() == []
 
 
-@pytest.mark.parametrize("face", ["http", "grpc"])
+@pytest.mark.parametrize("face", ["http", "grpc", "shared_http"])
 async def test_address_in_use_is_an_error_naming_the_key(face: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -116,6 +116,39 @@ async def test_stop_is_idempotent_and_frees_the_ports() -> None:
         host, _, port = address.rpartition(":")
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(host, int(port))
+
+
+async def test_routers_of_one_machine_share_a_port_and_one_that_stops_leaves_it_to_others() -> None:
+    with bind("127.0.0.1", 0, is_shared=True) as held:  # nobody else gets it meanwhile
+        port = held.getsockname()[1]
+        config = RouterConfig(http_port=0, grpc_port=0, shared_http_port=port)
+        servers = [RouterServer(config) for _ in range(2)]
+        writers: list[asyncio.StreamWriter] = []
+
+        async def ask() -> bytes:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n")
+            return await reader.readline()
+
+        def open_at(server: RouterServer) -> int:
+            assert server._web is not None
+            return len(server._web._connections)
+
+        async with asyncio.timeout(WAIT_S):
+            try:
+                addresses = [await server.start() for server in servers]
+                assert len({x.http for x in addresses}) == 2  # each has its own beside it
+                # All go to one with a chance of 2^-63.
+                assert {await ask() for _ in range(64)} == {b"HTTP/1.1 200 OK\r\n"}
+                assert all(map(open_at, servers))
+                await servers[0].stop(0.0)
+                assert {await ask() for _ in range(8)} == {b"HTTP/1.1 200 OK\r\n"}
+            finally:
+                for writer in writers:
+                    writer.transport.abort()
+                for server in servers:
+                    await server.stop(0.0)
 
 
 async def test_small_packets_are_not_held_back() -> None:
