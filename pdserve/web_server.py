@@ -25,9 +25,7 @@ LIMITS = ConnectionLimits()
 _OTHER_FILES = 512
 
 
-def bind(
-    host: str, port: int, *, key: str = "http_port", is_shared: bool = False
-) -> socket.socket:
+def bind(host: str, port: int, *, key: str = "http_port", is_shared: bool = False) -> socket.socket:
     """A bound socket that does not listen yet. Raises ConfigError naming `key`, the port's. One
     that is shared is had by others of this user who share it too: the kernel gives each connection
     to one of those who listen (socket(7), SO_REUSEPORT)."""

@@ -2,8 +2,8 @@
 benchmarks.router.mock_worker --port-file FILE --step-s 0.01`.
 
 Like an engine it makes one token at each step for every answer that was open when the step began,
-and writes each as one event. A token's text is the time of its step, CLOCK_MONOTONIC in seconds: any process of this machine can
-tell how old it is.
+and writes each as one event. A token's text is the time of its step, CLOCK_MONOTONIC in seconds:
+any process of this machine can tell how old it is.
 """
 
 from __future__ import annotations
