@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.types import FinishReason, Role, SamplingParams, WorkerLoad
+from pdserve.types import FinishReason, Role, SamplingParams, StreamDelta, WorkerLoad
 from router.admission import AdmissionLimits
 from router.member import Member
 from router.pool import WorkerPool
@@ -83,6 +83,27 @@ async def test_a_short_prompt_does_not_wait_behind_long_ones(chunks: int, order:
             prefill.send(submit, 7, finish=STOP)
         await asyncio.gather(*tasks)
         assert [len(submit.prompt_token_ids) for submit in seen] == order
+
+
+async def test_who_waits_is_looked_at_once_for_all_prompts_that_end_in_a_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefill = ScriptedWorker("p", Role.PREFILL, settings=CHUNK)
+    decode = ScriptedWorker("d", Role.DECODE, total_blocks=1000)
+    async with running_stack(prefill, decode, prefill_queue=PrefillQueue(2)) as stack:
+        tasks = await answer_all(stack, [30, 30, 30, 30, 100])
+        submits = [await prefill.submitted() for _ in range(4)]
+        looks, book = [], stack.coordinator._booker.book
+        monkeypatch.setattr(
+            stack.coordinator._booker, "book", lambda demand: looks.append(demand) or book(demand)
+        )
+        prefill.step(*(StreamDelta(x.stream_id, (7,), finish_reason=LENGTH) for x in submits))
+        submits.append(await prefill.submitted())
+        assert [demand.prompt_tokens for demand in looks] == [100]
+        prefill.send(submits[-1], 7, finish=LENGTH)
+        for _ in submits:
+            decode.send(await decode.submitted(), 8, finish=STOP)
+        await asyncio.gather(*tasks)
 
 
 async def test_decode_has_room_for_all_that_is_being_prefilled() -> None:
