@@ -45,6 +45,7 @@ _OPTIONAL_SAMPLING = (
     "skip_special_tokens",
 )
 _optional_of = attrgetter(*_OPTIONAL_SAMPLING)
+_DEFAULTS = _optional_of(t.SamplingParams())
 _TOTAL_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 _LOAD = tuple(f.name for f in fields(t.WorkerLoad))
 _FLAG_SAMPLING = ("include_stop_str_in_output", "ignore_eos")
@@ -71,7 +72,8 @@ def role_from_pb(role: w.Role) -> t.Role:
 
 
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
-    optional = zip(_OPTIONAL_SAMPLING, _optional_of(params), strict=True)
+    """What is as its default is left out: requests set few of these."""
+    optional = zip(_OPTIONAL_SAMPLING, _optional_of(params), _DEFAULTS, strict=True)
     out = c.SamplingParams(
         max_tokens=params.max_tokens,
         stop=params.stop,
@@ -79,7 +81,7 @@ def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
         include_stop_str_in_output=params.include_stop_str_in_output,
         ignore_eos=params.ignore_eos,
         logit_bias=params.logit_bias,
-        **{name: value for name, value in optional if value is not None},
+        **{name: value for name, value, default in optional if value != default},
     )
     if params.structured_output is not None:
         out.structured_output.CopyFrom(_structured_to_pb(params.structured_output))

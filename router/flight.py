@@ -277,7 +277,9 @@ class Flight:
         self.buffer.end()
         model, ttft_s = self._request.model, self._ttft_s or elapsed_s
         self._metrics.tenants.answered(self._request.tenant, usage)
-        made = replace(usage, completion_tokens=usage.completion_tokens - len(self._request.resume))
+        made = usage
+        if had := len(self._request.resume):
+            made = replace(usage, completion_tokens=usage.completion_tokens - had)
         self._metrics.answered(model, made, receipt, ttft_s=ttft_s, e2e_s=elapsed_s)
         if self._booking is not None:
             self._metrics.prefix.judge(model, self._booking.decision.cached, receipt)

@@ -29,8 +29,9 @@ def read_sampling(fields: Fields, *, max_tokens: int, logprobs: int | None) -> S
     """Raises InvalidRequest naming the field; `max_tokens` and `logprobs`, which the endpoints
     spell differently, are the caller's to read."""
     values: dict[str, Any] = {}
-    for name, read in _READERS.items():
-        if fields.get(name) is not None:
+    for name, value in fields.items():
+        read = None if value is None else _READERS.get(name)
+        if read is not None:
             values[name] = read(fields, name)
     structured_output = _structured_output(fields)
     return SamplingParams(
@@ -63,7 +64,7 @@ def _logit_bias(fields: Fields, name: str) -> Mapping[int, float]:
     return biases
 
 
-# Of a field that is given; the others take their defaults.
+# Of a field that is given; those that are not take their defaults.
 _READERS: dict[str, Callable[[Fields, str], object]] = {
     **dict.fromkeys(_NUMBERS, Fields.number),
     **dict.fromkeys(_INTEGERS, Fields.integer),
