@@ -44,11 +44,12 @@ _OPTIONAL_SAMPLING = (
     "logprobs",
     "skip_special_tokens",
 )
-_optional_of = attrgetter(*_OPTIONAL_SAMPLING)
-_DEFAULTS = _optional_of(t.SamplingParams())
 _TOTAL_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 _LOAD = tuple(f.name for f in fields(t.WorkerLoad))
 _FLAG_SAMPLING = ("include_stop_str_in_output", "ignore_eos")
+_SAMPLING = (*_OPTIONAL_SAMPLING, *_FLAG_SAMPLING, "stop", "stop_token_ids", "logit_bias")
+_sampling_of = attrgetter(*_SAMPLING)
+_DEFAULTS = _sampling_of(t.SamplingParams())
 
 
 def finish_to_pb(reason: t.FinishReason | None) -> c.FinishReason:
@@ -73,16 +74,9 @@ def role_from_pb(role: w.Role) -> t.Role:
 
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
     """What is as its default is left out: requests set few of these."""
-    optional = zip(_OPTIONAL_SAMPLING, _optional_of(params), _DEFAULTS, strict=True)
-    out = c.SamplingParams(
-        max_tokens=params.max_tokens,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        ignore_eos=params.ignore_eos,
-        logit_bias=params.logit_bias,
-        **{name: value for name, value, default in optional if value != default},
-    )
+    values = zip(_SAMPLING, _sampling_of(params), _DEFAULTS, strict=True)
+    given: dict[str, Any] = {name: value for name, value, default in values if value != default}
+    out = c.SamplingParams(max_tokens=params.max_tokens, **given)
     if params.structured_output is not None:
         out.structured_output.CopyFrom(_structured_to_pb(params.structured_output))
     return out

@@ -43,6 +43,9 @@ class Step(StrEnum):
     ONE_WORKER = "one_worker"
 
 
+_STEPS = tuple(Step)  # to walk an enumeration is slow, and each request begins with all
+
+
 @dataclass(frozen=True, slots=True)
 class LadderLimits:
     """`max_fallbacks` of one request in all; `progress_tokens` that start the ladder anew."""
@@ -89,7 +92,7 @@ class Ladder:
 
     limits: LadderLimits = field(default_factory=LadderLimits)
     done: list[str] = field(default_factory=list)
-    _left: list[Step] = field(default_factory=lambda: list(Step))
+    _left: list[Step] = field(default_factory=lambda: list(_STEPS))
     _failed: set[str] = field(default_factory=set)
     _avoid: set[str] = field(default_factory=set)
     _from_tokens: int = 0
@@ -108,7 +111,7 @@ class Ladder:
 
     def restart(self) -> None:
         """All rungs are there again; what was done still counts."""
-        self._left, self._failed, self._avoid = list(Step), set(), set()
+        self._left, self._failed, self._avoid = list(_STEPS), set(), set()
 
     def climb(self, prefill: str, *, pair_helps: bool) -> Rung | None:
         """The next rung, which is then used up; None at the top. A pair does not help where only
