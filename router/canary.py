@@ -31,12 +31,12 @@ ATTEMPTS = 2
 class _Stream:
     """The sink of one stream: its tokens, and its last delta or its error."""
 
-    def __init__(self, fleet: Fleet, member: Member, submit: w.Submit) -> None:
+    def __init__(self, fleet: Fleet, member: Member, command: w.Command) -> None:
         self.tokens: list[int] = []
         self._ended: asyncio.Future[StreamDelta] = asyncio.get_running_loop().create_future()
         self._link = fleet.link(member)
-        submit.canary = True
-        self._stream_id = self._link.submit(submit, self)
+        command.submit.canary = True
+        self._stream_id = self._link.submit(command, self)
 
     async def last(self) -> StreamDelta:
         """Raises the error that the stream ended with."""
@@ -120,8 +120,8 @@ async def _pair(
     streams: list[_Stream] = []
     try:
         if not in_turn:
-            submit = builder.decode(transfer_id, prefill, decode)
-            streams.append(_Stream(fleet, decode, submit))
+            command = builder.decode(transfer_id, prefill, decode)
+            streams.append(_Stream(fleet, decode, command))
         streams.append(_Stream(fleet, prefill, builder.prefill(transfer_id)))
         first = streams[-1]
         last = await first.last()
@@ -131,8 +131,8 @@ async def _pair(
             if not last.kv_handle:
                 raise TransferFailed("prefill kept no KV")
             resume, handle = tuple(first.tokens), last.kv_handle
-            submit = builder.decode(transfer_id, prefill, decode, resume=resume, kv_handle=handle)
-            streams.append(_Stream(fleet, decode, submit))
+            command = builder.decode(transfer_id, prefill, decode, resume=resume, kv_handle=handle)
+            streams.append(_Stream(fleet, decode, command))
         rest = next(stream for stream in streams if stream is not first)
         await rest.last()
     finally:

@@ -90,7 +90,7 @@ class Flight:
         self._streams: dict[Leg, LegStream] = {}
         self._release: Callable[[], None] | None = None
         self._booking: Booking | None = None
-        self._decode_message: Callable[..., w.Submit] | None = None  # until its turn comes
+        self._decode_message: Callable[..., w.Command] | None = None  # until its turn comes
         self._migration = Migration(self, booker)
         self._timer: asyncio.TimerHandle | None = None
         self._arrived = time.monotonic()
@@ -172,8 +172,8 @@ class Flight:
     def _submit_decode(self, action: SubmitDecode) -> None:
         message, self._decode_message = self._decode_message, None
         assert message is not None, "a decode leg's turn comes once"
-        submit = message(resume=action.resume, kv_handle=action.kv_handle)
-        self._streams[action.leg].submit(submit)
+        command = message(resume=action.resume, kv_handle=action.kv_handle)
+        self._streams[action.leg].submit(command)
 
     def _take_over(self, resume: tuple[int, ...]) -> None:
         transfer_id, booking = self._migration.take()

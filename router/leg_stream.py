@@ -34,7 +34,7 @@ class LegStream:
         self._prefilling = True
         self._stream_id: int | None = None
 
-    def submit(self, message: w.Submit) -> None:
+    def submit(self, command: w.Command) -> None:
         """Send; a worker that does not take it is one that failed."""
         if not self._leg.open:
             return
@@ -42,9 +42,9 @@ class LegStream:
             self.on_lost(Unavailable(f"worker {self._member.worker_id} is gone"))
             return
         forks = self._flight.forks_for(self._leg, self._member)
-        message.forks.extend(w.Fork(seed=fork.seed) for fork in forks)
+        command.submit.forks.extend(w.Fork(seed=fork.seed) for fork in forks)
         try:
-            first = self._flight.fleet.link(self._member).submit(message, self, forks)
+            first = self._flight.fleet.link(self._member).submit(command, self, forks)
             self._flight.fleet.placed(self._member)
         except PdserveError as error:
             self.on_lost(error)

@@ -1,4 +1,4 @@
-"""Submit messages: what a worker is told of a request."""
+"""Submit commands: what a worker is told of a request."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class SubmissionBuilder:
         self._request = request
         self._base: w.Submit | None = None
 
-    def prefill(self, transfer_id: str, resume: Sequence[int] = ()) -> w.Submit:
+    def prefill(self, transfer_id: str, resume: Sequence[int] = ()) -> w.Command:
         """Compute KV and the token after `resume`; hold the blocks for whoever presents
         `transfer_id`."""
-        submit = self._start(resume)
-        submit.prefill.transfer_id = transfer_id
-        return submit
+        command = self._start(resume)
+        command.submit.prefill.transfer_id = transfer_id
+        return command
 
     def decode(
         self,
@@ -52,27 +52,28 @@ class SubmissionBuilder:
         resume: Sequence[int] = (),
         kv_handle: bytes = b"",
         live: bool = False,
-    ) -> w.Submit:
+    ) -> w.Command:
         """`target` shall receive from `source` KV and the token after `resume`, by a right that
         only it has, and go on. Where the handoff is in turn, prefill's token is the last of
         `resume`, and `kv_handle` is what prefill has said of its KV. A `live` source has decoded
         all of `resume`."""
         if source.info.kv is None:
             raise AssertionError(f"worker {source.worker_id} was paired without a kv endpoint")
-        submit = self._start(resume)
-        submit.decode.transfer_id = transfer_id
-        submit.decode.source_addresses.extend(source.info.kv.addresses)
-        submit.decode.source_epoch = source.info.epoch
-        submit.decode.capability = self._capability(transfer_id, source, target)
-        submit.decode.kv_handle = kv_handle
-        submit.decode.live = live
-        return submit
+        command = self._start(resume)
+        decode = command.submit.decode
+        decode.transfer_id = transfer_id
+        decode.source_addresses.extend(source.info.kv.addresses)
+        decode.source_epoch = source.info.epoch
+        decode.capability = self._capability(transfer_id, source, target)
+        decode.kv_handle = kv_handle
+        decode.live = live
+        return command
 
-    def whole(self, resume: Sequence[int] = ()) -> w.Submit:
+    def whole(self, resume: Sequence[int] = ()) -> w.Command:
         """Both phases on one worker, going on after the tokens of `resume`."""
-        submit = self._start(resume)
-        submit.aggregated.SetInParent()
-        return submit
+        command = self._start(resume)
+        command.submit.aggregated.SetInParent()
+        return command
 
     def _capability(self, transfer_id: str, source: Member, target: Member) -> str:
         if source.kv_key is None:
@@ -89,7 +90,7 @@ class SubmissionBuilder:
             ),
         )
 
-    def _start(self, resume: Sequence[int]) -> w.Submit:
+    def _start(self, resume: Sequence[int]) -> w.Command:
         if self._base is None:
             request = self._request
             self._base = w.Submit(
@@ -98,10 +99,12 @@ class SubmissionBuilder:
                 traceparent=request.traceparent,
                 sampling=wire.sampling_to_pb(request.sampling),
             )
-        submit = w.Submit()
+        # Made where it is: to put one message into another copies the prompt once more.
+        command = w.Command()
+        submit = command.submit
         submit.CopyFrom(self._base)
         submit.resume_token_ids.extend(resume)
         left_s = deadlines.remaining(self._deadline)
         if left_s is not None:
             submit.deadline_s = max(left_s, LEAST_DEADLINE_S)
-        return submit
+        return command

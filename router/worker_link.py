@@ -132,15 +132,16 @@ class WorkerLink:
         """Attach in the background."""
         self._task = asyncio.create_task(self._run(), name=f"link-{self._member.worker_id}")
 
-    def submit(self, submit: w.Submit, sink: DeltaSink, forks: Sequence[DeltaSink] = ()) -> int:
-        """Send `submit` under a new stream id, which is returned; those of its forks, whose sinks
-        are `forks`, follow it. Raises WorkerFailed where the link is down and Overloaded where the
-        worker does not read its commands."""
+    def submit(self, command: w.Command, sink: DeltaSink, forks: Sequence[DeltaSink] = ()) -> int:
+        """Send a submit command under a new stream id, which is returned; those of its forks, whose
+        sinks are `forks`, follow it. Raises WorkerFailed where the link is down and Overloaded
+        where the worker does not read its commands."""
+        submit = command.submit
         submit.stream_id = self._last_stream_id + 1
         for stream_id, fork in enumerate(submit.forks, start=submit.stream_id + 1):
             fork.stream_id = stream_id
         self._last_stream_id += 1 + len(forks)
-        self._send(w.Command(submit=submit))
+        self._send(command)
         self._sinks.update(enumerate((sink, *forks), start=submit.stream_id))
         return submit.stream_id
 

@@ -96,7 +96,7 @@ class Attached:
             sampling=wire.sampling_to_pb(sampling),
             aggregated=w.AggregatedPhase(),
         )
-        self.link.submit(submit, answer)
+        self.link.submit(w.Command(submit=submit), answer)
         return answer
 
 

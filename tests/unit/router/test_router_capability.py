@@ -35,8 +35,8 @@ def expiry(deadline: float | None) -> int:
     """When a capability expires that is made at second 1000 of the wall clock."""
     source = Member(worker_info("p", Role.PREFILL), 0.0, kv_key=KEY)
     target = Member(worker_info("d", Role.DECODE), 0.0)
-    text = SubmissionBuilder(request(), deadline).decode("t", source, target).decode.capability
-    return int(text.split(".")[2])
+    command = SubmissionBuilder(request(), deadline).decode("t", source, target)
+    return int(command.submit.decode.capability.split(".")[2])
 
 
 async def test_the_decode_worker_gets_the_right_to_its_transfer_alone() -> None:

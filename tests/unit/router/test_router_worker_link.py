@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,10 @@ from tests.fakes import WAIT_S, ScriptedWorker
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
 FAST = LinkSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
+
+
+def submit_of(**fields: Any) -> w.Command:
+    return w.Command(submit=w.Submit(**fields))
 
 
 def token(token_id: int, text: str) -> StreamDelta:
@@ -105,8 +110,8 @@ async def test_each_delta_goes_to_the_sink_of_its_stream(worker: ScriptedWorker)
     async with Attached(worker) as attached:
         assert await attached.observer.next() == "attached"
         first, second = Sink(), Sink()
-        one = attached.link.submit(w.Submit(request_id="1"), first)
-        two = attached.link.submit(w.Submit(request_id="2"), second)
+        one = attached.link.submit(submit_of(request_id="1"), first)
+        two = attached.link.submit(submit_of(request_id="2"), second)
         assert one != two
         assert [(await worker.submitted()).request_id for _ in range(2)] == ["1", "2"]
         unknown = StreamDelta(999, (9,))
@@ -123,7 +128,7 @@ async def test_lists_of_different_lengths_are_no_frame(worker: ScriptedWorker) -
     async with Attached(worker) as attached:
         await attached.observer.next()
         sink = Sink()
-        stream_id = attached.link.submit(w.Submit(), sink)
+        stream_id = attached.link.submit(submit_of(), sink)
         await worker.submitted()
         plain = w.PlainTokens(stream_ids=[stream_id, stream_id], token_ids=[1], texts=["a", "b"])
         worker.send_frame(w.StepFrame(tokens=plain))
@@ -136,10 +141,10 @@ async def test_commands_arrive_in_order_and_a_cancelled_stream_is_silent(
     async with Attached(worker) as attached:
         await attached.observer.next()
         sink, other = Sink(), Sink()
-        stream_id = attached.link.submit(w.Submit(), sink)
+        stream_id = attached.link.submit(submit_of(), sink)
         attached.link.cancel(stream_id)
         attached.link.cancel(stream_id)
-        last = attached.link.submit(w.Submit(), other)
+        last = attached.link.submit(submit_of(), other)
         assert (await worker.submitted()).stream_id == stream_id
         assert await worker.cancelled() == stream_id
         assert (await worker.submitted()).stream_id == last
@@ -156,7 +161,7 @@ async def test_commands_of_one_moment_travel_in_one_message_up_to_its_bound(
         before, ids = worker.messages, []
         # Three of these reach the bound of a batch, and a fourth begins the next.
         for count in [1, *[150_000] * 4]:
-            submit = w.Submit(prompt_token_ids=[1 << 20] * count)
+            submit = submit_of(prompt_token_ids=[1 << 20] * count)
             ids.append(attached.link.submit(submit, Sink()))
         attached.link.cancel(ids[0])
         assert [(await worker.submitted()).stream_id for _ in ids] == ids
@@ -170,7 +175,7 @@ async def test_a_break_is_heard_by_every_stream_and_the_link_comes_back(
     async with Attached(worker) as attached:
         await attached.observer.next()
         sinks = [Sink(), Sink()]
-        ids = [attached.link.submit(w.Submit(), sink) for sink in sinks]
+        ids = [attached.link.submit(submit_of(), sink) for sink in sinks]
         await worker.submitted()
         worker.break_link()
         for sink in sinks:
@@ -181,14 +186,14 @@ async def test_a_break_is_heard_by_every_stream_and_the_link_comes_back(
         assert [await attached.observer.next() for _ in range(2)] == ["detached", "attached"]
         assert worker.hellos == 2
         again = Sink()
-        assert attached.link.submit(w.Submit(), again) > max(ids), "ids are never reused"
+        assert attached.link.submit(submit_of(), again) > max(ids), "ids are never reused"
 
 
 async def test_a_link_that_is_down_takes_no_work(worker: ScriptedWorker) -> None:
     member = Member(worker.info, lease_end=0.0)
     link = WorkerLink(member, router_id="router-1", observer=Observer())
     with pytest.raises(WorkerFailed, match="worker d is not attached"):
-        link.submit(w.Submit(), Sink())
+        link.submit(submit_of(), Sink())
     link.cancel(1)
     assert link.close("never started") is None
 
@@ -209,7 +214,7 @@ async def test_closing_fails_what_is_open_with_the_reason(worker: ScriptedWorker
     async with Attached(worker) as attached:
         await attached.observer.next()
         sink = Sink()
-        attached.link.submit(w.Submit(), sink)
+        attached.link.submit(submit_of(), sink)
         await worker.submitted()
         attached.link.close("worker d is gone: its lease ran out")
         error = sink.events.get_nowait()
@@ -226,8 +231,8 @@ async def test_what_cannot_be_handled_ends_the_stream_and_not_the_link(
     async with Attached(worker) as attached:
         await attached.observer.next()
         broken, other = BrokenSink(), Sink()
-        stream_id = attached.link.submit(w.Submit(), broken)
-        attached.link.submit(w.Submit(), other)
+        stream_id = attached.link.submit(submit_of(), broken)
+        attached.link.submit(submit_of(), other)
         await worker.submitted()
         worker.step(StreamDelta(stream_id, (1,)))
         assert isinstance(await other.next(), WorkerFailed)
@@ -243,9 +248,9 @@ async def test_commands_that_wait_are_bounded_and_a_cancel_is_never_lost(
     async with Attached(worker, settings) as attached:
         await attached.observer.next()
         sinks = [Sink(), Sink()]
-        ids = [attached.link.submit(w.Submit(), sink) for sink in sinks]
+        ids = [attached.link.submit(submit_of(), sink) for sink in sinks]
         with pytest.raises(Overloaded, match="does not read its commands"):
-            attached.link.submit(w.Submit(), Sink())
+            attached.link.submit(submit_of(), Sink())
         attached.link.cancel(ids[0])
         error = await sinks[1].next()
         assert isinstance(error, WorkerFailed)
