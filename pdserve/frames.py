@@ -74,7 +74,7 @@ class MessageParser(Generic[M]):
     what was fed last."""
 
     def __init__(self, kind: type[M]) -> None:
-        self._kind = kind
+        self._kind: type[M] = kind
         self._rest = bytearray()
         self._lacks = 0  # bytes, until looking at the rest again pays
 
