@@ -92,12 +92,15 @@ class Coordinator:
         # Room or a worker may have come: those who wait try again.
         fleet.subscribe(self._admission.wake)
         fleet.subscribe_moving(self._make_room)
-        self.metrics.watch_pool(fleet.pool)
-        self.metrics.watch_gaps(fleet.gaps)
         if tenants is not None:
             self.metrics.tenants.watch(tenants)
         if watches is not None:
             self.metrics.prefix.watch(watches)
+        self._show_metrics(fleet)
+
+    def _show_metrics(self, fleet: Fleet) -> None:
+        self.metrics.watch_pool(fleet.pool)
+        self.metrics.watch_gaps(fleet.gaps)
         self.metrics.watch_gauge(
             "kv_quarantined_pairs",
             "Pairs of workers that are kept apart because KV between them failed.",
