@@ -54,7 +54,7 @@ async def test_one_prefill_one_transfer_and_forks_with_seeds_of_their_own(
         async with stack.coordinator.generate(THREE) as answer:
             to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
             assert not to_prefill.forks
-            assert (to_prefill.sampling.n, to_prefill.sampling.seed) == (1, 5)
+            assert (to_prefill.sampling.HasField("n"), to_prefill.sampling.seed) == (False, 5)
             assert [fork.seed for fork in to_decode.forks] == [6, 7]
             # 48 tokens in blocks of 16; a fork shares two, and has the last 8 of the prompt.
             assert stack.member(decode).reserved_blocks == 3 + 2 * 1
