@@ -2,7 +2,7 @@
 more.
 
 Tried on vLLM 0.32.0 (CPU). Contact with vLLM's internals sits in this file, scheduler.py,
-metadata.py, vllm_layout.py and vllm_patches.py.
+metadata.py, vllm_layout.py, vllm_packing.py and vllm_patches.py.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         worker = self._worker_half()
         settings = from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         shard = shard_of(self._config, kv_caches)
-        layout = describe(self._config, kv_caches, shard.pool)
+        self._region = region_of(kv_caches, self._num_blocks, shard.pool.block_size)
+        layout = describe(self._config, kv_caches, shard.pool, by_token=self._region.block_size > 0)
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
-        self._region = region_of(kv_caches, self._num_blocks)
         transport.check(settings, self._transports, self._region)
         worker.register(
             LocalKv(self._region, shared),

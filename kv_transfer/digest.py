@@ -3,21 +3,24 @@ own memory then. What differs was damaged by copy, mapping, network or memory.
 
 xxh3 is quick and not a signature: it finds accidents, not forgeries. It depends on the bytes alone,
 not on the pieces they come in, so the two ends may cut their memory differently, and one may
-compute it in C (_copy.c) and the other not. KV in GPU memory gets none: there the bytes are out of
-this process's reach. Where a copy digests what it reads, over shm, a change of the source's memory
-under the copy is not found: the digest is of what was copied.
+compute it in C (_copy.c) and the other not. KV in GPU memory has digests of another kind, made by
+the GPU (device/digest.py). Where a copy digests what it reads, over shm and where tokens move, a
+change of the source's memory under the copy is not found: the digest is of what was copied.
 """
 
 from __future__ import annotations
 
 import itertools
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from kv_transfer.memory import KvRegion
+    from kv_transfer.source_actions import PushChunk
 
 # Where chunks are sampled, every one of so many gets a digest.
 SAMPLED_EVERY = 16
@@ -29,6 +32,9 @@ DIGEST_DUE = -1
 class DigestMode(StrEnum):
     """Which chunks a source sends with a digest. A target checks each that it gets."""
 
+    # All of KV in host memory. Of KV on a GPU so many as with SAMPLED: what they cost there has
+    # not been measured.
+    AUTO = "auto"
     ALWAYS = "always"
     SAMPLED = "sampled"
     OFF = "off"
@@ -44,18 +50,29 @@ def digest(pieces: Iterable[memoryview]) -> int:
 
 
 class Sampler:
-    """Says, chunk by chunk, whether a source makes a digest."""
+    """Says, chunk by chunk, whether a source makes a digest, and makes it."""
 
     def __init__(self, mode: DigestMode) -> None:
         self._mode = mode
         self._chunks = itertools.count()
 
-    def takes(self, *, suspect: bool) -> bool:
+    def takes(self, *, suspect: bool, is_host: bool = True) -> bool:
         """For the next chunk; one of a transfer that was damaged before is always taken."""
         match self._mode:
             case DigestMode.ALWAYS:
                 return True
-            case DigestMode.SAMPLED:
+            case DigestMode.AUTO if is_host:
+                return True
+            case DigestMode.SAMPLED | DigestMode.AUTO:
                 return next(self._chunks) % SAMPLED_EVERY == 0 or suspect
             case DigestMode.OFF:
                 return suspect
+
+    def mark(self, chunk: PushChunk[Any], region: KvRegion, *, in_push: bool) -> int:
+        """What the chunk is sent with: the digest of what moves, which lies in `region`, if it is
+        its turn. DIGEST_DUE where the push makes it: of tokens in host memory, and `in_push`."""
+        if not self.takes(suspect=chunk.suspect, is_host=region.is_host):
+            return NO_DIGEST
+        if region.is_host and (in_push or chunk.tokens):
+            return DIGEST_DUE
+        return region.digest(chunk.source_ids, chunk.span())

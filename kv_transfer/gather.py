@@ -26,7 +26,7 @@ class PageLayout(Enum):
     """The shapes of a layer's KV cache in vLLM."""
 
     # [blocks, heads, tokens, 2 * channels], K before V in a token's channels. On CPU, attention
-    # packs keys inside the page: there only whole pages may move, and not through here.
+    # packs keys inside the page: there kv_transfer/tokens.py takes the place of this.
     BLOCKS_HEADS_TOKENS = "blocks-heads-tokens"
     # [2, blocks, tokens, heads, channels]: FlashAttention.
     PLANES_BLOCKS_TOKENS = "planes-blocks-tokens"
@@ -120,18 +120,10 @@ def scatter(cache: RankCache, piece: Piece, block_ids: Sequence[int], staging: t
 def checked(
     cache: RankCache, piece: Piece, block_ids: Sequence[int], staging: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Staging as [layers, planes, tokens, heads, channels], and the piece's layers and heads as
-    views [blocks, planes, tokens, heads, channels]. Raises KvTransferError where the piece, the
-    blocks or the staging are not what they must be."""
-    heads = piece.heads.within(cache.heads)
-    views = tuple(view[:, :, :, heads] for view in cache.views[piece.layers.within(cache.layers)])
-    num_blocks, planes, block_size, _, channels = views[0].shape
-    if piece.tokens.end > len(block_ids) * block_size:
-        raise KvTransferError(f"{piece.tokens} is not in {len(block_ids)} blocks of {block_size}")
-    if not all(0 <= block < num_blocks for block in block_ids):
-        raise KvTransferError("a block id is outside its KV cache")
-    if len(set(block_ids)) != len(block_ids):
-        raise KvTransferError("a block is named twice")
+    """Staging as [layers, planes, tokens, heads, channels], and what `selected` gives. Raises
+    KvTransferError where the piece, the blocks or the staging are not what they must be."""
+    views = selected(cache, piece, block_ids)
+    _, planes, _, _, channels = views[0].shape
     size = cache.size_bytes(piece)
     if staging.dtype is not torch.uint8 or staging.dim() != 1 or not staging.is_contiguous():
         raise KvTransferError("staging is no run of bytes")
@@ -139,6 +131,21 @@ def checked(
         raise KvTransferError(f"{size} bytes do not fit a slot of {staging.numel()}")
     shape = (len(piece.layers), planes, len(piece.tokens), len(piece.heads), channels)
     return staging[:size].view(views[0].dtype).view(shape), views
+
+
+def selected(cache: RankCache, piece: Piece, block_ids: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The piece's layers and heads as views [blocks, planes, tokens, heads, channels]. Raises
+    KvTransferError where the piece or the blocks are not what they must be."""
+    heads = piece.heads.within(cache.heads)
+    views = tuple(view[:, :, :, heads] for view in cache.views[piece.layers.within(cache.layers)])
+    num_blocks, _, block_size, _, _ = views[0].shape
+    if piece.tokens.end > len(block_ids) * block_size:
+        raise KvTransferError(f"{piece.tokens} is not in {len(block_ids)} blocks of {block_size}")
+    if not all(0 <= block < num_blocks for block in block_ids):
+        raise KvTransferError("a block id is outside its KV cache")
+    if len(set(block_ids)) != len(block_ids):
+        raise KvTransferError("a block is named twice")
+    return views
 
 
 def _places(

@@ -74,6 +74,16 @@ def scatter(cache: RankCache, piece: Piece, block_ids: Sequence[int], staging: t
     return _launch(cache, piece, block_ids, staging, is_scatter=True)
 
 
+def words_of(views: Sequence[torch.Tensor], block_ids: Sequence[int]) -> torch.Tensor:
+    """What a kernel of ours reads first: each layer's address, then the block table. Raises
+    UnsupportedLayout where the layers do not lie alike."""
+    first = views[0]
+    if any(view.stride() != first.stride() for view in views) or first.stride(4) != 1:
+        raise UnsupportedLayout("layers of different strides, or channels that are not in a row")
+    words = [*(view.data_ptr() for view in views), *block_ids]
+    return torch.tensor(words, dtype=torch.int64, device=first.device)
+
+
 def _launch(
     cache: RankCache,
     piece: Piece,
@@ -84,8 +94,7 @@ def _launch(
 ) -> int:
     wire, views = checked(cache, piece, block_ids, staging)
     first, size = views[0], cache.size_bytes(piece)
-    if any(view.stride() != first.stride() for view in views) or first.stride(4) != 1:
-        raise UnsupportedLayout("layers of different strides, or channels that are not in a row")
+    table = words_of(views, block_ids)
     layers, planes, tokens, heads, channels = wire.shape
     item = first.element_size()
     addresses = [view.data_ptr() for view in views]
@@ -95,7 +104,7 @@ def _launch(
     channels_in_units = channels * item // unit
     row = heads * channels_in_units
     _move[triton.cdiv(tokens, TILE_TOKENS), layers * planes](
-        torch.tensor([*addresses, *block_ids], dtype=torch.int64, device=first.device),
+        table,
         staging[:size].view(_INTEGERS[unit]),
         piece.tokens.start,
         tokens,

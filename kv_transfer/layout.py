@@ -2,7 +2,8 @@
 
 Tried on vLLM 0.32.0, CPU: one allocation for all layers, each layer a view [blocks, heads, tokens,
 channels], each (layer, block) page contiguous. Inside a page the CPU attention kernels pack keys by
-instruction set, so whole pages move and the instruction set is part of the compatibility key.
+instruction set, which is therefore part of the compatibility key. Between blocks of one size whole
+pages move; between others, tokens (kv_transfer/tokens.py).
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class PagePart:
 
 def compatibility(layout: Mapping[str, str]) -> str:
     """Equal for workers that can exchange KV. `layout` holds everything that gives the bytes their
-    meaning, and nothing else: model, dtype, heads, block size, packing, versions."""
+    meaning, and nothing else: model, dtype, heads, packing, versions; the block size where tokens
+    cannot be told apart."""
     text = json.dumps(sorted(layout.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

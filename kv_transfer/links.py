@@ -18,7 +18,7 @@ from kv_transfer import source_actions as src
 from kv_transfer import target as tgt
 from kv_transfer.counters import TransferCounters
 from kv_transfer.deciding import Deciding
-from kv_transfer.digest import DIGEST_DUE, NO_DIGEST, Sampler
+from kv_transfer.digest import NO_DIGEST, Sampler
 from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.guard import Guard
 from kv_transfer.link import Link, LinkTimeouts
@@ -97,6 +97,7 @@ class Links:
             lease_s=self._settings.lease_s,
             grant_wait_s=self._settings.lease_s,
             alive_s=self._settings.receive_timeout_s / 4,
+            by_token=local.region.block_size > 0,
         )
         self._listener.start(self._serve, self._tick_idle)
 
@@ -255,9 +256,7 @@ class Links:
         channel, (local, _) = link.target, self._registered()
         if channel is None:
             raise ProtocolError("a chunk came to a source")
-        pages = chunk.count * local.region.geometry.num_layers
-        if chunk.bytes % pages if pages else chunk.bytes:
-            raise ProtocolError(f"{chunk.count} blocks are not {chunk.bytes} bytes long")
+        chunk.check_layers(local.region.geometry.num_layers)
         with self.lock:
             place = self.targets.begin_chunk(link, chunk)
         if place is None:
@@ -267,15 +266,15 @@ class Links:
             region = local.region
             if place.part is not None:
                 region = region.narrowed(place.part.target_start, place.part.size)
-            if chunk.bytes != chunk.count * region.geometry.block_bytes:
-                raise ProtocolError(f"{chunk.count} blocks are not {chunk.bytes} bytes long")
+            chunk.check_size(region.size_bytes(chunk.count, chunk.tokens))
             channel.receive(chunk, place.block_ids, place.part)
         except BaseException:
             with self.lock:
                 self.targets.abort_chunk(link, chunk)
             raise
         received = time.monotonic()
-        intact = chunk.digest == NO_DIGEST or chunk.digest == region.digest(place.block_ids)
+        mark, span = chunk.digest, chunk.span()
+        intact = mark == NO_DIGEST or mark == region.digest(place.block_ids, span)
         now = time.monotonic()
         with self.lock:
             self.counters.digest_s += now - received
@@ -324,7 +323,7 @@ class Links:
             match action:
                 case src.PushChunk():
                     local, _ = self._registered()
-                    size = len(action.source_ids) * local.region.geometry.block_bytes
+                    size = local.region.size_bytes(len(action.source_ids), action.tokens)
                     self.lock.queued(action.link).run(partial(self._push, action), size)
                 case src.SendDone():
                     self.lock.queued(action.link).run(partial(self._send_done, action))
@@ -361,17 +360,16 @@ class Links:
         region = local.region
         if chunk.part is not None:
             region = region.narrowed(chunk.part.source_start, chunk.part.size)
-        count = len(chunk.source_ids)
-        size = count * region.geometry.block_bytes
+        count = len(chunk.target_ids)
+        size = region.size_bytes(count, chunk.tokens)
         marked = begun = time.monotonic()
         copied = False
         try:
-            mark = NO_DIGEST
-            if region.is_host and self._sampler.takes(suspect=chunk.suspect):
-                mark = DIGEST_DUE if channel.makes_digests else region.digest(chunk.source_ids)
+            mark = self._sampler.mark(chunk, region, in_push=channel.makes_digests)
+            if mark != NO_DIGEST:
                 begun = time.monotonic()
-            message = Chunk(chunk.transfer_id, chunk.first, count, size, mark)
-            channel.push(message, chunk.source_ids, chunk.target_ids, chunk.part)
+            message = Chunk(chunk.transfer_id, chunk.first, count, size, mark, chunk.tokens)
+            channel.push(message, chunk.source_ids, chunk.target_ids, chunk.part, chunk.skip)
             copied = True
         finally:
             now = time.monotonic()

@@ -26,11 +26,13 @@ from kv_transfer.copying import (
 )
 from kv_transfer.digest import NO_DIGEST, digest
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
+from kv_transfer.tokens import TokenOrder, TokenPages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_transfer.layout import KvGeometry, PagePart
+    from kv_transfer.reshard import Span
 
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -50,26 +52,45 @@ def boot_id() -> str:
 
 
 class KvRegion:
-    """The bytes of a KV cache, addressed by page. Does not own the memory: vLLM does."""
+    """The bytes of a KV cache, addressed by page, and by token where its `order` is known. Does not
+    own the memory: vLLM does."""
 
     # Whether this process's CPU reaches the pages; see kv_transfer/device/region.py.
     is_host = True
 
-    def __init__(self, address: int, size: int, geometry: KvGeometry) -> None:
+    def __init__(
+        self, address: int, size: int, geometry: KvGeometry, order: TokenOrder | None = None
+    ) -> None:
         if geometry.span_bytes > size:
             raise UnsupportedLayout(
                 f"the layout spans {geometry.span_bytes} bytes of a cache of {size}"
             )
         self.address = address
         self.geometry = geometry
+        self.order = order
         self._view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block; 0 where single tokens cannot be told apart."""
+        return 0 if self.order is None else self.order.block_size
+
+    def size_bytes(self, blocks: int, tokens: int = 0) -> int:
+        """Of so many tokens, or, where they are 0, of so many blocks. Raises KvTransferError where
+        tokens cannot be told apart."""
+        if not tokens:
+            return blocks * self.geometry.block_bytes
+        if not self.block_size:
+            raise KvTransferError("the tokens of this KV cache cannot be told apart")
+        return tokens * (self.geometry.block_bytes // self.block_size)
 
     def narrowed(self, start: int, size: int) -> KvRegion:
         """The same memory, each page cut to a part of it. Raises KvTransferError where the page has
         no such part."""
         if (start, size) == (0, self.geometry.page_bytes):
             return self
-        return KvRegion(self.address, self._view.nbytes, self.geometry.narrowed(start, size))
+        geometry = self.geometry.narrowed(start, size)
+        return KvRegion(self.address, self._view.nbytes, geometry, self.order)
 
     def computed(self) -> None:
         """The engine has begun a step, and may not have ended it: what comes now waits for that.
@@ -114,9 +135,29 @@ class KvRegion:
         copy_pages(to, start, layers, page_bytes)
         return mark
 
-    def digest(self, block_ids: list[int]) -> int:
-        """kv_transfer/digest.py's of the `pages` of these blocks. Raises KvTransferError where an
-        id is no block."""
+    def take(self, block_ids: Sequence[int], tokens: Span) -> memoryview:
+        """The tokens of these blocks, counted from the first block's first, as
+        kv_transfer/tokens.py lays them. Raises KvTransferError where they are not here, or cannot
+        be told apart."""
+        return self._by_token(block_ids).take(block_ids, tokens)
+
+    def put(self, block_ids: Sequence[int], tokens: int, data: memoryview) -> None:
+        """The reverse, into the first `tokens` of the blocks. Raises KvTransferError, having
+        written nothing."""
+        self._by_token(block_ids).put(block_ids, tokens, data)
+
+    def _by_token(self, block_ids: Sequence[int]) -> TokenPages:
+        if self.order is None:
+            raise KvTransferError("the tokens of this KV cache cannot be told apart")
+        if not self.geometry.has_blocks(block_ids):
+            raise KvTransferError("a block id is outside its KV cache")
+        return TokenPages(self._view, self.geometry, self.order)
+
+    def digest(self, block_ids: list[int], tokens: Span | None = None) -> int:
+        """kv_transfer/digest.py's of the `pages` of these blocks, or of so many of their `tokens`,
+        counted from the first block's first. Raises KvTransferError where an id is no block."""
+        if tokens is not None:
+            return digest([self.take(block_ids, tokens)])
         g = self.geometry
         if not digests_in_c(len(block_ids), g.num_layers, g.page_bytes):
             return digest(self.pages(block_ids))
@@ -184,7 +225,14 @@ class PeerMemory:
     this user can be, and only the one that `inode` names. Raises OSError or ValueError.
     """
 
-    def __init__(self, path: str, inode: int, size: int, geometry: KvGeometry) -> None:
+    def __init__(
+        self,
+        path: str,
+        inode: int,
+        size: int,
+        geometry: KvGeometry,
+        order: TokenOrder | None = None,
+    ) -> None:
         if not _PEER_PATH.fullmatch(path):
             raise ValueError(f"{path!r} is no descriptor of a process")
         if not 0 < geometry.span_bytes <= size:
@@ -208,7 +256,7 @@ class PeerMemory:
         self._anchor = ctypes.c_char.from_buffer(self._map)
         address = ctypes.addressof(self._anchor)
         prefault(address, size)
-        self.region = KvRegion(address, size, geometry)
+        self.region = KvRegion(address, size, geometry, order)
 
     def close(self) -> None:
         """Unmaps; only when no copy runs any more. Idempotent."""

@@ -8,7 +8,7 @@ end → Inner, which is the transport's own.
 
 PROTOCOL_VERSION history: 1 first version. 2 Hello names its worker; Grant and Cancel have a
 capability. 3 Chunk has a digest; Again; Grant says which heads, and how many readers; messages
-have a CRC.
+have a CRC. 4 msgspec writes them. 5 Grant says the size of its blocks, Chunk how many tokens move.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from zlib import crc32
 import msgspec
 
 from kv_transfer.errors import ProtocolError
+from kv_transfer.reshard import Span
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 4 << 20
 # Of a peer that has not introduced itself, less is taken.
 MAX_HANDSHAKE_BYTES = 64 << 10
@@ -83,7 +84,9 @@ class Grant(Message, frozen=True):
     request. This is the credit: nothing is sent before it. `capability` is the router's word that
     the target may have them. `heads` says which KV heads, of those that lie in the source's pages:
     the first, how many, and how many lie before them in the target's pages; empty for whole pages
-    that hold the same on both sides. So many `readers` of the target ask this source rank."""
+    that hold the same on both sides. So many `readers` of the target ask this source rank.
+    `block_size` is how many tokens a block of the target's has; 0 where that is as at the source.
+    """
 
     transfer_id: str
     first_block: Count
@@ -92,6 +95,14 @@ class Grant(Message, frozen=True):
     capability: str = ""
     heads: list[Count] = []
     readers: Count = 1
+    block_size: Count = 0
+
+    def tokens_in(self, first: int, count: int) -> int:
+        """How many tokens of the request lie in so many blocks from block `first` of the grant; 0
+        where the block size is not said."""
+        start = (self.first_block + first) * self.block_size
+        end = start + count * self.block_size
+        return min(end, self.num_tokens) - start if self.block_size else 0
 
 
 class Again(Message, frozen=True):
@@ -117,13 +128,31 @@ class Ack(Message, frozen=True):
 
 class Chunk(Message, frozen=True):
     """`count` blocks from block `first` (counted within the grant) are in place, or follow.
-    `digest` is that of their bytes (kv_transfer/digest.py), 0 where none was made."""
+    `digest` is that of their bytes (kv_transfer/digest.py), 0 where none was made. `tokens` is how
+    many tokens of the request lie in them, where the two ends' blocks differ in size and tokens
+    move; 0 where whole blocks do."""
 
     transfer_id: str
     first: Count
     count: Count
     bytes: Count
     digest: Count = 0
+    tokens: Count = 0
+
+    def span(self) -> Span | None:
+        """What of the target's blocks is filled; None where whole blocks move."""
+        return Span(0, self.tokens) if self.tokens else None
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raises ProtocolError where the bytes cannot be shared out to so many layers."""
+        pages = (self.tokens or self.count) * num_layers
+        self.check_size(self.bytes - self.bytes % pages if pages else 0)
+
+    def check_size(self, size_bytes: int) -> None:
+        """Raises ProtocolError where what moves should be another number of bytes: this one."""
+        if self.bytes != size_bytes:
+            what = f"{self.tokens} tokens" if self.tokens else f"{self.count} blocks"
+            raise ProtocolError(f"{what} are not {self.bytes} bytes long")
 
 
 class Done(Message, frozen=True):

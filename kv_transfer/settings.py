@@ -67,7 +67,7 @@ class KvSettings:
     chunk_bytes: int = 16 << 20
     # Which chunks this worker sends with a digest; it checks all that come to it with one. In the
     # extra config it is written as text.
-    digest: DigestMode = DigestMode.ALWAYS
+    digest: DigestMode = DigestMode.AUTO
     # Between GPUs: slots in each direction, and the size of each; memory beside the KV cache.
     staging_slots: int = 4
     staging_slot_bytes: int = 32 << 20

@@ -1,8 +1,8 @@
 """One rank's share of its pool's KV, and what it asks of the ranks of another pool.
 
-On CPU a page is [heads, tokens, channels], so a range of heads is one run of bytes in each page.
-The two pools have one block size and one packing of a head's bytes (kv_transfer/layout.py): what
-differs is which heads a rank's pages hold.
+A page is [heads, tokens, channels], so a range of heads is one run of bytes in each page. A part of
+a page is counted here in blocks of this pool's own size; where the other pool's differ, each end
+takes of it what is its own page's.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ UP = "up"
 @dataclass(frozen=True, slots=True)
 class TransferView:
     """One transfer. `side` is this worker's part in it; `peer` is the other's name or address, ""
-    while it is not known. `blocks` are this worker's. `lease_left_s` is None while no lease runs.
+    while it is not known. `blocks` are this worker's, `moved_blocks` the target's.
+    `lease_left_s` is None while no lease runs.
     """
 
     transfer_id: str
@@ -111,7 +112,7 @@ def transfer_views(
             transport="+".join(sorted({link.transport for link in links})),
             blocks=len(s.block_ids),
             moved_blocks=min((reader.sent_blocks for reader in s.readers), default=0),
-            moved_bytes=sum(_sent_bytes(reader, geometry) for reader in s.readers),
+            moved_bytes=sum(_sent_bytes(r, geometry, sources.block_size) for r in s.readers),
             age_s=now - s.began_at,
             lease_left_s=None if s.lease_end is None else max(0.0, s.lease_end - now),
         )
@@ -185,9 +186,10 @@ def totals_of(
     }
 
 
-def _sent_bytes(reader: Reader[Link], geometry: KvGeometry) -> int:
+def _sent_bytes(reader: Reader[Link], geometry: KvGeometry, block_size: int) -> int:
     size = geometry.page_bytes if reader.part is None else reader.part.size
-    return reader.sent_blocks * geometry.num_layers * size
+    tokens = reader.sent_blocks * (reader.grant.block_size or block_size)
+    return tokens * geometry.num_layers * size // block_size
 
 
 def peer_of(link: Link) -> str:

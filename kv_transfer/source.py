@@ -58,9 +58,13 @@ class SourceTable(Generic[LinkT]):
         lease_s: float,
         grant_wait_s: float,
         alive_s: float,
+        by_token: bool = False,
     ) -> None:
+        """`by_token`: single tokens can be taken from the cache, so that the target's blocks may be
+        of another size."""
         self._shard = shard
-        self._block_size = shard.pool.block_size
+        self._by_token = by_token
+        self.block_size = shard.pool.block_size
         self._chunk_blocks = max(1, chunk_blocks)
         self._lease_s = lease_s
         self._grant_wait_s = grant_wait_s
@@ -112,7 +116,7 @@ class SourceTable(Generic[LinkT]):
             return []
         transfer.block_ids = block_ids
         # What lies in no block cannot be sent.
-        transfer.ready_tokens = min(ready_tokens, len(block_ids) * self._block_size)
+        transfer.ready_tokens = min(ready_tokens, len(block_ids) * self.block_size)
         return self._pump(transfer, now)
 
     def end(
@@ -262,7 +266,7 @@ class SourceTable(Generic[LinkT]):
         if not copied:
             return self._close(transfer, "a copy failed")
         if reader.generation == chunk.generation:
-            reader.sent_blocks += len(chunk.source_ids)
+            reader.sent_blocks += len(chunk.target_ids)
         if transfer.lease_end is not None:  # the target takes what is held for it
             transfer.lease_end = now + self._lease_s
         return []
@@ -317,7 +321,11 @@ class SourceTable(Generic[LinkT]):
         transfer.readers.append(reader)
         num_readers = transfer.num_readers or grant.readers
         transfer.num_readers = num_readers
-        blocks = -(-grant.num_tokens // self._block_size) - grant.first_block
+        block_size = grant.block_size or self.block_size
+        if block_size != self.block_size and not self._by_token:
+            reason = f"blocks of {block_size} tokens were granted, where {self.block_size} move"
+            return self._close(transfer, reason)
+        blocks = -(-grant.num_tokens // block_size) - grant.first_block
         if len(grant.block_ids) != blocks:
             reason = f"{len(grant.block_ids)} blocks were granted where {blocks} are due"
             return self._close(transfer, reason)
@@ -335,7 +343,7 @@ class SourceTable(Generic[LinkT]):
             if reader.done_queued:
                 continue
             queued: list[SourceAction[LinkT]] = []
-            queued += transfer.queue(reader, self._block_size, self._chunk_blocks)
+            queued += transfer.queue(reader, self.block_size, self._chunk_blocks)
             if transfer.ended_at is not None:
                 grant = reader.grant
                 if reader.queued_blocks < len(grant.block_ids):

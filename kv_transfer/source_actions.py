@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from kv_transfer.reshard import Span
+
 if TYPE_CHECKING:
     from kv_transfer.layout import PagePart
 
@@ -14,7 +16,9 @@ LinkT = TypeVar("LinkT")
 @dataclass(frozen=True, slots=True)
 class PushChunk(Generic[LinkT]):
     """Copy `source_ids` to the target's `target_ids`; then say Chunk(first, count). With `suspect`
-    it goes with a digest whatever the setting says. `part` of each page, None for all of it."""
+    it goes with a digest whatever the setting says. `part` of each page, None for all of it. Where
+    the two ends' blocks differ in size, so many `tokens` are copied: from the one behind `skip` of
+    the first source block on, to the first of the target's blocks on; 0 is whole blocks."""
 
     link: LinkT
     transfer_id: str
@@ -24,6 +28,12 @@ class PushChunk(Generic[LinkT]):
     target_ids: list[int]
     suspect: bool = False
     part: PagePart | None = None
+    tokens: int = 0
+    skip: int = 0
+
+    def span(self) -> Span | None:
+        """What of the source's blocks moves; None where they move whole."""
+        return Span(self.skip, self.skip + self.tokens) if self.tokens else None
 
 
 @dataclass(frozen=True, slots=True)

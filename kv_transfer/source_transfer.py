@@ -54,7 +54,7 @@ class Reader(Generic[LinkT]):
         """Of the grant, copied or being copied: a target may have a chunk before its copy ended."""
         running = self.copying
         counts = running is not None and running.generation == self.generation
-        return self.sent_blocks + (len(running.source_ids) if running and counts else 0)
+        return self.sent_blocks + (len(running.target_ids) if running and counts else 0)
 
     def go_back(self, block: int) -> None:
         """What is queued from `block` of the grant on will be queued again."""
@@ -106,28 +106,33 @@ class SourceTransfer(Generic[LinkT]):
     def queue(
         self, reader: Reader[LinkT], block_size: int, chunk_blocks: int
     ) -> list[PushChunk[LinkT]]:
-        """What can be pushed to the reader now, in chunks of so many blocks at most."""
+        """What can be pushed to the reader now, in chunks of so many of our blocks at most. They
+        are counted in blocks of the target's, whose size the grant says."""
         grant = reader.grant
+        theirs = grant.block_size or block_size
+        chunk_blocks = max(1, chunk_blocks * block_size // theirs)
         # The last block may be partial: it goes when the last granted token is in it.
         if self.ready_tokens >= grant.num_tokens:
             ready = len(grant.block_ids)
         else:
-            ready = max(0, self.ready_tokens // block_size - grant.first_block)
+            ready = max(0, self.ready_tokens // theirs - grant.first_block)
         chunks = []
         while reader.queued_blocks < ready:
             first = reader.queued_blocks
             count = min(chunk_blocks, ready - first)
-            start = grant.first_block + first
+            start = (grant.first_block + first) * theirs
+            end = min(start + count * theirs, grant.num_tokens)
             chunks.append(
                 PushChunk(
                     reader.link,
                     self.transfer_id,
                     reader.generation,
                     first,
-                    self.block_ids[start : start + count],
+                    self.block_ids[start // block_size : -(-end // block_size)],
                     grant.block_ids[first : first + count],
                     reader.suspect,
                     reader.part,
+                    *((end - start, start % block_size) if theirs != block_size else ()),
                 )
             )
             reader.queued_blocks += count

@@ -236,6 +236,11 @@ class TargetTable(Generic[LinkT]):
         if chunk.first != expected or end > len(share.grant.block_ids) or not chunk.count:
             share.give_up(f"chunk {chunk.first}+{chunk.count} where {expected} was due")
             return None
+        if chunk.tokens not in (0, due := share.grant.tokens_in(chunk.first, chunk.count)):
+            share.give_up(
+                f"{chunk.tokens} tokens in chunk {chunk.first}+{chunk.count} where {due} was due"
+            )
+            return None
         share.writing = True
         share.awaits_again = False
         return Place(share.grant.block_ids[chunk.first : end], share.part)

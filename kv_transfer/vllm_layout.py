@@ -3,6 +3,7 @@ CPU."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,16 @@ from kv_transfer.memory import KvRegion, SharedMemory, prefault
 from kv_transfer.messages import PROTOCOL_VERSION
 from kv_transfer.reshard import PoolLayout
 from kv_transfer.shard import Shard
+from kv_transfer.vllm_packing import isa_of, order_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
+
+    from kv_transfer.tokens import TokenOrder
+
+logger = logging.getLogger(__name__)
 
 # Ways of parallel_config to deal out KV that the plan of shards does not know.
 _UNSPLIT = (
@@ -85,18 +91,31 @@ def _geometry(caches: list[torch.Tensor]) -> KvGeometry:
     return KvGeometry(len(caches), first.shape[0], page, stride, first.stride(0) * item, offsets[0])
 
 
-def region_of(caches: dict[str, torch.Tensor], num_blocks: int) -> KvRegion:
-    """The KV cache that vLLM registered, of which its scheduler counts `num_blocks` blocks. Raises
-    UnsupportedLayout."""
+def region_of(caches: dict[str, torch.Tensor], num_blocks: int, block_size: int) -> KvRegion:
+    """The KV cache that vLLM registered, of which its scheduler counts `num_blocks` blocks of so
+    many tokens. Raises UnsupportedLayout."""
     tensors = list(caches.values())
     if not tensors:
         raise UnsupportedLayout("the model has no KV cache")
     if tensors[0].device.type == "cuda":
-        return device_region(tensors, num_blocks)
+        region = device_region(tensors, num_blocks)
+        if region.block_size != block_size:
+            raise UnsupportedLayout(f"{region.block_size} tokens in blocks of {block_size}")
+        return region
     if tensors[0].device.type != "cpu":
         raise UnsupportedLayout(f"the KV cache is on {tensors[0].device}")
-    storage = tensors[0].untyped_storage()
-    return KvRegion(storage.data_ptr(), storage.nbytes(), _geometry(tensors))
+    storage, order = tensors[0].untyped_storage(), _order(tensors[0], block_size)
+    return KvRegion(storage.data_ptr(), storage.nbytes(), _geometry(tensors), order)
+
+
+def _order(cache: torch.Tensor, block_size: int) -> TokenOrder | None:
+    head_size = cache.shape[-1] // 2
+    isa = isa_of(cache.dtype, block_size, head_size)
+    try:
+        return order_of(cache.dtype, head_size, isa, block_size)
+    except (UnsupportedLayout, RuntimeError) as error:  # the second is what the kernel raises
+        logger.warning("KV goes to workers of the same block size alone: %s", error)
+        return None
 
 
 def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
@@ -129,13 +148,18 @@ def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
 
 
 def describe(
-    config: VllmConfig, caches: dict[str, torch.Tensor], pool: PoolLayout
+    config: VllmConfig,
+    caches: dict[str, torch.Tensor],
+    pool: PoolLayout,
+    *,
+    by_token: bool = False,
 ) -> dict[str, str]:
     """Everything that gives the bytes of KV their meaning, for the compatibility key. Not how many
-    ranks share the heads: pools may differ in that (kv_transfer/shard.py). The block size must be
-    one: vLLM's CPU attention packs the keys of a head over the whole block. Where two workers
-    differ in a field, people are told its name and the two values."""
+    ranks share the heads: pools may differ in that (kv_transfer/shard.py); nor how many tokens a
+    block has, where single tokens can be moved. Where two workers differ in a field, people are
+    told its name and the two values."""
     first = next(iter(caches.values()))
+    on_cpu = first.device.type == "cpu"
     return {
         "connector": f"pdserve {PROTOCOL_VERSION}",
         "vllm": str(vllm.__version__),
@@ -143,11 +167,11 @@ def describe(
         "revision": str(config.model_config.revision or "local"),
         "layers": str(pool.num_layers),
         "kv_heads": str(pool.num_kv_heads),
-        "head_page": "x".join(str(n) for n in first.shape[2:]),
+        "head_content": str(first.shape[3]),
         "dtype": pool.dtype,
-        "block_size": str(pool.block_size),
+        "block_size": "any" if by_token else str(pool.block_size),
         "attention": str(get_current_attn_backend(config, list(caches)).get_name()),
-        "packing": _packing(first, pool.block_size) if first.device.type == "cpu" else "plain",
+        "packing": isa_of(first.dtype, pool.block_size, first.shape[3] // 2) if on_cpu else "plain",
     }
 
 
@@ -167,10 +191,3 @@ def _model_identity(config: VllmConfig) -> str:
     # The weights themselves are the operator's word: a name, and beside it a revision.
     name = str(model.model).rstrip("/").rsplit("/", 1)[-1]
     return f"{name}:{'x'.join(str(n) for n in shape)}"
-
-
-def _packing(cache: torch.Tensor, block_size: int) -> str:
-    """CPU attention packs keys inside a page for its instruction set."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    return str(_get_attn_isa(cache.dtype, block_size, cache.shape[-1] // 2))

@@ -141,6 +141,7 @@ class WorkerHalf:
                     start.capability,
                     list(read.heads),
                     read.readers,
+                    shard.pool.block_size,
                 ),
                 read.part,
             )

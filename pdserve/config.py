@@ -191,10 +191,10 @@ class KvConfig:
         maximum=3600,
     )
     digest: str = key(
-        "always",
+        "auto",
         "Which chunks a prefill worker sends with a digest, for the decode worker to check: all, "
-        "one in sixteen, or none.",
-        choices=("always", "sampled", "off"),
+        "one in sixteen, or none; auto is all of KV in host memory and one in sixteen on a GPU.",
+        choices=("auto", "always", "sampled", "off"),
     )
     staging_slots: int = key(
         4,

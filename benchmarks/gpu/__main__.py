@@ -1,5 +1,6 @@
-"""`python -m benchmarks.gpu [--json FILE]`: gather and scatter against the card's own copy, in one
-run, as a table and JSON. One GPU; its figures are of its memory, not of any link."""
+"""`python -m benchmarks.gpu [--json FILE]`: gather and scatter against the card's own copy, and KV
+between two processes over `cuda_ipc` and `nccl` (links.py), as tables and JSON. With one GPU all
+figures are of its memory, not of any link."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from benchmarks.errors import BenchError
+from benchmarks.gpu import links
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 # Layers, heads and content of an 8B model's KV: 16-token blocks of 64 KiB a layer.
 LAYERS, HEADS, TOKENS, CONTENT, ITEM = 32, 8, 16, 256, 2
@@ -84,20 +88,49 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         sys.stderr.write("benchmarks.gpu: torch finds no CUDA GPU on this machine\n")
         return 2
+    gpus = torch.cuda.device_count()
     rows = [measure(blocks) for blocks in CASES]
-    out.write("blocks      MiB     copy   gather  scatter  gather/copy  scatter/copy\n")
-    for row in rows:
-        out.write(
-            f"{row.blocks:6d} {row.mib:8.1f} {row.copy_gb_s:8.1f} {row.gather_gb_s:8.1f} "
-            f"{row.scatter_gb_s:8.1f} {row.gather_ratio:12.2f} {row.scatter_ratio:13.2f}\n"
-        )
-    card, figures = torch.cuda.get_device_name(), [asdict(row) for row in rows]
-    text = json.dumps({"card": card, "torch": torch.__version__, "rows": figures}, indent=2)
+    _print_rows(out, rows)
+    gone = links.left_out(gpus)
+    try:
+        moved = links.measure_here(gpus)
+    except BenchError as error:
+        sys.stderr.write(f"benchmarks.gpu: {error}\n")
+        return 2
+    print_links(out, moved, gone)
+    figures = {
+        "card": torch.cuda.get_device_name(),
+        "gpus": gpus,
+        "torch": torch.__version__,
+        "rows": [asdict(row) for row in rows],
+        "links": [asdict(row) for row in moved],
+        "left_out": gone,
+    }
+    text = json.dumps(figures, indent=2)
     if asked.json is None:
         out.write(text + "\n")
     else:
         asked.json.write_text(text + "\n", encoding="utf-8")
     return 0
+
+
+def _print_rows(out: TextIO, rows: Sequence[Row]) -> None:
+    out.write("blocks      MiB     copy   gather  scatter  gather/copy  scatter/copy\n")
+    out.writelines(
+        f"{row.blocks:6d} {row.mib:8.1f} {row.copy_gb_s:8.1f} {row.gather_gb_s:8.1f} "
+        f"{row.scatter_gb_s:8.1f} {row.gather_ratio:12.2f} {row.scatter_ratio:13.2f}\n"
+        for row in rows
+    )
+
+
+def print_links(out: TextIO, rows: Sequence[links.LinkRow], gone: dict[str, str]) -> None:
+    """The ways between two processes, and those that were left out."""
+    out.write("blocks      MiB             way     GB/s  way/copy\n")
+    out.writelines(
+        f"{row.blocks:6d} {row.mib:8.1f} {row.way:>15} {row.gb_s:8.1f} {row.ratio:9.2f}\n"
+        for row in rows
+    )
+    out.writelines(f"{way}: {reason}\n" for way, reason in gone.items())
 
 
 if __name__ == "__main__":

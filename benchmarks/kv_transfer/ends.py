@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -46,6 +46,34 @@ class WayEnd(Protocol):
         ...
 
 
+class AnyCache(Protocol):
+    """A KV cache as full of words. `shared` is None where it is not in shared memory."""
+
+    @property
+    def shared(self) -> SharedMemory | None:
+        """What it lies in."""
+        ...
+
+    def region(self, geometry: KvGeometry) -> KvRegion:
+        """The cache as `kv_transfer` sees it."""
+        ...
+
+    def number_words(self) -> None:
+        """Gives each word of the cache a value of its own."""
+        ...
+
+    def clear(self) -> None:
+        """Fills the cache with what no word of a source is."""
+        ...
+
+    def differing_blocks(self, geometry: KvGeometry, trip: Trip) -> int:
+        """How many of the trip's blocks here are not what a source with numbered words sent."""
+        ...
+
+
+CacheT = TypeVar("CacheT", bound=AnyCache)
+
+
 class Cache:
     """A KV cache in shared memory, every page touched."""
 
@@ -83,18 +111,15 @@ class Cache:
         return wrong
 
 
-class End:
+class End(Generic[CacheT]):
     """What the parent may ask of one of its two processes; each method is one request."""
 
     def __init__(
-        self,
-        make: Callable[[str, str, Cache, KvGeometry], WayEnd],
-        role: str,
-        cache_bytes: int,
+        self, make: Callable[[str, str, CacheT, KvGeometry], WayEnd], role: str, cache: CacheT
     ) -> None:
         self._make = make
         self._role = role
-        self._cache = Cache(cache_bytes)
+        self._cache = cache
         self._cache.number_words()
         self._ways: dict[str, WayEnd] = {}
 
@@ -135,12 +160,12 @@ class End:
 
 def serve(
     pipe: Connection,
-    make: Callable[[str, str, Cache, KvGeometry], WayEnd],
+    make: Callable[[str, str, CacheT, KvGeometry], WayEnd],
     role: str,
-    cache_bytes: int,
+    make_cache: Callable[[str], CacheT],
 ) -> None:
     """A child process: answers (method, arguments) with (result, error) until None comes."""
-    end = End(make, role, cache_bytes)
+    end = End(make, role, make_cache(role))
     calls: Mapping[str, Callable[..., Any]] = {
         name: getattr(end, name)
         for name in ("open", "connect", "clear", "differing_blocks", "arm", "go", "close")

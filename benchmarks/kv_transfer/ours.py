@@ -19,7 +19,7 @@ from kv_transfer.worker import WorkerHalf
 
 if TYPE_CHECKING:
     from benchmarks.kv_transfer.cases import Trip
-    from benchmarks.kv_transfer.ends import Cache
+    from benchmarks.kv_transfer.ends import AnyCache
     from kv_transfer.layout import KvGeometry
 
 # Each way's transport, and what it digests.
@@ -28,6 +28,9 @@ WAYS = {
     "shm digest": ("shm", DigestMode.ALWAYS),
     "tcp": ("tcp", DigestMode.OFF),
     "tcp digest": ("tcp", DigestMode.ALWAYS),
+    "cuda_ipc": ("cuda_ipc", DigestMode.OFF),
+    "cuda_ipc digest": ("cuda_ipc", DigestMode.ALWAYS),
+    "nccl": ("nccl", DigestMode.OFF),
 }
 ARRIVAL_S = 60.0
 SOURCE, TARGET = "bench-source", "bench-target"
@@ -44,7 +47,7 @@ class _Watched(WorkerHalf):
         self.wake_with(self.over.set)
 
 
-def _half(way: str, epoch: str, cache: Cache, geometry: KvGeometry) -> _Watched:
+def _half(way: str, epoch: str, cache: AnyCache, geometry: KvGeometry) -> _Watched:
     half = _Watched(way, epoch)
     # One token a block: what a token is does not matter here.
     half.register(
@@ -56,7 +59,7 @@ def _half(way: str, epoch: str, cache: Cache, geometry: KvGeometry) -> _Watched:
 class OurSource:
     """Has the blocks of a prefill that ended; done with a trip when they are free again."""
 
-    def __init__(self, way: str, cache: Cache, geometry: KvGeometry) -> None:
+    def __init__(self, way: str, cache: AnyCache, geometry: KvGeometry) -> None:
         self._half = _half(way, SOURCE, cache, geometry)
 
     def facts(self) -> Any:
@@ -89,7 +92,7 @@ class OurSource:
 class OurTarget:
     """Grants its blocks; measures until the source's word that all are in place."""
 
-    def __init__(self, way: str, cache: Cache, geometry: KvGeometry) -> None:
+    def __init__(self, way: str, cache: AnyCache, geometry: KvGeometry) -> None:
         self._half = _half(way, TARGET, cache, geometry)
         self._transport, _ = WAYS[way]
         self._source = ""

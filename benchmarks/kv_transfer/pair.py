@@ -7,18 +7,19 @@ import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
 from benchmarks.errors import BenchError
 from benchmarks.kv_transfer.cases import Case, Trip, geometry, trip
-from benchmarks.kv_transfer.ends import Cache, WayEnd, serve
+from benchmarks.kv_transfer.ends import AnyCache, Cache, WayEnd, serve
 from benchmarks.kv_transfer.floors import MemcpyEnd, StreamEnd
 from benchmarks.kv_transfer.ours import WAYS, OurSource, OurTarget
 from benchmarks.kv_transfer.peers import MODULES, PeerEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from kv_transfer.layout import KvGeometry
 
@@ -33,7 +34,7 @@ CEILING = {
     "tcp digest": "loopback",
     "mooncake": "loopback",
 }
-FLOORS = ("memcpy", "loopback")
+FLOORS = ("memcpy", "loopback", "copy")
 PEERS = tuple(MODULES)
 ANSWER_S = 120.0
 # Short transfers vary more, and cost nothing.
@@ -49,6 +50,20 @@ def make_end(way: str, role: str, cache: Cache, layout: KvGeometry) -> WayEnd:
         return PeerEnd(way, role, cache, layout)
     floor = MemcpyEnd if way == "memcpy" else StreamEnd
     return floor(role, cache, layout)
+
+
+def host_cache(size: int, role: str) -> Cache:
+    """Of both roles alike."""
+    return Cache(size)
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What the two processes are made of; both can be pickled. `make` makes an end of a way,
+    `make_cache` the cache of a role."""
+
+    make: Callable[[str, str, Any, KvGeometry], WayEnd]
+    make_cache: Callable[[str], AnyCache]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +90,12 @@ def ratio(way: Measured, ceiling: Measured) -> float:
 class _Child:
     """The parent's handle on one process."""
 
-    def __init__(self, role: str, cache_bytes: int) -> None:
+    def __init__(self, role: str, ends: Ends) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._role = role
         self._process = context.Process(
-            target=serve, args=(theirs, make_end, role, cache_bytes), daemon=True
+            target=serve, args=(theirs, ends.make, role, ends.make_cache), daemon=True
         )
         self._process.start()
         assert self._process.pid is not None
@@ -136,9 +151,10 @@ class Pair:
     """A source and a target process, and two more for each peer: a library's own threads would
     compute beside what another moves. Those whose turn it is not are stopped."""
 
-    def __init__(self, cache_bytes: int, layers: int) -> None:
+    def __init__(self, cache_bytes: int, layers: int, ends: Ends | None = None) -> None:
         self._cache_bytes = cache_bytes
         self._layers = layers
+        self._ends = ends or Ends(make_end, partial(host_cache, cache_bytes))
         self._trips = 0
         self._children: dict[str, tuple[_Child, _Child]] = {}
 
@@ -174,7 +190,7 @@ class Pair:
         """(source, target) of this way; the others stand still."""
         owner = way if way in MODULES else ""
         if owner not in self._children:
-            source, target = (_Child(role, self._cache_bytes) for role in ("source", "target"))
+            source, target = (_Child(role, self._ends) for role in ("source", "target"))
             self._children[owner] = source, target
         children = self._children[owner]
         for child in children:

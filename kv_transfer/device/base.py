@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_transfer.memory import KvRegion
+    from kv_transfer.reshard import Span
 
 Event = object
 
@@ -44,16 +45,16 @@ class StreamOps(Protocol):
 
 
 class Mover(Protocol):
-    """Copies whole blocks between a KV cache and staging memory, where they lie one behind the
-    other in one form, whatever the cache's strides. Neither call waits for the copy: the event
-    fires when it is done. Both raise, having begun nothing, StreamError, and
-    KvTransferError where an id is no block of the cache."""
+    """Copies blocks, or some `tokens` of them, counted from the first block's first, between a KV
+    cache and staging memory, where they lie in one form, whatever the cache's strides. Neither call
+    waits for the copy: the event fires when it is done. Both raise, having begun nothing,
+    StreamError, and KvTransferError where an id is no block of the cache."""
 
-    def gather(self, block_ids: Sequence[int], address: int) -> Event:
-        """Blocks → staging."""
+    def gather(self, block_ids: Sequence[int], tokens: Span | None, address: int) -> Event:
+        """Blocks → staging; `tokens` None is all of them."""
         ...
 
-    def scatter(self, block_ids: Sequence[int], address: int) -> Event:
+    def scatter(self, block_ids: Sequence[int], tokens: Span | None, address: int) -> Event:
         """Staging → blocks."""
         ...
 

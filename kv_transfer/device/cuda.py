@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.device.base import Event, Mover
     from kv_transfer.memory import KvRegion
+    from kv_transfer.reshard import Span
 
 
 class _Bytes:
@@ -112,11 +113,18 @@ class CudaDevice:
         self.bind()
         self.runtime.close_memory(address)
 
-    def move(self, region: DeviceRegion, block_ids: Sequence[int], address: int, how: str) -> Event:
+    def move(
+        self,
+        region: DeviceRegion,
+        block_ids: Sequence[int],
+        tokens: Span | None,
+        address: int,
+        how: str,
+    ) -> Event:
         """Begins a gather or a scatter. It waits, on the GPU, for what the engine had begun when
         its last step was noted: that may still write, or read, the blocks."""
-        piece, table = region.piece(block_ids)
-        size = len(block_ids) * region.geometry.block_bytes
+        piece, table = region.piece(block_ids, tokens)
+        size = region.cache.size_bytes(piece)
         stream = self.stream_for(how)
         try:
             with torch.cuda.device(self.index):
@@ -140,11 +148,11 @@ class _CudaMover:
         self._device = device
         self._region = region
 
-    def gather(self, block_ids: Sequence[int], address: int) -> Event:
-        return self._device.move(self._region, block_ids, address, "gather")
+    def gather(self, block_ids: Sequence[int], tokens: Span | None, address: int) -> Event:
+        return self._device.move(self._region, block_ids, tokens, address, "gather")
 
-    def scatter(self, block_ids: Sequence[int], address: int) -> Event:
-        return self._device.move(self._region, block_ids, address, "scatter")
+    def scatter(self, block_ids: Sequence[int], tokens: Span | None, address: int) -> Event:
+        return self._device.move(self._region, block_ids, tokens, address, "scatter")
 
 
 def current_device() -> CudaDevice:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kv_transfer.device.digest import digest_of
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.gather import RankCache
 from kv_transfer.layout import KvGeometry
@@ -50,6 +51,10 @@ class DeviceRegion(KvRegion):
         self.computed_event: torch.cuda.Event | None = None
 
     @property
+    def block_size(self) -> int:
+        return self.split * self.cache.block_size
+
+    @property
     def device(self) -> torch.device:
         """Where it lies."""
         return self.views[0].device
@@ -70,14 +75,23 @@ class DeviceRegion(KvRegion):
             event.record(torch.cuda.current_stream(self.device))
             self.computed_event = event
 
-    def piece(self, block_ids: Sequence[int]) -> tuple[Piece, list[int]]:
-        """The blocks as a piece, and their table, as gather and scatter take them. Raises
-        KvTransferError where an id is no block, or none is given."""
+    def piece(
+        self, block_ids: Sequence[int], tokens: Span | None = None
+    ) -> tuple[Piece, list[int]]:
+        """The blocks as a piece, and their table, as gather and scatter take them; or some tokens
+        of the blocks, counted from the first block's first. Raises KvTransferError where an id is
+        no block, or none is given, or the blocks have no such tokens."""
         if not self.geometry.has_blocks(block_ids):
             raise KvTransferError("a block id is outside its KV cache")
         table = [block * self.split + n for block in block_ids for n in range(self.split)]
-        tokens = Span(0, len(table) * self.cache.block_size)
-        return Piece(0, 0, self.cache.layers, self.heads, tokens), table
+        size = self.cache.block_size
+        if tokens is None:
+            tokens = Span(0, len(table) * size)
+        first, end = tokens.start // size, -(-tokens.end // size)
+        if end > len(table):
+            raise KvTransferError(f"{tokens} is not in {len(block_ids)} blocks")
+        inside = Span(tokens.start - first * size, tokens.end - first * size)
+        return Piece(0, 0, self.cache.layers, self.heads, inside), table[first:end]
 
     def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
         raise KvTransferError("the KV cache is in GPU memory")
@@ -87,8 +101,16 @@ class DeviceRegion(KvRegion):
     ) -> int:
         raise KvTransferError("the KV cache is in GPU memory")
 
-    def digest(self, block_ids: list[int]) -> int:
+    def take(self, block_ids: Sequence[int], tokens: Span) -> memoryview:
         raise KvTransferError("the KV cache is in GPU memory")
+
+    def put(self, block_ids: Sequence[int], tokens: int, data: memoryview) -> None:
+        raise KvTransferError("the KV cache is in GPU memory")
+
+    def digest(self, block_ids: list[int], tokens: Span | None = None) -> int:
+        """kv_transfer/device/digest.py's, of what is there when the step that `computed` has noted
+        is over. Waits for the GPU. Raises KvTransferError."""
+        return digest_of(self.cache, *self.piece(block_ids, tokens), self.computed_event)
 
 
 def device_region(caches: Sequence[torch.Tensor], num_blocks: int) -> DeviceRegion:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kv_transfer.device.staging import LOOK_S, parts
+from kv_transfer.device.units import Units, units_of
 from kv_transfer.device.waiting import wait_for
 from kv_transfer.errors import KvTransferError, LinkClosed, ProtocolError
 from kv_transfer.ipc.credits import ChunkCredits
@@ -106,6 +107,7 @@ class IpcSource:
         source_ids: list[int],
         target_ids: list[int],
         part: PagePart | None = None,
+        skip: int = 0,
     ) -> None:
         """See SourceChannel."""
         region = self._region
@@ -113,9 +115,9 @@ class IpcSource:
             region = region.narrowed(part.source_start, part.size)
         if not region.geometry.has_blocks(source_ids):
             raise KvTransferError("a block id is outside its KV cache")
-        mover, block_bytes = self._owner.device.mover(region), region.geometry.block_bytes
+        mover, units = self._owner.device.mover(region), units_of(region, chunk, source_ids, skip)
         slot_bytes = min(self._ring.slot_bytes, self._staging.limits.slot_bytes)
-        runs = list(parts(len(source_ids), block_bytes, slot_bytes))
+        runs = list(parts(units.count, units.size_bytes, slot_bytes))
         self._write(chunk, Inner(pack(Begin(len(runs)))))
         gathered: deque[tuple[int, Event, int]] = deque()
         try:
@@ -126,8 +128,8 @@ class IpcSource:
                     slot = self._staging.try_acquire()
                 if slot is None:
                     slot = self._acquire()
-                size = (run.stop - run.start) * block_bytes
-                gathered.append((slot, self._gather(mover, source_ids[run], slot), size))
+                size = (run.stop - run.start) * units.size_bytes
+                gathered.append((slot, self._gather(mover, units, run, slot), size))
                 while len(gathered) > 1:
                     self._copy(*gathered.popleft())
             while gathered:
@@ -145,9 +147,9 @@ class IpcSource:
     def _acquire(self) -> int:
         return self._staging.acquire(self._owner.op_timeout_s, self._wire.is_down)
 
-    def _gather(self, mover: Mover, block_ids: list[int], slot: int) -> Event:
+    def _gather(self, mover: Mover, units: Units, run: slice, slot: int) -> Event:
         try:
-            return mover.gather(block_ids, self._staging.address(slot))
+            return units.gather(mover, run, self._staging.address(slot))
         except KvTransferError:
             self._staging.release(slot)
             raise
@@ -224,23 +226,22 @@ class IpcTarget:
         region = self._region
         if part is not None:
             region = region.narrowed(part.target_start, part.size)
-        mover, block_bytes = self._owner.device.mover(region), region.geometry.block_bytes
+        mover, units = self._owner.device.mover(region), units_of(region, chunk, block_ids)
         begin = self._read()
         if not isinstance(begin, Begin):
             raise ProtocolError(f"a {begin.kind} message where a chunk begins")
-        slots = ChunkCredits(chunk.count, begin.parts)
+        slots = ChunkCredits(units.count, begin.parts)
         try:
             while not slots.is_whole:
                 self._grant(slots)
                 landed = self._read()
                 if not isinstance(landed, Landed):
                     raise ProtocolError(f"a {landed.kind} message inside a chunk")
-                count, rest = divmod(landed.size_bytes, block_bytes)
+                count, rest = divmod(landed.size_bytes, units.size_bytes)
                 if rest or landed.size_bytes > self._staging.limits.slot_bytes:
                     raise ProtocolError(f"{landed.size_bytes} bytes lie in a slot")
                 run = slots.landed(landed.slot, count)
-                ids = None if block_ids is None else block_ids[run.start : run.stop]
-                self._scatter(mover, ids, landed.slot)
+                self._scatter(mover, None if block_ids is None else units, run, landed.slot)
         finally:
             self._owner.quarantine(slots.granted, self._fence)
 
@@ -280,11 +281,11 @@ class IpcTarget:
             else:
                 time.sleep(LOOK_S / 10)
 
-    def _scatter(self, mover: Mover, block_ids: list[int] | None, slot: int) -> None:
+    def _scatter(self, mover: Mover, units: Units | None, run: slice, slot: int) -> None:
         at_rest = True
         try:
-            if block_ids is not None:
-                event = mover.scatter(block_ids, self._staging.address(slot))
+            if units is not None:
+                event = units.scatter(mover, run, self._staging.address(slot))
                 self._scattering, at_rest = event, False
                 wait_for(self._owner.device, event)
                 self._scattering, at_rest = None, True

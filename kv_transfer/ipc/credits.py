@@ -27,18 +27,18 @@ REST_S = 1.0
 
 @dataclass(slots=True)
 class ChunkCredits:
-    """The slots of one chunk: `blocks` in `parts` parts, a slot each. Every grant is used, so none
-    is left over when the chunk is whole."""
+    """The slots of one chunk: so many `units` (kv_transfer/device/units.py) in `parts` parts, a
+    slot each. Every grant is used, so none is left over when the chunk is whole."""
 
-    blocks: int
+    units: int
     parts: int
     granted: set[int] = field(default_factory=set)
-    landed_blocks: int = 0
+    landed_units: int = 0
     _grants: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.parts <= self.blocks:
-            raise ProtocolError(f"{self.blocks} blocks in {self.parts} parts")
+        if not 1 <= self.parts <= self.units:
+            raise ProtocolError(f"{self.units} units in {self.parts} parts")
 
     @property
     def wants_slot(self) -> bool:
@@ -55,18 +55,18 @@ class ChunkCredits:
         self._grants += 1
         self.granted.add(slot)
 
-    def landed(self, slot: int, blocks: int) -> range:
-        """A part lies in the slot; answers which blocks of the chunk it is. Raises ProtocolError
+    def landed(self, slot: int, units: int) -> slice:
+        """A part lies in the slot; answers which of the chunk's units it is. Raises ProtocolError
         where the slot was not granted, or the part is not what can be left."""
         if slot not in self.granted:
             raise ProtocolError(f"slot {slot} was filled, which was not granted")
-        first, left = self.landed_blocks, self.blocks - self.landed_blocks
+        first, left = self.landed_units, self.units - self.landed_units
         later = self.parts - self._grants + len(self.granted) - 1
-        if not 1 <= blocks <= left - later or (not later and blocks != left):
-            raise ProtocolError(f"a part of {blocks} blocks with {left} and {later} parts to come")
+        if not 1 <= units <= left - later or (not later and units != left):
+            raise ProtocolError(f"a part of {units} units with {left} and {later} parts to come")
         self.granted.remove(slot)
-        self.landed_blocks += blocks
-        return range(first, first + blocks)
+        self.landed_units += units
+        return slice(first, first + units)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kv_transfer.device.staging import LOOK_S, parts
+from kv_transfer.device.units import Units, units_of
 from kv_transfer.device.waiting import wait_for
 from kv_transfer.errors import KvTransferError, LinkClosed, ProtocolError
 from kv_transfer.messages import Inner, decode, encode, pack
@@ -194,6 +195,7 @@ class NcclSource(_End):
         source_ids: list[int],
         target_ids: list[int],
         part: PagePart | None = None,
+        skip: int = 0,
     ) -> None:
         """See SourceChannel. Where it fails, a gather may still be reading the blocks: into a slot
         that nobody sends."""
@@ -202,15 +204,15 @@ class NcclSource(_End):
             region = region.narrowed(part.source_start, part.size)
         if not region.geometry.has_blocks(source_ids):
             raise KvTransferError("a block id is outside its KV cache")
-        mover, block_bytes = self._hub.device.mover(region), region.geometry.block_bytes
+        mover, units = self._hub.device.mover(region), units_of(region, chunk, source_ids, skip)
         self._write([chunk])
         moving: deque[str] = deque()
         with self._changed:
             self._outgoing = deque()
         try:
-            for run in parts(len(source_ids), block_bytes, self._kv.slot_bytes):
+            for run in parts(units.count, units.size_bytes, self._kv.slot_bytes):
                 slot = self._slot(moving)
-                moving.append(self._send(mover, source_ids[run], slot, block_bytes))
+                moving.append(self._send(mover, units, run, slot))
             while moving:
                 self._await(moving.popleft())
         finally:
@@ -227,36 +229,35 @@ class NcclSource(_End):
             slot = staging.acquire(self._hub.op_timeout_s, self._wire.is_down)
         return slot
 
-    def _send(self, mover: Mover, block_ids: list[int], slot: int, block_bytes: int) -> str:
+    def _send(self, mover: Mover, units: Units, run: slice, slot: int) -> str:
         staging = self._kv.staging
         try:
-            gathered = mover.gather(block_ids, staging.address(slot))
+            gathered = units.gather(mover, run, staging.address(slot))
         except KvTransferError:
             staging.release(slot)
             raise
         op_id = str(next(self._numbers))
-        self._submit(op_id, slot, len(block_ids) * block_bytes, gathered)
+        self._submit(op_id, slot, (run.stop - run.start) * units.size_bytes, gathered)
         return op_id
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What an operation brings, and where to: None is nowhere."""
+    """What an operation brings: these units of the chunk."""
 
     op_id: str
     slot: int
-    block_ids: list[int] | None
+    run: slice
 
 
 @dataclass(slots=True)
 class _Inbound:
     """The chunk that is being received."""
 
-    chunk: Chunk
-    block_ids: list[int] | None
     mover: Mover
-    block_bytes: int
-    taken: int = 0  # blocks that came or were let come
+    units: Units
+    is_kept: bool  # else it is thrown away
+    taken: int = 0  # units that came or were let come
     known: set[str] = field(default_factory=set)
     waiting: deque[_Part] = field(default_factory=deque)  # let come, and not yet in place
 
@@ -276,8 +277,8 @@ class NcclTarget(_End):
         region = self._kv.region
         if part is not None:
             region = region.narrowed(part.target_start, part.size)
-        mover = self._hub.device.mover(region)
-        inbound = _Inbound(chunk, block_ids, mover, region.geometry.block_bytes)
+        mover, units = self._hub.device.mover(region), units_of(region, chunk, block_ids)
+        inbound = _Inbound(mover, units, block_ids is not None)
         with self._changed:
             self._keeps_slots = True
         try:
@@ -291,8 +292,8 @@ class NcclTarget(_End):
                 self._land(inbound)
         finally:
             self._give_back()
-        if inbound.taken != chunk.count:
-            raise ProtocolError(f"{inbound.taken} blocks came of a chunk of {chunk.count}")
+        if inbound.taken != units.count:
+            raise ProtocolError(f"{inbound.taken} units came of a chunk of {units.count}")
 
     def idle(self) -> bool:
         """See TargetChannel."""
@@ -311,17 +312,16 @@ class NcclTarget(_End):
 
     def _take(self, offer: Offer, inbound: _Inbound) -> None:
         """Lets the part come."""
-        staging, left = self._kv.staging, inbound.chunk.count - inbound.taken
-        count, rest = divmod(offer.size_bytes, inbound.block_bytes)
+        staging, left = self._kv.staging, inbound.units.count - inbound.taken
+        count, rest = divmod(offer.size_bytes, inbound.units.size_bytes)
         if rest or not 0 < count <= left or offer.size_bytes > self._kv.slot_bytes:
-            raise ProtocolError(f"{offer.size_bytes} bytes were offered with {left} blocks to come")
+            raise ProtocolError(f"{offer.size_bytes} bytes were offered with {left} units to come")
         while (slot := staging.try_acquire()) is None and inbound.waiting:
             self._land(inbound)
         if slot is None:
             slot = staging.acquire(self._hub.op_timeout_s, self._wire.is_down)
-        ids = inbound.block_ids
-        part = None if ids is None else ids[inbound.taken : inbound.taken + count]
-        inbound.waiting.append(_Part(offer.op_id, slot, part))
+        run = slice(inbound.taken, inbound.taken + count)
+        inbound.waiting.append(_Part(offer.op_id, slot, run))
         inbound.known.add(offer.op_id)
         inbound.taken += count
         self._submit(offer.op_id, slot, offer.size_bytes)
@@ -341,9 +341,9 @@ class NcclTarget(_End):
         """Puts the oldest part in place once it is here, and gives its slot back."""
         part = inbound.waiting.popleft()
         self._await(part.op_id)
-        if part.block_ids is not None:
+        if inbound.is_kept:
             address = self._kv.staging.address(part.slot)
-            event = inbound.mover.scatter(part.block_ids, address)
+            event = inbound.units.scatter(inbound.mover, part.run, address)
             with self._changed:
                 self._scattering = event, part.slot
             wait_for(self._hub.device, event)

@@ -5,7 +5,9 @@ A transport moves the bytes of granted blocks between two workers that share a l
 payload of a chunk travels.
 
 * A chunk moves whole pages, or the same `PagePart` of each where the two workers hold different
-  heads (kv_transfer/reshard.py); None means whole pages.
+  heads (kv_transfer/reshard.py); None means whole pages. Where the two ends' blocks differ in size
+  it moves `chunk.tokens` tokens of them: out of blocks of one size, into the first places of blocks
+  of the other.
 * `SourceChannel.push` returns when the source's blocks may be overwritten. One chunk at a time, in
   order, on the link's writer thread; on other threads, an engine's among them, where it moves no
   more than `unwaited_bytes`, and then it must not wait for the peer. The ids come from a peer: one
@@ -13,7 +15,8 @@ payload of a chunk travels.
   anything is written.
 * `TargetChannel.receive` runs on the link's reader thread, once a chunk, in the same order, and
   returns when the bytes are in place. With `block_ids` None the payload is consumed and thrown
-  away. The caller has checked that `chunk.bytes` is what moves of `chunk.count` blocks.
+  away. The caller has checked that `chunk.bytes` is what moves of `chunk.count` blocks, or of
+  `chunk.tokens` tokens.
 * `TargetChannel.idle` is asked after the link went down: True when nothing is, or ever will be,
   written to the target's memory over this link.
 * `close` is idempotent and called once no push or receive runs.
@@ -51,8 +54,9 @@ class LocalKv:
 
 class SourceChannel(Protocol):
     """The sending end of one link. `unwaited_bytes`: a push of so many bytes, and of fewer, does
-    not wait for the peer. Where it `makes_digests`, a chunk whose digest is DIGEST_DUE gets it from
-    the push, which reads the bytes anyway; elsewhere none is pushed that has not got it."""
+    not wait for the peer. Where it `makes_digests`, or tokens move, a chunk whose digest is
+    DIGEST_DUE gets it from the push, which reads the bytes anyway; elsewhere none is pushed that
+    has not got it."""
 
     name: str
     unwaited_bytes: int
@@ -64,8 +68,10 @@ class SourceChannel(Protocol):
         source_ids: list[int],
         target_ids: list[int],
         part: PagePart | None = None,
+        skip: int = 0,
     ) -> None:
-        """Sends the chunk's message and payload."""
+        """Sends the chunk's message and payload. Where tokens move, `skip` tokens of the first
+        source block come before them."""
         ...
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from kv_transfer.transport.base import (
     TransportUnavailable,
     Wire,
 )
+from kv_transfer.transport.by_token import placed, taken
 
 if TYPE_CHECKING:
     from kv_transfer.layout import PagePart
@@ -73,11 +74,16 @@ class _LoopbackSource:
         source_ids: list[int],
         target_ids: list[int],
         part: PagePart | None = None,
+        skip: int = 0,
     ) -> None:
         if self._owner.on_push is not None:
             self._owner.on_push(chunk, source_ids, target_ids)
-        peer, local = parts_of(self._peer, self._local, part)
-        peer.copy_from(local, source_ids, target_ids)
+        if chunk.tokens:
+            chunk, data = taken(self._local, chunk, source_ids, part, skip)
+            placed(self._peer, self._local, part).put(target_ids, chunk.tokens, data)
+        else:
+            peer, local = parts_of(self._peer, self._local, part)
+            peer.copy_from(local, source_ids, target_ids)
         self._wire.send(encode(chunk))
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.digest import DIGEST_DUE, NO_DIGEST
-from kv_transfer.errors import LinkClosed
+from kv_transfer.errors import LinkClosed, UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, PeerMemory, WriteFence, boot_id, parts_of
 from kv_transfer.messages import Chunk, encode
@@ -22,11 +22,24 @@ from kv_transfer.transport.base import (
     TransportUnavailable,
     Wire,
 )
+from kv_transfer.transport.by_token import placed, taken
 
 if TYPE_CHECKING:
     from kv_transfer.layout import PagePart
+    from kv_transfer.tokens import TokenOrder
 
 _MAX_SLOT = 1 << 62
+
+
+def _order(local: KvRegion, block_size: int, geometry: KvGeometry) -> TokenOrder | None:
+    """How the target's pages hold their tokens. Raises ValueError and UnsupportedLayout."""
+    ours = local.order
+    if ours is None or not block_size:
+        return None
+    token_bytes = ours.content * ours.item_bytes
+    if block_size < 0 or geometry.page_bytes % (block_size * token_bytes):
+        raise ValueError(f"blocks of {block_size} tokens in pages of {geometry.page_bytes} bytes")
+    return ours.resized(block_size)
 
 
 class ShmSource:
@@ -48,12 +61,18 @@ class ShmSource:
         source_ids: list[int],
         target_ids: list[int],
         part: PagePart | None = None,
+        skip: int = 0,
     ) -> None:
         if not self._fence.enter():
             raise LinkClosed("the target has taken its memory back")
         try:
-            peer, local = parts_of(self._peer.region, self._local, part)
-            mark = peer.copy_from(local, source_ids, target_ids, chunk.digest == DIGEST_DUE)
+            if chunk.tokens:
+                chunk, data = taken(self._local, chunk, source_ids, part, skip)
+                placed(self._peer.region, self._local, part).put(target_ids, chunk.tokens, data)
+                mark = NO_DIGEST
+            else:
+                peer, local = parts_of(self._peer.region, self._local, part)
+                mark = peer.copy_from(local, source_ids, target_ids, chunk.digest == DIGEST_DUE)
         finally:
             self._fence.leave()
         if mark != NO_DIGEST:
@@ -99,6 +118,7 @@ class ShmTransport:
             "inode": local.shared.inode,
             "size": local.shared.size,
             "geometry": local.region.geometry.to_list(),
+            "block_size": local.region.block_size,
             "slot": slot,
         }
 
@@ -118,8 +138,16 @@ class ShmTransport:
                 raise ValueError("no such slot")
             if geometry.num_layers != ours.num_layers:
                 raise ValueError(f"{geometry.num_layers} layers, not {ours.num_layers}")
-            peer = PeerMemory(str(offer["path"]), inode, size, geometry)
-        except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
+            order = _order(local.region, int(offer["block_size"]), geometry)
+            peer = PeerMemory(str(offer["path"]), inode, size, geometry, order)
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            OSError,
+            UnsupportedLayout,
+        ) as error:
             raise TransportUnavailable(f"cannot map the target's memory: {error}") from error
         return ShmSource(local.region, peer, slot, wire)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_transfer.errors import LinkClosed
 from kv_transfer.messages import Chunk, encode
+from kv_transfer.transport.by_token import taken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,11 +89,16 @@ class TcpSource:
         source_ids: list[int],
         target_ids: list[int],
         part: PagePart | None = None,
+        skip: int = 0,
     ) -> None:
         region = self._region
-        if part is not None:
-            region = region.narrowed(part.source_start, part.size)
-        pages = [memoryview(encode(chunk)), *region.pages(source_ids)]
+        if chunk.tokens:
+            chunk, data = taken(region, chunk, source_ids, part, skip)
+            pages = [memoryview(encode(chunk)), data]
+        else:
+            if part is not None:
+                region = region.narrowed(part.source_start, part.size)
+            pages = [memoryview(encode(chunk)), *region.pages(source_ids)]
         if chunk.bytes > UNWAITED_BYTES:
             send_all(self._wire.sock, pages)
         elif rest := send_some(self._wire.sock, pages):
@@ -118,7 +124,12 @@ class _TcpTarget:
             region = self._region
             if part is not None:
                 region = region.narrowed(part.target_start, part.size)
-            receive_all(self._wire, region.pages(block_ids))
+            if not chunk.tokens:
+                receive_all(self._wire, region.pages(block_ids))
+                return
+            data = memoryview(bytearray(chunk.bytes))
+            receive_all(self._wire, [data])
+            region.put(block_ids, chunk.tokens, data)
 
     def _discard(self, count: int) -> None:
         scratch = memoryview(bytearray(min(count, _DISCARD_BYTES)))

@@ -1,7 +1,8 @@
 """Run by test_single_gpu.py in a process of its own: ROLE TRANSPORT.
 
-both: two worker halves in this process. target: the source is a child. kill: as target, and the
-child is killed half way first. source: that child. Prints `exact` when every block came as it was.
+both: two worker halves in this process, then two whose blocks differ in size and in the order of
+heads and tokens. target: the source is a child. kill: as target, and the child is killed half way
+first. source: that child. Prints `exact` when every block came as it was.
 """
 
 from __future__ import annotations
@@ -24,26 +25,39 @@ from kv_transfer.worker import WorkerHalf
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 8, 64, 8, 16, 256
 TABLE = [(7 * n + 3) % BLOCKS for n in range(40)]
 TO = [(11 * n + 5) % BLOCKS for n in range(40)]
+ALL = len(TABLE) * TOKENS
 LIMIT_S = 60.0
 SELF = ["-m", "tests.gpu.gpu_transfer"]
+
+
+def truth(seed: int, tokens: int) -> torch.Tensor:
+    """What a cache of blocks of so many tokens holds."""
+    dice = torch.Generator().manual_seed(seed)
+    shape = (LAYERS, BLOCKS, tokens, HEADS, CONTENT)
+    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=dice)
 
 
 class Half:
     """One worker half over a cache in GPU memory."""
 
-    def __init__(self, epoch: str, name: str, seed: int) -> None:
-        dice = torch.Generator().manual_seed(seed)
-        shape = (LAYERS, BLOCKS, TOKENS, HEADS, CONTENT)
-        self.truth = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=dice)
+    def __init__(
+        self, epoch: str, name: str, seed: int, *, tokens: int = TOKENS, is_hnd: bool = False
+    ) -> None:
+        self.tokens = tokens
+        self.truth = truth(seed, tokens)
         self.cache = self.truth.cuda()
-        self.region = device_region(list(self.cache.transpose(2, 3)), BLOCKS)
+        views = self.cache.transpose(2, 3)
+        if is_hnd:
+            views = views.contiguous()
+            self.cache = views.transpose(2, 3)
+        self.region = device_region(list(views), BLOCKS)
         settings = KvSettings(
             transports=(name,), chunk_bytes=4 << 20, staging_slot_bytes=2 << 20, lease_s=600.0
         )
         self.transports = transport.make(settings)
         self.half = WorkerHalf(settings, epoch, self.transports)
         self.half.register(
-            LocalKv(self.region, None), Identity(epoch, "gpu"), whole(self.region.geometry, TOKENS)
+            LocalKv(self.region, None), Identity(epoch, "gpu"), whole(self.region.geometry, tokens)
         )
         self.failed: set[str] = set()
         self.ended: set[str] = set()
@@ -68,9 +82,9 @@ class Half:
         if count == len(TABLE):
             self.step(ended=[SourceEnded(transfer_id, (7,), True)])
 
-    def take(self, address: str, epoch: str, transfer_id: str) -> None:
-        tokens = len(TO) * TOKENS
-        start = TargetStart(transfer_id, f"d-{transfer_id}", (address,), epoch, 0, tokens, TO)
+    def take(self, address: str, epoch: str, transfer_id: str, tokens: int = ALL) -> None:
+        to = TO[: -(-tokens // self.tokens)]
+        start = TargetStart(transfer_id, f"d-{transfer_id}", (address,), epoch, 0, tokens, to)
         self.step(starts=[start])
 
     def wait(self, *others: Half) -> None:
@@ -81,12 +95,12 @@ class Half:
                 half.collect()
             time.sleep(0.001)
 
-    def check(self, source_seed: int) -> None:
+    def check(self, source_seed: int, tokens: int = ALL) -> None:
         assert not self.failed, self.half.take_output()
-        dice = torch.Generator().manual_seed(source_seed)
-        source = torch.randint(-(2**15), 2**15, self.truth.shape, dtype=torch.int16, generator=dice)
-        want = self.truth.clone()
-        want[:, TO] = source[:, TABLE]
+        source, want = truth(source_seed, TOKENS), self.truth.clone()
+        for n in range(tokens):
+            (to, at), (table, place) = divmod(n, self.tokens), divmod(n, TOKENS)
+            want[:, TO[to], at] = source[:, TABLE[table], place]
         assert torch.equal(self.cache.cpu(), want)
 
     def close(self) -> None:
@@ -151,12 +165,18 @@ def target(name: str, *, kills: bool) -> None:
 
 def both(name: str) -> None:
     ours, theirs = Half("source", name, 1), Half("target", name, 2)
+    # The last block of these is partial.
+    larger, some = Half("larger", name, 3, tokens=24, is_hnd=True), ALL - 21
     theirs.take(ours.half.address, "source", "t")
+    larger.take(ours.half.address, "source", "u", some)
     ours.give("t", len(TABLE))
-    theirs.wait(ours)
+    ours.give("u", len(TABLE))
+    theirs.wait(ours, larger)
+    larger.wait(ours, theirs)
     theirs.check(1)
-    ours.close()
-    theirs.close()
+    larger.check(1, some)
+    for half in (ours, theirs, larger):
+        half.close()
 
 
 def main(role: str, name: str) -> None:

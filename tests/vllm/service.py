@@ -63,10 +63,11 @@ class Service:
             stack.push_async_callback(service._end_all)
             yield service
 
-    async def add(self, name: str, *, seats: int = 0) -> None:
+    async def add(self, name: str, *, seats: int = 0, **engine_args: int) -> None:
         """Starts a worker, whose engine runs as many requests at a time as it likes, or `seats`;
         `until_ready` waits for it."""
-        more = f", max_num_seqs: {seats}" if seats else ""
+        engine_args |= {"max_num_seqs": seats} if seats else {}
+        more = "".join(f", {key}: {value}" for key, value in engine_args.items())
         options = {
             "worker.worker_id": name,
             "worker.role": name.partition("-")[0],

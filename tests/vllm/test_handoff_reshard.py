@@ -1,5 +1,5 @@
-"""Prefill and decode engines of different tensor-parallel sizes give the tokens of one aggregated
-engine, and lose nothing where one rank of several breaks off.
+"""Prefill and decode engines of different tensor-parallel sizes, and of different block sizes, give
+the tokens of one aggregated engine, and lose nothing where one rank of several breaks off.
 
 Logprobs are not compared: two ranks add up in another order than one, which shows in the last bits.
 """
@@ -36,21 +36,21 @@ pytestmark = [
 ]
 
 # Of the whole model: 4 layers, 2 heads, K and V of 64 channels, float32.
-BLOCK_BYTES = 4 * 2 * BLOCK * 2 * 64 * 4
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 _NAMES = itertools.count(1)
 
 
-async def wide(model: Path) -> EngineProcess:
+async def wide(model: Path, block_size: int = BLOCK) -> EngineProcess:
     """An engine of two ranks, with one of the model's two KV heads each."""
     kv = KvSettings(f"wide-epoch-{next(_NAMES)}", {"transports": ("shm", "tcp")})
-    args = {"max_num_batched_tokens": 256, "tensor_parallel_size": 2}
+    args = {"max_num_batched_tokens": 256, "tensor_parallel_size": 2, "block_size": block_size}
     return await EngineProcess.start(settings(model, kv=kv, **args))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def wides(tiny_model: Path) -> AsyncIterator[tuple[EngineProcess, EngineProcess]]:
-    """Two of them."""
-    engines = await asyncio.gather(wide(tiny_model), wide(tiny_model))
+    """Two of them; the second's blocks are twice as large as all others'."""
+    engines = await asyncio.gather(wide(tiny_model), wide(tiny_model, 2 * BLOCK))
     yield engines
     await asyncio.gather(*(engine.close() for engine in engines))
 
@@ -58,7 +58,7 @@ async def wides(tiny_model: Path) -> AsyncIterator[tuple[EngineProcess, EnginePr
 Wides = tuple[EngineProcess, EngineProcess]
 
 
-@pytest.fixture(params=["2 to 1", "2 to 1, tcp", "1 to 2", "2 to 2"])
+@pytest.fixture(params=["2 to 1", "2 to 1, tcp", "1 to 2 of 64", "2 to 2 of 64", "2 of 64 to 1"])
 def pair(
     request: pytest.FixtureRequest,
     wides: Wides,
@@ -69,8 +69,9 @@ def pair(
     found = {
         "2 to 1": Pair(wides[0], pair_shm.decode, wides[0].epoch),
         "2 to 1, tcp": Pair(wides[0], pair_tcp.decode, wides[0].epoch),
-        "1 to 2": Pair(prefill, wides[1], prefill.epoch),
-        "2 to 2": Pair(wides[0], wides[1], wides[0].epoch),
+        "1 to 2 of 64": Pair(prefill, wides[1], prefill.epoch),
+        "2 to 2 of 64": Pair(wides[0], wides[1], wides[0].epoch),
+        "2 of 64 to 1": Pair(wides[1], pair_tcp.decode, wides[1].epoch),
     }[request.param]
     assert found.prefill.info.kv is not None
     assert found.decode.info.kv is not None
@@ -99,6 +100,12 @@ async def all_empty(*engines: EngineProcess) -> None:
                 await asyncio.sleep(0.01)
 
 
+def moved_tokens(pair: Pair, length: int) -> int:
+    """Where the blocks are of one size they move whole."""
+    ours, theirs = pair.prefill.info.block_size, pair.decode.info.block_size
+    return length if ours != theirs else -(-length // ours) * ours
+
+
 @pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 257, 700])
 async def test_prompts_are_exact(pair: Pair, aggregated: EngineProcess, length: int) -> None:
     ids, sampling = prompt(length, next(_NAMES)), params(ignore_eos=True)
@@ -107,8 +114,8 @@ async def test_prompts_are_exact(pair: Pair, aggregated: EngineProcess, length: 
     report = pair.last[1].report
     assert report is not None
     assert report.transfer is not None
-    assert report.transfer.blocks == -(-length // BLOCK)
-    assert report.transfer.bytes == report.transfer.blocks * BLOCK_BYTES
+    assert report.transfer.blocks == -(-length // pair.decode.info.block_size)
+    assert report.transfer.bytes == TOKEN_BYTES * moved_tokens(pair, length)
     await all_empty(pair.prefill, pair.decode)
 
 
@@ -117,7 +124,8 @@ async def test_what_the_decode_side_has_does_not_travel(
 ) -> None:
     """Its prefix hit is the same on all of its ranks."""
     seed = next(_NAMES) * 100
-    prefix, sampling = prompt(5 * BLOCK + 7, seed), params(ignore_eos=True)
+    block_size = pair.decode.info.block_size
+    prefix, sampling = prompt(5 * block_size + 7, seed), params(ignore_eos=True)
     await pair.decode.run(prefix + prompt(9), params(1))
     ids = prefix + prompt(70, seed)
     expected = joined(await aggregated.run(ids, sampling))
@@ -125,7 +133,7 @@ async def test_what_the_decode_side_has_does_not_travel(
     report = pair.last[1].report
     assert report is not None
     assert report.transfer is not None
-    assert report.transfer.blocks == -(-len(ids) // BLOCK) - 5
+    assert report.transfer.blocks == -(-len(ids) // block_size) - 5
     # A second time the decode side has all of it, and tells every rank of its source so.
     assert said(await pair.run(ids, sampling)) == said(expected)
     await all_empty(pair.prefill, pair.decode)

@@ -49,12 +49,13 @@ def _install_shm(orders: Orders) -> None:
         source_ids: list[int],
         target_ids: list[int],
         part: PagePart | None = None,
+        skip: int = 0,
     ) -> None:
         order = _dropping(orders)
         if order.transfers == "delay":
             orders.did()
             time.sleep(order.delay_s)
-        push(self, chunk, source_ids, target_ids, part)
+        push(self, chunk, source_ids, target_ids, part, skip)
 
     def faulty_copy(
         self: KvRegion,
@@ -104,15 +105,16 @@ def _install_tcp(orders: Orders) -> None:
         source_ids: list[int],
         target_ids: list[int],
         part: PagePart | None = None,
+        skip: int = 0,
     ) -> None:
         order = _dropping(orders)
         if order.transfers != "corrupt":
-            push(self, chunk, source_ids, target_ids, part)
+            push(self, chunk, source_ids, target_ids, part, skip)
             return
         region = self._region
         self._region = _Damaged(region, orders)  # type: ignore[assignment]
         try:
-            push(self, chunk, source_ids, target_ids, part)
+            push(self, chunk, source_ids, target_ids, part, skip)
         finally:
             self._region = region
 

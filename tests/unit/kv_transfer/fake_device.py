@@ -13,6 +13,7 @@ from kv_transfer.device.staging import StagingLimits
 from kv_transfer.errors import KvTransferError
 from kv_transfer.nccl.actions import PairTimeouts
 from kv_transfer.nccl.pool import PoolLimits
+from kv_transfer.reshard import Span
 from kv_transfer.transport.cuda_ipc import CudaIpcTransport, IpcLimits
 from kv_transfer.transport.nccl import NcclLimits, NcclTransport
 from tests.patience import WAIT_S
@@ -21,6 +22,7 @@ from tests.unit.kv_transfer.fake_nccl import Fabric, FakeEvent, FakeNccl, FakeSt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_transfer.device.base import Mover
     from kv_transfer.memory import KvRegion
     from kv_transfer.transport.base import Transport
 
@@ -50,15 +52,38 @@ class FakeMover:
         self._device.events.append(event)
         return event
 
-    def gather(self, block_ids: Sequence[int], address: int) -> FakeEvent:
-        for n, (page, size) in enumerate(self._pages(block_ids)):
+    def gather(self, block_ids: Sequence[int], tokens: Span | None, address: int) -> FakeEvent:
+        pages = self._pages(block_ids)
+        if tokens is not None:
+            data = self._region.take(block_ids, tokens)
+            ctypes.memmove(address, bytes(data), data.nbytes)
+            return self._event()
+        for n, (page, size) in enumerate(pages):
             ctypes.memmove(address + n * size, page, size)
         return self._event()
 
-    def scatter(self, block_ids: Sequence[int], address: int) -> FakeEvent:
-        for n, (page, size) in enumerate(self._pages(block_ids)):
+    def scatter(self, block_ids: Sequence[int], tokens: Span | None, address: int) -> FakeEvent:
+        pages = self._pages(block_ids)
+        if tokens is not None:
+            put_tokens(self._region, block_ids, tokens, address)
+            return self._event()
+        for n, (page, size) in enumerate(pages):
             ctypes.memmove(page, address + n * size, size)
         return self._event()
+
+
+def put_tokens(region: KvRegion, block_ids: Sequence[int], tokens: Span, address: int) -> None:
+    """Tokens into the middle of blocks too, by way of all that come before."""
+    size = region.size_bytes(0, len(tokens))
+    given = (ctypes.c_ubyte * size).from_address(address)
+    layers = region.geometry.num_layers
+    parts = [bytes(given[n * size // layers : (n + 1) * size // layers]) for n in range(layers)]
+    if tokens.start:
+        before = bytes(region.take(block_ids, Span(0, tokens.start)))
+        step = len(before) // layers
+        parts = [before[n * step : (n + 1) * step] + part for n, part in enumerate(parts)]
+    held = block_ids[: -(-tokens.end // region.block_size)]
+    region.put(held, tokens.end, memoryview(b"".join(parts)))
 
 
 class FakeDevice(FakeStreams):
@@ -84,8 +109,15 @@ class FakeDevice(FakeStreams):
     def free(self, address: int) -> None:
         del self.memory[address]
 
-    def mover(self, region: KvRegion) -> FakeMover:
-        return FakeMover(self, region)
+    def mover(self, region: KvRegion) -> Mover:
+        if region.is_host:
+            return FakeMover(self, region)
+        # Only who has such a cache pays for torch.
+        from kv_transfer.device.region import DeviceRegion
+        from tests.unit.kv_transfer.torch_mover import TorchMover
+
+        assert isinstance(region, DeviceRegion)
+        return TorchMover(region)
 
 
 class FakeSharingDevice(FakeDevice):

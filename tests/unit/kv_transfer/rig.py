@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_transfer.layout import KvGeometry
+    from kv_transfer.tokens import TokenOrder
     from kv_transfer.transport.base import Transport
+    from tests.unit.kv_transfer.torch_mover import DeviceCache
 
 BLOCK_SIZE = 4
 FROM = [5, 6, 2, 20]
@@ -85,6 +87,8 @@ class Worker:
     compatibility: str = "same"
     shared: bool = True
     shard: Shard | None = None
+    order: TokenOrder | None = None
+    made: DeviceCache | None = None  # in place of a cache in host memory
     sent: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -93,10 +97,12 @@ class Worker:
     codes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cache = Cache(self.shape, seed=zlib.crc32(self.epoch.encode()), shared=self.shared)
+        seed = zlib.crc32(self.epoch.encode())
+        self.cache = Cache(self.shape, seed=seed, shared=self.shared, order=self.order)
+        local = self.cache.local if self.made is None else self.made.local
         self.half = WorkerHalf(self.settings, self.epoch, self.transports)
         self.half.register(
-            self.cache.local,
+            local,
             Identity(self.epoch, self.compatibility, self.settings.worker_id),
             self.shard or whole(self.shape, BLOCK_SIZE),
         )

@@ -46,6 +46,7 @@ class Request:
     first_block: int
     source_blocks: list[int]
     target_blocks: list[int]
+    block_size: int  # of the target's
     prefill: Engine = Engine.NEW
     ready: int = 0
     held: bool = False
@@ -59,4 +60,5 @@ class Request:
 
     @property
     def grant(self) -> Grant:
-        return Grant(self.tid, self.first_block, self.tokens, self.target_blocks)
+        blocks = self.target_blocks
+        return Grant(self.tid, self.first_block, self.tokens, blocks, block_size=self.block_size)

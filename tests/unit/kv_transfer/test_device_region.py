@@ -11,6 +11,7 @@ import torch
 from kv_transfer.device.region import DeviceRegion, device_region
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.gather import gather, scatter
+from kv_transfer.reshard import Span
 from kv_transfer.transport.base import LocalKv
 from kv_transfer.transport.tcp import TcpTransport
 
@@ -64,6 +65,24 @@ def test_a_block_may_be_several_of_the_kernels() -> None:
     for old, new in zip(source, target, strict=True):
         halves = old.unflatten(0, (BLOCKS, 2)).transpose(1, 2).flatten(2, 3)
         assert torch.equal(new[[1, 2]], halves[[5, 0]])
+
+
+def test_some_tokens_of_the_blocks_pass_alone() -> None:
+    """Into blocks of other sizes, split or not: what comes before and behind stays."""
+    source, target = caches("LBNHC", seed=4, split=2), caches("BLHNC")
+    ours, theirs = device_region(source, BLOCKS), device_region(target, BLOCKS)
+    assert ours.block_size == theirs.block_size == TOKENS
+    staging = torch.zeros(ours.size_bytes(0, 9), dtype=torch.uint8)
+    gather(ours.cache, *ours.piece([5, 0], Span(5, 14)), staging)
+    scatter(theirs.cache, *theirs.piece([1, 2], Span(0, 9)), staging)
+    for old, new in zip(source, target, strict=True):
+        whole = old.unflatten(0, (BLOCKS, 2)).transpose(1, 2).flatten(2, 3)
+        came = torch.cat([whole[5], whole[0]], dim=1)[:, 5:14]
+        assert torch.equal(torch.cat([new[1], new[2]], dim=1)[:, :9], came)
+        new[1], new[2, :, 0] = POISON, POISON
+        assert (new == POISON).all()
+    with pytest.raises(KvTransferError, match="is not in 2 blocks"):
+        ours.piece([5, 0], Span(5, 2 * TOKENS + 1))
 
 
 def test_some_heads_of_each_block_pass_alone() -> None:

@@ -12,7 +12,7 @@ from kv_transfer.ipc.credits import MAX_GRANTED, ChunkCredits, Quarantine
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.data())
-def test_a_chunk_in_any_parts_uses_every_grant_and_covers_every_block(
+def test_a_chunk_in_any_parts_uses_every_grant_and_covers_every_unit(
     sizes: list[int], data: st.DataObject
 ) -> None:
     slots = ChunkCredits(sum(sizes), len(sizes))
@@ -23,47 +23,48 @@ def test_a_chunk_in_any_parts_uses_every_grant_and_covers_every_block(
             slots.grant(free.pop())
         assert 0 < len(slots.granted) <= MAX_GRANTED
         filled = data.draw(st.sampled_from(sorted(slots.granted)))
-        seen += slots.landed(filled, left.pop(0))
+        run = slots.landed(filled, left.pop(0))
+        seen += range(run.start, run.stop)
     assert seen == list(range(sum(sizes)))
     assert not free
     assert slots.granted == set()
 
 
-@pytest.mark.parametrize(("blocks", "parts"), [(4, 0), (4, 5), (0, 0)])
-def test_a_chunk_in_no_parts_or_too_many_is_refused(blocks: int, parts: int) -> None:
-    with pytest.raises(ProtocolError, match=f"{blocks} blocks in {parts} parts"):
-        ChunkCredits(blocks, parts)
+@pytest.mark.parametrize(("units", "parts"), [(4, 0), (4, 5), (0, 0)])
+def test_a_chunk_in_no_parts_or_too_many_is_refused(units: int, parts: int) -> None:
+    with pytest.raises(ProtocolError, match=f"{units} units in {parts} parts"):
+        ChunkCredits(units, parts)
 
 
 @pytest.mark.parametrize(
-    ("slot", "blocks", "reason"),
+    ("slot", "units", "reason"),
     [
         (5, 1, "slot 5 was filled, which was not granted"),
-        (0, 0, "a part of 0 blocks"),
-        (0, 4, "a part of 4 blocks with 4 and 1 parts to come"),
-        (0, 9, "a part of 9 blocks"),
+        (0, 0, "a part of 0 units"),
+        (0, 4, "a part of 4 units with 4 and 1 parts to come"),
+        (0, 9, "a part of 9 units"),
     ],
 )
 def test_a_part_that_is_not_due_is_refused_and_changes_nothing(
-    slot: int, blocks: int, reason: str
+    slot: int, units: int, reason: str
 ) -> None:
     slots = ChunkCredits(4, 2)
     slots.grant(0)
     slots.grant(1)
     with pytest.raises(ProtocolError, match=reason):
-        slots.landed(slot, blocks)
+        slots.landed(slot, units)
     assert slots.granted == {0, 1}
-    assert slots.landed(1, 3) == range(3)
+    assert slots.landed(1, 3) == slice(0, 3)
     with pytest.raises(ProtocolError, match="which was not granted"):
         slots.landed(1, 1)
-    assert slots.landed(0, 1) == range(3, 4)
+    assert slots.landed(0, 1) == slice(3, 4)
     assert slots.is_whole
 
 
 def test_the_last_part_brings_all_that_is_left() -> None:
     slots = ChunkCredits(4, 1)
     slots.grant(0)
-    with pytest.raises(ProtocolError, match="a part of 3 blocks with 4 and 0 parts"):
+    with pytest.raises(ProtocolError, match="a part of 3 units with 4 and 0 parts"):
         slots.landed(0, 3)
 
 

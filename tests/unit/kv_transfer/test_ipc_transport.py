@@ -207,7 +207,7 @@ def test_many_links_share_few_slots(ipc_rig: Rig) -> None:
     [
         ([Chunk("t", 0, 1, 192)], "a chunk message inside a chunk"),
         ([Inner(pack(Landed(0, 192)))], "a landed message where a chunk begins"),
-        ([Inner(pack(Begin(5)))], "4 blocks in 5 parts"),
+        ([Inner(pack(Begin(5)))], "4 units in 5 parts"),
         ([Inner(pack(Begin(2))), Inner(pack(Begin(2)))], "a begin message inside a chunk"),
         ([Inner(pack(Begin(2))), Inner(pack(Landed(0, 191)))], "191 bytes lie in a slot"),
         ([Inner(pack(Begin(2))), Inner(pack(Landed(0, 576)))], "576 bytes lie in a slot"),

@@ -40,11 +40,19 @@ def test_no_bytes_have_a_digest_too() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "taken"),
-    [(DigestMode.ALWAYS, 64), (DigestMode.SAMPLED, 64 // SAMPLED_EVERY), (DigestMode.OFF, 0)],
+    [
+        (DigestMode.AUTO, 64),
+        (DigestMode.ALWAYS, 64),
+        (DigestMode.SAMPLED, 64 // SAMPLED_EVERY),
+        (DigestMode.OFF, 0),
+    ],
 )
 def test_a_mode_takes_its_share_and_every_suspect(mode: DigestMode, taken: int) -> None:
     sampler = Sampler(mode)
     assert sum(sampler.takes(suspect=False) for _ in range(64)) == taken
+    if mode is DigestMode.AUTO:
+        taken = 64 // SAMPLED_EVERY
+    assert sum(sampler.takes(suspect=False, is_host=False) for _ in range(64)) == taken
     assert all(sampler.takes(suspect=True) for _ in range(64))
 
 
@@ -55,10 +63,10 @@ def test_the_mode_is_read_from_text(mode: DigestMode) -> None:
 
 @pytest.mark.parametrize("value", ["", "all", "ALWAYS", True, 1, None, ["always"]])
 def test_another_mode_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="always, sampled, off") as caught:
+    with pytest.raises(ConfigError, match="auto, always, sampled, off") as caught:
         from_extra_config({"digest": value})
     assert caught.value.field == "kv.digest"
 
 
-def test_all_is_checked_unless_told_otherwise() -> None:
-    assert KvSettings().digest is DigestMode.ALWAYS
+def test_what_costs_little_is_checked_unless_told_otherwise() -> None:
+    assert KvSettings().digest is DigestMode.AUTO

@@ -1,7 +1,8 @@
 """The two state machines against each other, over a simulated link that keeps order and may break.
 
-The world below plays both engines, both workers' threads and the memory. Every step is one thing
-that one thread could do next; hypothesis chooses the order.
+The world below plays both engines, both workers' threads and the memory, token by token: the two
+engines' blocks may differ in size. Every step is one thing that one thread could do next;
+hypothesis chooses the order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kv_transfer import source_actions as src
 from kv_transfer import target as tgt
@@ -29,6 +36,12 @@ CANCEL_S = 5.0
 MISHAPS = ("abort", "unneeded", "cancel", "break", "wait", "damage")
 GARBAGE = ("garbage", -1)
 DAMAGED = ("damaged", -1)
+Cell = tuple[int, int]  # block, token of it
+
+
+def cells(blocks: list[int], size: int) -> list[Cell]:
+    """The places of the blocks' tokens, in order."""
+    return [(block, token) for block in blocks for token in range(size)]
 
 
 def digest_of(contents: list[Content]) -> int:
@@ -43,14 +56,25 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.sources: SourceTable[SimLink] = SourceTable(
-            shard=SHARD, chunk_blocks=1, lease_s=LEASE_S, grant_wait_s=20.0, alive_s=5.0
+            shard=SHARD,
+            chunk_blocks=1,
+            lease_s=LEASE_S,
+            grant_wait_s=20.0,
+            alive_s=5.0,
+            by_token=True,
         )
+        self.size = BLOCK
         self.targets: tgt.TargetTable[SimLink] = tgt.TargetTable(RECEIVE_S, CANCEL_S)
         self.links: list[SimLink] = []
         self.requests: dict[str, Request] = {}
-        self.source_memory: dict[int, Content] = {}
-        self.target_memory: dict[int, Content] = {}
+        self.source_memory: dict[Cell, Content] = {}
+        self.target_memory: dict[Cell, Content] = {}
         self.next_block = 0
+
+    @initialize(size=st.sampled_from([BLOCK, BLOCK, 2, 6, 8]))
+    def begin(self, size: int) -> None:
+        """The target's blocks have so many tokens."""
+        self.size = size
 
     # -- helpers
 
@@ -93,8 +117,8 @@ class World(RuleBasedStateMachine):
 
     def overwrite(self, request: Request) -> None:
         """The engine gives the blocks to others."""
-        for block in request.source_blocks:
-            self.source_memory[block] = GARBAGE
+        for cell in cells(request.source_blocks, BLOCK):
+            self.source_memory[cell] = GARBAGE
 
     def do_target(self, actions: list[tgt.TargetAction[SimLink]]) -> None:
         for action in actions:
@@ -120,8 +144,9 @@ class World(RuleBasedStateMachine):
             if isinstance(outcome, tgt.Received):
                 assert outcome.token_ids == (len(request.tid), request.tokens)
                 assert outcome.report.blocks == len(request.target_blocks)
-                for i, block in enumerate(request.target_blocks):
-                    assert self.target_memory.get(block) == (request.tid, request.first_block + i)
+                tokens = range(request.first_block * self.size, request.tokens)
+                for token, cell in zip(tokens, cells(request.target_blocks, self.size)):  # noqa: B905
+                    assert self.target_memory.get(cell) == (request.tid, token)
 
     def target_down(self, link: SimLink) -> None:
         link.target_up = False
@@ -139,22 +164,36 @@ class World(RuleBasedStateMachine):
         link.busy = None
         request = self.requests[chunk.transfer_id]
         if copied:
-            count = len(chunk.source_ids)
-            assert len(chunk.target_ids) == count > 0
+            count = len(chunk.target_ids)
+            assert count > 0
+            assert bool(chunk.tokens) == (self.size != BLOCK)
+            tokens = chunk.tokens or count * BLOCK
+            assert (count - 1) * self.size < tokens <= count * self.size
             if chunk is not request.outdated:
                 assert chunk.first == request.copied, "not in order, or twice"
                 request.copied += count
             granted = request.target_blocks[chunk.first : chunk.first + count]
             assert chunk.target_ids == granted
-            contents = [self.source_memory.get(s, GARBAGE) for s in chunk.source_ids]
+            come_from = cells(chunk.source_ids, BLOCK)[chunk.skip :][:tokens]
+            contents = [self.source_memory.get(cell, GARBAGE) for cell in come_from]
             damaged = link.damages > 0
             link.damages -= damaged
-            for content, t in zip(contents, chunk.target_ids, strict=True):
+            for content, t in zip(
+                contents, cells(chunk.target_ids, self.size)[:tokens], strict=True
+            ):
                 assert not request.outcomes, "written after the target took its blocks back"
                 self.target_memory[t] = DAMAGED if damaged else content
             if link.source_up:
-                mark = digest_of(contents)
-                link.to_target.append(Chunk(chunk.transfer_id, chunk.first, count, count, mark))
+                link.to_target.append(
+                    Chunk(
+                        chunk.transfer_id,
+                        chunk.first,
+                        count,
+                        tokens,
+                        digest_of(contents),
+                        chunk.tokens,
+                    )
+                )
         self.do_source(self.sources.end_copy(chunk, self.now, 0.1, copied=copied))
         if not copied and link.source_up:
             self.source_down(link)
@@ -165,10 +204,10 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: len(self.requests) < 4)
     def arrive(self, tokens: int, cached: int, start: bool) -> None:
         tid = "t" * (len(self.requests) + 1)
-        blocks = -(-tokens // BLOCK)
-        first = min(cached, (tokens - 1) // BLOCK)
+        source, target = -(-tokens // BLOCK), -(-tokens // self.size)
+        first = min(cached, (tokens - 1) // self.size)
         self.requests[tid] = Request(
-            tid, tokens, first, self.blocks(blocks), self.blocks(blocks - first)
+            tid, tokens, first, self.blocks(source), self.blocks(target - first), self.size
         )
         if start:
             self.start_now(self.requests[tid])
@@ -212,11 +251,9 @@ class World(RuleBasedStateMachine):
 
     def progress(self, request: Request) -> None:
         """The step has run: the memory holds its tokens, and the table may know."""
-        count = -(-request.ready // BLOCK)
-        for i in range(count):
-            whole = request.ready >= min((i + 1) * BLOCK, request.tokens)
-            self.source_memory[request.source_blocks[i]] = (request.tid, i) if whole else GARBAGE
-        blocks = request.source_blocks[:count]
+        for token, cell in zip(range(request.ready), cells(request.source_blocks, BLOCK)):  # noqa: B905
+            self.source_memory[cell] = (request.tid, token)
+        blocks = request.source_blocks[: -(-request.ready // BLOCK)]
         self.do_source(self.sources.progress(request.tid, blocks, request.ready, self.now))
 
     def end(self, request: Request, *, held: bool) -> None:
@@ -304,8 +341,8 @@ class World(RuleBasedStateMachine):
             case Chunk():
                 place = self.targets.begin_chunk(link, message)
                 if place is not None:
-                    blocks = place.block_ids
-                    found = digest_of([self.target_memory.get(b, GARBAGE) for b in blocks])
+                    places = cells(place.block_ids, self.size)[: message.bytes]
+                    found = digest_of([self.target_memory.get(c, GARBAGE) for c in places])
                     intact = found == message.digest
                     self.do_target(self.targets.end_chunk(link, message, self.now, intact=intact))
             case Done():

@@ -198,6 +198,7 @@ def test_blocks_stay_until_the_reader_has_left_them() -> None:
         Chunk("t", 0, 4, 400),
         Chunk("t", 0, 0, 0),
         Chunk("t", 0, 2**60, 1),
+        Chunk("t", 0, 2, 200, tokens=7),  # the grant has not said how large its blocks are
         Chunk("t", 2**60, 1, 1),
     ],
 )

@@ -267,11 +267,11 @@ def inner(message: Message) -> Inner:
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        ([inner(Moved())], "0 blocks came of a chunk of 4"),
+        ([inner(Moved())], "0 units came of a chunk of 4"),
         ([Chunk("t", 0, 1, 192)], "a chunk message inside a chunk"),
         ([Inner(b"\xc1")], "came damaged"),
         ([Inner(pack(Chunk("t", 0, 1, 192)))], "makes no sense"),
-        ([inner(Offer(1, "1", 191))], "191 bytes were offered with 4 blocks to come"),
+        ([inner(Offer(1, "1", 191))], "191 bytes were offered with 4 units to come"),
         ([inner(Offer(1, "1", 0))], "0 bytes were offered"),
         ([inner(Offer(1, "1", 3 * 192))], "576 bytes were offered"),
         ([inner(Offer(1, "1", 192)), inner(Moved())], "its time was over"),

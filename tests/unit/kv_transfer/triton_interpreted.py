@@ -1,5 +1,5 @@
 """Run by test_gather_triton.py in a process whose triton interprets its kernels on the CPU: the
-kernel against the reference, on random pieces. Prints how many it compared."""
+kernels against their references, on random pieces. Prints how many it compared."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import sys
 
 import torch
 
+from kv_transfer import digest_triton
 from kv_transfer import gather as reference
 from kv_transfer import gather_triton as kernel
+from kv_transfer.device import digest
 from kv_transfer.gather import PageLayout, RankCache, paged
 from kv_transfer.reshard import Piece, Span
 
@@ -64,6 +66,8 @@ def compare(seed: int) -> None:
     assert reference.gather(cache, piece, table, slots[0]) == size
     assert kernel.gather(cache, piece, table, slots[1]) == size
     assert torch.equal(*slots), seed
+    digests = [int(how.mixed_sum(cache, piece, table)) for how in (digest, digest_triton)]
+    assert digests[0] == digests[1], seed
 
     incoming = torch.randint(0, 256, (size + 64,), dtype=torch.uint8)[skip:]
     before = [view.clone() for view in cache.views]

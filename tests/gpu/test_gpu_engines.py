@@ -1,0 +1,99 @@
+"""Real engines on one GPU, each with a small share of it: KV goes from one to another over
+`cuda_ipc`, between blocks of one size and of two, and the tokens are those of one engine."""
+
+from __future__ import annotations
+
+import itertools
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from tests.vllm.engines import EngineProcess, settings
+from tests.vllm.models import ModelSpec, make_model
+from tests.vllm.pair import Pair, joined
+from tests.vllm.test_handoff_exact import params, prompt
+from workers.vllm_settings import KvSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+]
+BLOCK = 16
+_NAMES = itertools.count(1)
+
+
+def lack() -> str:
+    """Why engines cannot run on a GPU here, or ""."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU"
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return "vLLM's GPU build is not installed"
+    return ""
+
+
+async def engine(model: Path, block_size: int, *, is_paired: bool = True) -> EngineProcess:
+    kv = KvSettings(
+        f"gpu-epoch-{next(_NAMES)}",
+        {"transports": ("cuda_ipc",), "staging_slot_bytes": 4 << 20},
+    )
+    args: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "block_size": block_size,
+        "max_num_batched_tokens": 256,
+        "gpu_memory_utilization": 0.15,
+        "enforce_eager": True,
+    }
+    return await EngineProcess.start(settings(model, kv=kv if is_paired else None, **args))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[dict[str, EngineProcess]]:
+    """By name; one after the other, for each looks how much memory is free."""
+    if reason := lack():
+        pytest.skip(reason)
+    model = make_model(tmp_path_factory.mktemp("models") / "tiny", ModelSpec(dtype="bfloat16"))
+    made: dict[str, EngineProcess] = {}
+    try:
+        made["alone"] = await engine(model, BLOCK, is_paired=False)
+        for name, block_size in (("first", BLOCK), ("second", BLOCK), ("larger", 2 * BLOCK)):
+            made[name] = await engine(model, block_size)
+        yield made
+    finally:
+        for each in made.values():
+            await each.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("first", "second"), ("first", "larger"), ("larger", "first")]
+)
+async def test_tokens_are_those_of_one_engine(
+    engines: dict[str, EngineProcess], source: str, target: str
+) -> None:
+    pair = Pair(engines[source], engines[target], engines[source].epoch)
+    kvs = [engines[name].info.kv for name in (source, target)]
+    assert all(kv is not None for kv in kvs)
+    assert len({kv.compatibility for kv in kvs if kv is not None}) == 1
+    sampling = params(ignore_eos=True)
+    # One at a time, so that all three engines compute in batches of the same shapes.
+    for length in (1, BLOCK, BLOCK + 1, 257, 700):
+        ids = prompt(length, next(_NAMES))
+        expected = joined(await engines["alone"].run(ids, sampling))
+        assert (await pair.run(ids, sampling)).token_ids == expected.token_ids
+        report = pair.last[1].report
+        assert report is not None
+        assert report.transfer is not None
+        assert report.transfer.transport == "cuda_ipc"
+        assert report.transfer.blocks == -(-length // engines[target].info.block_size)
+    await pair.until_empty()
