@@ -15,7 +15,7 @@ from router.http.asked import (
     read_service_class,
     read_streaming,
 )
-from router.http.fields import CHAT, check_names
+from router.http.fields import ASSISTANT_ONLY, CHAT, check_names
 from router.http.reading import Fields, kind_of, refuse
 from router.http.sampling import read_sampling
 from router.intake import CHAT_ROLES, OPEN_ENDED, Ask, ChatPrompt
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _PART_JOIN = "\n"
 _MESSAGE_FIELDS = ("role", "content", "name")
-# OpenAI's clients send answers back with these, null or empty where they say nothing.
-_ASSISTANT_ONLY = ("refusal", "audio", "tool_calls", "function_call", "annotations")
 
 
 def read_chat(body: dict[str, object], request_id: str) -> Asked:
@@ -90,8 +88,8 @@ def _message(value: object, at: str) -> ChatMessage:
     if role not in CHAT_ROLES:
         refuse(f"{at}.role", f"must be one of {', '.join(CHAT_ROLES)}, not {role!r}")
     if role == "assistant":
-        fields.allow((*_MESSAGE_FIELDS, *_ASSISTANT_ONLY))
-        for name in _ASSISTANT_ONLY:
+        fields.allow((*_MESSAGE_FIELDS, *ASSISTANT_ONLY))
+        for name in ASSISTANT_ONLY:
             if fields.get(name) not in (None, []):
                 _unsupported(f"{at}.{name}", "is not supported: only text is served")
     else:

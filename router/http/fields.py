@@ -63,24 +63,57 @@ _TEXT = {"type": "string", "minLength": 1}
 _TEXTS = {"type": "array", "items": _TEXT}
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _COUNT = {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS}
-_MESSAGE = {
+_TEXT_PART = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": {"type": "string"},
-    },
+    "required": ["type", "text"],
+    "additionalProperties": False,
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}]}
+
+
+def _message(*roles: str, **more: object) -> dict[str, object]:
+    return {
+        "type": "object",
+        "required": ["role", "content"],
+        "additionalProperties": False,
+        "properties": {
+            "role": {"enum": list(roles)},
+            "content": _CONTENT,
+            "name": {"type": "string"},
+            **more,
+        },
+    }
+
+
+# OpenAI's clients send answers back with these, null or empty where they say nothing.
+ASSISTANT_ONLY = ("refusal", "audio", "tool_calls", "function_call", "annotations")
+_MESSAGE = {
+    "anyOf": [
+        _message("system", "developer", "user"),
+        _message("assistant", **{key: {"enum": [None, []]} for key in ASSISTANT_ONLY}),
+    ]
+}
+_BIAS = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]+$"},
+    "additionalProperties": {"type": "number"},
+}
+_STREAM_OPTIONS = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {"include_usage": _FLAG},
 }
 
 _SHARED: dict[str, Rule] = {
     **_honoured("model", type="string", minLength=1),
     **_honoured("stream", type="boolean"),
-    **_honoured("stream_options", type="object", properties={"include_usage": _FLAG}),
+    **_honoured("stream_options", **_STREAM_OPTIONS),
     # OpenAI's sampling.
     **_numbers("integer", "n", "max_tokens", "seed"),
     **_numbers("number", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
     **_honoured("stop", anyOf=[_TEXT, {**_TEXTS, "maxItems": MAX_STOP_STRINGS}]),
-    **_honoured("logit_bias", type="object", additionalProperties={"type": "number"}),
+    **_honoured("logit_bias", **_BIAS),
     # vLLM's sampling, under vLLM's names.
     **_numbers("integer", "top_k", "min_tokens"),
     **_numbers("number", "min_p", "repetition_penalty"),
