@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,7 +82,9 @@ class SoakResult:
 
     def to_json(self) -> dict[str, Any]:
         """The whole of it."""
-        return {"schema": SCHEMA, **asdict(self), "passed": self.passed}
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain["memory"] = [asdict(growth) for growth in self.memory]
+        return {"schema": SCHEMA, **plain, "passed": self.passed}
 
 
 async def run_soak(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import subprocess
@@ -78,8 +79,12 @@ def test_a_long_run_is_not_passed_by_a_process_that_grows() -> None:
     assert [text.split()[0] for text in too_steep(growths, JUDGED_S)] == ["router"]
     result = SoakResult(created="", engine="fake", workers="2P2D", model="m", host={})
     assert result.passed
-    result.grew = too_steep(growths, JUDGED_S)
+    result.grew, result.memory = too_steep(growths, JUDGED_S), growths
+    result.short_lives["decode-1"] += 2
     assert not result.passed
+    written = json.loads(json.dumps(result.to_json()))
+    assert written["memory"][0]["private_mib_per_h"] == STEEPEST + 1
+    assert written["short_lives"] == {"decode-1": 2}
 
 
 def test_memory_is_private_where_no_other_process_can_map_it() -> None:
