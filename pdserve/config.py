@@ -30,12 +30,20 @@ DEMO_MODEL_NAME = "pdserve-demo"
 
 @dataclass(frozen=True, slots=True)
 class SloConfig:
-    """What clients were promised. Only the policy `slo_aware` acts on it."""
+    """What clients were promised. Admission acts on it, and of the policies `slo_aware`."""
 
     ttft_s: float = key(
-        1.0, "Seconds from a request's placement to its first token.", minimum=0.001, maximum=3600
+        1.0, "Seconds from a request's arrival to its first token.", minimum=0.001, maximum=3600
     )
     tpot_s: float = key(0.1, "Seconds between two tokens.", minimum=0.0001, maximum=3600)
+    refuse_beyond: float = key(
+        1.0,
+        "Interactive requests are refused once their first token is predicted later than so many "
+        "times `ttft_s`, and whoever would make gaps longer than so many times `tpot_s` waits; 0 "
+        "does neither.",
+        minimum=0,
+        maximum=1000,
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -140,7 +148,9 @@ class RouterConfig:
         10.0, "How long running requests may go on after a stop was asked for.", minimum=0
     )
     slo: SloConfig = section(
-        SloConfig, "What clients were promised: `slo_aware` places by it, `pdserve status` judges."
+        SloConfig,
+        "What clients were promised: it decides who is taken, `slo_aware` places by it, "
+        "`pdserve status` judges.",
     )
     log_level: str = key("info", "Least level that is logged.", choices=LOG_LEVELS)
 

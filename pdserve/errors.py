@@ -39,6 +39,7 @@ class Refusal(StrEnum):
     QUEUE_FULL = "queue_full"
     NO_ROOM = "no_room"
     DEADLINE_UNREACHABLE = "deadline_unreachable"
+    SLO_UNREACHABLE = "slo_unreachable"
     TENANT_REQUEST_RATE = "tenant_request_rate"
     TENANT_TOKEN_RATE = "tenant_token_rate"
     TENANT_CONCURRENCY = "tenant_concurrency"

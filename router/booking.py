@@ -271,8 +271,8 @@ class Booker:
         if rung.step is Step.ONE_WORKER:
             look = self._all(candidates)
             return self._whole(self._decide(place_recompute, demand, look, cause))
-        look = self._all([c for c in candidates if _takes_part(c, rung)])
-        booking = self._book(demand, look, cause)
+        look = self._all([c for c in candidates if rung.takes(c)])
+        booking = self._book(demand, look, cause, again=True)
         if booking is None:
             raise Unavailable(f"no decode worker of model {demand.model} has room")
         return booking
@@ -301,12 +301,13 @@ class Booker:
         cause: str,
         busy: Collection[str] = (),
         policy: Policy | None = None,
+        *,
+        again: bool = False,
     ) -> Booking | None:
         now = self._fleet.now()
-        barred = self._fleet.quarantine.barred(now)
-        if barred:
+        if barred := self._fleet.quarantine.barred(now):
             demand = replace(demand, barred=barred)
-        decision = self._decide(policy or self._policy, demand, look, cause, busy)
+        decision = self._decide(policy or self._policy, demand, look, cause, busy, again=again)
         if decision.placement is None:
             return None
         booking = self._take(decision, decision.placement)
@@ -352,6 +353,7 @@ class Booker:
         """A request was answered at its first attempt; times count from its placement."""
         if self._drain is not None:
             self._drain.prefilled(model, usage.prompt_tokens, ttft_s)
+            self._drain.answered(model, usage.completion_tokens, e2e_s - ttft_s)
         if self._costs is not None:
             outcome = outcome_of(
                 model,
@@ -370,8 +372,10 @@ class Booker:
         look: _Look,
         cause: str,
         busy: Collection[str] = (),
+        *,
+        again: bool = True,
     ) -> Decision:
-        """The policy's decision, logged; to wait, where it is for prefill on one of `busy`."""
+        """The policy's, logged; to wait, where it means one of `busy`, or, anew, gaps too long."""
         try:
             decision = policy(look.candidates, demand, self._turn, look.context)
         except Unavailable as error:
@@ -380,17 +384,13 @@ class Booker:
             look.log.record(refusal, time.time(), cause=cause, refused=told.message)
             raise told from error
         placement = decision.placement
-        if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
-            decision = replace(decision, placement=None)
+        if placement is not None:
+            costs, is_busy = self._costs, (placement.prefill or placement.decode).worker_id in busy
+            holds = costs is None or again or costs.takes_one_more(demand, placement.decode)
+            if is_busy or not holds:
+                decision = replace(decision, placement=None)
         look.log.record(decision, time.time(), cause=cause)
         return decision
-
-
-def _takes_part(candidate: Candidate, rung: Rung) -> bool:
-    if candidate.worker_id in rung.without:
-        return False
-    is_first = candidate.role is not Role.DECODE
-    return not (rung.prefill and is_first) or candidate.worker_id == rung.prefill
 
 
 def _fork_tokens(prompt_tokens: int, max_tokens: int, block_size: int) -> int:

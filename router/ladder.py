@@ -22,9 +22,11 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
+from pdserve.types import Role
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
+    from router.placement.values import Candidate
 
 # Failures of a worker or of a moment; others would meet the request again elsewhere.
 RETRYABLE = (WorkerFailed, TransferFailed, Unavailable, Overloaded)
@@ -84,6 +86,13 @@ class Rung:
     prefill: str = ""
     without: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
+
+    def takes(self, candidate: Candidate) -> bool:
+        """Whether a worker may take part."""
+        if candidate.worker_id in self.without:
+            return False
+        is_first = candidate.role is not Role.DECODE
+        return not (self.prefill and is_first) or candidate.worker_id == self.prefill
 
 
 @dataclass(slots=True)

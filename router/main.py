@@ -98,7 +98,13 @@ class RouterServer:
         self.fleet = fleet = await self._open_fleet(router_id)
         metrics = RouterMetrics()
         slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
-        costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
+        costs = CostBook(
+            fleet.pool,
+            slo,
+            fleet.now,
+            on_ratio=metrics.predicted,
+            most_gap_s=config.slo.tpot_s * config.slo.refuse_beyond,
+        )
         decisions = DecisionLog(config.decision_log_size)
         metrics.watch_costs(costs, fleet.pool)
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
@@ -113,6 +119,7 @@ class RouterServer:
                 config.max_running_requests,
                 config.max_queued_requests,
                 batch_share=config.batch_share,
+                ttft_s=config.slo.ttft_s * config.slo.refuse_beyond,
             ),
             tenants=tenants_of(config.tenants),
             prefill_queue=PrefillQueue(config.prefill_chunks_ahead),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from pdserve import rpc
 from pdserve.client import Client
-from pdserve.config import KvConfig, RouterConfig, WorkerConfig
+from pdserve.config import KvConfig, RouterConfig, SloConfig, WorkerConfig
 from pdserve.failure_config import DetectionConfig
 from pdserve.types import Role, SamplingParams
 from pdserve.v1 import worker_pb2 as w
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pdserve.types import FinishReason, Receipt, Usage
     from workers.fake_settings import FakeFaults
 
+# Nobody is refused because the machine is slow.
+NOBODY_LATE = SloConfig(refuse_beyond=0.0)
 # No test waits for the end of a lease; one that a pause of the machine cannot outlast.
 LEASE_S = 60.0
 _LOOK_S = 0.01
@@ -87,6 +89,7 @@ class Cluster:
             # The default learns: which way a request goes would hang on what was asked before.
             "policy": "least_loaded",
             "detection": DetectionConfig(stall_s=LEASE_S, canary_s=0.0),
+            "slo": NOBODY_LATE,
             **(router or {}),
         }
         self._other_routers = tuple(other_routers)

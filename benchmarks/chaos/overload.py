@@ -89,6 +89,7 @@ async def run_overload(
     doing: Callable[[str, str], None],
 ) -> OverloadResult:
     """Raises :class:`BenchError` where the service did not start."""
+    settings = settings.with_default("router.slo.refuse_beyond", 1.0)
     service = Service(settings.config(), directory / "service")
     result = OverloadResult(
         created=datetime.now(UTC).isoformat(timespec="seconds"),

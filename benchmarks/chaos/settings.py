@@ -14,6 +14,8 @@ _CHANGES: Final[dict[str, Any]] = {
     "router.quarantine_s": 5.0,
     "router.detection.suspend_s": 3.0,
     "router.stop_grace_s": 5.0,
+    # A row asks what is lost, on a machine that may be slow: nobody is refused for being late.
+    "router.slo.refuse_beyond": 0.0,
     "worker.drain_timeout_s": 10.0,
     "worker.kv.lease_s": 8.0,
     "worker.kv.receive_timeout_s": 8.0,
@@ -49,6 +51,10 @@ class ChaosSettings:
     def with_changes(self, changes: tuple[tuple[str, Any], ...]) -> ChaosSettings:
         """The same with these over them."""
         return replace(self, changes=self.changes + changes)
+
+    def with_default(self, key: str, value: Any) -> ChaosSettings:
+        """The same with this under its changes."""
+        return replace(self, changes=((key, value), *self.changes))
 
     def config(self) -> dict[str, Any]:
         """Of the service under test."""

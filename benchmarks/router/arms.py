@@ -100,6 +100,7 @@ def _config(step_s: float, streams: int) -> dict[str, object]:
             "grpc_port": 0,
             "max_running_requests": streams + 16,
             "max_queued_requests": max(1024, streams),
+            "slo": {"refuse_beyond": 0.0},
         },
         "worker": {"engine": "fake", "engine_args": engine},
         "up": {},

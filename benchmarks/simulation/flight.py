@@ -103,6 +103,16 @@ class Flight:
     def is_gone(self) -> bool:
         return self._over
 
+    def wait(self, place: Place) -> None:
+        """Until it is granted, refused or too late."""
+        self.place = place
+        if place.ends_at is not None:
+            self._clock.at(place.ends_at, lambda: self._give_up(place))
+
+    def _give_up(self, place: Place) -> None:
+        if not self._over and self.place is place:
+            self.refused(self._service.gate.expire(place))
+
     def granted(self, grant: Grant[Booking]) -> None:
         self.place = None
         self._grant = grant

@@ -84,8 +84,12 @@ def _question(args: argparse.Namespace) -> Question:
     if args.target > 1 or args.think_time < 0:
         raise BenchError("the target is a share up to 1, and time to think not below 0")
     settings = settings_from(args)
-    # How many of each role is what is asked.
-    fixed = replace(settings.config, roles=replace(settings.config.roles, auto=False))
+    # How many of each role is what is asked, and who is late then: nobody is refused for it.
+    fixed = replace(
+        settings.config,
+        roles=replace(settings.config.roles, auto=False),
+        slo=replace(settings.config.slo, refuse_beyond=0.0),
+    )
     return Question(
         model=model_from(args),
         settings=replace(settings, config=fixed),

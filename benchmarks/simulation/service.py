@@ -120,17 +120,21 @@ class Service:
         self.members = self.fleet.pool.members
         self._open_engines(workers, block_tokens)
         limits = AdmissionLimits(
-            config.max_running_requests, config.max_queued_requests, batch_share=config.batch_share
+            config.max_running_requests,
+            config.max_queued_requests,
+            batch_share=config.batch_share,
+            ttft_s=config.slo.ttft_s * config.slo.refuse_beyond,
         )
         if settings.as_many_as_seats:
             seats = self._seats(any_role=config.roles.auto)
-            limits = AdmissionLimits(seats, config.max_queued_requests)
+            limits = replace(limits, max_running_requests=seats)
         self.gate = Gate(limits, clock=clock.now, tenants=Tenants(settings.tenants))
         self._meter = meter
         if meter is not None:
-            meter.time(self.gate, "offer", "settle", "wake", "leave")
+            meter.time(self.gate, "offer", "settle", "wake", "leave", "expire")
         slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
-        costs = CostBook(self.fleet.pool, slo, clock.now)
+        most_gap_s = config.slo.tpot_s * config.slo.refuse_beyond
+        costs = CostBook(self.fleet.pool, slo, clock.now, most_gap_s=most_gap_s)
         self.booker = Booker(
             self.fleet,
             POLICIES[config.policy],
@@ -225,7 +229,7 @@ class Service:
             flight.refused(error)
             return
         if isinstance(outcome, Place):
-            flight.place = outcome
+            flight.wait(outcome)
             self.gate.settle(outcome)
         else:
             flight.granted(outcome)

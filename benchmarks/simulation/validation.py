@@ -20,10 +20,11 @@ from benchmarks.metrics import tpot_s, ttft_s
 from benchmarks.run import ReplaySettings, run_replay
 from benchmarks.simulation.arrivals import Arrival, Arrivals
 from benchmarks.simulation.run import Setup, simulate
-from benchmarks.simulation.service import Workers
+from benchmarks.simulation.service import RouterSettings, Workers
 from benchmarks.simulation.service_model import of_profile
 from benchmarks.stats import percentile
 from benchmarks.workload import Shape
+from pdserve.config import RouterConfig, SloConfig
 from pdserve.profiling.measure import Grid, Service, measure
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ PERCENTS: Final = (50, 90, 99)
 FAKE: Final = {"step_s": 0.05, "prefill_s": 0.001, "transfer_s": 0.01, "total_blocks": 8192}
 # A machine that is busy with other things must not take a worker for one that hangs.
 _PATIENT: Final = {"stall_s": 60.0, "failures": 1000}
+# What is compared is how long answers take: nobody is refused for it.
+NOBODY: Final = SloConfig(refuse_beyond=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class Case:
         up = {"prefill": self.workers.prefill, "decode": self.workers.decode}
         if self.engine != "fake":  # which computes nothing
             up["cores_per_worker"] = 1
-        router = {"http_port": 0, "grpc_port": 0, "lease_s": 60.0, "detection": dict(_PATIENT)}
+        router: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "lease_s": 60.0}
+        router |= {"detection": dict(_PATIENT), "slo": {"refuse_beyond": NOBODY.refuse_beyond}}
         return {"router": router, "worker": worker, "up": up}
 
 
@@ -162,7 +166,8 @@ def _round(case: Case, profile: Profile, records: Sequence[RequestRecord]) -> Ro
         (Arrival((x.sent_s or 0.0) - first, x.input_tokens, x.output_tokens) for x in good),
         key=lambda x: x.at_s,
     )
-    setup = Setup(of_profile(profile), case.workers)
+    settings = RouterSettings(RouterConfig(slo=NOBODY))
+    setup = Setup(of_profile(profile), case.workers, settings)
     finished = simulate(setup, Arrivals(tuple(asked), 0, ()))
     return Round(_real(good), _simulated(finished.outcomes), len(good), len(records) - len(good))
 

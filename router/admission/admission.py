@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Generic
 
 from pdserve import deadline as deadlines
-from pdserve.errors import DeadlineExceeded
 from router.admission.gate import Gate, Grant, R
 
 if TYPE_CHECKING:
@@ -82,8 +81,9 @@ class Admission:
         """The right to run with what `reserve` returned; the caller releases it.
 
         `reserve` returns None where room must be waited for, and is tried again; what it raises is
-        raised here, as is what `Gate.offer` raises. Raises DeadlineExceeded where the turn did not
-        come in time.
+        raised here, as is what `Gate.offer` raises. One whose turn has not come when it must, to be
+        in time, is refused as it would have been when it came. Raises DeadlineExceeded where the
+        deadline passed.
         """
         turn: _Turn[R] = _Turn()
         outcome = self._gate.offer(bid, reserve, turn)
@@ -92,13 +92,15 @@ class Admission:
         granted = turn.future()
         self._gate.settle(outcome)
         try:
-            async with deadlines.timeout(bid.deadline):
+            async with deadlines.timeout(outcome.ends_at):
                 return await granted
-        except BaseException as error:
+        except TimeoutError:
+            if not granted.cancelled():
+                return granted.result()  # it came in the same breath
+            raise self._gate.expire(outcome) from None
+        except BaseException:
             # Give back what was granted in the same breath as the cancellation.
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 granted.result().release()
             self._gate.leave(outcome)
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded("the deadline passed while the request was queued") from None
             raise

@@ -3,6 +3,7 @@ clock, and whoever waits hears of its turn by a call, made synchronously."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
@@ -12,26 +13,21 @@ from pdserve.errors import (
     Overloaded,
     PdserveError,
     Refusal,
-    Unavailable,
 )
 from pdserve.types import ServiceClass
 from router.admission.drain import MeasuredDrain
 from router.admission.limits import AdmissionLimits, Bid, Reservation
 from router.admission.order import ModelQueue, Waiting, scan
-from router.admission.promises import Promises
+from router.admission.promises import KEPT, KEPT_TIME, Promises
 from router.admission.tenants import OPEN, Tenants
+from router.admission.term import refusal, term_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from router.admission.drain import DrainPredictor
     from router.admission.tenants import Stay
-
-# Among requests of one priority, one goes before another that came so many times its own predicted
-# prefill earlier.
-STRETCH = 4.0
-# Seconds a prompt token, until prefills were measured: the order needs their ratios alone.
-_ASSUMED_PREFILL_S = 0.001
+    from router.admission.term import Term
 
 R = TypeVar("R", bound=Reservation)
 
@@ -65,10 +61,19 @@ class Waiter(Protocol[R]):
 
 @dataclass(slots=True, eq=False)
 class Place(Waiting):
-    """A request's place in the queue."""
+    """A request's place in the queue. From its `latest_start` on it is late, as far as could be
+    predicted when it came."""
 
     bid: Bid = field(default_factory=lambda: Bid(""))
     stay: Stay = OPEN
+    came: float = 0.0
+    latest_start: float = math.inf
+
+    @property
+    def ends_at(self) -> float | None:
+        """When whoever waits is to give up, and calls `Gate.expire`."""
+        return self.latest_start if math.isfinite(self.latest_start) else None
+
     reserve: Callable[[], Reservation | None] = lambda: None
     waiter: Waiter[Reservation] | None = None
 
@@ -80,12 +85,11 @@ class _Line:
         self.queue = ModelQueue()
         self.promises = Promises()
         self.blocked: list[Waiting] = []
-        self.work_tokens = 0
 
 
 class Gate:
-    """State: requests running, and a line a model; changed by `offer`, `leave`, `wake` and the
-    release of a grant."""
+    """State: requests running, and a line a model; changed by `offer`, `leave`, `expire`, `wake`
+    and the release of a grant."""
 
     def __init__(
         self,
@@ -102,6 +106,7 @@ class Gate:
         self._lines: dict[str, _Line] = {}
         self.running = 0
         self.queued = 0
+        self._queued_of: dict[str, int] = {}
         self._running_batch = 0
 
     def offer(
@@ -118,18 +123,39 @@ class Gate:
         stay = self.tenants.enter(bid, now)
         try:
             line = self._line(bid.model)
+            place = self._place(bid, stay, now)
             if not line.queue and self._has_seat(bid):
-                self._check_deadline(line, bid, now)
+                self._check_alone(place, now)
+                if line.promises:
+                    line.promises.claim(hash(bid.identity), now)
                 reservation = reserve()
                 if reservation is not None:
                     return self._grant(bid, stay, reservation)
-            place = self._enqueue(line, bid, stay, now)
+            self._check(line, place, now)
         except BaseException:
             stay.refuse(now)
             raise
+        self._enqueue(line, place, now)
         place.reserve = reserve
         place.waiter = cast("Waiter[Reservation]", waiter)
         return place
+
+    def _place(self, bid: Bid, stay: Stay, now: float) -> Place:
+        term = term_of(bid, now, self._limits, self.drain)
+        return Place(
+            prompt_tokens=bid.prompt_tokens,
+            kv_tokens=bid.kv_tokens,
+            work_tokens=bid.work_tokens,
+            priority=bid.priority,
+            due=term.due,
+            service_class=bid.service_class,
+            tenant=bid.tenant,
+            weight=stay.weight,
+            bid=bid,
+            stay=stay,
+            came=now,
+            latest_start=term.latest_start,
+        )
 
     def settle(self, place: Place) -> None:
         """Let a new place pass those that wait for more room than it needs. Called once `waiter`
@@ -153,92 +179,108 @@ class Gate:
     def _has_batch_seat(self) -> bool:
         return self._running_batch < self._limits.max_running_batch
 
-    def _enqueue(self, line: _Line, bid: Bid, stay: Stay, now: float) -> Place:
-        self._check_deadline(line, bid, now)
-        self._check_queue(line, bid, now)
-        place = Place(
-            prompt_tokens=bid.prompt_tokens,
-            kv_tokens=bid.kv_tokens,
-            work_tokens=bid.work_tokens,
-            priority=bid.priority,
-            due=self._due(bid, now),
-            service_class=bid.service_class,
-            tenant=bid.tenant,
-            weight=stay.weight,
-            bid=bid,
-            stay=stay,
-        )
+    def _enqueue(self, line: _Line, place: Place, now: float) -> None:
         if not line.queue:
-            self.drain.waits(bid.model, True, now)
+            self.drain.waits(place.bid.model, True, now)
         line.queue.push(place)
-        line.work_tokens += bid.work_tokens
+        self._queued_of[place.tenant] = self._queued_of.get(place.tenant, 0) + 1
         self.queued += 1
-        return place
 
-    def _due(self, bid: Bid, now: float) -> float:
-        """STRETCH times its own prefill after it came, or its latest start where that is sooner."""
-        prefill_s = self.drain.prefill_s(bid.model, bid.prompt_tokens)
-        if prefill_s is None:
-            prefill_s = bid.prompt_tokens * _ASSUMED_PREFILL_S
-        due = now + STRETCH * prefill_s
-        return due if bid.deadline is None else min(due, bid.deadline - prefill_s)
-
-    def _check_deadline(self, line: _Line, bid: Bid, now: float) -> None:
-        """Refuse what cannot have its first token in time, before anything is computed for it."""
-        if bid.deadline is None:
-            return
-        late_s = now + (self.drain.prefill_s(bid.model, bid.prompt_tokens) or 0.0) - bid.deadline
-        if line.queue:
-            whole_s = self.drain.wait_s(bid.model, line.work_tokens, now) or 0.0
-            if late_s + whole_s > 0.0:
-                ahead = self._work_ahead(line, bid, now)
-                late_s += self.drain.wait_s(bid.model, ahead, now) or 0.0
+    def _check_alone(self, place: Place, now: float) -> None:
+        """Refuse what would be late though it went at once: there is no use in waiting."""
+        late_s = now - place.latest_start
         if late_s > 0.0:
-            left_s = bid.deadline - now
-            raise Unavailable(
-                f"the deadline is in {left_s:.2f} s, and the first token is predicted "
-                f"{late_s:.2f} s after it",
-                retry_after_s=late_s,
-                reason=Refusal.DEADLINE_UNREACHABLE,
-            )
+            raise refusal(self._term(place), late_s, max(1.0, late_s))
 
-    def _work_ahead(self, line: _Line, bid: Bid, now: float) -> float:
-        """Tokens that are granted before a request that comes now, at the least: those of its class
-        and tenant that go before it, and what other tenants have meanwhile by their weights."""
-        rank = (bid.priority, self._due(bid, now))
-        own = others = 0
-        weights: dict[str, float] = {}
-        for place in cast("Iterator[Place]", line.queue.in_order()):
-            if place.service_class is not bid.service_class:
-                continue
-            if place.tenant != bid.tenant:
-                others += place.work_tokens
-                weights[place.tenant] = place.weight
-            elif (place.priority, place.due) <= rank:
-                own += place.work_tokens
-        return own + min(others, own * sum(weights.values()) / self.tenants.weight(bid.tenant))
-
-    def _check_queue(self, line: _Line, bid: Bid, now: float) -> None:
-        """Refuse what finds the queue full, or all of its free places kept for others."""
+    def _check(self, line: _Line, place: Place, now: float) -> None:
+        """Refuse, before anything is computed for it, what cannot be in time where it would stand
+        in the queue, and what finds the queue full; new requests, also what would take the room
+        that is kept for others."""
+        self._check_alone(place, now)
+        bid, promises = place.bid, line.promises
+        allowed_s = place.latest_start - now
+        promised = bool(promises) and promises.claim(hash(bid.identity), now)
+        kept = 0.0 if promised else promises.kept(now)
+        if promised and math.isfinite(allowed_s):
+            # Before all others of its priority: it has waited elsewhere.
+            place.due = now - allowed_s
+        wait_s = self.drain.wait_s(bid.model, line.queue.work_before(place), now) or 0.0
+        if wait_s and math.isfinite(allowed_s):
+            kept_s = min(kept * (self.drain.turn_s(bid.model, now) or 0.0), KEPT_TIME * allowed_s)
+            if wait_s + kept_s > allowed_s:
+                late_s = max(0.0, wait_s - allowed_s)
+                raise self._late(line, place, late_s, now, promised=promised)
         limit = self._limits.max_queued_requests
-        promises = line.promises
-        if self.queued < limit and self.queued + len(promises) < limit:
+        if self.queued + min(int(kept), int(KEPT * limit)) < limit:
             return
-        identity = hash(bid.identity)
-        promised = promises.claim(identity, now)
-        if self.queued < limit and (promised or self.queued + promises.kept(now) < limit):
-            return
-        turn_s = self.drain.turn_s(bid.model, now) or self._limits.default_retry_after_s
-        retry_after_s = (
-            promises.renew(identity, now) if promised else promises.make(identity, turn_s, now)
-        )
+        greedier = self._greedier_than(place)
+        if greedier is None:
+            raise self._full(line, place, now, promised=promised)
+        if self.queued >= limit:
+            self._displace(greedier, now)
+
+    def _term(self, place: Place) -> Term:
+        return term_of(place.bid, place.came, self._limits, self.drain)
+
+    def _late(
+        self, line: _Line, place: Place, late_s: float, now: float, *, promised: bool = False
+    ) -> PdserveError:
+        retry_after_s = self._retry_after_s(line, place.bid, now, promised=promised)
+        return refusal(self._term(place), late_s, retry_after_s)
+
+    def _full(self, line: _Line, place: Place, now: float, *, promised: bool = False) -> Overloaded:
+        retry_after_s = self._retry_after_s(line, place.bid, now, promised=promised)
         seats = self.running >= self._limits.max_running_requests
-        raise Overloaded(
+        return Overloaded(
             f"{self.running} requests are running and {self.queued} are waiting"
             f"{'' if seats else ' for room for their KV'}; try again in {retry_after_s:.0f} s",
             retry_after_s=retry_after_s,
             reason=Refusal.QUEUE_FULL if seats else Refusal.NO_ROOM,
         )
+
+    def _retry_after_s(self, line: _Line, bid: Bid, now: float, *, promised: bool) -> float:
+        """Then a place is kept for it."""
+        identity = hash(bid.identity)
+        turn_s = self.drain.turn_s(bid.model, now) or self._limits.default_retry_after_s
+        tell = line.promises.renew if promised else line.promises.make
+        return tell(identity, turn_s, now)
+
+    def _greedier_than(self, place: Place) -> str | None:
+        """The tenant that has the most places by its weight, where it has more than this one's
+        would have with another: shares of a full queue are as those of the grants."""
+        weight = self.tenants.weight
+        shares = {name: count / weight(name) for name, count in self._queued_of.items()}
+        most = max(shares, key=lambda name: shares[name], default=None)
+        mine = (self._queued_of.get(place.tenant, 0) + 1) / weight(place.tenant)
+        return most if most is not None and shares[most] > mine else None
+
+    def _displace(self, tenant: str, now: float) -> None:
+        """Refuse the last of a tenant's requests, to make room for one of another's."""
+        for line in self._lines.values():
+            place = cast("Place | None", line.queue.last_of(tenant))
+            if place is not None:
+                self._refuse(line, place, self._full(line, place, now), now)
+                return
+
+    def _refuse(self, line: _Line, place: Place, error: PdserveError, now: float) -> None:
+        line.queue.left(place)
+        self._left(line, place)
+        place.stay.refuse(now)
+        assert place.waiter is not None, "a place is refused when its waiter is known"
+        place.waiter.refused(error)
+
+    def expire(self, place: Place) -> PdserveError:
+        """Take out a place whose time to wait, `ends_at`, is over, and say why."""
+        line, now = self._line(place.bid.model), self._clock()
+        line.queue.left(place)
+        self._left(line, place)
+        place.stay.refuse(now)
+        if place in line.blocked:
+            # Those behind may fit where this one did not.
+            self.wake()
+        if place.bid.deadline is not None and place.bid.deadline <= now:
+            return DeadlineExceeded("the deadline passed while the request was queued")
+        return self._late(line, place, max(0.0, now - place.latest_start), now)
 
     def leave(self, place: Place) -> None:
         """Give a place up; one that is over already is none."""
@@ -253,7 +295,9 @@ class Gate:
 
     def _left(self, line: _Line, place: Place) -> None:
         self.queued -= 1
-        line.work_tokens -= place.work_tokens
+        left = self._queued_of[place.tenant] = self._queued_of[place.tenant] - 1
+        if not left:
+            del self._queued_of[place.tenant]
         if not line.queue:
             self.drain.waits(place.bid.model, False, self._clock())
 
@@ -278,7 +322,7 @@ class Gate:
         found: list[Reservation | PdserveError] = []
 
         def has_room(waiting: Waiting) -> bool:
-            outcome = self._try(cast("Place", waiting))
+            outcome = self._try(line, cast("Place", waiting))
             if outcome is not None:
                 found.append(outcome)
             return outcome is not None
@@ -291,10 +335,7 @@ class Gate:
         waiter = place.waiter
         assert waiter is not None, "a place is tried when its waiter is known"
         if isinstance(found[0], PdserveError):
-            line.queue.left(place)
-            self._left(line, place)
-            place.stay.refuse(now)
-            waiter.refused(found[0])
+            self._refuse(line, place, found[0], now)
         else:
             line.queue.granted(place)
             self.drain.granted(place.bid.model, place.work_tokens, now)
@@ -302,20 +343,13 @@ class Gate:
             waiter.granted(self._grant(place.bid, place.stay, found[0]))
         return True
 
-    def _try(self, place: Place) -> Reservation | PdserveError | None:
-        bid = place.bid
+    def _try(self, line: _Line, place: Place) -> Reservation | PdserveError | None:
         if place.waiter is None or place.waiter.is_gone:
             return Cancelled("the client went away")
-        if bid.deadline is not None:
-            prefill_s = self.drain.prefill_s(bid.model, bid.prompt_tokens) or 0.0
-            late_s = self._clock() + prefill_s - bid.deadline
-            if late_s > 0.0:
-                return Unavailable(
-                    f"the turn came too late: the first token would be {late_s:.2f} s after the "
-                    "deadline",
-                    retry_after_s=late_s,
-                    reason=Refusal.DEADLINE_UNREACHABLE,
-                )
+        now = self._clock()
+        late_s = now - self._term(place).latest_start
+        if late_s > 0.0:
+            return self._late(line, place, late_s, now)
         try:
             return place.reserve()
         except PdserveError as error:

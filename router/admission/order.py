@@ -35,6 +35,8 @@ SCAN_DEPTH = 64
 SCAN_TRIES = 4
 # Queues are swept of those that left when there are so many more of them than of those that wait.
 _SWEEP = 64
+# What waits is summed up by due times of so many seconds.
+DUE_STEP_S = 1.0 / 16.0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +65,12 @@ Item = TypeVar("Item")
 
 
 class TenantQueue:
-    """Rule 3. `start` and `finish` are the tenant's virtual times."""
+    """Rule 3. `start` and `finish` are the tenant's virtual times, `work_tokens` what waits."""
 
     def __init__(self) -> None:
         self.size = 0
+        self.work_tokens = 0
+        self.weight = 1.0
         self.turn = 0
         self.start = 0.0
         self.finish = 0.0
@@ -74,15 +78,37 @@ class TenantQueue:
         self._last_turn = 0
         self._by_age: deque[Waiting] = deque()
         self._by_rank: list[Ranked] = []
+        # By priority and step of the due time: whole queues are not walked for each that comes.
+        self._work: dict[tuple[int, float], int] = {}
 
     def push(self, waiting: Waiting) -> None:
         floor = self.turn + TURN_SLACK
         self._last_turn = max(self._last_turn, floor) if self.size else floor
         self._last_turn += TURN_SPACING
         waiting.latest_turn = self._last_turn
+        self.weight = waiting.weight
         self.size += 1
+        self._count(waiting, waiting.work_tokens)
         self._by_age.append(waiting)
         heappush(self._by_rank, (waiting.priority, waiting.due, waiting.arrival, waiting))
+
+    def _count(self, waiting: Waiting, tokens: int) -> None:
+        self.work_tokens += tokens
+        step = (waiting.priority, waiting.due // DUE_STEP_S)
+        left = self._work.get(step, 0) + tokens
+        if left:
+            self._work[step] = left
+        else:
+            self._work.pop(step, None)
+
+    def work_before(self, priority: int, due: float) -> int:
+        """Tokens of those that go before one of this rank."""
+        rank = (priority, due // DUE_STEP_S)
+        return sum(tokens for step, tokens in self._work.items() if step <= rank)
+
+    def last(self) -> Waiting:
+        """The lowest in rank of those that wait; there are some."""
+        return max(entry for entry in self._by_rank if not entry[3].gone)[3]
 
     def first(self) -> Waiting:
         """The next of those that wait; there are some."""
@@ -111,6 +137,7 @@ class TenantQueue:
     def remove(self, waiting: Waiting) -> None:
         waiting.gone = True
         self.size -= 1
+        self._count(waiting, -waiting.work_tokens)
         if len(self._by_rank) > 2 * self.size + _SWEEP:
             self._by_rank = [entry for entry in self._by_rank if not entry[3].gone]
             heapify(self._by_rank)
@@ -151,6 +178,20 @@ class FairQueue:
         for _, stamp, _, queue in _in_order(self._heap):
             if stamp == queue.stamp:
                 yield from queue.in_order()
+
+    def work_before(self, one: Waiting) -> float:
+        """Tokens that are granted before `one` if it came now, at the least: those of its tenant
+        that go before it, and what the other tenants have meanwhile by their weights."""
+        mine = self._tenants.get(one.tenant)
+        own = 0 if mine is None else mine.work_before(one.priority, one.due)
+        if not own:
+            return 0.0
+        others = (queue for queue in self._tenants.values() if queue.size and queue is not mine)
+        return own + sum(min(q.work_tokens, own * q.weight / one.weight) for q in others)
+
+    def last_of(self, tenant: str) -> Waiting | None:
+        queue = self._tenants.get(tenant)
+        return queue.last() if queue is not None and queue.size else None
 
     def granted(self, waiting: Waiting) -> None:
         queue = self._tenants[waiting.tenant]
@@ -218,6 +259,14 @@ class ModelQueue:
     def left(self, waiting: Waiting) -> None:
         """It gave up."""
         self._of(waiting).left(waiting)
+
+    def work_before(self, one: Waiting) -> float:
+        """Tokens of its class that are granted before `one` if it came now, at the least."""
+        return self._of(one).work_before(one)
+
+    def last_of(self, tenant: str) -> Waiting | None:
+        """The one of a tenant that goes last; of its batch requests, where it has any."""
+        return self._batch.last_of(tenant) or self._interactive.last_of(tenant)
 
     def first(self, *, with_batch: bool = True) -> Waiting | None:
         """The next one."""

@@ -9,6 +9,7 @@ from pdserve.step_moments import StepMoments, pooled
 from pdserve.types import Role
 from router.cost.accuracy import Accuracy, ratios
 from router.cost.backlog import Backlog
+from router.cost.gaps import context_of, takes_one_more
 from router.cost.meter import Reading, Window, read
 from router.cost.pace import pace_of
 from router.cost.replay import Pool
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 REFIT_S = 2.0
 PRIOR_S = 5.0
 READING_S = 5.0
+SHARE_S = 1.0
 # Of so many requests, the last ones, the pace is said.
 PACE_OUTCOMES = 64
 
@@ -50,8 +52,8 @@ class _Fitted:
 class CostBook:
     """The router's `CostModel`. State: the models fitted so far, the priors of each model name, the
     backlog, transfers, how far predictions were off, and which way requests of a size went last,
-    and recent outcomes.
-    `on_ratio` is told each predicted over actual, with its model and kind."""
+    and recent outcomes. `on_ratio` is told each predicted over actual, with its model and kind.
+    `most_gap_s` is the most that tokens may be apart; 0 is no limit."""
 
     def __init__(
         self,
@@ -60,7 +62,9 @@ class CostBook:
         clock: Callable[[], float],
         *,
         on_ratio: Callable[[str, str, float], None] = lambda model, kind, ratio: None,
+        most_gap_s: float = 0.0,
     ) -> None:
+        self._most_gap_s = most_gap_s
         self.slo = slo
         self.accuracy = Accuracy()
         self._on_ratio = on_ratio
@@ -74,6 +78,7 @@ class CostBook:
         self._local: dict[SizeClass, bool] = {}
         self._windows: dict[str, Window] = {}
         self._readings: dict[str, tuple[Reading, float]] = {}
+        self._shares: dict[str, tuple[float, float]] = {}
 
     def step_model(self, worker: str) -> StepModel | None:
         """What is known of a worker's steps; None of one that is not registered."""
@@ -252,6 +257,29 @@ class CostBook:
         )
         self._readings[model] = (found, now)
         return found
+
+    def takes_one_more(self, demand: Demand, decode: Candidate) -> bool:
+        """Whether a worker's tokens stay within `most_gap_s` of each other with another request
+        that decodes there; so too where that is not known, or there is no such limit."""
+        if not self._most_gap_s or demand.prefill_only:
+            return True
+        model = self.step_model(decode.worker_id)
+        if model is None or not model.knows_decode:
+            return True
+        context = context_of(decode, demand.prompt_tokens)
+        share = self._decoding_share(demand.model)
+        return takes_one_more(model, decode, context, share, self._most_gap_s)
+
+    def _decoding_share(self, model: str) -> float:
+        """Of a request's time on a decode worker, the part in which it decodes."""
+        now = self._clock()
+        known = self._shares.get(model)
+        if known is not None and now - known[1] < SHARE_S:
+            return known[0]
+        pace = self.pace(model)
+        share = 1.0 if pace is None else pace.decoding_share
+        self._shares[model] = share, now
+        return share
 
     def pace(self, model: str) -> Pace | None:
         """What the last requests of `model` took of each phase; None of too few."""

@@ -167,7 +167,7 @@ def test_every_request_ends_once_and_nothing_is_left() -> None:
     assert len(found.outcomes) == len(arrivals.requests)
     summary = found.summary
     assert summary.answered + sum(summary.refused.values()) == summary.requests
-    assert {"no_room", "deadline_exceeded"} <= set(summary.refused)
+    assert {"slo_unreachable", "deadline_exceeded"} <= set(summary.refused)
     assert summary.answered > 50
     assert found.leftovers == ()
 

@@ -14,6 +14,7 @@ from benchmarks.simulation.run import Finished, Setup, simulate
 from benchmarks.simulation.service import RouterSettings, Workers
 from benchmarks.simulation.service_model import EngineModel, ServiceModel
 from pdserve.config import RouterConfig
+from pdserve.errors import Refusal
 from pdserve.role_config import RolesConfig
 from pdserve.types import Role
 from router.cost.step_model import StepModel
@@ -51,9 +52,11 @@ def shifting(seed: int, *parts: tuple[float, int, int]) -> Arrivals:
 
 
 def check(found: Finished) -> None:
-    """Nobody is lost, and nothing left."""
+    """Nobody is lost, and nothing left; none was refused but for its first token's lateness."""
     assert found.leftovers == ()
-    assert found.summary.answered == found.summary.requests
+    refused = found.summary.refused
+    assert set(refused) <= {Refusal.SLO_UNREACHABLE}
+    assert found.summary.answered + sum(refused.values()) == found.summary.requests
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "slo_aware"])
@@ -63,18 +66,18 @@ def test_the_split_follows_a_shift_of_the_load_and_does_not_flap(policy: str) ->
     check(found)
     flips = found.summary.flips
     roles = [flip.role for flip in flips]
-    assert roles == ["prefill", "decode", "decode"]
+    # With slo_aware decode workers prefill too, where that is short: one of them fewer is needed.
+    assert roles == ["prefill", "decode", "decode"][: 3 if policy == "least_loaded" else 2]
     # The second way is gone after the load has shifted, not before.
     assert flips[0].at_s < PART_S < flips[1].at_s
     for before, after in pairwise(flips):
         assert after.at_s - (before.at_s + before.total_s) >= ROLES.settle_s
     assert all(flip.total_s == pytest.approx(flip.drain_s + FLIP_S) for flip in flips)
-    assert found.summary.pools["decode"].workers == 3
+    assert found.summary.pools["decode"].workers == len(roles)
     assert simulate(service(ROLES, policy), arrivals) == found
     fixed = simulate(service(RolesConfig(), policy), arrivals)
     assert fixed.summary.flips == ()
-    if policy == "least_loaded":  # the other has decode workers prefill where that is short
-        assert found.summary.attainment > fixed.summary.attainment
+    assert found.summary.attainment > fixed.summary.attainment
 
 
 def test_under_a_load_that_fits_nothing_is_moved() -> None:

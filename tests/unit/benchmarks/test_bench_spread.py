@@ -108,7 +108,12 @@ def test_an_arm_that_is_a_url_gets_the_key_and_a_started_one_the_limits() -> Non
     assert peer.api_key == "secret"
     assert "secret" not in f"{settings}{peer}"
     assert started.config is not None
-    assert started.config["router"]["slo"] == {"ttft_s": 2.0, "tpot_s": 0.04}
+    told = {"ttft_s": 2.0, "tpot_s": 0.04, "refuse_beyond": 1.0}
+    assert started.config["router"]["slo"] == told
     _, (kept, _) = prepare(parser.parse_args([*argv, "--set", "router.slo.ttft_s=9"]))
     assert kept.config is not None
-    assert kept.config["router"]["slo"] == {"ttft_s": 9, "tpot_s": 0.04}
+    assert kept.config["router"]["slo"] == {**told, "ttft_s": 9}
+    without = [*argv[: argv.index("--slo-ttft")], "--cores", "2"]
+    _, (free, _) = prepare(parser.parse_args(without))
+    assert free.config is not None
+    assert free.config["router"]["slo"]["refuse_beyond"] == 0.0, "nobody promised anything"

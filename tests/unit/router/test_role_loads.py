@@ -17,7 +17,7 @@ from router.roles.phase_load import loads_of
 from router.roles.rules import spare_for
 from tests.fakes import worker_info
 
-PACE = Pace(prompt_tokens=100.0, prefill_s=2.0, decode_s=5.0)
+PACE = Pace(prompt_tokens=100.0, prefill_s=2.0, decode_s=5.0, first_s=2.5)
 BLOCKS = 1000
 
 

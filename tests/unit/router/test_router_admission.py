@@ -207,6 +207,20 @@ async def test_a_deadline_ends_the_wait(deadline_in_s: float) -> None:
     await requests.release("a")
 
 
+async def test_a_first_token_that_would_be_late_ends_the_wait() -> None:
+    admission = Admission(AdmissionLimits(1, 8, ttft_s=0.05))
+    for tokens in range(1, 9):
+        admission.drain.prefilled("demo", tokens, tokens / 1e5)
+    room = Room(10)
+    grant = await admission.acquire(bid(), lambda: room.reserve(1))
+    with pytest.raises(Overloaded, match="later than is promised") as caught:
+        await admission.acquire(bid(prompt_tokens=5, has_slo=True), lambda: room.reserve(1))
+    assert caught.value.reason == "slo_unreachable"
+    assert caught.value.retry_after_s >= 1.0
+    assert (admission.running, admission.queued, room.taken) == (1, 0, 1)
+    grant.release()
+
+
 async def test_what_reserving_raises_reaches_the_one_who_asked() -> None:
     requests = queue(running=1)
     await requests.ask("a", 1)
