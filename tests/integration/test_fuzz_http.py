@@ -4,10 +4,12 @@ as the document says, none is a 500, and the service lives."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import requests
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
@@ -15,28 +17,27 @@ from pdserve.types import SamplingParams
 from tests.cluster import Cluster
 from tests.patience import WAIT_S
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-EXAMPLES = 30
+EXAMPLES = settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
 SHORT = {"model": "pdserve-demo", "max_tokens": 3, "max_completion_tokens": 3}
 
 
 def fuzz(address: str) -> set[int]:
     """The statuses that came."""
     schema = schemathesis.openapi.from_url(f"http://{address}/openapi.json", wait_for_schema=WAIT_S)
-    return {
-        status
-        for found in schema.get_all_operations()
-        for mode in (GenerationMode if found.ok().body else [GenerationMode.POSITIVE])
-        for status in fuzz_operation(found.ok(), mode)
-    }
-
-
-def fuzz_operation(operation: Any, mode: GenerationMode) -> Iterator[int]:
     seen: set[int] = set()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        fuzz_operation(operation, GenerationMode.POSITIVE, seen)
+        if operation.body:
+            fuzz_operation(operation, GenerationMode.NEGATIVE, seen)
+            fuzz_bytes(f"http://{address}{operation.path}")
+    return seen
 
-    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), deadline=None)
+
+def fuzz_operation(operation: Any, mode: GenerationMode, seen: set[int]) -> None:
+    """What the document allows, or forbids."""
+
+    @EXAMPLES
     @given(operation.as_strategy(generation_mode=mode))
     def structured(case: Any) -> None:
         if isinstance(case.body, dict):
@@ -47,7 +48,19 @@ def fuzz_operation(operation: Any, mode: GenerationMode) -> Iterator[int]:
         case.validate_response(response, excluded_checks=[positive_data_acceptance])
 
     structured()
-    yield from seen
+
+
+def fuzz_bytes(url: str) -> None:
+    """What is mostly no JSON at all."""
+
+    @EXAMPLES
+    @given(st.binary(max_size=64))
+    def unstructured(body: bytes) -> None:
+        response = requests.post(url, body, timeout=WAIT_S)
+        assert 400 <= response.status_code < 500, response.text
+        assert {"message", "type", "param", "code"} <= set(response.json()["error"])
+
+    unstructured()
 
 
 async def test_every_answer_is_one_that_the_document_knows() -> None:
