@@ -31,8 +31,8 @@ from kv_transfer.messages import (
     encode,
 )
 from tests.patience import WAIT_S
-from tests.unit.kv_transfer.caches import geometry
-from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, Worker, settle, until
+from tests.unit.kv_transfer.caches import geometry, turned
+from tests.unit.kv_transfer.rig import BLOCK_SIZE, FROM, TO, N, Rig, Worker, settle, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,12 +139,17 @@ def test_a_target_that_does_not_fit_is_told_why(
         {"geometry": []},
         {"geometry": geometry(layers=2).to_list()},
         {"geometry": [2**60] * 6},
+        {"block_size": "x"},
+        {"block_size": -BLOCK_SIZE},
+        {"block_size": BLOCK_SIZE + 1},
+        {"block_size": 2**60},
         {"path": "/proc/1/fd/1"},
         {"boot_id": "elsewhere"},
     ],
 )
 def test_an_offer_of_memory_that_is_none_is_refused(rig_of: Any, change: dict[str, Any]) -> None:
-    worker = rig_of("shm").worker()
+    page = geometry().page_bytes
+    worker = rig_of("shm").worker(order=turned(BLOCK_SIZE, page // BLOCK_SIZE))
     made = worker.transports[0].offer(worker.cache.local, 1)
     offer = {**made, **change}
     peer = Peer.to(worker)
