@@ -20,10 +20,20 @@ LAYERS, HEADS, CONTENT, ITEM = 3, 2, 6, 2
 SIZES = st.sampled_from((8, 16, 24, 32, 64))
 
 
-def cache_of(block_size: int, seed: int, *, layers_inside: bool = False) -> Cache:
+def shuffled(block_size: int) -> TokenOrder:
+    """An order that no strides describe."""
+    places = np.random.default_rng(block_size).permutation(block_size * CONTENT)
+    return TokenOrder(places.reshape(block_size, CONTENT), ITEM, shuffled)
+
+
+def cache_of(
+    block_size: int, seed: int, *, layers_inside: bool = False, is_shuffled: bool = False
+) -> Cache:
     page = HEADS * block_size * CONTENT * ITEM
     shape = geometry(LAYERS, 12, page, layers_inside=layers_inside, gap=4)
-    return Cache(shape, seed=seed, order=turned(block_size, CONTENT, ITEM))
+    order = shuffled(block_size) if is_shuffled else turned(block_size, CONTENT, ITEM)
+    assert bool(order.stripes) != is_shuffled
+    return Cache(shape, seed=seed, order=order)
 
 
 def cell(cache: Cache, block: int, where: tuple[int, int, int]) -> bytes:
@@ -43,7 +53,9 @@ def test_tokens_pass_between_blocks_of_any_two_sizes_and_nothing_else_changes(
     ours: int, theirs: int, inside: bool, data: st.DataObject
 ) -> None:
     dice = random.Random(data.draw(st.integers(0, 99)))
-    source, target = cache_of(ours, 1), cache_of(theirs, 2, layers_inside=inside)
+    where_to = {"layers_inside": inside, "is_shuffled": data.draw(st.booleans())}
+    source = cache_of(ours, 1, is_shuffled=data.draw(st.booleans()))
+    target = cache_of(theirs, 2, **where_to)
     start = data.draw(st.integers(0, 3 * ours))
     count = data.draw(st.integers(1, 4 * ours))
     table = dice.sample(range(12), -(-(start + count) // ours))
@@ -63,7 +75,7 @@ def test_tokens_pass_between_blocks_of_any_two_sizes_and_nothing_else_changes(
     assert target.region.take(to, Span(0, count)) == moved
     assert all(target.block(b) == before[b] for b in range(12) if b not in to)
     last, rest = to[-1], count % theirs
-    fresh = cache_of(theirs, 2, layers_inside=inside)
+    fresh = cache_of(theirs, 2, **where_to)
     for token in range(rest, theirs if rest else 0):
         for layer in range(LAYERS):
             for head in range(HEADS):
