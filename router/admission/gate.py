@@ -272,12 +272,13 @@ class Gate:
     def expire(self, place: Place) -> PdserveError:
         """Take out a place whose time to wait, `ends_at`, is over, and say why."""
         line, now = self._line(place.bid.model), self._clock()
-        line.queue.left(place)
-        self._left(line, place)
-        place.stay.refuse(now)
-        if place in line.blocked:
-            # Those behind may fit where this one did not.
-            self.wake()
+        if not place.gone:  # as it is where others were woken in the same breath
+            line.queue.left(place)
+            self._left(line, place)
+            place.stay.refuse(now)
+            if place in line.blocked:
+                # Those behind may fit where this one did not.
+                self.wake()
         if place.bid.deadline is not None and place.bid.deadline <= now:
             return DeadlineExceeded("the deadline passed while the request was queued")
         return self._late(line, place, max(0.0, now - place.latest_start), now)

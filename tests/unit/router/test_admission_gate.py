@@ -140,6 +140,27 @@ def test_one_that_could_never_be_in_time_is_refused_as_it_comes() -> None:
     assert desk.room.free == 1000
 
 
+@pytest.mark.parametrize("woken", [False, True])
+def test_one_that_gave_up_is_taken_out_once_though_others_are_woken_before_it_says_so(
+    woken: bool,
+) -> None:
+    tenants = Tenants([Tenant("a")])
+    desk = Desk(AdmissionLimits(2, 9), tenants)
+    learn(desk)
+    first = desk.ask(tenant="a", kv_tokens=1000)
+    late = desk.ask(tenant="a", prompt_tokens=10, deadline=101.0)
+    assert late.place is not None
+    desk.now, late.is_gone = 100.95, True
+    if woken:
+        desk.gate.wake()
+    assert isinstance(desk.gate.expire(late.place), Unavailable)
+    assert (desk.gate.running, desk.gate.queued, tenants.concurrent("a")) == (1, 0, 1)
+    end(desk.ask(tenant="a", kv_tokens=0))
+    end(first)
+    assert (desk.gate.running, desk.gate.queued, tenants.concurrent("a")) == (0, 0, 0)
+    assert desk.room.free == 1000
+
+
 def test_models_take_turns_at_seats() -> None:
     desk = Desk(AdmissionLimits(1, 99))
     running = desk.ask("a")
