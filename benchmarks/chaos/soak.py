@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,6 +41,10 @@ _FROZEN_S: Final = 3.0
 _ORDERED_S: Final = 1.5
 _SLOW_S: Final = 0.05
 _SHOWN: Final = 20
+# What keeps things up to a bound is to be full before memory counts: oneDNN, which compiles kernels
+# for each number of tokens that a step has, and the router's decisions.
+_KERNELS: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+_FULL_SOON: Final = (("router.decision_log_size", 128),)
 _WEIGH_EVERY_S: Final = 5.0
 # Never killed, so that their memory can be followed; hurt otherwise like the others.
 _LONG_LIVED: Final = ("prefill-0", "decode-0")
@@ -95,6 +100,8 @@ async def run_soak(
     doing: Callable[[str, str], None],
 ) -> SoakResult:
     """Raises :class:`BenchError` where the service did not get whole again."""
+    os.environ.setdefault(*_KERNELS)  # for all that is started from here
+    settings = replace(settings, changes=_FULL_SOON + settings.changes)
     pair = Pair(settings, directory)
     result = SoakResult(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
