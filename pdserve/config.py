@@ -37,7 +37,7 @@ class SloConfig:
     )
     tpot_s: float = key(0.1, "Seconds between two tokens.", minimum=0.0001, maximum=3600)
     refuse_beyond: float = key(
-        1.0,
+        5.0,
         "Interactive requests are refused once their first token is predicted later than so many "
         "times `ttft_s`, and whoever would make gaps longer than so many times `tpot_s` waits; 0 "
         "does neither.",

@@ -242,8 +242,8 @@ def _plans(arms: Sequence[Arm], args: argparse.Namespace, cores: int) -> list[Ar
 
     promised = {"ttft": args.slo_ttft, "tpot": args.slo_tpot}
     slo = {f"router.slo.{name}_s": x / 1000 for name, x in promised.items() if x is not None}
-    if not slo:  # then nobody is refused for being late
-        slo = {"router.slo.refuse_beyond": 0.0}
+    # A limit that is asked for is one to keep; without any nobody is refused for being late.
+    slo["router.slo.refuse_beyond"] = 1.0 if slo else 0.0
     common = slo | changes_from(args)
     engine = load_config(args.config, common).worker.engine
     kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS: Final = 512
 OUTPUT_TOKENS: Final = 32
-SLO: Final = SloConfig(ttft_s=2.0, tpot_s=0.1)
+SLO: Final = SloConfig(ttft_s=2.0, tpot_s=0.1, refuse_beyond=1.0)
 _ENGINE: Final = EngineModel(
     StepModel((0.01, 1.0, 0.0, 0.0, 0.25), 100.0, 100.0, 2048, 0.0, 512), 16, 4000, 16
 )
