@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -73,8 +74,9 @@ class Generation(GenerationServicer):
         except PdserveError as error:
             # A client that does not read its answer does not read its error either: gRPC keeps that
             # until it does, or leaves; we hold nothing for it any more.
-            async with asyncio.timeout(CUT_S):
-                await rpc.abort(context, error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CUT_S):
+                    await rpc.abort(context, error)
         except Exception:
             logger.exception("Generate")
             await rpc.abort(context, InternalError("internal error; the router's log has it"))
