@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +21,11 @@ settings.register_profile(
 )
 settings.register_profile("suite", settings.get_profile("explore"), derandomize=True, database=None)
 settings.load_profile("suite")
+
+# Programs that are sent Ctrl-C inherit that it is ignored, as a shell has it for what it starts in
+# the background.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

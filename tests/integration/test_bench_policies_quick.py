@@ -35,8 +35,6 @@ def test_a_quick_run_drives_every_arm_and_says_its_verdict(tmp_path: Path) -> No
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "benchmarks.policies", "--quick", "--only", "mix"]
-    # Who ignores Ctrl-C, as what a shell starts in the background does, hands that on.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         [*command, "--out", str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -44,7 +42,6 @@ def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         text=True,
         start_new_session=True,
     ) as process:
-        signal.signal(signal.SIGINT, before)
         yield process
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
