@@ -13,7 +13,7 @@ from benchmarks.simulation.arrivals import Arrival, Arrivals
 from benchmarks.simulation.run import Finished, Setup, simulate
 from benchmarks.simulation.service import RouterSettings, Workers
 from benchmarks.simulation.service_model import EngineModel, ServiceModel
-from pdserve.config import RouterConfig
+from pdserve.config import RouterConfig, SloConfig
 from pdserve.errors import Refusal
 from pdserve.role_config import RolesConfig
 from pdserve.types import Role
@@ -38,7 +38,7 @@ def service(
         transfer_base_s=0.005,
         overhead_s=0.001,
     )
-    config = RouterConfig(policy=policy, roles=roles)
+    config = RouterConfig(policy=policy, roles=roles, slo=SloConfig(refuse_beyond=1.0))
     return Setup(model, Workers(2, 2), RouterSettings(config, flip_s=FLIP_S))
 
 
