@@ -60,6 +60,8 @@ class UpProcess:
         options = ["--ready-file", str(self.ready_path), "--run-dir", str(directory / "run")]
         options += ["--set", f"router.lease_s={LEASE_S}"]
         options += ["--set", f"router.detection.stall_s={LEASE_S}"]
+        # Nobody is refused because the machine is slow.
+        options += ["--set", "router.slo.refuse_beyond=0"]
         command = ["-m", "pdserve", "up", *options, *args]
         if terminal:
             self._terminal, stdin = os.openpty()

@@ -120,7 +120,7 @@ async def test_an_export_that_nobody_wants_holds_nothing(pair_shm: Pair) -> None
     assert (await engine.status())[1].leased_blocks
     engine.cancel(stream_id)
     await engine.until_empty()
-    other = engine.submit(prompt_of(150, 91), sampling)
+    other = engine.submit(prompt_of(700, 91), sampling)  # three steps of prefill
     engine.export(other, "nothing yet")
     assert (await engine.collect(other)).error is not None
     third = engine.submit(prompt_of(150, 92), sampling)
