@@ -235,3 +235,9 @@ def from_info(info: ErrorInfo) -> PdserveError:
     """The error that `info` describes; an unknown code is an internal error."""
     cls = _BY_CODE.get(info.code, InternalError)
     return cls(info.message, field=info.field, retry_after_s=info.retry_after_s, reason=info.reason)
+
+
+def wait_s(error: PdserveError) -> float:
+    """How long a client is to wait before it tries again: a second at least where that makes sense,
+    though nobody could predict it."""
+    return max(1.0, error.retry_after_s) if error.http_status in (429, 503) else 0.0

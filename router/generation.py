@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from pdserve import rpc, wire
-from pdserve.errors import InternalError, InvalidRequest, PdserveError, UnknownField
+from pdserve.errors import InternalError, InvalidRequest, PdserveError, UnknownField, wait_s
 from pdserve.tokenizer import ChatMessage
 from pdserve.tracing import TRACEPARENT
 from pdserve.types import ServiceClass
@@ -72,6 +72,7 @@ class Generation(GenerationServicer):
             async with self._open_requests.enter() as interruption:
                 await self._generate(request, context, interruption)
         except PdserveError as error:
+            error.retry_after_s = wait_s(error) or error.retry_after_s
             # A client that does not read its answer does not read its error either: gRPC keeps that
             # until it does, or leaves; we hold nothing for it any more.
             with contextlib.suppress(TimeoutError):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.errors import ClientError
+from pdserve.errors import ClientError, wait_s
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
@@ -43,6 +43,5 @@ def error_headers(error: PdserveError) -> Headers:
     key was."""
     if error.http_status == 401:
         return [(b"www-authenticate", b"Bearer")]
-    if error.http_status not in (429, 503):
-        return []
-    return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
+    again_s = wait_s(error)
+    return [(b"retry-after", str(math.ceil(again_s)).encode())] if again_s else []

@@ -238,6 +238,16 @@ async def test_error_keeps_class_field_and_retry_after(
     assert got.retry_after_s == error.retry_after_s
 
 
+@pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("no worker")])
+async def test_who_may_try_again_is_told_when_though_nobody_could_predict_it(
+    faces: Faces, error: Any
+) -> None:
+    faces.generator.script = (error,)
+    with pytest.raises(type(error)) as caught:
+        _ = [delta async for delta in faces.client.generate("hi")]
+    assert caught.value.retry_after_s == 1.0
+
+
 @pytest.mark.parametrize("script", [(Hold.FOR_EVER,), (ANSWER[0], Hold.FOR_EVER)])
 async def test_cancelled_call_leaves_the_answer(faces: Faces, script: tuple[Any, ...]) -> None:
     faces.generator.script = script
