@@ -11,7 +11,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 
 from kv_transfer.device.digest import FIRST, SECOND, STEP
 from kv_transfer.gather import RankCache, selected
-from kv_transfer.gather_triton import MAX_TILE_ROW, TILE_TOKENS, words_of
+from kv_transfer.gather_triton import MAX_TILE_ROW, TILE_TOKENS, columns_of, tile_of, words_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,31 +24,15 @@ ELEMENTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _sum(words, sums, first_token, num_tokens, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """`words`: each layer's address, then the block table. `sums`: of each program. `SHAPE`: what a
-    layout fixes."""
-    num_layers: tl.constexpr = SHAPE[0]
-    planes: tl.constexpr = SHAPE[1]
-    block_size: tl.constexpr = SHAPE[2]
-    channels: tl.constexpr = SHAPE[3]
-    row: tl.constexpr = SHAPE[4]
-    tile_tokens: tl.constexpr = SHAPE[5]
-    tile_row: tl.constexpr = SHAPE[6]
-    tokens = tl.program_id(0) * tile_tokens + tl.arange(0, tile_tokens)
-    line = tl.program_id(1).to(tl.int64)  # layer and plane
-    base = tl.load(words + line // planes).to(tl.pointer_type(SHAPE[14]))
-    is_token = tokens < num_tokens
-    token = first_token + tokens
-    block = tl.load(words + num_layers + token // block_size, mask=is_token, other=0)
-    page = block * SHAPE[7] + line % planes * SHAPE[8]
-    page += (token % block_size).to(tl.int64) * SHAPE[9]
-    total = tl.zeros((tile_tokens, tile_row), dtype=tl.uint64)
-    for start in range(0, row, tile_row):
-        column = start + tl.arange(0, tile_row)
-        mask = is_token[:, None] & (column < row)[None, :]
-        inside = (column // channels).to(tl.int64) * SHAPE[10]
-        inside += column % channels
+    """`words`: each layer's address, then the block table. `sums`: of each program. `SHAPE` ends
+    with the mixture's constants and the elements' type."""
+    line, tokens, is_token, page = tile_of(words, first_token, num_tokens, SHAPE)
+    base = tl.load(words + line // SHAPE[1]).to(tl.pointer_type(SHAPE[14]))
+    total = tl.zeros((SHAPE[5], SHAPE[6]), dtype=tl.uint64)
+    for start in range(0, SHAPE[4], SHAPE[6]):
+        column, inside, mask = columns_of(start, is_token, SHAPE)
         value = tl.load(base + page[:, None] + inside[None, :], mask=mask, other=0).to(tl.uint64)
-        place = (line * num_tokens + tokens)[:, None] * row + column[None, :] + 1
+        place = (line * num_tokens + tokens)[:, None] * SHAPE[4] + column[None, :] + 1
         mixed = value + place.to(tl.uint64) * SHAPE[11]
         mixed = (mixed ^ (mixed >> 30)) * SHAPE[12]
         mixed = (mixed ^ (mixed >> 27)) * SHAPE[13]

@@ -28,37 +28,56 @@ MAX_TILE_ROW = 1024
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+# A kernel's `SHAPE` begins with what a layout fixes; the compiler knows it, and can load and
+# store whole vectors: layers, planes, block size, channels, elements of a row (a token's in one
+# layer and plane), TILE_TOKENS, elements of a row that are taken at a time, and the strides of
+# block, plane, token and head. What is a kernel's own comes after.
+
+
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _move(words, wire, first_token, num_tokens, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """`words`: each layer's address, then the block table. `SHAPE`: what a layout fixes; the
-    compiler knows it, so that it can load and store whole vectors."""
+def tile_of(words, first_token, num_tokens, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Of this program: its layer and plane, its tokens, which of them there are, and where the row
+    of each begins in its layer."""
     num_layers: tl.constexpr = SHAPE[0]
     planes: tl.constexpr = SHAPE[1]
     block_size: tl.constexpr = SHAPE[2]
-    channels: tl.constexpr = SHAPE[3]
-    row: tl.constexpr = SHAPE[4]
     tile_tokens: tl.constexpr = SHAPE[5]
-    tile_row: tl.constexpr = SHAPE[6]
-    stride_block: tl.constexpr = SHAPE[8]
-    stride_plane: tl.constexpr = SHAPE[9]
-    stride_token: tl.constexpr = SHAPE[10]
-    stride_head: tl.constexpr = SHAPE[11]
+    stride_block: tl.constexpr = SHAPE[7]
+    stride_plane: tl.constexpr = SHAPE[8]
+    stride_token: tl.constexpr = SHAPE[9]
     tokens = tl.program_id(0) * tile_tokens + tl.arange(0, tile_tokens)
     line = tl.program_id(1).to(tl.int64)  # layer and plane
-    base = tl.load(words + line // planes).to(wire.dtype)
     is_token = tokens < num_tokens
     token = first_token + tokens
     block = tl.load(words + num_layers + token // block_size, mask=is_token, other=0)
     page = block * stride_block + line % planes * stride_plane
     page += (token % block_size).to(tl.int64) * stride_token
-    for start in range(0, row, tile_row):
-        column = start + tl.arange(0, tile_row)
-        mask = is_token[:, None] & (column < row)[None, :]
-        inside = (column // channels).to(tl.int64) * stride_head
-        inside += column % channels
+    return line, tokens, is_token, page
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def columns_of(start, is_token, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """The columns of a row from `start` on, where they are in it, and which elements there are."""
+    channels: tl.constexpr = SHAPE[3]
+    row: tl.constexpr = SHAPE[4]
+    tile_row: tl.constexpr = SHAPE[6]
+    stride_head: tl.constexpr = SHAPE[10]
+    column = start + tl.arange(0, tile_row)
+    inside = (column // channels).to(tl.int64) * stride_head
+    inside += column % channels
+    return column, inside, is_token[:, None] & (column < row)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _move(words, wire, first_token, num_tokens, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """`words`: each layer's address, then the block table. `SHAPE` ends with the direction."""
+    line, tokens, is_token, page = tile_of(words, first_token, num_tokens, SHAPE)
+    base = tl.load(words + line // SHAPE[1]).to(wire.dtype)
+    for start in range(0, SHAPE[4], SHAPE[6]):
+        column, inside, mask = columns_of(start, is_token, SHAPE)
         in_cache = base + page[:, None] + inside[None, :]
-        in_wire = wire + (line * num_tokens + tokens)[:, None] * row + column[None, :]
-        if SHAPE[7]:
+        in_wire = wire + (line * num_tokens + tokens)[:, None] * SHAPE[4] + column[None, :]
+        if SHAPE[11]:
             tl.store(in_cache, tl.load(in_wire, mask=mask), mask=mask)
         else:
             tl.store(in_wire, tl.load(in_cache, mask=mask), mask=mask)
@@ -116,8 +135,8 @@ def _launch(
             row,
             TILE_TOKENS,
             min(MAX_TILE_ROW, triton.next_power_of_2(row)),
-            is_scatter,
             *(stride // unit for stride in strides),
+            is_scatter,
         ),
     )
     return size

@@ -22,7 +22,7 @@ STRIDES = (2 * 16 * 1024, 16 * 1024, 1024, 128)
 def main() -> int:
     forms = list(product(("*i8", "*i16", "*i32", "*i64"), (False, True)))
     for wire, is_scatter in forms:
-        shape = (*LAYOUT, is_scatter, *STRIDES)
+        shape = (*LAYOUT, *STRIDES, is_scatter)
         signature = {
             "words": "*i64",
             "wire": wire,
