@@ -17,10 +17,10 @@ _LIMITS: Final = ("--slo-ttft", "1000", "--slo-tpot", "50")
 _ROUNDS: Final = ("--requests", "60", "--rounds", "7")
 
 SETS: Final[Mapping[str, tuple[str, ...]]] = {
-    "chat": ("--trace", "chat", "--rate", "10", *_ROUNDS, *_LIMITS),
-    "code": ("--trace", "code", "--rate", "10", *_ROUNDS, *_LIMITS),
-    "longchat": ("--trace", "longchat", "--rate", "6", *_ROUNDS, *_LIMITS),
-    "mix": ("--trace", "chat+code+longchat", "--rate", "8", *_ROUNDS, *_LIMITS),
+    "chat": ("--trace", "chat", "--rate", "14", *_ROUNDS, *_LIMITS),
+    "code": ("--trace", "code", "--rate", "8", *_ROUNDS, *_LIMITS),
+    "longchat": ("--trace", "longchat", "--rate", "10", *_ROUNDS, *_LIMITS),
+    "mix": ("--trace", "chat+code+longchat", "--rate", "12", *_ROUNDS, *_LIMITS),
 }
 """The options of `pdserve bench compare` for each traffic."""
 
