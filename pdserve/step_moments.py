@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 FEATURES = 5
+# By what features are divided, to be near 1.
+PREFILL_TOKENS, PREFILL_PAIRS, DECODE_REQS, DECODE_KV_TOKENS = 1e3, 1e6, 10.0, 1e4
 PAIRS = tuple((i, j) for i in range(FEATURES) for j in range(i, FEATURES))
 # Steps that a cell remembers, and the age at which their weight has halved.
 CELL_STEPS = 64.0
@@ -50,10 +52,10 @@ class StepShape:
     def features(self) -> tuple[float, float, float, float, float]:
         return (
             1.0,
-            self.prefill_tokens / 1e3,
-            self.prefill_pairs / 1e6,
-            self.decode_reqs / 10,
-            self.decode_kv_tokens / 1e4,
+            self.prefill_tokens / PREFILL_TOKENS,
+            self.prefill_pairs / PREFILL_PAIRS,
+            self.decode_reqs / DECODE_REQS,
+            self.decode_kv_tokens / DECODE_KV_TOKENS,
         )
 
 

@@ -254,17 +254,17 @@ def logprobs_from_pb(messages: Any) -> tuple[t.PositionLogprobs, ...]:
 
 def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
     finish = message.finish_reason
+    logprobs = logprobs_from_pb(message.logprobs) if message.logprobs else ()
     if not finish:
         # The common case, once per token: nothing optional is read.
-        logprobs = logprobs_from_pb(message.logprobs) if message.logprobs else ()
         return t.StreamDelta(message.stream_id, tuple(message.token_ids), message.text, logprobs)
     return t.StreamDelta(
         message.stream_id,
         tuple(message.token_ids),
         message.text,
-        logprobs_from_pb(message.logprobs),
+        logprobs,
         finish_from_pb(finish),
-        stop_reason_from_pb(message.stop_reason),
+        stop_reason_from_pb(message.stop_reason) if message.HasField("stop_reason") else None,
         report_from_pb(message.report) if message.HasField("report") else None,
         error_from_pb(message.error) if message.HasField("error") else None,
         message.kv_handle,

@@ -16,7 +16,7 @@ from router.background import Background
 from router.breaker import BreakerLimits
 from router.pool import CloseLink, OpenLink, WorkerPool
 from router.quarantine import Quarantine
-from router.token_gaps import TokenGaps
+from router.token_gaps import token_gaps
 from router.worker_link import WorkerLink
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class Fleet:
         self._clock = clock
         self._attention = Attention(clock)
         self._links: dict[Member, WorkerLink] = {}
-        # By model; they outlive the members, for a count must not fall.
-        self.gaps: dict[str, TokenGaps] = {}
+        # They outlive the members, for a count must not fall.
+        self.gaps = token_gaps()
         self._closing: set[asyncio.Task[None]] = set()
         self._subscribers: list[Callable[[], None]] = []
         self._on_moving: list[Callable[[Member, bool], None]] = []
@@ -212,7 +212,7 @@ class Fleet:
                         observer=self,
                         settings=self._link_settings,
                         dialer=self.dialer,
-                        gaps=self.gaps.setdefault(member.info.model.name, TokenGaps()),
+                        gaps=self.gaps.of(member.info.model.name),
                     )
                     self._links[member] = link
                     link.start()

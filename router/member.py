@@ -158,13 +158,16 @@ class Charge:
         self._blocks = member.blocks_for(kv_tokens)
         self._released = False
         member.outstanding_requests += 1
-        member.outstanding_tokens += prompt_tokens
-        member.reserved_blocks += self._blocks
+        if prompt_tokens:
+            member.outstanding_tokens += prompt_tokens
+        if self._blocks:
+            member.reserved_blocks += self._blocks
 
     def prefilled(self) -> None:
         """The prompt is computed: its tokens are no longer outstanding."""
-        self._member.outstanding_tokens -= self._prompt_tokens
-        self._prompt_tokens = 0
+        if self._prompt_tokens:
+            self._member.outstanding_tokens -= self._prompt_tokens
+            self._prompt_tokens = 0
         if self.on_prefilled is not None:
             self.on_prefilled()
             self.on_prefilled = None
@@ -175,4 +178,5 @@ class Charge:
         self._released = True
         self.prefilled()
         self._member.outstanding_requests -= 1
-        self._member.reserved_blocks -= self._blocks
+        if self._blocks:
+            self._member.reserved_blocks -= self._blocks

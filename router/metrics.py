@@ -11,25 +11,26 @@ from collections import Counter as Tally
 from functools import cache
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.kv_metrics import KvCollector
+from router.histograms import Histograms
 from router.prefix.metrics import PrefixMetrics
 from router.roles.metrics import RoleMetrics
 from router.tenant_metrics import TenantMetrics
-from router.token_gaps import BOUNDS_S, GapCollector
+from router.token_gaps import BOUNDS_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from pdserve.errors import PdserveError
     from pdserve.kv_metrics import Labelled
     from pdserve.types import Receipt, Usage
     from router.cost.book import CostBook
+    from router.histograms import Histogram
     from router.pool import WorkerPool
-    from router.token_gaps import TokenGaps
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -111,22 +112,18 @@ class RouterMetrics:
             "Requests of the router's own to workers that got no work.",
             "outcome",
         )
-        flips = Histogram(
-            "pdserve_role_flip_seconds",
+        self._flips = self._histogram(
+            "role_flip_seconds",
             "From asking for a worker's other role until it was given work again.",
-            ["model", "role", "outcome"],
-            buckets=_SECONDS,
-            registry=self.registry,
+            _SECONDS,
+            *("role", "outcome"),
         )
-        self._flips: Callable[..., Histogram] = cache(flips.labels)
-        predictions = Histogram(
-            "pdserve_prediction_ratio",
+        self._predictions = self._histogram(
+            "prediction_ratio",
             "Predicted over actual: of ttft, prefill, transfer (its exposed part) and itl.",
-            ["model", "what"],
-            buckets=_RATIOS,
-            registry=self.registry,
+            _RATIOS,
+            "what",
         )
-        self._predictions: Callable[..., Histogram] = cache(predictions.labels)
         self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
         self._refusals = self._counter(
             "refusals", "Requests refused before any work.", "code", "reason"
@@ -143,12 +140,16 @@ class RouterMetrics:
         self._transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes moved.")
 
     def _seconds(
-        self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS
-    ) -> Callable[[str], Histogram]:
-        metric = Histogram(
-            f"pdserve_{name}_seconds", text, ["model"], buckets=buckets, registry=self.registry
-        )
-        return cache(metric.labels)
+        self, name: str, text: str, bounds: tuple[float, ...] = _SECONDS
+    ) -> Callable[..., Histogram]:
+        return self._histogram(f"{name}_seconds", text, bounds)
+
+    def _histogram(
+        self, name: str, text: str, bounds: tuple[float, ...], *labels: str
+    ) -> Callable[..., Histogram]:
+        metric = Histograms(f"pdserve_{name}", text, ("model", *labels), bounds)
+        self.registry.register(metric)
+        return metric.of
 
     def _counter(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
         metric = Counter(f"pdserve_{name}", text, ["model", *labels], registry=self.registry)
@@ -159,9 +160,9 @@ class RouterMetrics:
         self.registry.register(_Workers(pool))
         self.registry.register(KvCollector(lambda: _kv_reports(pool)))
 
-    def watch_gaps(self, gaps: Mapping[str, TokenGaps]) -> None:
+    def watch_gaps(self, gaps: Histograms) -> None:
         """Report the gaps between tokens from now on."""
-        self.registry.register(GapCollector(gaps))
+        self.registry.register(gaps)
 
     def watch_costs(self, costs: CostBook, pool: WorkerPool) -> None:
         """Report whether prefill apart helps, from now on."""

@@ -26,7 +26,8 @@ from pdserve.frames import offer_in
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 from router import frame_connection
-from router.token_gaps import Pace, TokenGaps
+from router.histograms import Histogram
+from router.token_gaps import BOUNDS_S, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,11 +107,11 @@ class WorkerLink:
         observer: LinkObserver,
         settings: LinkSettings | None = None,
         dialer: rpc.Dialer = rpc.PLAIN,
-        gaps: TokenGaps | None = None,
+        gaps: Histogram | None = None,
     ) -> None:
         """`gaps` is told how its tokens follow one another."""
         self._member = member
-        self._pace = Pace(gaps or TokenGaps())
+        self._pace = Pace(gaps or Histogram(BOUNDS_S))
         self._router_id = router_id
         self._dialer = dialer
         self._observer = observer

@@ -19,6 +19,8 @@ def fit(xx: Sequence[Sequence[float]], xy: Sequence[float]) -> tuple[float, ...]
     `xx` is the symmetric matrix of the sums of products, `xy` the sums of features times target. A
     feature that was never other than 0 costs 0.
     """
+    if len(xy) == 2:
+        return _fit_two(xx, xy)
     active = [i for i in range(len(xy)) if xx[i][i] > _TINY]
     while active:
         matrix = [[xx[i][j] for j in active] for i in active]
@@ -31,6 +33,24 @@ def fit(xx: Sequence[Sequence[float]], xy: Sequence[float]) -> tuple[float, ...]
             return tuple(by_index.get(i, 0.0) for i in range(len(xy)))
         del active[worst]
     return (0.0,) * len(xy)
+
+
+def _fit_two(xx: Sequence[Sequence[float]], xy: Sequence[float]) -> tuple[float, float]:
+    """The same, written out: each answer has lines fitted anew."""
+    (a, b), (_, d) = xx
+    p, q = xy
+    a, d = a * (1.0 + RIDGE) if a > _TINY else 0.0, d * (1.0 + RIDGE) if d > _TINY else 0.0
+    first, second = 0.0, 0.0
+    if a and d:
+        second = (q - b * p / a) / max(d - b * b / a, _TINY * d)
+        first = (p - b * second) / a
+        if first >= 0.0 and second >= 0.0:
+            return first, second
+    # One of the two is left: where both were there, not the worse.
+    is_first = a > 0.0 and (not d or first > second)
+    if is_first:
+        return max(0.0, p / a), 0.0
+    return 0.0, max(0.0, q / d) if d else 0.0
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

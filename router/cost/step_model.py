@@ -6,11 +6,23 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.step_moments import FEATURES, PAIRS, Moments, StepMoments, StepShape, total
+from pdserve.step_moments import (
+    DECODE_KV_TOKENS,
+    DECODE_REQS,
+    FEATURES,
+    PAIRS,
+    PREFILL_PAIRS,
+    PREFILL_TOKENS,
+    Moments,
+    StepMoments,
+    total,
+)
 from router.cost.least_squares import fit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pdserve.step_moments import StepShape
 
 # Steps of a kind, the worker's own or its like's, before anything is said of that kind.
 MIN_STEPS = 8.0
@@ -75,8 +87,11 @@ class StepModel:
         return sum(c * x for c, x in zip(self.coefficients, shape.features, strict=True))
 
     def decode_step_s(self, batch: Batch) -> float:
-        """A step that only decodes."""
-        return self.step_s(StepShape(decode_reqs=batch.reqs, decode_kv_tokens=batch.kv_tokens))
+        """A step that only decodes. Written out: a placement asks for a dozen."""
+        step, _, _, request, context = self.coefficients
+        return (
+            step + request * batch.reqs / DECODE_REQS + context * batch.kv_tokens / DECODE_KV_TOKENS
+        )
 
     def steps_of(self, work: PromptWork) -> int:
         """Into how many steps prompts are cut: one, where the engine does not cut them."""
@@ -86,8 +101,8 @@ class StepModel:
 
     def prompt_s(self, work: PromptWork) -> float:
         """What computing prompts adds to the steps that it takes part in."""
-        shape = StepShape(prefill_tokens=work.tokens, prefill_pairs=work.pairs)
-        return self.step_s(shape) - self.coefficients[0]
+        _, token, pair, _, _ = self.coefficients
+        return token * work.tokens / PREFILL_TOKENS + pair * work.pairs / PREFILL_PAIRS
 
     def prefill_s(self, work: PromptWork, beside: Batch = Batch()) -> float | None:
         """From the first step with these prompts to their first tokens, while `beside` is decoded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,8 @@ class DecisionLog:
     def __init__(self, size: int, *, max_candidates: int = MAX_CANDIDATES) -> None:
         self._size = size
         self._max_candidates = max_candidates
-        self._requests: dict[str, RequestDecisions] = {}
+        # A dict's first key is found by walking past all that were deleted before it.
+        self._requests: OrderedDict[str, RequestDecisions] = OrderedDict()
         self._count = 0
         self._candidates = 0
 

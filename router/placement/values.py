@@ -119,16 +119,28 @@ class Decision:
 
     def without_tokens(self) -> Decision:
         """The same, of a demand without its prompt's tokens."""
+        return self._but(self.demand.without_tokens(), self.placement, self.predictions)
+
+    def predicting(
+        self, placement: Placement | None, predictions: Sequence[Prediction]
+    ) -> Decision:
+        """The same by its scores, and another placement for what was predicted."""
+        return self._but(self.demand, placement, predictions)
+
+    def _but(
+        self, demand: Demand, placement: Placement | None, predictions: Sequence[Prediction]
+    ) -> Decision:
+        """Written out, as for demands."""
         return Decision(
             self.policy,
             self.candidates,
-            self.demand.without_tokens(),
+            demand,
             self.turn,
-            self.placement,
+            placement,
             self.decode,
             self.prefill,
             self.totals,
             self.cached,
-            self.predictions,
+            predictions,
             self.asked_prefix,
         )

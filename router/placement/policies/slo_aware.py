@@ -47,11 +47,8 @@ def slo_aware(
     prefill: Candidate | None = best(quick, list(quick), turn)
     if prefill is not None and local is not None and prefers_local(remote[prefill], local):
         prefill = None
-    return replace(
-        decision,
-        placement=Placement(placement.decode, prefill),
-        predictions=(*remote.values(), *(() if local is None else (local,))),
-    )
+    predictions = (*remote.values(), *(() if local is None else (local,)))
+    return decision.predicting(Placement(placement.decode, prefill), predictions)
 
 
 def prefers_local(remote: Prediction, local: Prediction) -> bool:

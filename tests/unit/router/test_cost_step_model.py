@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdserve.cost_wire import moments_from_pb, moments_to_pb
 from pdserve.errors import InvalidRequest
 from pdserve.step_moments import StepMoments, StepRecorder, StepShape, pooled
+from router.cost.least_squares import fit
 from router.cost.step_model import Batch, PromptWork, fit_steps, prompt_work
 
 # Seconds: a step, a prompt token, a pair of tokens, a decoding request, a token of its context.
@@ -202,3 +203,19 @@ def test_a_step_without_tokens_or_time_says_nothing() -> None:
     recorder.observe(StepShape(), 1.0, 0.0)
     recorder.observe(StepShape(decode_reqs=1), 0.0, 0.0)
     assert recorder.moments(0.0) == StepMoments()
+
+
+@given(
+    rows=st.lists(
+        st.tuples(*(st.floats(0, 100) for _ in range(2)), st.floats(-100, 100)), max_size=12
+    )
+)
+def test_lines_are_fitted_as_all_else(rows: list[tuple[float, float, float]]) -> None:
+    (a, b, d), p, q = (
+        [sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1))],
+        sum(r[0] * r[2] for r in rows),
+        sum(r[1] * r[2] for r in rows),
+    )
+    # A third feature that never was takes the general way, and nothing else.
+    general = fit(((a, b, 0.0), (b, d, 0.0), (0.0, 0.0, 0.0)), (p, q, 0.0))
+    assert fit(((a, b), (b, d)), (p, q)) == pytest.approx(general[:2], rel=1e-6, abs=1e-6)

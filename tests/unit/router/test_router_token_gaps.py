@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.token_gaps import GapCollector, Pace, TokenGaps
+from router.token_gaps import Pace, token_gaps
+
+if TYPE_CHECKING:
+    from router.histograms import Histograms
 
 
-def rendered(gaps: TokenGaps) -> dict[str, float]:
+def rendered(gaps: Histograms) -> dict[str, float]:
     registry = CollectorRegistry()
-    registry.register(GapCollector({"demo": gaps}))
+    registry.register(gaps)
     lines = generate_latest(registry).decode().splitlines()
     values = (line.rpartition(" ") for line in lines if not line.startswith("#"))
     prefix = "pdserve_inter_token_latency_seconds_"
@@ -17,8 +22,8 @@ def rendered(gaps: TokenGaps) -> dict[str, float]:
 
 
 def test_a_frame_counts_a_gap_for_each_token_that_follows_one() -> None:
-    gaps = TokenGaps()
-    pace = Pace(gaps)
+    gaps = token_gaps()
+    pace = Pace(gaps.of("demo"))
     pace.took(10.0, 2)
     pace.took(10.009, 3)  # one began with it
     pace.took(10.029, 3)
@@ -32,7 +37,7 @@ def test_a_frame_counts_a_gap_for_each_token_that_follows_one() -> None:
 
 
 def test_a_worker_that_rested_begins_anew_and_two_workers_are_added_up() -> None:
-    gaps = TokenGaps()
+    gaps = token_gaps().of("demo")
     one, other = Pace(gaps), Pace(gaps)
     one.took(0.0, 1)
     one.rest()
@@ -40,4 +45,4 @@ def test_a_worker_that_rested_begins_anew_and_two_workers_are_added_up() -> None
     other.took(100.0, 4)
     other.took(109.0, 4)
     assert gaps.counts[-1] == sum(gaps.counts) == 4
-    assert gaps.sum_s == 36.0
+    assert gaps.sum == 36.0
