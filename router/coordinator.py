@@ -9,7 +9,6 @@ cannot; `router/flight.py` then works until the answer is complete or its reader
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -81,14 +80,13 @@ class Coordinator:
             decisions,
             prefill_queue=prefill_queue,
             drain=self._admission.drain,
-            on_room=self._wake_soon,
+            on_room=self._admission.wake_soon,
             live_kv=fallback.live_kv,
         )
         self._request_timeout_s = request_timeout_s
         self._buffer_limits = buffer_limits
         self._open_requests = 0
         self._flights: set[Flight | Choices] = set()
-        self._wakes_soon = False
         # Room or a worker may have come: those who wait try again.
         fleet.subscribe(self._admission.wake)
         fleet.subscribe_moving(self._make_room)
@@ -193,17 +191,6 @@ class Coordinator:
         self._flights.add(flight)
         stack.callback(self._flights.discard, flight)
         flight.start(grant.reservation, demand, grant.release)
-
-    def _wake_soon(self) -> None:
-        """Once for all prompts that end in one frame: who has no room after the first of them would
-        be tried in vain after each other one, and everybody behind it looked at."""
-        if not self._wakes_soon:
-            self._wakes_soon = True
-            asyncio.get_running_loop().call_soon(self._wake)
-
-    def _wake(self) -> None:
-        self._wakes_soon = False
-        self._admission.wake()
 
     def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> int:
         """Have the requests that are on a worker go on elsewhere, and say how many do. They take

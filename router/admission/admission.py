@@ -45,7 +45,8 @@ class _Turn(Generic[R]):
 
 
 class Admission:
-    """State: a gate. `drain` predicts how its queue drains; `tenants` are those it knows."""
+    """State: a gate, and whether it is to be woken. `drain` predicts how its queue drains;
+    `tenants` are those it knows."""
 
     def __init__(
         self,
@@ -55,7 +56,10 @@ class Admission:
         drain: DrainPredictor | None = None,
         tenants: Tenants | None = None,
     ) -> None:
-        self._gate = Gate(limits, clock=clock, drain=drain, tenants=tenants)
+        self._gate = Gate(
+            limits, clock=clock, drain=drain, tenants=tenants, on_freed=self.wake_soon
+        )
+        self._wakes_soon = False
 
     @property
     def running(self) -> int:
@@ -76,6 +80,18 @@ class Admission:
     def wake(self) -> None:
         """Admit whom seats and room allow; called when either grew."""
         self._gate.wake()
+
+    def wake_soon(self) -> None:
+        """As `wake`, once for all of this turn of the loop. Of requests that end in one frame, each
+        makes room for about one: who comes next would be tried in vain after each of them, and
+        everybody behind it looked at."""
+        if not self._wakes_soon:
+            self._wakes_soon = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._wakes_soon = False
+        self.wake()
 
     async def acquire(self, bid: Bid, reserve: Callable[[], R | None]) -> Grant[R]:
         """The right to run with what `reserve` returned; the caller releases it.

@@ -98,7 +98,10 @@ class Gate:
         clock: Callable[[], float],
         drain: DrainPredictor | None = None,
         tenants: Tenants | None = None,
+        on_freed: Callable[[], None] | None = None,
     ) -> None:
+        """`on_freed` is told that a seat was given back, and has to call `wake`, which it is where
+        there is none."""
         self._limits = limits
         self._clock = clock
         self.drain = drain or MeasuredDrain()
@@ -108,6 +111,7 @@ class Gate:
         self.queued = 0
         self._queued_of: dict[str, int] = {}
         self._running_batch = 0
+        self._on_freed = on_freed or self.wake
 
     def offer(
         self, bid: Bid, reserve: Callable[[], R | None], waiter: Waiter[R]
@@ -365,7 +369,7 @@ class Gate:
             self.running -= 1
             self._running_batch -= is_batch
             stay.release(self._clock())
-            self.wake()
+            self._on_freed()
 
         return Grant(reservation, on_release)
 

@@ -297,3 +297,29 @@ def test_whatever_happens_bounds_hold_and_nothing_leaks(
         assert set(requests.admitted) | refused | cancelled == set(requests.tasks)
 
     asyncio.run(play())
+
+
+async def test_those_that_end_together_make_room_with_one_look_at_the_queue() -> None:
+    room, tried = Room(3), 0
+    admission = Admission(AdmissionLimits())
+
+    def reserve() -> Held | None:
+        nonlocal tried
+        tried += 1
+        return room.reserve(1)
+
+    async def ask() -> Grant[Held]:
+        return await admission.acquire(bid(1, "demo"), reserve)
+
+    first = [await ask() for _ in range(3)]
+    tasks = [asyncio.create_task(ask()) for _ in range(6)]
+    await settle()
+    tried = 0
+    for grant in first:
+        grant.release()
+    await settle()
+    assert tried == 4  # three that have room now, and the one behind them that has none
+    assert sum(task.done() for task in tasks) == 3
+    for task in tasks:
+        (await task).release()
+    assert admission.running == admission.queued == room.taken == 0
