@@ -9,6 +9,7 @@ ends it with a short answer of its own.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -70,6 +71,7 @@ class HttpConnection(asyncio.Protocol):
         self._cycles: deque[Cycle] = deque()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._until = math.inf
         self._drained = asyncio.Event()
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
@@ -84,8 +86,6 @@ class HttpConnection(asyncio.Protocol):
         self.is_paused = False
         self._transport: asyncio.Transport
         self._scheme: str
-        self._client: object
-        self._server: object
 
     # -- asyncio.Protocol
 
@@ -93,8 +93,6 @@ class HttpConnection(asyncio.Protocol):
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
-        self._client = transport.get_extra_info("peername")
-        self._server = transport.get_extra_info("sockname")
         self.write: Callable[[bytes], None] = self._transport.write
         is_one_too_many = len(self._connections) >= self._limits.max_connections
         self._connections.add(self)
@@ -104,6 +102,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait(None)
+        self._set_timer()
         for cycle in self._cycles:
             cycle.disconnect()
         self._closing = True
@@ -182,8 +181,6 @@ class HttpConnection(asyncio.Protocol):
             "query_string": url.query or b"",
             "root_path": "",
             "headers": self._headers,
-            "client": self._client,
-            "server": self._server,
         }
         # HTTP/1.0's keep-alive is left alone: it has to be agreed on by headers.
         keeps = scope["http_version"] == "1.1" and self._parser.should_keep_alive()
@@ -303,11 +300,28 @@ class HttpConnection(asyncio.Protocol):
 
     def _wait(self, seconds: float | None) -> None:
         """Until something else is decided, the connection may stay as it is for `seconds`."""
+        if seconds is None:
+            self._until = math.inf
+            return
+        self._unsent = self._transport.get_write_buffer_size()
+        self._until = self._loop.time() + seconds
+        # One that is too early is set anew when it comes, for most waits end before that.
+        if self._timer is None or self._timer.when() > self._until:
+            self._set_timer()
+
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if seconds is not None:
-            self._unsent = self._transport.get_write_buffer_size()
-        self._timer = None if seconds is None else self._loop.call_later(seconds, self._give_up)
+        self._timer = None
+        if self._until < math.inf:
+            self._timer = self._loop.call_at(self._until, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._loop.time() < self._until:
+            self._set_timer()
+        else:
+            self._give_up()
 
     def _give_up(self) -> None:
         if self._in_head and self._head_bytes and not self._cycles:

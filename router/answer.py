@@ -127,6 +127,8 @@ class AnswerBuffer:
         direct, waiter = self._direct, self._waiter
         # Who waits has sent all that was read: what is written now is in order.
         if direct is not None and waiter is not None and not waiter.done() and direct(text):
+            if self.lane is not None:
+                self.lane.waits = True  # as before, but others have written
             return True
         return self.push(AnswerDelta((token_id,), text))
 

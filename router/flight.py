@@ -249,7 +249,11 @@ class Flight:
     def _deliver(self, delta: StreamDelta) -> None:
         if not self._ttft_s:
             self._ttft_s = time.monotonic() - self._arrived
-        if not self.buffer.push(AnswerDelta(delta.token_ids, delta.text, delta.logprobs)):
+        if len(delta.token_ids) == 1 and not delta.logprobs:
+            is_kept = self.buffer.push_token(delta.token_ids[0], delta.text)
+        else:
+            is_kept = self.buffer.push(AnswerDelta(delta.token_ids, delta.text, delta.logprobs))
+        if not is_kept:
             self.cut_off()
 
     def cut_off(self) -> None:
