@@ -68,10 +68,15 @@ def pack(hashes: Iterable[int]) -> bytes:
 
 def unpack(data: bytes) -> list[int]:
     """What `pack` packed. Raises ValueError where it is none."""
+    return words(data).tolist()
+
+
+def words(data: bytes) -> array[int]:
+    """As `unpack`, in 8 bytes each."""
     if len(data) % _HASH_BYTES:
         raise ValueError(f"{len(data)} bytes are no whole number of hashes")
-    words = array("Q")
-    words.frombytes(data)
+    found = array("Q")
+    found.frombytes(data)
     if sys.byteorder == "big":
-        words.byteswap()
-    return words.tolist()
+        found.byteswap()
+    return found

@@ -3,7 +3,7 @@
 A chain hash names a block and all before it, and every worker's blocks are closed: with a block it
 has all blocks before it (workers see to that, and updates are applied whole). So along a prompt the
 set of workers that hold its blocks only shrinks, and where two ends of a stretch have the same set,
-so has all between: a lookup halves stretches and needs few probes, whatever the prompt's length.
+so has all between: a lookup need not look at every block.
 
 Entries of a worker that left are at once seen no more, and are taken away in small steps. What is
 beyond `max_blocks` is refused, and so is then all that the same worker stores later, else its
@@ -12,20 +12,24 @@ blocks would not be closed: its `Holder.truncated` says so, until it is read ane
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from router.prefix.slot_sets import SetsFull, SlotSets
+from router.prefix.table import ABSENT, SHARDS, new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-# One table per shard: growing one of 10,000 entries takes a ms, one of 10 million a second.
-_SHARDS = 1 << 10
-_SHARD = _SHARDS - 1
+    from router.prefix._table import Table
+    from router.prefix.table import DictTable
+
 _MAX_SETS = 1 << 16
+# Sets that one step of a clean-up looks at.
+_SETS_A_STEP = 1 << 12
 # Up to so many workers are named one by one.
 _FEW = 4
 _MAX_NAMED = 64
@@ -43,13 +47,18 @@ class Holder:
 
 
 class PrefixIndex:
-    """State: the shards, the sets, the holders by slot, and what is left to be taken away."""
+    """State: the table, the sets, the holders by slot, and what is left to be taken away."""
 
-    def __init__(self, max_blocks: int, *, max_sets: int = _MAX_SETS) -> None:
+    def __init__(
+        self,
+        max_blocks: int,
+        *,
+        max_sets: int = _MAX_SETS,
+        table: Table | DictTable | None = None,
+    ) -> None:
         self.max_blocks = max_blocks
-        self.blocks = 0
         self.refused_blocks = 0
-        self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
+        self._table = new_table() if table is None else table
         self._sets = SlotSets(max_sets)
         self._names: list[str] = []
         self._names_array = np.empty(64, dtype=object)
@@ -57,10 +66,12 @@ class PrefixIndex:
         self._holders: list[Holder | None] = []
         self._free_slots: list[int] = []
         self._left: list[Holder] = []
-        self._purging: list[Holder] = []
-        self._purge_mask = 0
-        self._purge_sets: set[int] = set()
-        self._purge_cursor = 0
+        self._purge = _Purge([], 0)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that are held, or were by workers whose blocks are still being taken away."""
+        return len(self._table)
 
     @property
     def distinct_sets(self) -> int:
@@ -104,120 +115,79 @@ class PrefixIndex:
     def apply(self, holder: Holder, removed: Sequence[int], stored: Sequence[int]) -> None:
         """What changed at a worker. Unknown removals and repeated stores change nothing."""
         if removed:
-            self._remove(holder, removed)
+            self._remove(holder, _words(removed))
         if stored:
-            self._store(holder, stored)
+            self._store(holder, _words(stored))
 
-    def _remove(self, holder: Holder, removed: Sequence[int]) -> None:
-        sets, shards, alone = self._sets, self._shards, holder.alone
-        bit, gone = 1 << holder.slot, 0
-        for chain_hash in removed:
-            shard = shards[chain_hash & _SHARD]
-            held = shard.get(chain_hash)
-            if held == alone:
-                del shard[chain_hash]
-                gone += 1
-            elif held is not None and sets.masks[held] & bit:
-                self._withdraw(shard, chain_hash, held, bit)
-        if gone:
-            self.blocks -= gone
-            sets.release(alone, gone)
+    def _remove(self, holder: Holder, removed: array[int]) -> None:
+        sets, run, bit = self._sets, self._table.run, 1 << holder.slot
+        start = 0
+        while start < len(removed):
+            end, held = run(removed, start)
+            if held != ABSENT and sets.masks[held] & bit:
+                rest = self._without(held, bit)
+                changed = self._table.change(removed, start, end, held, rest)
+                self._moved(held, rest, changed)
+            start = end
 
-    def _withdraw(self, shard: dict[int, int], chain_hash: int, held: int, mask: int) -> None:
-        """Take `mask`, and all that left, from the workers that hold a block."""
-        sets = self._sets
-        rest = sets.masks[held] & sets.live & ~mask
-        if rest:
-            shard[chain_hash] = sets.acquire(rest, beyond=True)
-        else:
-            del shard[chain_hash]
-            self.blocks -= 1
-        sets.release(held)
+    def _without(self, held: int, mask: int) -> int:
+        """The set without `mask` and all that left, used once more, or ABSENT."""
+        rest = self._sets.masks[held] & self._sets.live & ~mask
+        return self._sets.acquire(rest, beyond=True) if rest else ABSENT
 
-    def _store(self, holder: Holder, stored: Sequence[int]) -> None:
+    def _moved(self, held: int, new: int, blocks: int) -> None:
+        """So many blocks went to the set `new`, which was acquired for one."""
+        if new != ABSENT:
+            self._sets.reuse(new, blocks - 1)
+        self._sets.release(held, blocks)
+
+    def _store(self, holder: Holder, stored: array[int]) -> None:
         if holder.truncated:
             self.refused_blocks += len(stored)
             return
-        sets, shards, alone = self._sets, self._shards, holder.alone
-        masks, live, bit = sets.masks, sets.live, 1 << holder.slot
-        room = self.max_blocks - self.blocks
-        new = done = 0
-        for chain_hash in stored:
-            shard = shards[chain_hash & _SHARD]
-            held = shard.get(chain_hash)
-            if held is None:
-                if new == room:
+        sets, table, bit = self._sets, self._table, 1 << holder.slot
+        start = 0
+        while start < len(stored):
+            end, held = table.run(stored, start)
+            if held == ABSENT:
+                end = min(end, start + self.max_blocks - self.blocks)
+                if start == end:
                     break
-                shard[chain_hash] = alone
-                new += 1
-            elif not masks[held] & bit:
+                sets.reuse(holder.alone, table.change(stored, start, end, ABSENT, holder.alone))
+            elif not sets.masks[held] & bit:
                 try:
-                    shard[chain_hash] = sets.acquire(masks[held] & live | bit)
+                    more = sets.acquire(sets.masks[held] & sets.live | bit)
                 except SetsFull:
                     break
-                sets.release(held)
-            done += 1
-        self.blocks += new
-        sets.reuse(alone, new)
-        if done < len(stored):
+                self._moved(held, more, table.change(stored, start, end, held, more))
+            start = end
+        if start < len(stored):
             holder.truncated = True
-            self.refused_blocks += len(stored) - done
-
-    def match(self, chain: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Where along `chain` fewer workers go on: (blocks up to there, mask of those that hold
-        these and no more, mask of all that hold these), in the order of the prompt."""
-        if not chain:
-            return []
-        shards, live, masks = self._shards, self._sets.live, self._sets.masks
-        first = shards[chain[0] & _SHARD].get(chain[0])
-        if first is None:
-            return []
-        found: list[tuple[int, int, int]] = []
-        low, low_set = 0, first
-        # Right ends of stretches whose left end is `low`, the nearest last. -1 is no worker.
-        ends = [(len(chain), -1)]
-        while ends:
-            high, high_set = ends[-1]
-            if low_set == high_set:
-                low = high
-                ends.pop()
-            elif high - low > 1:
-                middle = (low + high) // 2
-                chain_hash = chain[middle]
-                held = shards[chain_hash & _SHARD].get(chain_hash, -1)
-                ends.append((middle, held))
-            else:
-                holding = ending = masks[low_set] & live
-                if high_set >= 0:
-                    ending &= ~masks[high_set]
-                if ending:
-                    found.append((high, ending, holding))
-                if high_set < 0:
-                    break
-                low, low_set = high, high_set
-                ends.pop()
-        return found
+            self.refused_blocks += len(stored) - start
 
     def lengths(self, chain: Sequence[int], unit: int = 1) -> dict[str, int]:
         """How much of the beginning of `chain` each worker holds, in blocks of `unit`; workers
         without any are left out."""
+        names, masks, live = self._names, self._sets.masks, self._sets.live
         found: dict[str, int] = {}
-        for blocks, ending, holding in self.match(chain):
-            if ending.bit_count() <= _FEW:
-                for name in self._few(ending):
-                    found[name] = blocks * unit
-            else:
-                # Those that hold more are overwritten by what follows. Who holds a system prompt is
-                # the same from one request to the next, who holds no more than it is not.
-                named = self._many(holding, blocks * unit)
-                found = found | named if found else named.copy()
+        ends, sets = self._table.runs(_words(chain))
+        longer = 0
+        for blocks, held in zip(reversed(ends), reversed(sets), strict=True):
+            holding, length = masks[held] & live, blocks * unit
+            # Of numbers of a thousand bits & and - take half as long as ^, and ~ twice.
+            ending = holding - (holding & longer)
+            longer, few = holding, _FEW
+            while ending and few:
+                slot = ending.bit_length() - 1
+                found[names[slot]] = length
+                ending -= 1 << slot
+                few -= 1
+            if ending:
+                # All that hold these, not only those that hold no more: who holds a system prompt
+                # is the same from one request to the next.
+                named = self._many(holding, length)
+                found = named | found if found else named.copy()
         return found
-
-    def _few(self, mask: int) -> Iterator[str]:
-        while mask:
-            slot = mask.bit_length() - 1
-            yield self._names[slot]
-            mask ^= 1 << slot
 
     def _many(self, mask: int, length: int) -> dict[str, int]:
         known = self._named.get((mask, length))
@@ -234,25 +204,44 @@ class PrefixIndex:
     @property
     def needs_purge(self) -> bool:
         """Whether blocks of workers that left are still there."""
-        return bool(self._left or self._purging)
+        return bool(self._left or self._purge.holders)
 
     def purge(self) -> None:
-        """One step of taking away what left: a look at one shard."""
-        if not self._purging:
-            self._purging, self._left = self._left, []
-            self._purge_mask = sum(1 << holder.slot for holder in self._purging)
-            self._purge_cursor = 0
-            # No set that is made from here on has one of them.
-            self._purge_sets = {
-                set_id for set_id, x in enumerate(self._sets.masks) if x & self._purge_mask
-            }
-        affected, shard = self._purge_sets, self._shards[self._purge_cursor]
-        for chain_hash in [x for x, held in shard.items() if held in affected]:
-            self._withdraw(shard, chain_hash, shard[chain_hash], self._purge_mask)
-        self._purge_cursor += 1
-        if self._purge_cursor == _SHARDS:
-            for holder in self._purging:
+        """One step of taking away what left: a look at some of the sets, or at one shard."""
+        purge, masks = self._purge, self._sets.masks
+        if not purge.holders:
+            purge = self._purge = _Purge(self._left, len(masks))
+            self._left = []
+        done = len(purge.instead)
+        if done < purge.sets:
+            for held in range(done, min(done + _SETS_A_STEP, purge.sets)):
+                purge.instead.append(ABSENT if masks[held] & purge.mask else held)
+            return
+        for held, blocks in self._table.count(purge.shard, purge.instead).items():
+            rest = purge.instead[held] = self._without(held, purge.mask)
+            self._moved(held, rest, blocks)
+        self._table.replace(purge.shard, purge.instead)
+        purge.shard += 1
+        if purge.shard == SHARDS:
+            for holder in purge.holders:
                 self._sets.release(holder.alone)
                 self._holders[holder.slot] = None
                 self._free_slots.append(holder.slot)
-            self._purging = []
+            purge.holders = []
+
+
+class _Purge:
+    """What is taken away. State: how far it has come; by number of a set that had one of these
+    workers, of those that there were when it began, another number."""
+
+    def __init__(self, holders: list[Holder], sets: int) -> None:
+        self.holders = holders
+        self.mask = sum(1 << holder.slot for holder in holders)
+        # No set that is made from here on has one of them.
+        self.sets = sets
+        self.instead = array("I")
+        self.shard = 0
+
+
+def _words(hashes: Sequence[int]) -> array[int]:
+    return hashes if isinstance(hashes, array) else array("Q", hashes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,13 @@ if TYPE_CHECKING:
     from router.placement.values import Demand
     from router.prefix.index import PrefixIndex
 
+    # Token ids, and their hashes by model and block size.
+    _Chains = tuple[tuple[int, ...], dict[tuple[str, int], array[int]]]
+
 # Prompts whose hashes are kept, and their tokens: a request that waits for room asks again and
-# again. Nobody says when one has ended, and a token of a prompt takes 36 bytes.
+# again. Nobody says when one has ended, and a token of a prompt takes 34 bytes.
 MAX_PROMPTS = 2048
 MAX_TOKENS = 1 << 18
-
-
-# Token ids, and their hashes by model and block size.
-_Chains = tuple[tuple[int, ...], dict[tuple[str, int], list[int]]]
 
 
 class IndexLookup:
@@ -55,24 +55,25 @@ class IndexLookup:
             cached = cached | found if cached else found
         return cached
 
-    def _chain(self, demand: Demand, block_size: int) -> list[int]:
+    def _chain(self, demand: Demand, block_size: int) -> array[int]:
         token_ids, key = demand.token_ids, (demand.model, block_size)
         chains = self._of(token_ids)
         if key not in chains:
-            chains[key] = prefix_hash.chain(
+            hashes = prefix_hash.chain(
                 token_ids,
                 block_size,
                 prefix_hash.root(*key),
                 blocks=prefix_hash.usable_blocks(len(token_ids), block_size),
             )
+            chains[key] = array("Q", hashes)
         return chains[key]
 
-    def _of(self, token_ids: tuple[int, ...]) -> dict[tuple[str, int], list[int]]:
+    def _of(self, token_ids: tuple[int, ...]) -> dict[tuple[str, int], array[int]]:
         known = self._chains.get(id(token_ids))
         if known is not None:
             self._chains.move_to_end(id(token_ids))
             return known[1]
-        chains: dict[tuple[str, int], list[int]] = {}
+        chains: dict[tuple[str, int], array[int]] = {}
         self._chains[id(token_ids)] = token_ids, chains
         self._tokens += len(token_ids)
         while len(self._chains) > MAX_PROMPTS or (

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 import grpc.aio
 
-from pdserve import rpc
-from pdserve.prefix_hash import unpack
+from pdserve import prefix_hash, rpc
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 from router.prefix.index import PrefixIndex
@@ -191,7 +190,7 @@ class CacheWatch:
         self._sequence += 1
         if update.sequence != self._sequence:
             return "gap"
-        removed, stored = unpack(update.removed), unpack(update.stored)
+        removed, stored = prefix_hash.words(update.removed), prefix_hash.words(update.stored)
         if update.reset:
             if self._holder is not None:
                 self._watches.resyncs["overflow"] += 1
