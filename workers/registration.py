@@ -97,6 +97,8 @@ class Registration:
         self._source = source
         self._kv_key = kv_key
         self._nudged = asyncio.Event()
+        self._is_heard = False
+        self._untold: list[asyncio.Future[None]] = []
         self._backoff = Backoff()
 
     async def run(self) -> NoReturn:
@@ -115,6 +117,15 @@ class Registration:
     def nudge(self) -> None:
         """Renews now: something that the router should know has changed."""
         self._nudged.set()
+
+    async def told(self) -> None:
+        """Waits until the router knows what is so now, or could not be told; at once where it is
+        away. Has no deadline."""
+        if self.registered.is_set() and self._is_heard:
+            told = asyncio.get_running_loop().create_future()
+            self._untold.append(told)
+            self.nudge()
+            await told
 
     def announce(self, info: WorkerInfo) -> None:
         """Registers anew, as `info`."""
@@ -157,32 +168,44 @@ class Registration:
     async def _renew(self, stub: RegistryAsyncStub, lease_s: float) -> None:
         """Keeps the lease alive; returns when the router does not know us any more, or not as what
         we are now."""
-        was_heard = True
+        self._is_heard = True
         while self._told is self._info:
-            if was_heard:
+            if self._is_heard:
                 await self._pause(lease_s / 3)
             if self._told is not self._info:
                 return
-            load, kv = self._source.load(), self._source.kv_report()
-            request = w.RenewRequest(
-                worker_id=self._info.worker_id,
-                epoch=self._info.epoch,
-                load=None if load is None else wire.load_to_pb(load),
-                draining=self._source.is_draining,
-                moving=self._source.is_moving,
-                unhealthy=self._source.unhealthy,
-                kv=None if kv is None else wire.kv_report_to_pb(kv),
-            )
+            untold, self._untold = self._untold, []
+            failure: grpc.aio.AioRpcError | None = None
+            request = self._renewal()
             try:
                 reply = await stub.Renew(request, timeout=_RPC_S, metadata=self._dialer.metadata)
-                lease_s, was_heard = reply.lease_s, True
+                lease_s = reply.lease_s
                 self._backoff.reset()
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.NOT_FOUND:
-                    logger.info("router %s does not know us: registering again", self.address)
-                    return
-                was_heard = False
-                await self._wait_for_router(error)
+                failure = error
+            finally:
+                for told in untold:
+                    if not told.done():
+                        told.set_result(None)
+            self._is_heard = failure is None
+            if failure is None:
+                continue
+            if failure.code() is grpc.StatusCode.NOT_FOUND:
+                logger.info("router %s does not know us: registering again", self.address)
+                return
+            await self._wait_for_router(failure)
+
+    def _renewal(self) -> w.RenewRequest:
+        load, kv = self._source.load(), self._source.kv_report()
+        return w.RenewRequest(
+            worker_id=self._info.worker_id,
+            epoch=self._info.epoch,
+            load=None if load is None else wire.load_to_pb(load),
+            draining=self._source.is_draining,
+            moving=self._source.is_moving,
+            unhealthy=self._source.unhealthy,
+            kv=None if kv is None else wire.kv_report_to_pb(kv),
+        )
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -239,6 +262,10 @@ class Registrations:
     def nudge(self) -> None:
         for registration in self._all:
             registration.nudge()
+
+    async def told(self) -> None:
+        """Waits until every router that can be reached knows what is so now. Has no deadline."""
+        await asyncio.gather(*(registration.told() for registration in self._all))
 
     def announce(self, info: WorkerInfo) -> None:
         for registration in self._all:

@@ -132,6 +132,7 @@ class WorkerServer:
         )
         self._stack.push_async_callback(self._registrations.stop)
         self.worker.on_change = self._registrations.nudge
+        self.worker.tell_routers = self._registrations.told
         self._registrations.start()
         watch = GpuWatch(self.worker, self._config.gpu, self._registrations.nudge)
         self._stack.push_async_callback(watch.stop)
@@ -159,9 +160,7 @@ class WorkerServer:
         time goes on elsewhere: (whether nothing is left, how many streams that were). With `stop`
         there is no way back, and `told_to_stop` is done at the end."""
         self._is_stopping |= stop
-        self.worker.begin_drain()
         await self._say_serving(False)
-        self._nudge()
         drained, moved = await self.worker.drain(timeout_s)
         if not drained:
             logger.warning(
@@ -191,13 +190,9 @@ class WorkerServer:
         """Ends all work and registers in another role, which is to be settled; how long that took
         and how many streams went on elsewhere. Raises InvalidRequest and Unavailable."""
         began = time.monotonic()
-        changing = asyncio.ensure_future(self.worker.change_role(role, drain_timeout_s))
-        await asyncio.sleep(0)  # it drains now: the routers are to know
-        self._nudge()
         try:
-            moved = await changing
+            moved = await self.worker.change_role(role, drain_timeout_s)
         except BaseException:
-            changing.cancel()
             self._nudge()
             raise
         self._announce()

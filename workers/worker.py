@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve import deadline, wire
+from pdserve import wire
 from pdserve.cost_wire import moments_to_pb
 from pdserve.errors import (
     DeadlineExceeded,
@@ -21,18 +21,18 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
-from pdserve.failure_config import MOVE_S, UNPIN_S
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 from workers import leg_span
 from workers.cache_feed import CacheFeed
+from workers.drain import Drain
 from workers.engine import PrefillPhase
 from workers.roles import RoleChange, RoleState
 from workers.session import Session
 from workers.submissions import deadline_s, work_from_pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from kv_transfer.snapshot import KvState
     from pdserve.tracing import Span, Tracing
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The engine tells nobody when a lease ends, so that an empty ledger has to be looked for.
-_LEDGER_LOOK_S = 0.02
-# How often routers are told what is to go on elsewhere: room comes and goes.
-_MOVE_TELL_S = 0.5
 MAX_FRAMES = 1024
 # How often, at most, a router is told anew what steps cost.
 STEPS_PERIOD_S = 0.5
@@ -58,6 +54,10 @@ class _Stream:
     is_prefill: bool
     timer: asyncio.TimerHandle | None
     span: Span | None = None
+
+
+async def _nobody() -> None:
+    """There are no routers."""
 
 
 class Worker:
@@ -78,13 +78,14 @@ class Worker:
         self._streams: dict[int, _Stream] = {}
         self._ids = itertools.count(1)
         self._draining = False
-        self._exported = 0  # streams that went on elsewhere with their KV
-        self.is_moving = False  # what is left should go on elsewhere now
+        self.exported = 0  # streams that went on elsewhere with their KV
         self.on_change: Callable[[], None] = lambda: None  # routers should be told
+        self.tell_routers: Callable[[], Awaitable[None]] = _nobody  # ends once they know
         self.unhealthy = ""  # what is wrong with its machine; routers are told
         self._closing = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()  # set while no stream is open
+        self.idle.set()
+        self._drain = Drain(self)
 
     async def start(self) -> EngineInfo:
         """Starts the engine; raises what that raises."""
@@ -101,6 +102,11 @@ class Worker:
     def is_draining(self) -> bool:
         """Whether it takes no work of everyone."""
         return self._draining or self.roles.state is not RoleState.SERVING
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether what is left should go on elsewhere now."""
+        return self._drain.is_moving
 
     @property
     def open_streams(self) -> int:
@@ -180,12 +186,13 @@ class Worker:
             if self.tracing is not None:
                 span = leg_span.begin(self.tracing, work, submit.traceparent)
             self._streams[stream_id] = _Stream(session, router_id, is_prefill, timer, span)
-        self._idle.clear()
+        self.idle.clear()
         self._engine.submit(work)
 
     def _check_open(self, submit: w.Submit) -> None:
-        proves = self.roles.state is RoleState.PROVING and submit.canary
-        if self._draining or not (proves or self.roles.state is RoleState.SERVING):
+        proves = self.roles.state is RoleState.PROVING and submit.canary and not self._draining
+        is_open = self._drain.announces or not self.is_draining
+        if self._closing or not (is_open or proves):
             raise Unavailable("this worker is draining")
 
     def refuse(self, session: Session, router_stream_id: int, error: PdserveError) -> None:
@@ -210,10 +217,6 @@ class Worker:
         if stream_id is not None:
             self._engine.export(stream_id, export.transfer_id)
 
-    def begin_drain(self) -> None:
-        """New work is refused from now on."""
-        self._draining = True
-
     def end_drain(self) -> None:
         """New work is taken again. Raises Unavailable where the engine has died or the worker
         closes."""
@@ -222,10 +225,11 @@ class Worker:
         self._draining = False
 
     async def drain(self, timeout_s: float) -> tuple[bool, int]:
-        """Waits until no stream is open and no block is pinned, and has what does not end in time
-        go on elsewhere: (whether nothing is left, how many streams that were)."""
-        self.begin_drain()
-        return await self._empty(timeout_s, "this worker is draining")
+        """Takes no new work once the routers know, and waits until no stream is open and no block
+        is pinned; what does not end in time goes on elsewhere: (whether nothing is left, how many
+        streams that were)."""
+        was_open, self._draining = not self.is_draining, True
+        return await self._drain.empty(timeout_s, "this worker is draining", announces=was_open)
 
     async def change_role(self, role: Role, drain_timeout_s: float) -> int:
         """Ends all work, by moving what has not ended in time to other workers; returns how many
@@ -233,7 +237,9 @@ class Worker:
         and Unavailable where blocks stay pinned: then the role is what it was."""
         self.roles.begin(role)
         try:
-            is_empty, moved = await self._empty(drain_timeout_s, "this worker changes its role")
+            is_empty, moved = await self._drain.empty(
+                drain_timeout_s, "this worker changes its role", announces=not self._draining
+            )
             if not is_empty:
                 raise Unavailable(f"blocks are still pinned: {self.ledger()}")
         except BaseException:
@@ -242,45 +248,13 @@ class Worker:
         self.roles.drained()
         return moved
 
-    async def _empty(self, timeout_s: float, why: str) -> tuple[bool, int]:
-        """Streams may end by themselves, and routers move those that another worker can go on with
-        from their KV; then routers are asked to move the others; then they are ended with an error
-        that sends them on, and what is held is given up."""
-        before = self._exported
-        if await self._is_idle_within(timeout_s):
-            return True, self._exported - before
-        if not self.is_draining:
-            return False, 0
-        moved = self._exported - before + len(self._streams)
-        self.is_moving = True
-        try:
-            until = deadline.after(MOVE_S)
-            while deadline.remaining(until):
-                self.on_change()
-                if await self._is_idle_within(_MOVE_TELL_S):
-                    return True, moved
-        finally:
-            self.is_moving = False
-        self._end_streams(Unavailable(why))
-        return await self._is_idle_within(UNPIN_S), moved
-
-    def _end_streams(self, moving: Unavailable) -> None:
+    def end_streams(self, error: Unavailable) -> None:
+        """Ends all that is open with `error`, and gives up what ended prefills hold."""
         for stream in list(self._streams.values()):
-            self.refuse(stream.session, stream.router_stream_id, moving)
+            self.refuse(stream.session, stream.router_stream_id, error)
         for session in self._sessions.values():
             for stream_id in session.take_all_held():
                 self._engine.cancel(stream_id)
-
-    async def _is_idle_within(self, timeout_s: float) -> bool:
-        """Whether no stream is open and no block is pinned before time runs out."""
-        try:
-            async with deadline.timeout(deadline.after(timeout_s)):
-                while not (self._idle.is_set() and self.ledger().is_empty):
-                    await self._idle.wait()
-                    await asyncio.sleep(_LEDGER_LOOK_S)
-        except TimeoutError:
-            return not self._streams and self.ledger().is_empty
-        return True
 
     def close_sessions(self) -> None:
         """Lets every session end behind the frames that are queued, and takes no new one."""
@@ -320,7 +294,7 @@ class Worker:
             if delta.finish_reason is not None:
                 if stream.is_prefill or delta.exported_tokens:
                     stream.session.hold(stream.router_stream_id)
-                self._exported += delta.exported_tokens > 0
+                self.exported += delta.exported_tokens > 0
                 self._forget(delta.stream_id, last=delta)
         now = asyncio.get_running_loop().time()
         for session, frame in frames.items():
@@ -377,7 +351,7 @@ class Worker:
         if stream.timer is not None:
             stream.timer.cancel()
         if not self._streams:
-            self._idle.set()
+            self.idle.set()
 
 
 def _end_frame(router_stream_id: int, error: PdserveError) -> w.StepFrame:

@@ -40,7 +40,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class FakeRegistry(RegistryServicer):
-    """Counts what it is told; `refusal` and `forget` say how it answers."""
+    """Counts what it is told; `refusal` and `forget` say how it answers, and `answers` whether a
+    renewal is answered yet."""
 
     lease_s: float = 30.0
     refusal: str = ""
@@ -50,6 +51,10 @@ class FakeRegistry(RegistryServicer):
     renewals: list[w.RenewRequest] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.answers.set()
 
     async def Register(  # noqa: N802
         self, request: w.RegisterRequest, context: Context
@@ -69,6 +74,7 @@ class FakeRegistry(RegistryServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, "who are you")
         self.renewals.append(request)
         self.changed.set()
+        await self.answers.wait()
         return w.RenewResponse(lease_s=self.lease_s)
 
     async def Deregister(  # noqa: N802

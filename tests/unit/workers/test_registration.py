@@ -116,6 +116,25 @@ async def test_a_nudge_renews_at_once(stack: AsyncExitStack) -> None:
     assert router.renewals[0].draining
 
 
+async def test_routers_are_told_once_they_have_answered_or_are_away(stack: AsyncExitStack) -> None:
+    routers, source = [FakeRegistry(lease_s=3000.0), FakeRegistry(lease_s=3000.0)], Source()
+    addresses = [await stack.enter_async_context(routers[0].serving())]
+    async with routers[1].serving() as leaves:
+        registrations = await begin(stack, source, *addresses, leaves)
+        await registrations.registered()
+    routers[0].answers.clear()
+    source.is_draining = True
+    telling = asyncio.create_task(registrations.told())
+    await routers[0].until(lambda: routers[0].renewals)
+    assert routers[0].renewals[0].draining
+    assert not telling.done()
+    routers[0].answers.set()
+    async with asyncio.timeout(WAIT_S):
+        await telling
+        await registrations.told()
+    assert (len(routers[0].renewals), routers[1].renewals) == (2, [])
+
+
 async def test_it_registers_again_with_a_router_that_forgot_it(stack: AsyncExitStack) -> None:
     router = FakeRegistry(lease_s=0.03)
     await begin(stack, Source(), await stack.enter_async_context(router.serving()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.unit.workers.router_side import (
     LONG,
     PLAIN,
     WAIT_S,
+    FakeRegistry,
     RouterSide,
     a_worker,
     deltas_of,
@@ -26,7 +28,8 @@ from tests.unit.workers.router_side import (
     fake_engine,
     token_ids,
 )
-from workers import servicer, worker
+from workers import drain as worker_drain
+from workers import servicer
 from workers.fake_engine import FakeEngine
 from workers.fake_settings import FakeFaults, FakeShape, FakeTiming
 from workers.worker import Worker
@@ -311,21 +314,41 @@ class TestStatusAndDrain:
             assert not status.draining
             await router.cancel(1)
 
-    async def test_drain_lets_open_streams_end_and_refuses_new_ones(self) -> None:
+    async def test_drain_lets_streams_end_and_refuses_those_of_routers_that_know(self) -> None:
+        registry, step = FakeRegistry(), FakeTiming(step_s=0.002)
         async with (
-            a_worker(timing=FakeTiming(step_s=0.002)) as server,
+            a_worker(registry=registry, timing=step) as server,
             RouterSide(server) as router,
         ):
             await router.submit(1, replace(PLAIN, max_tokens=40))
             await router.until(lambda: router.deltas.get(1))
+            registry.answers.clear()
             drain = asyncio.create_task(router.drain(WAIT_S))
-            async with asyncio.timeout(WAIT_S):
-                while not (await router.status()).draining:
-                    pass
+            await registry.until(lambda: registry.renewals and registry.renewals[-1].draining)
             await router.submit(2)
-            assert error_of(await router.finish(2)) == ("unavailable", "")
+            await router.until(lambda: router.deltas.get(2))
+            assert router.deltas[2][0].error is None
+            registry.answers.set()
+            for stream_id in itertools.count(3):
+                await router.submit(stream_id)
+                if (await router.finish(stream_id))[-1].error is not None:
+                    break
+            assert error_of(router.deltas[stream_id]) == ("unavailable", "")
             assert len(token_ids(await router.finish(1))) == 40
+            assert len(token_ids(await router.finish(2))) == PLAIN.max_tokens
             assert (await drain).drained
+
+    async def test_a_router_that_does_not_answer_holds_up_no_drain(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(worker_drain, "ANNOUNCE_S", 0.05)
+        registry = FakeRegistry()
+        async with a_worker(registry=registry) as server, RouterSide(server) as router:
+            registry.answers.clear()
+            assert (await router.drain(WAIT_S)).drained
+            await router.submit(1)
+            assert error_of(await router.finish(1)) == ("unavailable", "")
+            registry.answers.set()
 
     async def test_drain_waits_for_held_blocks(self) -> None:
         async with a_worker(Role.PREFILL) as server, RouterSide(server) as router:
@@ -343,7 +366,7 @@ class TestStatusAndDrain:
     async def test_drain_gives_up_held_blocks_that_nobody_takes_in_time(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(worker, "MOVE_S", 0.05)
+        monkeypatch.setattr(worker_drain, "MOVE_S", 0.05)
         async with a_worker(Role.PREFILL) as server, RouterSide(server) as router:
             await router.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
             await router.finish(1)

@@ -14,6 +14,7 @@ from pdserve.v1 import worker_pb2 as w
 from tests.unit.workers.router_side import (
     MODEL,
     PLAIN,
+    WAIT_S,
     RouterSide,
     a_worker,
     fake_engine,
@@ -89,7 +90,7 @@ async def test_a_worker_without_kv_says_so() -> None:
 async def test_health_follows_drain_and_death() -> None:
     async with a_worker(Role.PREFILL) as server:
         assert await get(server, "/healthz") == (200, {"status": "ok"})
-        server.worker.begin_drain()
+        await server.drain(WAIT_S)
         assert await get(server, "/healthz") == (200, {"status": "draining"})
         server.worker._on_failure(RuntimeError("the test says so"))
         assert await get(server, "/healthz") == (503, {"status": "failed"})
