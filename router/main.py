@@ -29,7 +29,7 @@ from router.auth import Keys
 from router.canaries import Canaries
 from router.coordinator import Coordinator
 from router.cost.book import CostBook
-from router.cost.objective import Slo
+from router.cost.objective import slo_of
 from router.decisions.log import DecisionLog
 from router.decisions.service import Admin
 from router.drains import Drains
@@ -97,14 +97,8 @@ class RouterServer:
         router_id = f"router-{uuid.uuid4().hex[:12]}"
         self.fleet = fleet = await self._open_fleet(router_id)
         metrics = RouterMetrics()
-        slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
-        costs = CostBook(
-            fleet.pool,
-            slo,
-            fleet.now,
-            on_ratio=metrics.predicted,
-            most_gap_s=config.slo.tpot_s * config.slo.refuse_beyond,
-        )
+        slo = slo_of(config.slo)
+        costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
         decisions = DecisionLog(config.decision_log_size)
         metrics.watch_costs(costs, fleet.pool)
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
@@ -119,7 +113,7 @@ class RouterServer:
                 config.max_running_requests,
                 config.max_queued_requests,
                 batch_share=config.batch_share,
-                ttft_s=config.slo.ttft_s * config.slo.refuse_beyond,
+                ttft_s=slo.latest_ttft_s,
             ),
             tenants=tenants_of(config.tenants),
             prefill_queue=PrefillQueue(config.prefill_chunks_ahead),

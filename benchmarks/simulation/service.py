@@ -21,7 +21,7 @@ from router.admission.limits import AdmissionLimits, bid_of
 from router.admission.tenants import Tenants
 from router.booking import Booker
 from router.cost.book import CostBook
-from router.cost.objective import Slo
+from router.cost.objective import slo_of
 from router.fleet import Fleet
 from router.placement.context import PlacementContext
 from router.placement.policies.by_name import POLICIES
@@ -119,11 +119,12 @@ class Service:
         self.fleet = Fleet(router_id="simulated", lease_s=_FOREVER_S, clock=clock.now)
         self.members = self.fleet.pool.members
         self._open_engines(workers, block_tokens)
+        slo = slo_of(config.slo)
         limits = AdmissionLimits(
             config.max_running_requests,
             config.max_queued_requests,
             batch_share=config.batch_share,
-            ttft_s=config.slo.ttft_s * config.slo.refuse_beyond,
+            ttft_s=slo.latest_ttft_s,
         )
         if settings.as_many_as_seats:
             seats = self._seats(any_role=config.roles.auto)
@@ -132,9 +133,7 @@ class Service:
         self._meter = meter
         if meter is not None:
             meter.time(self.gate, "offer", "settle", "wake", "leave", "expire")
-        slo = Slo(config.slo.ttft_s, config.slo.tpot_s)
-        most_gap_s = config.slo.tpot_s * config.slo.refuse_beyond
-        costs = CostBook(self.fleet.pool, slo, clock.now, most_gap_s=most_gap_s)
+        costs = CostBook(self.fleet.pool, slo, clock.now)
         self.booker = Booker(
             self.fleet,
             POLICIES[config.policy],

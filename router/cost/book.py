@@ -52,8 +52,7 @@ class _Fitted:
 class CostBook:
     """The router's `CostModel`. State: the models fitted so far, the priors of each model name, the
     backlog, transfers, how far predictions were off, and which way requests of a size went last,
-    and recent outcomes. `on_ratio` is told each predicted over actual, with its model and kind.
-    `most_gap_s` is the most that tokens may be apart; 0 is no limit."""
+    and recent outcomes. `on_ratio` is told each predicted over actual, with its model and kind."""
 
     def __init__(
         self,
@@ -62,9 +61,7 @@ class CostBook:
         clock: Callable[[], float],
         *,
         on_ratio: Callable[[str, str, float], None] = lambda model, kind, ratio: None,
-        most_gap_s: float = 0.0,
     ) -> None:
-        self._most_gap_s = most_gap_s
         self.slo = slo
         self.accuracy = Accuracy()
         self._on_ratio = on_ratio
@@ -259,16 +256,16 @@ class CostBook:
         return found
 
     def takes_one_more(self, demand: Demand, decode: Candidate) -> bool:
-        """Whether a worker's tokens stay within `most_gap_s` of each other with another request
-        that decodes there; so too where that is not known, or there is no such limit."""
-        if not self._most_gap_s or demand.prefill_only:
+        """Whether a worker's tokens stay within the SLO's `most_gap_s` of each other with another
+        request that decodes there; so too where that is not known, or there is no such limit."""
+        if not self.slo.most_gap_s or demand.prefill_only:
             return True
         model = self.step_model(decode.worker_id)
         if model is None or not model.knows_decode:
             return True
         context = context_of(decode, demand.prompt_tokens)
         share = self._decoding_share(demand.model)
-        return takes_one_more(model, decode, context, share, self._most_gap_s)
+        return takes_one_more(model, decode, context, share, self.slo.most_gap_s)
 
     def _decoding_share(self, model: str) -> float:
         """Of a request's time on a decode worker, the part in which it decodes."""

@@ -15,6 +15,10 @@ seconds of the first token's limit, so that costs are seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdserve.config import SloConfig
 
 EARLY = 0.1
 # By how much of a limit a prediction may be off.
@@ -28,10 +32,22 @@ MARGIN_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What clients were promised: seconds to the first token, and seconds between tokens."""
+    """What clients were promised: seconds to the first token, and seconds between tokens. Who is
+    predicted to miss one by the factor `refuse_beyond` is refused; 0 refuses nobody."""
 
     ttft_s: float = 1.0
     tpot_s: float = 0.1
+    refuse_beyond: float = 0.0
+
+    @property
+    def latest_ttft_s(self) -> float:
+        """A later first token is refused; 0 is no limit."""
+        return self.ttft_s * self.refuse_beyond
+
+    @property
+    def most_gap_s(self) -> float:
+        """No request is taken that brings tokens further apart; 0 is no limit."""
+        return self.tpot_s * self.refuse_beyond
 
     def first_cost_s(self, ttft_s: float) -> float:
         """Of a first token that comes so late."""
@@ -47,6 +63,11 @@ class Slo:
         late those are is not known, so it is the most that a wait costs."""
         chance = min(1.0, max(0.0, (taken - CROWDED) / (1.0 - CROWDED)))
         return chance * seconds * (EARLY + (1.0 - EARLY) / (2.0 * SPREAD))
+
+
+def slo_of(config: SloConfig) -> Slo:
+    """What a router was told to promise."""
+    return Slo(config.ttft_s, config.tpot_s, config.refuse_beyond)
 
 
 def _cost(x: float) -> float:

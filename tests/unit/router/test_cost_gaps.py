@@ -82,7 +82,7 @@ class Rig:
             pool.register(worker_info(name, role), 0.0)
             pool.attached(pool.members[name])
             pool.measured(pool.members[name], recorder.moments(0.0))
-        costs = CostBook(pool, Slo(), lambda: 0.0, most_gap_s=tpot_s)
+        costs = CostBook(pool, Slo(tpot_s=tpot_s, refuse_beyond=1.0), lambda: 0.0)
         context = PlacementContext(None, costs)
         policy = POLICIES["least_loaded"]
         self.booker = Booker(self.fleet, policy, context, costs)
