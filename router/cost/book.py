@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 REFIT_S = 2.0
 PRIOR_S = 5.0
 READING_S = 5.0
-SHARE_S = 1.0
+PACE_S = 1.0
 # Of so many requests, the last ones, the pace is said.
 PACE_OUTCOMES = 64
 
@@ -75,7 +75,7 @@ class CostBook:
         self._local: dict[SizeClass, bool] = {}
         self._windows: dict[str, Window] = {}
         self._readings: dict[str, tuple[Reading, float]] = {}
-        self._shares: dict[str, tuple[float, float]] = {}
+        self._paces: dict[str, tuple[Pace | None, float]] = {}
 
     def step_model(self, worker: str) -> StepModel | None:
         """What is known of a worker's steps; None of one that is not registered."""
@@ -176,22 +176,35 @@ class CostBook:
         # Their mean gap, with what holds them up already, and with this prompt too.
         gaps = self.stalls.gaps(demand.model)
         before_s = itl_s + self._held_s(decode.worker_id, gaps * itl_s) / gaps
-        harm = self.slo.gap_cost_s(before_s + held_s / gaps) - self.slo.gap_cost_s(before_s)
         held = beside.reqs + self.backlog.waiting(decode.worker_id)
+        coming = self._come_within(held_s, demand.model, decode.outstanding_requests - held)
+        harm_s = (
+            held * self.slo.gap_cost_s(before_s + held_s / gaps)
+            + coming * self.slo.gap_cost_s(before_s + held_s / 2 / gaps)
+            - (held + coming) * self.slo.gap_cost_s(before_s)
+        )
         return Prediction(
             None,
             decode.worker_id,
             queue_s + prefill_s,
-            held * held_s,
+            (held + coming / 2) * held_s,
             0.0,
             queue_s,
             itl_s,
             self.slo.first_cost_s(queue_s + prefill_s)
             + self.slo.gap_cost_s(itl_s)
-            + held * harm
+            + harm_s
             + self.slo.seat_cost_s(decode.outstanding_requests * held_s, decode.taken),
             self._is_local(demand),
         )
+
+    def _come_within(self, seconds: float, model: str, elsewhere: int) -> float:
+        """Of requests of a decode worker whose prompts are computed elsewhere now, those that come
+        while it is held up: about as many as prompts are computed in that time. They meet half of
+        it in the mean."""
+        pace = self.pace(model)
+        each_s = seconds if pace is None else pace.prefill_s
+        return min(max(0.0, elsewhere), seconds / each_s) if each_s > 0 else 0.0
 
     def _held_s(self, worker: str, life_s: float) -> float:
         return self.stalls.held_s(worker, life_s, self._clock())
@@ -269,19 +282,20 @@ class CostBook:
 
     def _decoding_share(self, model: str) -> float:
         """Of a request's time on a decode worker, the part in which it decodes."""
-        now = self._clock()
-        known = self._shares.get(model)
-        if known is not None and now - known[1] < SHARE_S:
-            return known[0]
         pace = self.pace(model)
-        share = 1.0 if pace is None else pace.decoding_share
-        self._shares[model] = share, now
-        return share
+        return 1.0 if pace is None else pace.decoding_share
 
     def pace(self, model: str) -> Pace | None:
-        """What the last requests of `model` took of each phase; None of too few."""
+        """What the last requests of `model` took of each phase, as old as PACE_S at most; None of
+        too few."""
+        now = self._clock()
+        known = self._paces.get(model)
+        if known is not None and now - known[1] < PACE_S:
+            return known[0]
         window = self._windows.get(model)
-        return None if window is None else pace_of(window.recent(self._clock())[-PACE_OUTCOMES:])
+        pace = None if window is None else pace_of(window.recent(now)[-PACE_OUTCOMES:])
+        self._paces[model] = pace, now
+        return pace
 
     def _pool_of(self, model: str, role: Role) -> Pool | None:
         """The ready workers of a role as one: the model of the first that is known."""

@@ -9,9 +9,10 @@ import pytest
 
 from pdserve.step_moments import StepMoments, StepRecorder, StepShape
 from pdserve.types import Receipt, Role, Usage, WorkerLoad
-from router.cost.book import PRIOR_S, REFIT_S, CostBook
+from router.cost.book import PACE_S, PRIOR_S, REFIT_S, CostBook
 from router.cost.objective import EARLY, SPREAD, Slo
 from router.cost.outcome import Outcome, outcome_of
+from router.cost.pace import MIN_OUTCOMES
 from router.cost.transfer_model import MIN_TRANSFERS, TransferModel
 from router.placement.context import PlacementContext
 from router.placement.policies.slo_aware import slo_aware
@@ -193,6 +194,29 @@ def test_prompts_that_were_taken_home_count_against_the_next() -> None:
     assert rig.harm() > 5 * before
     rig.now += 10.0
     assert rig.harm() == pytest.approx(before, rel=0.05)
+
+
+def test_a_stall_counts_for_those_who_come_meanwhile() -> None:
+    rig = Rig()
+    rig.decode.load = WorkerLoad(0, 1, 0.1, 90)
+    rig.decode.outstanding_requests = 1
+    before, stall_s = rig.harm(), 100 * TOKEN_S
+    rig.decode.outstanding_requests = 4
+    # Nobody knows how fast prompts are computed: one comes.
+    one = rig.harm() - before
+    assert one > 0
+    for _ in range(MIN_OUTCOMES):
+        rig.book.answered(None, outcome(rig, prefill_s=stall_s / 2))
+    rig.now += PACE_S
+    rig.decode.outstanding_requests = 1
+    before = rig.harm()
+    rig.decode.outstanding_requests = 4
+    two = rig.harm() - before
+    # Of the three that wait two come in that time, and meet half of it in the mean.
+    gaps = rig.book.stalls.gaps("demo")
+    base = STEP_S + REQUEST_S
+    each = SLO.gap_cost_s(base + stall_s / 2 / gaps) - SLO.gap_cost_s(base)
+    assert two == pytest.approx(2 * each, rel=0.05)
 
 
 def test_who_is_late_anyway_does_not_make_others_late() -> None:
