@@ -14,7 +14,7 @@ from router import migration
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
 from tests.integration.test_role_flips import under_load
-from workers import worker
+from workers import drain
 from workers.fake_settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ async def test_what_has_nowhere_to_go_waits_for_a_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other worker is drained too, and comes back while the stream is to move."""
-    monkeypatch.setattr(worker, "MOVE_S", WAIT_S)
+    monkeypatch.setattr(drain, "MOVE_S", WAIT_S)
     monkeypatch.setattr(migration, "EXPORT_S", 0.05)
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
