@@ -13,6 +13,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -343,10 +344,37 @@ static PyObject *digest_pages(PyObject *self, PyObject *args)
     return PyLong_FromUnsignedLongLong(digest_end(&digest, (uint64_t)(layers * blocks * size)));
 }
 
+/* -- one word of shared memory, which says whether what lies beside it may be read */
+
+static PyObject *load_word(PyObject *self, PyObject *at)
+{
+    (void)self;
+    Py_ssize_t address = PyLong_AsSsize_t(at);
+    if (address == -1 && PyErr_Occurred())
+        return NULL;
+    atomic_thread_fence(memory_order_seq_cst); /* what was read before was read before */
+    uint64_t value = atomic_load((_Atomic uint64_t *)address);
+    return PyLong_FromUnsignedLongLong(value);
+}
+
+static PyObject *store_word(PyObject *self, PyObject *args)
+{
+    Py_ssize_t address;
+    unsigned long long value;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "nK", &address, &value))
+        return NULL;
+    atomic_store((_Atomic uint64_t *)address, (uint64_t)value);
+    atomic_thread_fence(memory_order_seq_cst); /* what is written after is seen after */
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"copy_pages", copy_pages, METH_VARARGS, "See kv_transfer/copying.py."},
     {"copy_digested", copy_digested, METH_VARARGS, "See kv_transfer/copying.py."},
     {"digest_pages", digest_pages, METH_VARARGS, "See kv_transfer/copying.py."},
+    {"load_word", load_word, METH_O, "See kv_transfer/copying.py."},
+    {"store_word", store_word, METH_VARARGS, "See kv_transfer/copying.py."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -17,6 +17,8 @@ except ImportError:  # installed where there was no C compiler
 
 # False where the extension is of an older build, or the processor has not what it needs.
 _DIGESTS: bool = getattr(compiled, "DIGESTS", False)
+# False where the extension is of an older build, or is not there: Python has no fences of memory.
+WORDS: bool = hasattr(compiled, "load_word")
 # What the extension digests: whole stripes, and more than the short forms of XXH3 take.
 STRIPE_BYTES, MIN_DIGESTED_BYTES = 64, 241
 
@@ -71,6 +73,18 @@ def digest_in_c(pages: Pages, num_layers: int, page_bytes: int) -> int:
 def copy_digested_in_c(to: Pages, source: Pages, num_layers: int, page_bytes: int) -> int:
     """`copy_pages` and `digest_in_c` of what was copied, in one pass over the source."""
     return compiled.copy_digested(*to, *source, num_layers, page_bytes)
+
+
+def load_word(address: int) -> int:
+    """64 bits of memory that another process may write meanwhile, where WORDS; after all that this
+    thread has read before, and before all that it reads after."""
+    return compiled.load_word(address)
+
+
+def store_word(address: int, value: int) -> None:
+    """The writer's part of `load_word`: after all that this thread has written before, and before
+    all that it writes after."""
+    compiled.store_word(address, value)
 
 
 Copy = Callable[[Pages, Pages, int, int], None]

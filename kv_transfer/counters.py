@@ -13,6 +13,8 @@ class TransferCounters:
     pushed_blocks: int = 0
     push_s: float = 0.0
     received_bytes: int = 0
+    # Of these, what this worker copied by itself (kv_transfer/taking.py).
+    taken_blocks: int = 0
     # Making digests, as source and as target; not those that a copy makes on its way.
     digest_s: float = 0.0
     # Chunks that came here and did not have their digest.

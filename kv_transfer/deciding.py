@@ -30,6 +30,7 @@ class Deciding:
         # The holder's alone:
         self._wakes = False
         self._links: dict[Link, None] = {}
+        self._handed: set[Link] = set()
 
     def __enter__(self) -> None:
         self.inner.acquire()
@@ -37,14 +38,17 @@ class Deciding:
 
     def __exit__(self, *_: object) -> None:
         self._depth.value -= 1
-        if self._depth.value or not (self._links or self._wakes):
+        if self._depth.value or not (self._links or self._handed or self._wakes):
             self.inner.release()
             return
         links, self._links = self._links, {}
+        handed, self._handed = self._handed, set()
         wakes, self._wakes = self._wakes, False
         self.inner.release()
         if wakes:
             self.wake()
+        for link in handed:
+            link.hand_over()
         for link in links:
             link.flush()
 
@@ -55,4 +59,9 @@ class Deciding:
     def queued(self, link: Link) -> Link:
         """Notes that something is about to be queued on the link."""
         self._links[link] = None
+        return link
+
+    def handed(self, link: Link) -> Link:
+        """As `queued`, for what the link's own thread is to set going, and not this one."""
+        self._handed.add(link)
         return link

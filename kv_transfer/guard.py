@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.counters import TransferCounters
     from kv_transfer.link import Link
-    from kv_transfer.messages import Cancel, Grant
+    from kv_transfer.messages import Cancel, Grant, Taken
     from kv_transfer.settings import KvSettings
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Guard:
         self._clock = clock
         self._counters = counters
 
-    def refusal(self, link: Link, message: Grant | Cancel) -> Fail | None:
+    def refusal(self, link: Link, message: Grant | Cancel | Taken) -> Fail | None:
         """What to answer where the link's peer has no right to the transfer, or None.
 
         Raises ProtocolError where it has presented too many that no router made for it: the link
@@ -67,7 +67,7 @@ class Guard:
             return Fail(message.transfer_id, f"refused: {error}")
         return None
 
-    def _note(self, link: Link, message: Grant | Cancel, error: CapabilityRefused) -> None:
+    def _note(self, link: Link, message: Grant | Cancel | Taken, error: CapabilityRefused) -> None:
         self._counters.refused_capabilities += 1
         logger.warning(
             "transfer %r refused to worker %r: %s",

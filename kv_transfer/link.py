@@ -31,6 +31,7 @@ from kv_transfer.stream import Stream
 from kv_transfer.transport.base import (
     LocalKv,
     SourceChannel,
+    Takes,
     Talks,
     TargetChannel,
     Transport,
@@ -102,6 +103,7 @@ class Link:
         self._writer: threading.Thread | None = None
         self.source: SourceChannel | None = None
         self.target: TargetChannel | None = None
+        self.takes: Takes | None = None  # the target, where it can
         self.peer_epoch = ""
         self.peer_id = ""
         self.peer_address = ""  # host:port of the other end's socket
@@ -166,6 +168,10 @@ class Link:
             limit = READER_BYTES if is_reader else VISITOR_BYTES
             limit = min(limit, self.source.unwaited_bytes)
         self._until_broken(self._outbox.flush, limit)
+
+    def hand_over(self) -> None:
+        """Has the writer's thread set going what is queued: whoever calls has no time."""
+        self._outbox.hand_over()
 
     def close(self, reason: str) -> None:
         """Ends the link; idempotent, does not wait for its threads."""
@@ -287,7 +293,8 @@ class Link:
         if answer.epoch != source_epoch:
             raise HandshakeRefused("the source has been restarted")
         self.peer_epoch = answer.epoch
-        self.target = self._transports[answer.transport].target(self._local, slot, wire)
+        target = self._transports[answer.transport].target(self._local, slot, wire)
+        self.target, self.takes = target, target if isinstance(target, Takes) else None
         sock.settimeout(None)
 
     def _serve(self, sock: socket.socket, identity: Identity) -> None:

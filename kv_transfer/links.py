@@ -1,8 +1,8 @@
 """A worker's links to its peers, and the two tables of transfers that move over them.
 
-The tables (source.py, target.py) decide; `Links` owns the listener and the links, carries out what
-they decided, and tells them what peers said. Threads: one accepting, two a link, and vLLM's own,
-which comes in through worker.py. One lock is held around the tables and the state here.
+The tables (source.py, target.py) decide; `Links` owns the listener and the links, has that done
+(pushing.py, publishing.py), and tells them what peers said. Threads: one accepting, two a link, and
+vLLM's own, which comes in through worker.py. One lock is held around the tables and the state here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,20 @@ from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.guard import Guard
 from kv_transfer.link import Link, LinkTimeouts
 from kv_transfer.listener import Listener
-from kv_transfer.messages import Ack, Again, Alive, Cancel, Chunk, Done, Fail, Grant, Message
+from kv_transfer.messages import (
+    Ack,
+    Again,
+    Alive,
+    Cancel,
+    Chunk,
+    Done,
+    Fail,
+    Grant,
+    Message,
+    Taken,
+)
+from kv_transfer.publishing import Publishing
+from kv_transfer.pushing import Pushing
 from kv_transfer.snapshot import KvSnapshot, account_of, link_views, totals_of, transfer_views
 from kv_transfer.source import SourceTable
 
@@ -41,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 # How long a copy may take to end when its link has been closed: it is bound by memory then.
 COPY_END_S = 30.0
-_FROM_TARGET = (Grant, Again, Cancel, Ack)
+_FROM_TARGET = (Grant, Again, Cancel, Ack, Taken)
 _FROM_SOURCE = (Chunk, Done, Fail, Alive)
 
 
@@ -54,7 +67,7 @@ class Links:
         self._local: LocalKv | None = None
         self._identity: Identity | None = None
         self.lock = Deciding()
-        self._copies = threading.Condition(self.lock.inner)
+        self.copies = threading.Condition(self.lock.inner)
         self._outgoing: dict[tuple[str, str], Link] = {}
         self._all: set[Link] = set()
         self._fencing: set[Link] = set()
@@ -65,7 +78,8 @@ class Links:
         )
         self._released: set[str] = set()
         self.counters = TransferCounters()
-        self._sampler = Sampler(settings.digest)
+        self._pushing = Pushing(self, Sampler(settings.digest))
+        self._publishing = Publishing(settings, epoch, transports)
         self._guard = Guard(settings, epoch, self.counters)
         self._listener = Listener(settings.host)
         self._closing = False
@@ -98,6 +112,7 @@ class Links:
             grant_wait_s=self._settings.lease_s,
             alive_s=self._settings.receive_timeout_s / 4,
             by_token=local.region.block_size > 0,
+            publish_blocks=self._publishing.max_blocks(local),
         )
         self._listener.start(self._serve, self._tick_idle)
 
@@ -146,11 +161,11 @@ class Links:
         def running() -> list[Link]:
             return [link for t in transfer_ids for link in self.sources.copying_over(t)]
 
-        if self._copies.wait_for(lambda: not running(), self._settings.preempt_timeout_s):
+        if self.copies.wait_for(lambda: not running(), self._settings.preempt_timeout_s):
             return
         for link in running():
             link.close("the engine wants the blocks back")
-        if not self._copies.wait_for(lambda: not running(), COPY_END_S):
+        if not self.copies.wait_for(lambda: not running(), COPY_END_S):
             raise KvTransferError(f"a copy of preempted blocks did not end in {COPY_END_S} s")
 
     def tick(self, now: float) -> None:
@@ -202,25 +217,37 @@ class Links:
         with self.lock:
             if link.is_down:  # on_down has spoken, or will: nothing may be bound to the link now
                 return
-            match message:
-                case Grant() | Cancel() if fail := self._refusal(link, message):
-                    self.lock.queued(link).send_next(fail)
-                case Grant():
-                    self._granted(link, message, now)
-                    return
-                case Cancel(transfer_id):
-                    self.do_source(self.sources.cancel(link, transfer_id))
-                case Again(transfer_id, first):
-                    self.do_source(self.sources.again(link, transfer_id, first, now))
-                case Ack(transfer_id):
-                    self.do_source(self.sources.ack(link, transfer_id))
-                case Done():
-                    self.do_target(self.targets.done(link, message, link.transport))
-                case Fail(transfer_id, reason):
-                    self.targets.fail(link, transfer_id, reason)
-                case Alive(transfer_ids):
-                    self.targets.alive(link, transfer_ids, now)
-            self.lock.wakes()
+            if link.target is None:
+                self._from_target(link, message, now)
+            else:
+                self._from_source(link, message, now)
+
+    def _from_target(self, link: Link, message: Message, now: float) -> None:
+        match message:
+            case Grant() | Cancel() | Taken() if fail := self._refusal(link, message):
+                self.lock.queued(link).send_next(fail)
+            case Grant():
+                self._granted(link, message, now)
+                return
+            case Cancel(transfer_id):
+                self.do_source(self.sources.cancel(link, transfer_id))
+            case Again(transfer_id, first):
+                self.do_source(self.sources.again(link, transfer_id, first, now))
+            case Ack(transfer_id):
+                self.do_source(self.sources.ack(link, transfer_id))
+            case Taken():
+                self._taken(message)
+        self.lock.wakes()
+
+    def _from_source(self, link: Link, message: Message, now: float) -> None:
+        match message:
+            case Done():
+                self.do_target(self.targets.done(link, message, link.transport))
+            case Fail(transfer_id, reason):
+                self.targets.fail(link, transfer_id, reason)
+            case Alive(transfer_ids):
+                self.targets.alive(link, transfer_ids, now)
+        self.lock.wakes()
 
     def _granted(self, link: Link, grant: Grant, now: float) -> None:
         actions = self.sources.grant(link, grant, now)
@@ -229,7 +256,17 @@ class Links:
         if self._released:
             self.lock.wakes()
 
-    def _refusal(self, link: Link, message: Grant | Cancel) -> Fail | None:
+    def _taken(self, taken: Taken) -> None:
+        local, _ = self._registered()
+        if taken.blocks > local.region.geometry.num_blocks:
+            raise ProtocolError(f"{taken.blocks} blocks were taken, more than there are")
+        actions = self.sources.taken(taken.transfer_id)
+        if actions:
+            self.counters.pushed_blocks += taken.blocks
+            self.counters.pushed_bytes += local.region.size_bytes(taken.blocks)
+        self.do_source(actions)
+
+    def _refusal(self, link: Link, message: Grant | Cancel | Taken) -> Fail | None:
         # What the link was given it may always give back: its target waits for that.
         if isinstance(message, Cancel) and self.sources.granted_over(link, message.transfer_id):
             return None
@@ -322,15 +359,20 @@ class Links:
         for action in actions:
             match action:
                 case src.PushChunk():
-                    local, _ = self._registered()
-                    size = local.region.size_bytes(len(action.source_ids), action.tokens)
-                    self.lock.queued(action.link).run(partial(self._push, action), size)
+                    region = self._registered()[0].region
+                    size = region.size_bytes(len(action.source_ids), action.tokens)
+                    work = partial(self._pushing.push, region, action)
+                    self.lock.queued(action.link).run(work, size)
                 case src.SendDone():
-                    self.lock.queued(action.link).run(partial(self._send_done, action))
+                    self.lock.queued(action.link).run(partial(self._pushing.send_done, action))
                 case src.SendFail(link, transfer_id, reason):
                     self.lock.queued(link).send_next(Fail(transfer_id, reason))
                 case src.SendAlive(link, transfer_id):
                     self.lock.queued(link).send_next(Alive([transfer_id]))
+                case src.Publish():
+                    self._publishing.publish(action, self.sources.block_size)
+                case src.Withdraw(transfer_id):
+                    self._publishing.withdraw(transfer_id)
                 case src.Release(request_id):
                     self._released.add(request_id)
 
@@ -348,48 +390,6 @@ class Links:
                     self.lock.queued(link).send(Ack(transfer_id))
                 case tgt.DropLink(link):
                     link.close("the source did not answer in time")
-
-    def _push(self, chunk: src.PushChunk[Link]) -> None:
-        """When it is the chunk's turn on its link."""
-        channel, (local, _) = chunk.link.source, self._registered()
-        if channel is None:
-            raise KvTransferError("a target was asked to push")
-        with self.lock:
-            if not self.sources.begin_copy(chunk):
-                return
-        region = local.region
-        if chunk.part is not None:
-            region = region.narrowed(chunk.part.source_start, chunk.part.size)
-        count = len(chunk.target_ids)
-        size = region.size_bytes(count, chunk.tokens)
-        marked = begun = time.monotonic()
-        copied = False
-        try:
-            mark = self._sampler.mark(chunk, region, in_push=channel.makes_digests)
-            if mark != NO_DIGEST:
-                begun = time.monotonic()
-            message = Chunk(chunk.transfer_id, chunk.first, count, size, mark, chunk.tokens)
-            channel.push(message, chunk.source_ids, chunk.target_ids, chunk.part, chunk.skip)
-            copied = True
-        finally:
-            now = time.monotonic()
-            seconds = now - begun
-            with self.lock:
-                self.counters.digest_s += begun - marked
-                self.do_source(self.sources.end_copy(chunk, now, seconds, copied=copied))
-                self._copies.notify_all()
-                if copied:
-                    self.counters.pushed_bytes += size
-                    self.counters.pushed_blocks += count
-                    self.counters.push_s += seconds
-
-    def _send_done(self, done: src.SendDone[Link]) -> None:
-        """Behind the last chunk."""
-        with self.lock:
-            figures = self.sources.done_figures(done, time.monotonic())
-        if figures is not None:
-            tokens, push_s, exposed_s = figures
-            done.link.write(Done(done.transfer_id, tokens, push_s, exposed_s))
 
     def _registered(self) -> tuple[LocalKv, Identity]:
         if self._local is None or self._identity is None:

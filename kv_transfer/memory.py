@@ -17,6 +17,8 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kv_transfer.copying import (
     Pages,
     copy_digested_in_c,
@@ -34,16 +36,22 @@ if TYPE_CHECKING:
     from kv_transfer.layout import KvGeometry, PagePart
     from kv_transfer.reshard import Span
 
-_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 _PEER_PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", re.ASCII)
 
 
-def prefault(address: int, size: int) -> None:
-    """Faults the pages in for writing. Older kernels refuse the advice; then the first copies
-    pay."""
-    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+def prefault(address: int, size: int, *, writable: bool = True) -> None:
+    """Faults the pages in, for writing if they can be written. Older kernels refuse the advice;
+    then the first copies pay."""
+    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+    _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
+
+
+def address_of(mapped: mmap.mmap) -> int:
+    """Where it lies, until it is closed; also of what can only be read."""
+    return int(np.frombuffer(mapped, np.uint8).ctypes.data)
 
 
 def boot_id() -> str:
@@ -218,29 +226,20 @@ class SharedMemory:
             self.fd = -1
 
 
-class PeerMemory:
-    """Another worker's KV cache, mapped here for writing. Released by `close`.
+class PeerMapping:
+    """Shared memory of another worker, mapped whole. Released by `close`.
 
     The path is a peer's word, so nothing is mapped but a sealed memfd, which no ordinary file of
     this user can be, and only the one that `inode` names. Raises OSError or ValueError.
     """
 
-    def __init__(
-        self,
-        path: str,
-        inode: int,
-        size: int,
-        geometry: KvGeometry,
-        order: TokenOrder | None = None,
-    ) -> None:
+    def __init__(self, path: str, inode: int, size: int, *, writable: bool) -> None:
         if not _PEER_PATH.fullmatch(path):
             raise ValueError(f"{path!r} is no descriptor of a process")
-        if not 0 < geometry.span_bytes <= size:
-            raise ValueError(f"the layout spans {geometry.span_bytes} bytes of a cache of {size}")
         # A look first: opening a device or a pipe can have effects, or wait.
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise ValueError(f"{path} is no memory")
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             if not fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise ValueError(f"{path} may shrink")
@@ -249,23 +248,44 @@ class PeerMemory:
                 raise ValueError(f"{path} leads to other memory here")
             if found.st_size != size:
                 raise ValueError(f"{path} is not {size} bytes long")
-            self._map = mmap.mmap(self.fd, size)
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            self._map = mmap.mmap(self.fd, size, prot=protection)
         except (OSError, ValueError):
             os.close(self.fd)
             raise
-        self._anchor = ctypes.c_char.from_buffer(self._map)
-        address = ctypes.addressof(self._anchor)
-        prefault(address, size)
-        self.region = KvRegion(address, size, geometry, order)
+        self.address = address_of(self._map)
+        prefault(self.address, size, writable=writable)
 
     def close(self) -> None:
-        """Unmaps; only when no copy runs any more. Idempotent."""
+        """Unmaps; only when nobody reads or writes there any more. Idempotent."""
         if self.fd >= 0:
-            self.region._view.release()
-            del self._anchor
             self._map.close()
             os.close(self.fd)
             self.fd = -1
+
+
+class PeerMemory(PeerMapping):
+    """Another worker's KV cache, mapped here for writing unless `writable` is False."""
+
+    def __init__(
+        self,
+        path: str,
+        inode: int,
+        size: int,
+        geometry: KvGeometry,
+        order: TokenOrder | None = None,
+        *,
+        writable: bool = True,
+    ) -> None:
+        if not 0 < geometry.span_bytes <= size:
+            raise ValueError(f"the layout spans {geometry.span_bytes} bytes of a cache of {size}")
+        super().__init__(path, inode, size, writable=writable)
+        self.region = KvRegion(self.address, size, geometry, order)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            self.region._view.release()
+        super().close()
 
 
 class WriteFence:

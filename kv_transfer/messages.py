@@ -2,13 +2,14 @@
 bit that flips in a token id or a block id must not pass for another.
 
 A link joins one target worker (it dialled, it receives KV) and one source worker. On connecting:
-target → Hello, source → Welcome or Refusal. Then target → Grant, Again, Cancel, Ack; source → Chunk
-(with the payload behind it where the transport sends bytes on the link), Done, Fail, Alive. Either
-end → Inner, which is the transport's own.
+target → Hello, source → Welcome or Refusal. Then target → Grant, Again, Cancel, Ack, Taken; source
+→ Chunk (with the payload behind it where the transport sends bytes on the link), Done, Fail, Alive.
+Either end → Inner, which is the transport's own.
 
 PROTOCOL_VERSION history: 1 first version. 2 Hello names its worker; Grant and Cancel have a
 capability. 3 Chunk has a digest; Again; Grant says which heads, and how many readers; messages
 have a CRC. 4 msgspec writes them. 5 Grant says the size of its blocks, Chunk how many tokens move.
+6 Taken; Grant may be suspect; shm tells where the source's own memory is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import msgspec
 from kv_transfer.errors import ProtocolError
 from kv_transfer.reshard import Span
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 4 << 20
 # Of a peer that has not introduced itself, less is taken.
 MAX_HANDSHAKE_BYTES = 64 << 10
@@ -86,7 +87,7 @@ class Grant(Message, frozen=True):
     the first, how many, and how many lie before them in the target's pages; empty for whole pages
     that hold the same on both sides. So many `readers` of the target ask this source rank.
     `block_size` is how many tokens a block of the target's has; 0 where that is as at the source.
-    """
+    `suspect` where the target has taken the blocks by itself, and damaged: then this asks again."""
 
     transfer_id: str
     first_block: Count
@@ -96,6 +97,7 @@ class Grant(Message, frozen=True):
     heads: list[Count] = []
     readers: Count = 1
     block_size: Count = 0
+    suspect: bool = False
 
     def tokens_in(self, first: int, count: int) -> int:
         """How many tokens of the request lie in so many blocks from block `first` of the grant; 0
@@ -124,6 +126,15 @@ class Ack(Message, frozen=True):
     """The target has every byte: the source may free the blocks."""
 
     transfer_id: str
+
+
+class Taken(Message, frozen=True):
+    """The target has copied `blocks` by itself, of a transfer that lay ready (board.py): the source
+    may free them. `capability` as in Grant."""
+
+    transfer_id: str
+    blocks: Count
+    capability: str = ""
 
 
 class Chunk(Message, frozen=True):
@@ -196,7 +207,7 @@ def kinds_of(*classes: type[Message]) -> Kinds:
 
 
 _KINDS = kinds_of(
-    Hello, Welcome, Refusal, Grant, Again, Cancel, Ack, Chunk, Done, Fail, Alive, Inner
+    Hello, Welcome, Refusal, Grant, Again, Cancel, Ack, Taken, Chunk, Done, Fail, Alive, Inner
 )
 _WRITER = msgspec.msgpack.Encoder()
 

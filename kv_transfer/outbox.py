@@ -90,6 +90,12 @@ class Outbox:
                 if self._turn is Turn.VISITOR:
                     self._give(Turn.NOBODY)
 
+    def hand_over(self) -> None:
+        """Leaves what waits to the writer; to whoever has the turn, where it is somebody's."""
+        with self._lock:
+            if self._turn is Turn.NOBODY:
+                self._give(Turn.WRITER)
+
     def serve(self) -> None:
         """The writer thread's life, until `close`. Raises what the jobs raise."""
         while True:

@@ -7,6 +7,7 @@ returns the work to do; the caller holds one lock around them.
 
     EXPECTED ──grant──► GRANTED ──all pushed──► SENT ──ack──► gone
         │                  ▲ └────── again ──────┘
+        ├── ended before any grant, small: published ──taken──► gone
         └────── cancel, abort, preemption beyond repair, link down, lease end ──────► gone
 
 "Queued" is not "sent": blocks are released only after the last copy returned (`end_copy`).
@@ -59,11 +60,13 @@ class SourceTable(Generic[LinkT]):
         grant_wait_s: float,
         alive_s: float,
         by_token: bool = False,
+        publish_blocks: int = 0,
     ) -> None:
         """`by_token`: single tokens can be taken from the cache, so that the target's blocks may be
-        of another size."""
+        of another size. A transfer of `publish_blocks` at most is published when it is ready."""
         self._shard = shard
         self._by_token = by_token
+        self._publish_blocks = publish_blocks
         self.block_size = shard.pool.block_size
         self._chunk_blocks = max(1, chunk_blocks)
         self._lease_s = lease_s
@@ -134,12 +137,11 @@ class SourceTable(Generic[LinkT]):
             return [Release(request_id)] if held and request_id else []
         if transfer.ended_at is not None:
             return []
-        transfer.ended_at = now
-        transfer.token_ids, transfer.held = token_ids, held
+        transfer.ended_at, transfer.token_ids, transfer.held = now, token_ids, held
         if not held or transfer.is_closed:
             return self._close(transfer, "the prefill was aborted")
         transfer.lease_end = now + self._lease_s
-        return self._pump(transfer, now)
+        return [*transfer.publish(self._publish_blocks), *self._pump(transfer, now)]
 
     def preempt(self, transfer_id: str) -> None:
         """The engine takes the request's blocks away. What was copied stays copied; what is queued
@@ -230,6 +232,13 @@ class SourceTable(Generic[LinkT]):
             return []
         return self._close(transfer, "finished")
 
+    def taken(self, transfer_id: str) -> list[SourceAction[LinkT]]:
+        """A target has copied what was published. What was granted since, that reader ends."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or not transfer.is_published:
+            return []
+        return self._close(transfer, "finished")
+
     def link_down(self, link: LinkT) -> list[SourceAction[LinkT]]:
         """A rank of the target is gone, and with it whoever could want these blocks."""
         actions: list[SourceAction[LinkT]] = []
@@ -317,25 +326,16 @@ class SourceTable(Generic[LinkT]):
         is_full = transfer.is_closed or known >= transfer.num_readers > 0
         if is_full or transfer.reader(link) is not None:
             return [SendFail(link, grant.transfer_id, _BEFORE)]
-        reader = Reader(link, grant, last_alive=now)
+        reader = Reader(link, grant, suspect=grant.suspect, last_alive=now)
         transfer.readers.append(reader)
-        num_readers = transfer.num_readers or grant.readers
-        transfer.num_readers = num_readers
-        block_size = grant.block_size or self.block_size
-        if block_size != self.block_size and not self._by_token:
-            reason = f"blocks of {block_size} tokens were granted, where {self.block_size} move"
+        transfer.num_readers = transfer.num_readers or grant.readers
+        if reason := transfer.misfit(grant, self.block_size, by_token=self._by_token):
             return self._close(transfer, reason)
-        blocks = -(-grant.num_tokens // block_size) - grant.first_block
-        if len(grant.block_ids) != blocks:
-            reason = f"{len(grant.block_ids)} blocks were granted where {blocks} are due"
-            return self._close(transfer, reason)
-        if grant.readers != num_readers or not num_readers:
-            return self._close(transfer, f"{grant.readers} readers, and {num_readers} before")
         try:
             reader.part = self._shard.part_of(grant.heads)
         except KvTransferError as error:
             return self._close(transfer, str(error))
-        return self._pump(transfer, now)
+        return [*transfer.withdraw(), *self._pump(transfer, now)]
 
     def _pump(self, transfer: SourceTransfer[LinkT], now: float) -> list[SourceAction[LinkT]]:
         actions: list[SourceAction[LinkT]] = []
@@ -361,7 +361,7 @@ class SourceTable(Generic[LinkT]):
         self, transfer: SourceTransfer[LinkT], reason: str, *, but: LinkT | None = None
     ) -> list[SourceAction[LinkT]]:
         """Tells every reader but the one over the link `but`."""
-        actions: list[SourceAction[LinkT]] = []
+        actions: list[SourceAction[LinkT]] = [*transfer.withdraw()]
         if not transfer.is_closed:
             actions += [
                 SendFail(reader.link, transfer.transfer_id, reason)

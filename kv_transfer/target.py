@@ -126,11 +126,11 @@ class Share(Generic[LinkT]):
     part: PagePart | None
     progress_at: float
     began_at: float
+    digest_mismatches: int = 0
     state: TargetState = TargetState.RECEIVING
     received_blocks: int = 0
     received_bytes: int = 0
     writing: bool = False  # our own reader thread is putting a chunk in place
-    digest_mismatches: int = 0
     awaits_again: bool = False  # until the block that was asked for again comes
     reason: str = ""
     code: str = TransferFailed.code
@@ -171,14 +171,16 @@ class TargetTable(Generic[LinkT]):
     def __len__(self) -> int:
         return len(self._transfers)
 
+    def __contains__(self, transfer_id: object) -> bool:
+        return transfer_id in self._transfers
+
     def __iter__(self) -> Iterator[Share[LinkT]]:
         """Every share under way."""
         for transfer in self._transfers.values():
             yield from transfer.shares
 
     def __repr__(self) -> str:
-        parts = [f"{share.transfer_id}:{share.state.value}" for share in self]
-        return f"TargetTable({', '.join(parts)})"
+        return f"TargetTable({', '.join(f'{s.transfer_id}:{s.state.value}' for s in self)})"
 
     def take_outcomes(self) -> list[TargetOutcome]:
         """What ended since the last call, each request once."""
@@ -201,11 +203,15 @@ class TargetTable(Generic[LinkT]):
             self._outcomes.append(Failed(request_id, "the transfer id was used twice"))
             return []
         shares = [
-            Share(transfer_id, request_id, link, grant, part, progress_at=now, began_at=now)
+            Share(transfer_id, request_id, link, grant, part, now, now, int(grant.suspect))
             for link, grant, part in grants
         ]
         self._transfers[transfer_id] = TargetTransfer(request_id, shares)
         return [SendGrant(link, grant) for link, grant, _ in grants]
+
+    def take(self, request_id: str, token_ids: tuple[int, ...], report: TransferReport) -> None:
+        """The blocks were filled from what lay ready at the source: nothing was granted."""
+        self._outcomes.append(Received(request_id, token_ids, report))
 
     def refuse(self, request_id: str, reason: str) -> None:
         """The load of this request fails before it begins: nothing is asked of anybody."""
@@ -370,8 +376,8 @@ class TargetTable(Generic[LinkT]):
         if transfer.token_ids not in ((), token_ids):
             self._ended(share, "the source's ranks disagree about the tokens")
             return
-        transfer.token_ids = token_ids
-        transfer.report = report if transfer.report is None else transfer.report.beside(report)
+        both = report if transfer.report is None else transfer.report.beside(report)
+        transfer.token_ids, transfer.report = token_ids, both
         self._close(transfer, share)
 
     def _ended(self, share: Share[LinkT], reason: str) -> None:
@@ -389,7 +395,6 @@ class TargetTable(Generic[LinkT]):
             return
         del self._transfers[share.transfer_id]
         if transfer.failure is None and transfer.report is not None:
-            received = Received(transfer.request_id, transfer.token_ids, transfer.report)
-            self._outcomes.append(received)
+            self.take(transfer.request_id, transfer.token_ids, transfer.report)
         elif transfer.failure is not None:
             self._outcomes.append(transfer.failure)

@@ -15,6 +15,8 @@ from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.links import Links
 from kv_transfer.messages import Grant
 from kv_transfer.step import Arrival, WorkerOutput
+from kv_transfer.taking import Taker
+from pdserve.capability import WorkerStart
 from pdserve.types import ErrorInfo
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from kv_transfer.settings import KvSettings
     from kv_transfer.shard import Shard
     from kv_transfer.step import StepMetadata, TargetStart, Unneeded
+    from kv_transfer.taking import Took
     from kv_transfer.transport.base import LocalKv, Transport
 
 
@@ -33,7 +36,9 @@ class WorkerHalf:
 
     def __init__(self, settings: KvSettings, epoch: str, transports: Sequence[Transport]) -> None:
         self.links = Links(settings, epoch, transports)
+        self._me = WorkerStart(settings.worker_id, epoch)
         self._shard: Shard | None = None
+        self._taker: Taker | None = None
         self._output = WorkerOutput()
         self.resumed: dict[str, list[int]] = {}
 
@@ -53,6 +58,7 @@ class WorkerHalf:
     def register(self, local: LocalKv, identity: Identity, shard: Shard) -> None:
         """The KV cache exists: take connections from now on."""
         self._shard = shard
+        self._taker = Taker(self._me, local.region, shard.pool.block_size)
         self.links.register(local, identity, shard)
 
     def before_step(self, metadata: StepMetadata) -> None:
@@ -63,6 +69,9 @@ class WorkerHalf:
         self.resumed.clear()
         self.resumed.update(metadata.resumed)
         links = self.links
+        # A copy may still read blocks that were just taken away, and were given to a start.
+        starts = [] if metadata.preempted else metadata.starts
+        took = {s.request_id: self._take(s) for s in starts}
         with links.lock:
             sources, targets = links.sources, links.targets
             for expected in metadata.expected:
@@ -78,7 +87,7 @@ class WorkerHalf:
                     )
                 )
             for s in metadata.starts:
-                self._start(s, now)
+                self._start(s, took.get(s.request_id), now)
             for request_id, reason in metadata.refused.items():
                 targets.refuse(request_id, reason)
             for transfer_id in metadata.released:
@@ -122,17 +131,43 @@ class WorkerHalf:
             sent = self.links.take_released()
         return sent, received, failed
 
-    def _start(self, start: TargetStart, now: float) -> None:
-        """Grants the blocks to each rank of the source that holds heads of this rank."""
-        shard, addresses = self._known_shard(), start.source_addresses
+    def _take(self, start: TargetStart) -> Took | None:
+        """Copies what lies ready, without the lock; into blocks that are nobody else's."""
+        links, shard, addresses = self.links, self._known_shard(), start.source_addresses
+        with links.lock:
+            if self._taker is None or start.transfer_id in links.targets:
+                return None
+            try:
+                reads = shard.reads(len(addresses), start.transfer_id)
+            except UnsupportedLayout:
+                return None  # `_start` says so
+            if len(reads) != 1:
+                return None
+            link = links.link_to(addresses[reads[0].source_rank], start.source_epoch)
+        return self._taker.take(link, start, reads[0])
+
+    def _start(self, start: TargetStart, took: Took | None, now: float) -> None:
+        """Grants the blocks to each rank of the source that holds heads of this rank, unless they
+        are filled by now."""
+        links, shard, addresses = self.links, self._known_shard(), start.source_addresses
+        if took is not None:
+            self.counters.digest_s += took.digest_s
+            if took.report is not None:
+                self.counters.taken_blocks += took.report.blocks
+                links.targets.take(start.request_id, took.token_ids, took.report)
+                links.lock.handed(took.link).send(took.message)
+                links.lock.wakes()
+                self._decline(start, shard.declines(len(addresses), start.transfer_id))
+                return
+            self.counters.digest_mismatches += 1
         try:
             reads = shard.reads(len(addresses), start.transfer_id)
         except UnsupportedLayout as error:
-            self.links.targets.refuse(start.request_id, str(error))
+            links.targets.refuse(start.request_id, str(error))
             return
         grants = [
             (
-                self.links.link_to(addresses[read.source_rank], start.source_epoch),
+                links.link_to(addresses[read.source_rank], start.source_epoch),
                 Grant(
                     start.transfer_id,
                     start.first_block,
@@ -142,12 +177,13 @@ class WorkerHalf:
                     list(read.heads),
                     read.readers,
                     shard.pool.block_size,
+                    took is not None,
                 ),
                 read.part,
             )
             for read in reads
         ]
-        self.links.start(start.request_id, grants, now)
+        links.start(start.request_id, grants, now)
         self._decline(start, shard.declines(len(addresses), start.transfer_id))
 
     def _decline(self, of: TargetStart | Unneeded, ranks: Iterable[int]) -> None:

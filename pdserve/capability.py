@@ -4,6 +4,9 @@ A capability is an HMAC-SHA256 under a key that the source worker shares with it
 the transfer's id, both workers with their epochs, and the time at which it expires. Its text names
 only what the source does not know: which key, and until when. Whoever holds the text holds the
 right, so it is logged no more than the key is.
+
+The key that signs is made of the worker's for the one transfer. So a source can have others check
+who may take one transfer, and they learn nothing of the rest.
 """
 
 from __future__ import annotations
@@ -12,13 +15,17 @@ import hmac
 import re
 import secrets
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 KEY_BYTES: Final = 32
 # What is signed begins with this, so that the key's MACs serve for nothing else.
-_PURPOSE: Final = "pdserve kv capability 1"
+_PURPOSE: Final = "pdserve kv capability 2"
+_TRANSFER_PURPOSE: Final = "pdserve kv transfer key"
 _ID_PURPOSE: Final = b"pdserve kv key id"
-_TEXT: Final = re.compile(r"1\.([0-9a-f]{8})\.(0|[1-9][0-9]{0,14})\.([0-9a-f]{64})", re.ASCII)
+_TEXT: Final = re.compile(r"2\.([0-9a-f]{8})\.(0|[1-9][0-9]{0,14})\.([0-9a-f]{64})", re.ASCII)
 
 
 class CapabilityRefused(ValueError):
@@ -103,15 +110,26 @@ class Capability:
             self.target.epoch,
             str(self.expires_at),
         )
-        # Text from a peer may hold lone surrogates; they too encode to something of their own.
-        raw = [part.encode("utf-8", "surrogatepass") for part in parts]
-        return b"".join(len(part).to_bytes(4, "big") + part for part in raw)
+        return _joined(parts)
+
+
+def _joined(parts: Iterable[str]) -> bytes:
+    # Text from a peer may hold lone surrogates; they too encode to something of their own.
+    raw = [part.encode("utf-8", "surrogatepass") for part in parts]
+    return b"".join(len(part).to_bytes(4, "big") + part for part in raw)
+
+
+def transfer_key(key: CapabilityKey, transfer_id: str, source: WorkerStart) -> bytes:
+    """What the capabilities of one transfer are signed with; `key` is the source worker's."""
+    parts = (_TRANSFER_PURPOSE, transfer_id, source.worker_id, source.epoch)
+    return key.sign(_joined(parts))
 
 
 def mint(key: CapabilityKey, capability: Capability) -> str:
     """The text to present. `key` is the source worker's."""
-    mac = key.sign(capability.encoded()).hex()
-    return f"1.{key.key_id}.{capability.expires_at}.{mac}"
+    signing = transfer_key(key, capability.transfer_id, capability.source)
+    mac = hmac.digest(signing, capability.encoded(), "sha256").hex()
+    return f"2.{key.key_id}.{capability.expires_at}.{mac}"
 
 
 def verify(
@@ -129,16 +147,37 @@ def verify(
     Raises CapabilityExpired for what gave that very right until its time was over, and
     CapabilityRefused for all else: a forgery and the right to something else look the same.
     """
+    key_id, _, _ = _read(text)
+    if key_id != key.key_id:
+        raise CapabilityRefused("the capability is of another key")
+    signing = transfer_key(key, transfer_id, source)
+    verify_with(signing, text, transfer_id=transfer_id, source=source, target=target, now=now)
+
+
+def verify_with(
+    signing: bytes,
+    text: str,
+    *,
+    transfer_id: str,
+    source: WorkerStart,
+    target: WorkerStart,
+    now: float,
+) -> None:
+    """`verify`, for who has the `transfer_key` alone."""
+    _, expires_at, mac = _read(text)
+    due = Capability(transfer_id, source, target, expires_at)
+    if not hmac.compare_digest(hmac.digest(signing, due.encoded(), "sha256"), mac):
+        raise CapabilityRefused("the capability is not for this transfer between these workers")
+    if now >= due.expires_at:
+        raise CapabilityExpired("the capability has expired")
+
+
+def _read(text: str) -> tuple[str, int, bytes]:
+    """(key id, expiry, MAC). Raises CapabilityRefused."""
     if not text:
         raise CapabilityRefused("no capability was presented")
     match = _TEXT.fullmatch(text)
     if match is None:
         raise CapabilityRefused("the capability is malformed")
     key_id, expires_at, mac = match.groups()
-    if key_id != key.key_id:
-        raise CapabilityRefused("the capability is of another key")
-    due = Capability(transfer_id, source, target, int(expires_at))
-    if not hmac.compare_digest(key.sign(due.encoded()), bytes.fromhex(mac)):
-        raise CapabilityRefused("the capability is not for this transfer between these workers")
-    if now >= due.expires_at:
-        raise CapabilityExpired("the capability has expired")
+    return key_id, int(expires_at), bytes.fromhex(mac)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import time
 from contextlib import contextmanager
@@ -14,10 +16,11 @@ from kv_transfer.guard import MAX_STRIKES
 from pdserve.capability import Capability, CapabilityKey, WorkerStart, mint
 from pdserve.errors import TransferFailed
 from pdserve.types import FinishReason
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, WAIT_S
 from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.pair import Pair, joined
 from tests.vllm.test_handoff_exact import params, prompt
+from workers.engine import DecodePhase, PrefillPhase
 from workers.vllm_settings import KvSettings
 
 if TYPE_CHECKING:
@@ -87,6 +90,30 @@ async def test_the_right_one_is_exact(keyed: Pair, aggregated: EngineProcess) ->
         await keyed.until_empty()
 
 
+async def test_what_lies_ready_is_taken_by_the_right_one_and_exact(
+    keyed: Pair, aggregated: EngineProcess
+) -> None:
+    """In turn, as plain proxies ask: prefill has ended before decode hears of it."""
+    taken, seeds = 0.0, itertools.count(40)
+    async with asyncio.timeout(WAIT_S):
+        while not taken:  # until the first link's memory is mapped, all is pushed
+            seed = next(seeds)
+            ids, sampling = prompt(333, seed), params(ignore_eos=True)
+            expected = joined(await aggregated.run(ids, sampling))
+            name = f"ready-{seed}"
+            first = await keyed.prefill.collect(
+                keyed.prefill.submit(ids, sampling, PrefillPhase(name))
+            )
+            source = DecodePhase(name, keyed.prefill.addresses, P.epoch, right(name))
+            rest = await keyed.decode.collect(keyed.decode.submit(ids, sampling, source))
+            assert joined(first, rest) == expected
+            await keyed.until_empty()
+            state = await keyed.decode.kv_state()
+            assert state is not None
+            taken = state.report().totals["taken_blocks"]
+    assert taken == -(-333 // 32)
+
+
 async def refusal(keyed: Pair, make: Callable[[str], str]) -> str:
     """Why a transfer failed whose capability `make` has made; nothing of it is left."""
     refused = Pair(keyed.prefill, keyed.decode, P.epoch, mint=make)
@@ -104,7 +131,7 @@ async def refusal(keyed: Pair, make: Callable[[str], str]) -> str:
     return answer.error.message
 
 
-FORGED = f"1.{KEY.key_id}.{2**40}.{'0' * 64}"
+FORGED = f"2.{KEY.key_id}.{2**40}.{'0' * 64}"
 WRONG: dict[str, tuple[Callable[[str], str], str]] = {
     "missing": (lambda _: "", "refused: no capability was presented"),
     "forged": (lambda _: FORGED, "refused: the capability is not for this transfer"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.errors import LinkClosed
 from kv_transfer.memory import KvRegion
-from kv_transfer.transport.shm import ShmSource
+from kv_transfer.transport.shm import ShmSource, ShmTransport
 from kv_transfer.transport.tcp import TcpSource
 from workers.fake_link import LinkServer
 from workers.registration import Registration
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from asyncio import StreamWriter
 
     from benchmarks.chaos.orders import Order, Orders
+    from kv_transfer.board import Ready
     from kv_transfer.layout import PagePart
     from kv_transfer.messages import Chunk
 
@@ -41,7 +42,7 @@ def _dropping(orders: Orders) -> Order:
 
 
 def _install_shm(orders: Orders) -> None:
-    push, copy_from = ShmSource.push, KvRegion.copy_from
+    push, copy_from, publish = ShmSource.push, KvRegion.copy_from, ShmTransport.publish
 
     def faulty_push(
         self: ShmSource,
@@ -72,7 +73,13 @@ def _install_shm(orders: Orders) -> None:
             ctypes.c_uint8.from_address(at).value ^= 0x40
         return mark
 
+    def careful_publish(self: ShmTransport, ready: Ready) -> None:
+        # What a target takes by itself would not come to harm here.
+        if not orders.now.transfers:
+            publish(self, ready)
+
     ShmSource.push = faulty_push  # type: ignore[method-assign]
+    ShmTransport.publish = careful_publish  # type: ignore[method-assign]
     KvRegion.copy_from = faulty_copy  # type: ignore[method-assign]
     # A push that is held must hold its link's thread and not the engine's step.
     ShmSource.unwaited_bytes = 0

@@ -9,9 +9,12 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from kv_transfer.transport.base import Takes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kv_transfer.board import Found
     from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion
     from kv_transfer.messages import Chunk
@@ -73,6 +76,9 @@ class FlippingTransport:
     def close(self) -> None:
         self._inner.close()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
 
 class _FlippingTarget:
     def __init__(self, inner: TargetChannel, strike: Callable[[list[int]], None]) -> None:
@@ -86,6 +92,16 @@ class _FlippingTarget:
         self._inner.receive(chunk, block_ids, part)
         if block_ids is not None:
             self._strike(block_ids)
+
+    def take(self, found: Found, source_ids: list[int], own_ids: list[int]) -> int | None:
+        inner = self._inner
+        assert isinstance(inner, Takes)
+        mark = inner.take(found, source_ids, own_ids)
+        self._strike(own_ids)
+        return mark
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def idle(self) -> bool:
         return self._inner.idle()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.counters import TransferCounters
 from kv_transfer.handshake import Identity
 from kv_transfer.settings import KvSettings
 from kv_transfer.shard import Shard, whole
@@ -156,14 +157,21 @@ class Worker:
     def start(
         self, source: Worker | str, transfer_id: str, block_ids: list[int], tokens: int, **rest: Any
     ) -> None:
-        """The decode engine has reserved blocks. `rest`: first_block, epoch."""
+        """The decode engine has reserved blocks. `rest`: first_block, epoch, capability."""
         address = source if isinstance(source, str) else source.half.address
         epoch = rest.pop("epoch", "" if isinstance(source, str) else source.epoch)
         first = rest.pop("first_block", 0)
         self.step(
             starts=[
                 TargetStart(
-                    transfer_id, f"d-{transfer_id}", (address,), epoch, first, tokens, block_ids
+                    transfer_id,
+                    f"d-{transfer_id}",
+                    (address,),
+                    epoch,
+                    first,
+                    tokens,
+                    block_ids,
+                    rest.pop("capability", ""),
                 )
             ],
             **rest,
@@ -248,6 +256,28 @@ def by_name(name: str, loopback: Transport) -> Callable[[], Transport]:
         "cuda_ipc": ipc_transport,
     }
     return made[name]
+
+
+def can_take(target: Worker, address: str, epoch: str) -> bool:
+    """Whether the target has mapped what the source has."""
+    links = target.half.links
+    with links.lock:
+        link = links.link_to(address, epoch)
+    return link.takes is not None and link.takes.wait_mapped(0.0)
+
+
+def join(source: Worker, target: Worker) -> None:
+    """One transfer between the two over shm, whose trace is wiped out, but for blocks 0 and 1; from
+    then on the target can take what lies ready."""
+    target.start(source, "join", [0, 1], 8)
+    source.prefill("join", [0, 1], 8)
+    settle(source, target)
+    until(lambda: can_take(target, source.half.address, source.epoch), source, target)
+    for worker in (source, target):
+        worker.half.links.counters = worker.half.links._guard._counters = TransferCounters()
+        worker.sent.clear()
+        worker.ended.clear()
+        worker.arrivals.clear()
 
 
 def settle(source: Worker, target: Worker) -> None:

@@ -1,8 +1,8 @@
-"""A source in a process of its own, for tests that stop or kill it: TRANSPORT HALF|INSIDE.
+"""A source in a process of its own, for tests that stop or kill it: TRANSPORT HALF|INSIDE|READY.
 
 Prints its address once it listens. HALF: two of four blocks are computed and sent, the rest never
 comes. INSIDE: prints `inside` when it is in the middle of its first copy, and goes on after a line
-on stdin.
+on stdin. READY: the transfers "first" and "t" have ended, and nothing more happens.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def main(transport: str, how: str) -> None:
     if how == "INSIDE":
         hold_copies()
     source = Rig(by_name(transport, LoopbackTransport())).worker(epoch=EPOCH)
+    if how == "READY":
+        source.prefill("first", [0, 1], 8)
+        source.prefill("t", FROM, N)
+        say(source.half.address)
+        threading.Event().wait()
     source.expect("t")
     tokens = N if how == "INSIDE" else 8
     source.compute("t", FROM[: -(-tokens // 4)], tokens)

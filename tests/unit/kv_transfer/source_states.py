@@ -29,13 +29,14 @@ Table = SourceTable[str]
 Actions = list[SourceAction[str]]
 
 
-def new_table(chunk_blocks: int = 8) -> Table:
+def new_table(chunk_blocks: int = 8, publish_blocks: int = 0) -> Table:
     return SourceTable(
         shard=SHARD,
         chunk_blocks=chunk_blocks,
         lease_s=LEASE_S,
         grant_wait_s=WAIT_S,
         alive_s=ALIVE_S,
+        publish_blocks=publish_blocks,
     )
 
 

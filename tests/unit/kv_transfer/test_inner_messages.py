@@ -15,10 +15,11 @@ from kv_transfer.errors import ProtocolError
 from kv_transfer.ipc import messages as ipc
 from kv_transfer.messages import HEADER, Cancel, Inner, Message, decode, encode, pack
 from kv_transfer.nccl import messages as nccl
+from kv_transfer.transport import shm_target as shm
 
 COUNT = st.integers(0, 2**63)
 TEXT = st.text(max_size=20)
-TABLES = {"nccl": nccl.KINDS, "cuda_ipc": ipc.KINDS}
+TABLES = {"nccl": nccl.KINDS, "cuda_ipc": ipc.KINDS, "shm": shm.KINDS}
 MESSAGES: dict[str, st.SearchStrategy[Message]] = {
     "nccl": st.one_of(
         st.builds(nccl.Identify, COUNT, st.binary(max_size=130)),
@@ -34,6 +35,7 @@ MESSAGES: dict[str, st.SearchStrategy[Message]] = {
         st.builds(ipc.Credit, COUNT),
         st.builds(ipc.Landed, COUNT, COUNT),
     ),
+    "shm": st.builds(shm.CacheAt, TEXT, COUNT, COUNT, st.lists(COUNT, max_size=7), TEXT, COUNT),
 }
 ANYTHING = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), TEXT)

@@ -152,7 +152,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
 WRONG = {
     "missing": ("", "no capability"),
     "malformed": ("1.2.3", "malformed"),
-    "forged": (f"1.{KEY.key_id}.{2**40}.{'0' * 64}", "not for this transfer"),
+    "forged": (f"2.{KEY.key_id}.{2**40}.{'0' * 64}", "not for this transfer"),
     "of another key": (right(key=OTHER_KEY), "another key"),
     "of another transfer": (right("u"), "not for this transfer"),
     "of another source": (right(source=WorkerStart("p1", P.epoch)), "not for this transfer"),

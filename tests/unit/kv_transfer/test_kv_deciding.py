@@ -20,6 +20,9 @@ class Noted:
     def flush(self) -> None:
         self._note("flush")
 
+    def hand_over(self) -> None:
+        self._note("hand over")
+
     def wake(self) -> None:
         self._note("wake")
 
@@ -58,4 +61,16 @@ def test_a_thread_that_waits_inside_keeps_nothing_back() -> None:
             changed.wait(0.01)  # lets go of the lock meanwhile
         assert noted.seen == [("wake", others.ident), ("flush", others.ident)]
     others.join(WAIT_S)
+    assert len(noted.seen) == 2
+
+
+def test_what_is_handed_over_is_not_set_going_by_who_decided() -> None:
+    lock = Deciding()
+    noted, here = Noted(lock), threading.get_ident()
+    with lock:
+        lock.handed(noted)  # type: ignore[arg-type]
+        lock.wakes()
+    assert noted.seen == [("wake", here), ("hand over", here)]
+    with lock:
+        pass
     assert len(noted.seen) == 2

@@ -256,3 +256,15 @@ def test_a_step_goes_on_though_its_target_reads_nothing(tcp_rig: Rig) -> None:
     worker.close()
     assert all(link.is_over for link in worker.half.links._all)
     mute.sock.close()
+
+
+def test_what_is_handed_over_is_written_by_the_writer() -> None:
+    peer, here = Peer(), threading.get_ident()
+    with serving(peer) as outbox:
+        threads = list[int]()
+        outbox.put(Job(lambda: threads.append(threading.get_ident())))
+        outbox.put(b"word")
+        outbox.hand_over()
+        until(lambda: bytes(peer.got) == b"word")
+        assert threads
+        assert threads != [here]

@@ -18,7 +18,9 @@ from pdserve.capability import (
     CapabilityRefused,
     WorkerStart,
     mint,
+    transfer_key,
     verify,
+    verify_with,
 )
 
 KEY, OTHER_KEY = CapabilityKey(b"k" * KEY_BYTES), CapabilityKey(b"o" * KEY_BYTES)
@@ -49,6 +51,28 @@ def test_the_right_is_had_until_it_expires(key: CapabilityKey, right: Capability
     check(key, text, right, right.expires_at - 1)
     with pytest.raises(CapabilityExpired):
         check(key, text, right, right.expires_at)
+
+
+@given(KEYS, RIGHTS, RIGHTS)
+def test_the_key_of_one_transfer_checks_its_rights_and_no_others(
+    key: CapabilityKey, right: Capability, other: Capability
+) -> None:
+    signing = transfer_key(key, right.transfer_id, right.source)
+    for presented in (right, other):
+        parts = {
+            "transfer_id": presented.transfer_id,
+            "source": presented.source,
+            "target": presented.target,
+        }
+        is_same = (presented.transfer_id, presented.source) == (right.transfer_id, right.source)
+        text = mint(key, presented)
+        if is_same:
+            verify_with(signing, text, **parts, now=presented.expires_at - 1)  # type: ignore[arg-type]
+            with pytest.raises(CapabilityExpired):
+                verify_with(signing, text, **parts, now=presented.expires_at)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(CapabilityRefused, match="not for this transfer"):
+                verify_with(signing, text, **parts, now=0.0)  # type: ignore[arg-type]
 
 
 @given(RIGHTS, RIGHTS)
@@ -102,7 +126,7 @@ def test_a_forgery_is_not_told_that_it_has_expired() -> None:
         (TEXT + "\n", "malformed"),
         (" " + TEXT, "malformed"),
         (TEXT.upper(), "malformed"),
-        (TEXT.replace("1.", "2.", 1), "malformed"),
+        (TEXT.replace("2.", "1.", 1), "malformed"),
         (TEXT.replace(".1000.", ".-1000."), "malformed"),
         (TEXT.replace(".1000.", ".01000."), "malformed"),
         (TEXT.replace(".1000.", ".1e9."), "malformed"),
