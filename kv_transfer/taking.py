@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# A step that has copied so much takes no more: half a millisecond, to a millisecond with digests.
+STEP_BYTES = 4 << 20
+
 
 class Took(NamedTuple):
     """What came of it. `report` is None where the blocks came damaged: they are to be granted, and
@@ -35,6 +38,7 @@ class Took(NamedTuple):
 
     link: Link
     message: Taken
+    size_bytes: int
     digest_s: float
     token_ids: tuple[int, ...]
     report: TransferReport | None
@@ -76,7 +80,7 @@ class Taker:
             return None
         copied = time.monotonic()
         message = Taken(start.transfer_id, len(own_ids), start.capability)
-        digest_s = 0.0
+        size, digest_s = self._local.size_bytes(len(own_ids)), 0.0
         if mark != NO_DIGEST:
             is_intact = mark == self._local.digest(own_ids)
             digest_s = time.monotonic() - copied
@@ -87,15 +91,15 @@ class Taker:
                     len(own_ids),
                     link.peer_epoch,
                 )
-                return Took(link, message, digest_s, (), None)
+                return Took(link, message, size, digest_s, (), None)
         report = TransferReport(
             copied - begun,
             max(copied - begun, copied - found.ready.ended_at),
-            self._local.size_bytes(len(own_ids)),
+            size,
             len(own_ids),
             link.transport,
         )
-        return Took(link, message, digest_s, tuple(found.ready.token_ids), report)
+        return Took(link, message, size, digest_s, tuple(found.ready.token_ids), report)
 
     def _is_whole(self, read: Read) -> bool:
         part, page_bytes = read.part, self._local.geometry.page_bytes

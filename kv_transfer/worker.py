@@ -15,7 +15,7 @@ from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.links import Links
 from kv_transfer.messages import Grant
 from kv_transfer.step import Arrival, WorkerOutput
-from kv_transfer.taking import Taker
+from kv_transfer.taking import STEP_BYTES, Taker
 from pdserve.capability import WorkerStart
 from pdserve.types import ErrorInfo
 
@@ -69,9 +69,7 @@ class WorkerHalf:
         self.resumed.clear()
         self.resumed.update(metadata.resumed)
         links = self.links
-        # A copy may still read blocks that were just taken away, and were given to a start.
-        starts = [] if metadata.preempted else metadata.starts
-        took = {s.request_id: self._take(s) for s in starts}
+        took = self._take_ready(metadata)
         with links.lock:
             sources, targets = links.sources, links.targets
             for expected in metadata.expected:
@@ -130,6 +128,18 @@ class WorkerHalf:
                     )
             sent = self.links.take_released()
         return sent, received, failed
+
+    def _take_ready(self, metadata: StepMetadata) -> dict[str, Took]:
+        """By request, as much as a step may copy."""
+        took: dict[str, Took] = {}
+        left = STEP_BYTES
+        # A copy may still read blocks that were just taken away, and were given to a start.
+        for start in [] if metadata.preempted else metadata.starts:
+            one = self._take(start) if left > 0 else None
+            if one is not None:
+                took[start.request_id] = one
+                left -= one.size_bytes
+        return took
 
     def _take(self, start: TargetStart) -> Took | None:
         """Copies what lies ready, without the lock; into blocks that are nobody else's."""

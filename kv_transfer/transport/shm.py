@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kv_transfer.tokens import TokenOrder
 
 _MAX_SLOT = 1 << 62
-# What a target's step copies by itself, at most: some half a millisecond of it.
+# No larger transfer is taken by a target's step: it would stand too long.
 TAKEN_BYTES = 4 << 20
 
 

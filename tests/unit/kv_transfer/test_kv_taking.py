@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kv_transfer import copying
+from kv_transfer import copying, worker
 from kv_transfer.digest import DigestMode
 from kv_transfer.memory import KvRegion, PeerMemory
 from kv_transfer.messages import Taken
+from kv_transfer.step import TargetStart
 from kv_transfer.transport import shm, shm_target
 from kv_transfer.transport.shm import ShmTransport
 from pdserve.capability import KEY_BYTES, Capability, CapabilityKey, WorkerStart, mint
@@ -162,6 +163,25 @@ def test_large_transfers_are_pushed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
         settle(source, target)
         assert f"d-{name}" in target.arrivals
     assert taken(target) == 3
+
+
+def test_a_step_takes_so_much_and_is_granted_the_rest(
+    joined: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "STEP_BYTES", 2 * geometry().block_bytes)
+    source, target = joined
+    for i in range(4):
+        source.prefill(f"t{i}", [5 + i], 4)
+    where = (source.half.address,)
+    starts = [TargetStart(f"t{i}", f"d-t{i}", where, source.epoch, 0, 4, [9 + i]) for i in range(4)]
+    target.step(starts=starts)
+    assert taken(target) == 2
+    settle(source, target)
+    assert sorted(target.arrivals) == [f"d-t{i}" for i in range(4)]
+    assert [target.cache.block(9 + i) for i in range(4)] == [
+        source.cache.block(5 + i) for i in range(4)
+    ]
+    assert taken(target) == 2
 
 
 @pytest.mark.parametrize("who", ["source", "target"])
