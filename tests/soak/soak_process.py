@@ -204,7 +204,8 @@ class SoakProcess:
             "quarantined": seen.quarantined_slots,
             "links": [[link.state, link.peer_epoch, link.transport] for link in seen.links],
             "tombstones": tombstones,
-            "mapped_caches": len(set(re.findall(r" (\d+) +/memfd:", own_maps()))),
+            "mapped_caches": mapped("test-kv"),
+            "mapped_boards": mapped("pdserve-kv-board"),
             "totals": dict(seen.totals),
         }
 
@@ -227,6 +228,11 @@ class SoakProcess:
 def own_maps() -> str:
     """What is mapped into this process."""
     return Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+def mapped(name: str) -> int:
+    """How many pieces of shared memory of that name are."""
+    return len(set(re.findall(rf" (\d+) +/memfd:{name}\b", own_maps())))
 
 
 def say(event: dict[str, Any]) -> None:
