@@ -20,6 +20,7 @@
 #else
 #define PREFETCH(at) ((void)(at))
 #endif
+#define LINE 64
 
 #define SHARD_BITS 10
 #define SHARDS (1 << SHARD_BITS)
@@ -56,6 +57,9 @@ typedef struct {
     PyObject_HEAD
     uint64_t secret;
     Py_ssize_t used;
+    /* Who is in a set, one bit each: `width` words for each of `sets`. */
+    uint64_t *masks;
+    size_t sets, width;
     Shard shards[SHARDS];
 } Table;
 
@@ -262,6 +266,48 @@ static int append(PyObject *list, unsigned long value)
     return done;
 }
 
+/* NULL for one that was not told. */
+static const uint64_t *mask_of(const Table *table, unsigned long set)
+{
+    return set < table->sets ? table->masks + set * table->width : NULL;
+}
+
+/* The one that is in the one set and not in the other, or -1 where that are none or many. */
+static long one_more(const Table *table, const uint64_t *mask, const uint64_t *other)
+{
+    long found = -1;
+    for (size_t i = 0; mask != NULL && i < table->width; i++) {
+        uint64_t left = other == NULL ? mask[i] : mask[i] & ~other[i];
+        if (left == 0)
+            continue;
+        if (found >= 0 || (left & (left - 1)) != 0)
+            return -1;
+        for (found = (long)i * 64; (left & 0xff) == 0; left >>= 8)
+            found += 8;
+        for (; (left & 1) == 0; left >>= 1)
+            found++;
+    }
+    return found;
+}
+
+static PyObject *ending(const Table *table, PyObject *sets)
+{
+    Py_ssize_t count = PyList_GET_SIZE(sets);
+    PyObject *slots = PyList_New(count);
+    for (Py_ssize_t i = count - 1; slots != NULL && i >= 0; i--) {
+        /* They were made here, of 32 bits. */
+        const uint64_t *mask = mask_of(table, PyLong_AsUnsignedLong(PyList_GET_ITEM(sets, i)));
+        const uint64_t *next = i + 1 == count ? NULL : mask_of(
+            table, PyLong_AsUnsignedLong(PyList_GET_ITEM(sets, i + 1)));
+        PyObject *slot = PyLong_FromLong(one_more(table, mask, next));
+        if (slot == NULL)
+            Py_CLEAR(slots);
+        else
+            PyList_SET_ITEM(slots, i, slot);
+    }
+    return slots;
+}
+
 static PyObject *table_runs(PyObject *self, PyObject *given)
 {
     const Table *table = (Table *)self;
@@ -269,8 +315,8 @@ static PyObject *table_runs(PyObject *self, PyObject *given)
     Py_ssize_t end = 0, prepared = 0;
     if (words_open(&words, given, HASH) < 0)
         return NULL;
-    /* Not a list of pairs: each would be an object more for the collector of garbage. */
-    PyObject *ends = PyList_New(0), *sets = PyList_New(0), *found = NULL;
+    /* Not a list of tuples: each would be an object more for the collector of garbage. */
+    PyObject *ends = PyList_New(0), *sets = PyList_New(0), *slots = NULL, *found = NULL;
     int done = ends == NULL || sets == NULL ? -1 : 0;
     while (done == 0 && end < words.count) {
         for (; end > 0 && prepared < end + FAR_AHEAD && prepared < words.count; prepared++)
@@ -278,6 +324,9 @@ static PyObject *table_runs(PyObject *self, PyObject *given)
         uint32_t set = set_at(table, &words, end);
         if (set == ABSENT)
             break;
+        const uint64_t *mask = mask_of(table, set);
+        for (size_t i = 0; mask != NULL && i < table->width; i += LINE / sizeof *mask)
+            PREFETCH(mask + i);
         Py_ssize_t limit = words.count;
         for (Py_ssize_t stride = STRIDE; stride > 0; stride /= STEP) {
             end = same_set(table, &words, end, limit, stride, set);
@@ -287,10 +336,11 @@ static PyObject *table_runs(PyObject *self, PyObject *given)
         prepared = prepared > end ? prepared : end;
         done = append(ends, (unsigned long)end) < 0 || append(sets, set) < 0 ? -1 : 0;
     }
-    if (done == 0)
-        found = PyTuple_Pack(2, ends, sets);
+    if (done == 0 && (slots = ending(table, sets)) != NULL)
+        found = PyTuple_Pack(3, ends, sets, slots);
     Py_XDECREF(ends);
     Py_XDECREF(sets);
+    Py_XDECREF(slots);
     PyBuffer_Release(&words.view);
     return found;
 }
@@ -374,6 +424,48 @@ static PyObject *table_change(PyObject *self, PyObject *args)
     }
     PyBuffer_Release(&words.view);
     return done < 0 ? NULL : PyLong_FromSsize_t(changed);
+}
+
+/* Room for so many sets of so many words each. -1 without memory. */
+static int widen(Table *table, size_t sets, size_t width)
+{
+    size_t new_sets = table->sets ? table->sets : 64, new_width = table->width ? table->width : 1;
+    while (new_sets < sets)
+        new_sets *= 2;
+    while (new_width < width)
+        new_width *= 2;
+    if (new_sets == table->sets && new_width == table->width)
+        return 0;
+    if (new_width > (size_t)PY_SSIZE_T_MAX / sizeof(uint64_t) / new_sets)
+        return -1;
+    uint64_t *masks = PyMem_Calloc(new_sets * new_width, sizeof *masks);
+    if (masks == NULL)
+        return -1;
+    for (size_t i = 0; i < table->sets; i++)
+        memcpy(masks + i * new_width, table->masks + i * table->width,
+               table->width * sizeof *masks);
+    PyMem_Free(table->masks);
+    table->masks = masks, table->sets = new_sets, table->width = new_width;
+    return 0;
+}
+
+static PyObject *table_tell(PyObject *self, PyObject *args)
+{
+    Table *table = (Table *)self;
+    uint32_t set;
+    Py_buffer mask;
+    if (!PyArg_ParseTuple(args, "O&y*", set_from, &set, &mask))
+        return NULL;
+    size_t size = (size_t)mask.len;
+    int done = widen(table, (size_t)set + 1, (size + 7) / 8);
+    if (done == 0) {
+        uint64_t *to = table->masks + set * table->width;
+        memset(to, 0, table->width * sizeof *to);
+        for (size_t i = 0; i < size; i++)
+            to[i / 8] |= (uint64_t)((const unsigned char *)mask.buf)[i] << 8 * (i % 8);
+    }
+    PyBuffer_Release(&mask);
+    return done < 0 ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
 /* -- all entries of a shard */
@@ -482,6 +574,7 @@ static void table_dealloc(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     for (int i = 0; i < SHARDS; i++)
         entries_free(((Table *)self)->shards[i].entries, ((Table *)self)->shards[i].slots);
+    PyMem_Free(((Table *)self)->masks);
     type->tp_free(self);
     Py_DECREF(type);
 }
@@ -493,7 +586,8 @@ static Py_ssize_t table_length(PyObject *self)
 
 static PyObject *table_sizeof(PyObject *self, PyObject *unused)
 {
-    size_t size = sizeof(Table);
+    size_t size = sizeof(Table)
+                  + ((Table *)self)->sets * ((Table *)self)->width * sizeof(uint64_t);
     (void)unused;
     for (int i = 0; i < SHARDS; i++) {
         const Shard *shard = &((Table *)self)->shards[i];
@@ -506,6 +600,7 @@ static PyObject *table_sizeof(PyObject *self, PyObject *unused)
 static PyMethodDef table_methods[] = {
     {"runs", table_runs, METH_O, "See router/prefix/table.py."},
     {"run", table_run, METH_VARARGS, "See router/prefix/table.py."},
+    {"tell", table_tell, METH_VARARGS, "See router/prefix/table.py."},
     {"change", table_change, METH_VARARGS, "See router/prefix/table.py."},
     {"count", table_count, METH_VARARGS, "See router/prefix/table.py."},
     {"replace", table_replace, METH_VARARGS, "See router/prefix/table.py."},

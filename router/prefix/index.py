@@ -59,7 +59,7 @@ class PrefixIndex:
         self.max_blocks = max_blocks
         self.refused_blocks = 0
         self._table = new_table() if table is None else table
-        self._sets = SlotSets(max_sets)
+        self._sets = SlotSets(max_sets, self._table.tell)
         self._names: list[str] = []
         self._names_array = np.empty(64, dtype=object)
         self._named: dict[tuple[int, int], dict[str, int]] = {}
@@ -168,25 +168,32 @@ class PrefixIndex:
     def lengths(self, chain: Sequence[int], unit: int = 1) -> dict[str, int]:
         """How much of the beginning of `chain` each worker holds, in blocks of `unit`; workers
         without any are left out."""
-        names, masks, live = self._names, self._sets.masks, self._sets.live
-        found: dict[str, int] = {}
-        ends, sets = self._table.runs(_words(chain))
-        longer = 0
-        for blocks, held in zip(reversed(ends), reversed(sets), strict=True):
-            holding, length = masks[held] & live, blocks * unit
-            # Of numbers of a thousand bits & and - take half as long as ^, and ~ twice.
-            ending = holding - (holding & longer)
-            longer, few = holding, _FEW
-            while ending and few:
-                slot = ending.bit_length() - 1
-                found[names[slot]] = length
-                ending -= 1 << slot
-                few -= 1
-            if ending:
-                # All that hold these, not only those that hold no more: who holds a system prompt
-                # is the same from one request to the next.
-                named = self._many(holding, length)
-                found = named | found if found else named.copy()
+        ends, sets, slots = self._table.runs(_words(chain))
+        names, found, gone, after = self._names, dict[str, int](), self.needs_purge, ABSENT
+        for blocks, held, slot in zip(reversed(ends), reversed(sets), reversed(slots), strict=True):
+            if slot < 0 or gone:
+                found = self._with_all(found, held, after, blocks * unit)
+            else:
+                found[names[slot]] = blocks * unit
+            after = held
+        return found
+
+    def _with_all(
+        self, found: dict[str, int], held: int, after: int, length: int
+    ) -> dict[str, int]:
+        """What was found, and those of the set `held` that are not in the one after it."""
+        masks = self._sets.masks
+        holding = masks[held] & self._sets.live
+        ending = holding if after == ABSENT else holding & ~masks[after]
+        if ending.bit_count() > _FEW:
+            # All that hold these, not only those that hold no more: who holds a system prompt is
+            # the same from one request to the next.
+            named = self._many(holding, length)
+            return named | found if found else named.copy()
+        while ending:
+            slot = ending.bit_length() - 1
+            found[self._names[slot]] = length
+            ending ^= 1 << slot
         return found
 
     def _many(self, mask: int, length: int) -> dict[str, int]:

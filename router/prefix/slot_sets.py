@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 class SetsFull(Exception):
     """There is no room for another distinct set."""
@@ -12,13 +17,15 @@ class SlotSets:
     and the slots that have been taken out of use.
 
     Ids and masks are integers, which Python's garbage collector does not look at, however many
-    there are. `max_sets` bounds the distinct sets that additions make.
+    there are. `max_sets` bounds the distinct sets that additions make. `tell` is called with each
+    that is new and its mask as bytes, little-endian.
     """
 
-    def __init__(self, max_sets: int) -> None:
+    def __init__(self, max_sets: int, tell: Callable[[int, bytes], None]) -> None:
         self.masks: list[int] = []
         self.live = 0
         self._max_sets = max_sets
+        self._tell = tell
         self._uses: list[int] = []
         self._by_mask: dict[int, int] = {}
         self._free: list[int] = []
@@ -43,6 +50,7 @@ class SlotSets:
             self.masks.append(mask)
             self._uses.append(1)
         self._by_mask[mask] = new
+        self._tell(new, mask.to_bytes((mask.bit_length() + 7) // 8, "little"))
         return new
 
     def release(self, set_id: int, uses: int = 1) -> None:

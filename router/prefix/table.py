@@ -48,10 +48,12 @@ class DictTable:
     def _get(self, chain_hash: int) -> int:
         return self._shards[chain_hash % SHARDS].get(chain_hash, ABSENT)
 
-    def runs(self, hashes: array[int]) -> tuple[list[int], list[int]]:
+    def runs(self, hashes: array[int]) -> tuple[list[int], list[int], list[int]]:
         """Where along a prompt the set becomes another, up to the first block that has none: the
-        places behind the last blocks, and the sets up to there. Takes it that blocks between two of
-        one set have it too, or sets whose difference does not matter, and looks at few of them."""
+        places behind the last blocks, the sets up to there, and the one worker's slot that is in
+        these and not in the next; or -1 where that are none or more, or it was not looked up. Takes
+        it that blocks between two of one set have it too, or sets whose difference does not matter,
+        and looks at few of them."""
         ends: list[int] = []
         sets: list[int] = []
         end = 0
@@ -63,7 +65,10 @@ class DictTable:
             end += 1
             ends.append(end)
             sets.append(held)
-        return ends, sets
+        return ends, sets, [-1] * len(ends)
+
+    def tell(self, held: int, mask: bytes) -> None:
+        """Who is in a set, by slot, a bit each, the lowest of the first byte first: for `runs`."""
 
     def run(self, hashes: array[int], start: int) -> tuple[int, int]:
         """The place behind the last of the hashes from `start` on, of 1,024 at most, that all have

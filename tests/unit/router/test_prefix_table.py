@@ -75,8 +75,9 @@ def same(table: Table | DictTable, held: dict[int, int]) -> None:
         start += count
     closed = sorted(held, key=lambda x: held[x])
     behind = {held[x]: end + 1 for end, x in enumerate(closed)}
-    ends_and_sets = list(behind.values()), list(behind)
-    assert table.runs(words(*closed, 1 << 61)) == ends_and_sets
+    ends, sets, slots = table.runs(words(*closed, 1 << 61))
+    assert (ends, sets) == (list(behind.values()), list(behind))
+    assert len(slots) == len(sets)
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -107,19 +108,21 @@ def test_a_table_is_a_dict(make: Make, steps: list[Any]) -> None:
 
 
 UPDATES = st.lists(st.sampled_from(HASHES[:12]), max_size=8)
+WORKERS = 130  # three words of a mask
+SOME_WORKERS = st.sampled_from((0, 1, 64, 129))
 
 
 @COMPILED
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), UPDATES, UPDATES, st.booleans()), max_size=20))
+@given(st.lists(st.tuples(SOME_WORKERS, UPDATES, UPDATES, st.booleans()), max_size=20))
 def test_an_index_is_the_same_on_both(
     steps: list[tuple[int, list[int], list[int], bool]],
 ) -> None:
     both = [
-        PrefixIndex(9, max_sets=6, table=table)
+        PrefixIndex(9, max_sets=WORKERS + 2, table=table)
         for table in (DictTable(), tables.compiled.Table(SECRET))
     ]
-    holders = [[index.join(f"w{i}") for i in range(4)] for index in both]
+    holders = [[index.join(f"w{i}") for i in range(WORKERS)] for index in both]
     for who, removed, stored, leaves in steps:
         seen = []
         for index, ours in zip(both, holders, strict=True):
@@ -171,6 +174,8 @@ def test_what_is_not_there_cannot_be_asked_for(make: Make, call: Callable[[Any],
         (lambda table: table.change(words(1), 0, 1, 1 << 32, 0), OverflowError),
         (lambda table: table.change(words(1), 0, 1, ABSENT, "0"), TypeError),
         (lambda table: table.count(0, words(1)), ValueError),
+        (lambda table: table.tell(ABSENT + 1, b""), OverflowError),
+        (lambda table: table.tell(0, "1"), TypeError),
     ],
 )
 def test_what_are_no_words_is_refused(
