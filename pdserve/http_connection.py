@@ -268,6 +268,7 @@ class HttpConnection(asyncio.Protocol):
         self._flow()
 
     def _leave(self, _: object = None) -> None:
+        self._parser = self._task = None  # they know the connection
         self._connections.discard(self)
         self._on_gone()
 

@@ -91,7 +91,7 @@ class Flight:
         self._release: Callable[[], None] | None = None
         self._booking: Booking | None = None
         self._decode_message: Callable[..., w.Command] | None = None  # until its turn comes
-        self._migration = Migration(self, booker)
+        self._migration = Migration(booker)
         self._timer: asyncio.TimerHandle | None = None
         self._arrived = time.monotonic()
         self._admission_s = 0.0
@@ -329,7 +329,7 @@ class Flight:
         """Go on elsewhere than on a worker that is well, after the tokens that were delivered: with
         their KV, or else, unless `live_only`, by computing it again. False, with nothing changed,
         where the request is not there, is as good as done, or has nowhere to go."""
-        if not self._over and self._migration.begin(worker_id, reason):
+        if not self._over and self._migration.begin(self, worker_id, reason):
             return True
         leaving = self.handoff.leaving(worker_id, Unavailable(reason))
         if self._over or live_only or leaving is None:

@@ -31,30 +31,30 @@ class _Underway:
 
 
 class Migration:
-    """State: what is booked while one flight's answer is being exported."""
+    """State: what is booked while one flight's answer is being exported. It does not know whose it
+    is, else every request would wait for the collector."""
 
-    __slots__ = ("_booker", "_flight", "_underway")
+    __slots__ = ("_booker", "_underway")
 
-    def __init__(self, flight: Flight, booker: Booker) -> None:
-        self._flight = flight
+    def __init__(self, booker: Booker) -> None:
         self._booker = booker
         self._underway: _Underway | None = None
 
-    def begin(self, worker_id: str, reason: str) -> bool:
+    def begin(self, flight: Flight, worker_id: str, reason: str) -> bool:
         """False, with nothing changed, where the answer cannot leave the worker this way."""
-        handoff = self._flight.handoff
+        handoff = flight.handoff
         leg = handoff.exportable(worker_id)
         if leg is None:
             return False
-        demand = self._flight.demand_after(tuple(handoff.tokens))
+        demand = flight.demand_after(tuple(handoff.tokens))
         try:
             booking = self._booker.book_live(demand, worker_id, cause=reason)
         except PdserveError:
             return False
-        timer = asyncio.get_running_loop().call_later(EXPORT_S, self._late)
+        timer = asyncio.get_running_loop().call_later(EXPORT_S, _late, flight)
         self._underway = _Underway(uuid.uuid4().hex, booking, timer)
         handoff.export(leg)
-        self._flight.stream_of(leg).export(self._underway.transfer_id)
+        flight.stream_of(leg).export(self._underway.transfer_id)
         return True
 
     def take(self) -> tuple[str, Booking]:
@@ -69,5 +69,6 @@ class Migration:
         if self._underway is not None:
             self.take()[1].release()
 
-    def _late(self) -> None:
-        self._flight.perform(self._flight.handoff.export_late())
+
+def _late(flight: Flight) -> None:
+    flight.perform(flight.handoff.export_late())
