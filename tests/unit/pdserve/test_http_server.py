@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -170,6 +172,22 @@ async def test_one_connection_serves_requests_one_after_another() -> None:
             assert (status, body) == (200, f"POST /{n} hi".encode())
             assert "connection" not in headers
             assert headers["date"].endswith("GMT")
+
+
+async def test_a_connection_leaves_nothing_to_the_collector() -> None:
+    sock = bind("127.0.0.1", 0)
+    server = WebServer(Echo(), sock)
+    await server.start()
+    gc.disable()
+    try:
+        async with connected(sock.getsockname()) as (reader, writer):
+            writer.write(request("/"))
+            await response(reader)
+            (connection,) = map(weakref.ref, server._connections)
+        await until(lambda: connection() is None)
+    finally:
+        gc.enable()
+        await server.stop()
 
 
 async def test_a_body_that_is_here_is_read_at_once() -> None:

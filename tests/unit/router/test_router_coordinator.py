@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +20,7 @@ from pdserve.failure_config import FallbackConfig
 from pdserve.types import FinishReason, Role, SamplingParams, TransferReport, Usage
 from router.answer import AnswerDelta
 from tests.fakes import ScriptedWorker, running_stack
+from tests.patience import WAIT_S
 from tests.unit.router.asking import PROMPT, read, request
 
 if TYPE_CHECKING:
@@ -94,6 +97,23 @@ async def test_early_tokens_of_decode_come_after_the_first(
         decode.send(await decode.submitted(), 8, 9, finish=LENGTH)
         prefill.send(await prefill.submitted(), 7, finish=LENGTH)
         assert (await read(answer)).token_ids == (7, 8, 9)
+
+
+async def test_a_request_leaves_nothing_to_the_collector(
+    prefill: ScriptedWorker, decode: ScriptedWorker
+) -> None:
+    gc.disable()
+    try:
+        async with running_stack(prefill, decode) as stack, asyncio.timeout(WAIT_S):
+            async with stack.coordinator.generate(request()) as answer:
+                (flight,) = map(weakref.ref, stack.coordinator._flights)
+                prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+                decode.send(await decode.submitted(), 8, 9, finish=LENGTH)
+                await read(answer)
+            while flight() is not None:  # noqa: ASYNC110 - nobody is told when it goes
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_an_answer_that_ends_at_the_first_token_cancels_decode(
