@@ -7,6 +7,7 @@ replay's requests were sent; it has not seen their answers.
 
 from __future__ import annotations
 
+import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -60,6 +61,12 @@ class Case:
     prompts: tuple[int, ...] = (32, 128, 512, 1024)
     concurrency: tuple[int, ...] = (1, 4, 8)
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether each worker can have a core. What those that share one take from each other is
+        not simulated."""
+        return self.workers.prefill + self.workers.decode <= len(os.sched_getaffinity(0))
+
     def config(self) -> dict[str, Any]:
         """Of its `pdserve up`."""
         worker: dict[str, Any] = {"engine": self.engine}
@@ -67,7 +74,7 @@ class Case:
             worker["engine_args"] = dict(FAKE)
         up = {"prefill": self.workers.prefill, "decode": self.workers.decode}
         if self.engine != "fake":  # which computes nothing
-            up["cores_per_worker"] = 1
+            up["cores_per_worker"] = int(self.is_apart)
         router: dict[str, Any] = {"http_port": 0, "grpc_port": 0, "lease_s": 60.0}
         router |= {"detection": dict(_PATIENT), "slo": {"refuse_beyond": NOBODY.refuse_beyond}}
         return {"router": router, "worker": worker, "up": up}
@@ -77,6 +84,7 @@ CASES: Final = (
     Case("fake 1P1D", "fake", Workers(1, 1), 1.6),
     Case("fake 2P2D", "fake", Workers(2, 2), 3.2),
     Case("vLLM 1P1D", "vllm", Workers(1, 1), 1.5, requests=60, scale=Fraction(1, 8)),
+    Case("vLLM 2P2D", "vllm", Workers(2, 2), 1.5, requests=60, scale=Fraction(1, 8)),
 )
 
 
