@@ -9,6 +9,7 @@ from itertools import groupby
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -207,6 +208,22 @@ def test_a_block_takes_few_bytes_and_gives_them_back() -> None:
         assert tracemalloc.get_traced_memory()[0] - before < 10_000
     finally:
         tracemalloc.stop()
+
+
+@COMPILED
+def test_a_large_shard_is_mapped_and_unmapped() -> None:
+    places = Random(1).sample(range(1 << 54), 40_000)
+    hashes = array("Q", [unmixed((5 << 54) + place) for place in places])
+    process, taken = psutil.Process(), []
+    for _ in range(10):
+        before = process.memory_info().vms
+        table = tables.compiled.Table(SECRET)
+        assert table.change(hashes, 0, len(hashes), ABSENT, 0) == len(hashes)
+        assert process.memory_info().vms - before > 12 * len(hashes)
+        del table
+        taken.append(process.memory_info().vms)
+    # One of them would be 480 kB and more.
+    assert taken[-1] - taken[0] < 12 * len(hashes)
 
 
 @COMPILED
