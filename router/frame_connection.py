@@ -4,7 +4,6 @@ pdserve/frames.py."""
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import TYPE_CHECKING, cast
 
 from pdserve.frames import MessageParser, pack
@@ -15,16 +14,11 @@ if TYPE_CHECKING:
 
     from pdserve.frames import Offer
 
-# Between two writes of commands: a worker that is woken for each of many takes turns with the
-# router, and on its core. A step of an engine is longer.
-SPACING_S = 0.002
-
 
 class FrameConnection(asyncio.Protocol):
     """Gives each frame to `on_frame` as it comes. `ended` is done when no frame follows, with the
     error of a frame that could not be handled. State: the commands that wait, packed, for the next
-    turn of the loop, for SPACING_S since the last ones to pass, or for a worker that reads slower
-    than it is told; when the last ones went."""
+    turn of the loop, or for a worker that reads slower than it is told."""
 
     def __init__(
         self, offer: Offer, on_frame: Callable[[w.StepFrame], None], *, max_waiting: int
@@ -35,7 +29,6 @@ class FrameConnection(asyncio.Protocol):
         self._waiting: list[bytes] = []
         self._max_waiting = max_waiting
         self._is_paused = False
-        self._flushed_at = -math.inf
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -54,21 +47,19 @@ class FrameConnection(asyncio.Protocol):
         self._transport.write(self._offer.token)
 
     def put_nowait(self, command: w.Command) -> None:
-        """Send a command behind those before it. Those of one turn of the loop go in one write, as
-        do those that come less than SPACING_S after a write.
+        """Send a command behind those before it. Those of one turn of the loop go in one write.
         Raises asyncio.QueueFull where too many wait, ValueError for one that is too large."""
         if len(self._waiting) >= self._max_waiting:
             raise asyncio.QueueFull
         self._waiting.append(pack(command))
         if len(self._waiting) == 1:
-            self._loop.call_at(self._flushed_at + SPACING_S, self._flush)
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         if not self._waiting or self._is_paused or self._transport.is_closing():
             return
         data = b"".join(self._waiting)
         self._waiting.clear()
-        self._flushed_at = self._loop.time()
         self._transport.write(data)
 
     def pause_writing(self) -> None:
