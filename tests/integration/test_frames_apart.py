@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve import wire
-from pdserve.errors import InvalidRequest, Overloaded, PdserveError, WorkerFailed
+from pdserve.errors import InvalidRequest, Overloaded, PdserveError, Unavailable, WorkerFailed
 from pdserve.frames import TOKEN_BYTES, Offer, pack
 from pdserve.types import FinishReason, StreamDelta
 from pdserve.v1 import worker_pb2 as w
@@ -185,7 +185,7 @@ async def test_a_worker_that_stops_says_all_that_it_has_to_say() -> None:
         async with attached(server) as link:
             answer = await link.ask(LONG)
             await answer.spoke.wait()
-            server.worker._end_streams(WorkerFailed("on purpose"))  # type: ignore[arg-type]
+            server.worker.end_streams(Unavailable("on purpose"))
             server.worker.close_sessions()
             last = await answer.end
             assert isinstance(last, StreamDelta)
