@@ -159,7 +159,7 @@ class Booker:
         self._policy_or_alone = or_alone(policy)
         prefix = context.prefix if policy in BY_PREFIX else None
         may_local = costs is not None and policy not in OF_ALL
-        self._large_pool = LargePool(fleet.pool, prefill_queue, prefix, may_local=may_local)
+        self._large_pool = LargePool(fleet.pool, prefill_queue, prefix, costs, may_local=may_local)
         self._turn = 0
 
     def demand(self, request: GenerateRequest) -> Demand:
@@ -217,7 +217,7 @@ class Booker:
                 return booking
         booking = self._book_among(demand, self._all(self._pool.candidates(model)), cause)
         if booking is None:
-            self._large_pool.all_asked(model)
+            self._large_pool.all_asked(demand)
         return booking
 
     def _book_drawn(self, demand: Demand, cause: str) -> Booking | None:

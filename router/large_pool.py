@@ -24,6 +24,7 @@ from router.prefill_queue import chunk_tokens
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from router.cost.book import CostBook
     from router.member import Member
     from router.placement.context import PrefixLookup
     from router.placement.values import Candidate, Demand
@@ -42,12 +43,14 @@ LOCAL_AGAIN_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """The most tokens that any ready worker took when all were asked, as a prompt and as KV; of a
+    """The most tokens that any ready worker took when all were asked, as a prompt and as KV, and
+    whether all that decode would have kept their tokens too far apart with one request more; of a
     pool with these members."""
 
     members: Mapping[Role, Sequence[Member]]
     prompt_tokens: float
     kv_tokens: float
+    is_full: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,14 @@ class LargePool:
         pool: WorkerPool,
         queue: PrefillQueue,
         prefix: PrefixLookup | None,
+        costs: CostBook | None,
         *,
         may_local: bool,
     ) -> None:
         self._pool = pool
         self._queue = queue
         self._prefix = prefix
+        self._costs = costs
         self._may_local = may_local
         self._shortages: dict[str, _Shortage] = {}
         self._local_looks: dict[str, tuple[int, float]] = {}
@@ -115,12 +120,14 @@ class LargePool:
             yield from heapq.nlargest(MOST_CACHED, members, key=lambda m: cached[m.worker_id])
 
     def lacks_room(self, demand: Demand) -> bool:
-        """Whether it is known that no worker that decodes has the blocks now."""
+        """Whether it is known that no worker that decodes has the blocks now, or takes one more."""
         short, changed = self._shortages.get(demand.model), self._changed(demand.model)
         if short is None or changed is None or demand.prefill_only:
             return False
-        return demand.kv_tokens > short.kv_tokens and not any(
-            demand.kv_tokens <= _room(m) for m in changed
+        if demand.kv_tokens <= short.kv_tokens and not short.is_full:
+            return False
+        return not any(
+            demand.kv_tokens <= _room(m) and self._takes_one_more(demand, m) for m in changed
         )
 
     def lacks_prefill(self, demand: Demand) -> bool:
@@ -143,12 +150,17 @@ class LargePool:
         self._local_looks[model] = turn, now
         return True
 
-    def all_asked(self, model: str) -> None:
-        """All workers of a model were asked, and none could take a request."""
+    def all_asked(self, demand: Demand) -> None:
+        """All workers of its model were asked, and none could take a request."""
+        model = demand.model
         roles = self._pool.by_role(model)
         members = [m for found in roles.values() for m in found]
         prompt_tokens = max((self._takes(m) for m in members if _prefills(m)), default=0.0)
-        self._shortages[model] = _Shortage(roles, prompt_tokens, max(map(_room, members)))
+        is_full = not any(
+            self._takes_one_more(demand, m) for m in members if m.info.role is not Role.PREFILL
+        )
+        kv_tokens = max(map(_room, members))
+        self._shortages[model] = _Shortage(roles, prompt_tokens, kv_tokens, is_full)
         self._pool.changed(model).clear()
 
     def _changed(self, model: str) -> set[Member] | None:
@@ -160,6 +172,9 @@ class LargePool:
             del self._shortages[model]
             return None
         return changed
+
+    def _takes_one_more(self, demand: Demand, member: Member) -> bool:
+        return self._costs is None or self._costs.takes_one_more(demand, member.seen())
 
     def _takes(self, member: Member) -> float:
         """The longest prompt that a worker is given now; decode workers take what they are told."""

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from pdserve.types import GenerateRequest, Role, SamplingParams
 from router.booking import Booker
+from router.cost.book import CostBook
+from router.cost.objective import Slo
 from router.decisions.log import DecisionLog
 from router.fleet import Fleet
 from router.large_pool import LARGE
@@ -18,9 +20,11 @@ from tests.fakes import worker_info
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import pytest
+
     from router.booking import Booking
     from router.member import Member
-    from router.placement.values import Demand
+    from router.placement.values import Candidate, Demand
 
 COUNT = LARGE  # of each role
 
@@ -130,6 +134,37 @@ def test_prompts_wait_until_an_engine_takes_them() -> None:
     booking = pool.book()
     assert booking is not None
     assert booking.prefill is prefills[3]
+
+
+def test_that_nobody_takes_one_more_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, asked = Pool(), list[str]()
+    full = set(pool.of(Role.DECODE))
+    for member in full:
+        member.reserved_blocks = 4
+    costs = CostBook(pool.fleet.pool, Slo(refuse_beyond=1.0), lambda: pool.now)
+
+    def takes_one_more(_demand: Demand, decode: Candidate) -> bool:
+        asked.append(decode.worker_id)
+        return all(m.worker_id != decode.worker_id for m in full)
+
+    monkeypatch.setattr(costs, "takes_one_more", takes_one_more)
+    pool.booker = Booker(
+        pool.fleet, POLICIES["least_loaded"], PlacementContext(None, costs), costs, log=pool.log
+    )
+    assert pool.book() is None
+    assert len(set(asked)) == COUNT
+    asked.clear()
+    assert [pool.book() for _ in range(5)] == [None] * 5
+    assert asked == []
+    # An answer ends somewhere: that worker alone is asked, and takes the next one.
+    changed = pool.of(Role.DECODE)[7]
+    changed.reserved_blocks = 1
+    assert pool.book() is None, "it was asked"
+    assert set(asked) == {changed.worker_id}
+    full.remove(changed)
+    booking = pool.book()
+    assert booking is not None
+    assert booking.decode is changed
 
 
 def test_whoever_comes_ends_a_shortage() -> None:
