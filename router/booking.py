@@ -12,7 +12,7 @@ from router.cost.outcome import outcome_of
 from router.decisions.log import DecisionLog
 from router.ladder import Step
 from router.large_pool import LargePool
-from router.member import Charge, MemberState
+from router.member import Charge
 from router.placement.context import NO_CONTEXT, PlacementContext
 from router.placement.live import place_live
 from router.placement.pairing import check_known, with_states
@@ -236,7 +236,7 @@ class Booker:
         return _Look(candidates, self._context, self._log)
 
     def _book_among(self, demand: Demand, look: _Look, cause: str) -> Booking | None:
-        busy = self._too_busy(demand, look.candidates)
+        busy = self._prefill_queue.busy(look.candidates, demand.prompt_tokens)
         if not busy:
             policy = self._policy if look.log is _NO_LOG else self._policy_or_alone
             return self._book(demand, look, cause, policy=policy)
@@ -249,18 +249,6 @@ class Booker:
                 return None
         # What is left to choose from is a decode worker, where prefill on it is thought to pay.
         return None if self._costs is None else self._book(demand, look, cause, busy)
-
-    def _too_busy(self, demand: Demand, candidates: Sequence[Candidate]) -> set[str]:
-        """Workers whose engines have prompts enough in their queues."""
-        takes, tokens = self._prefill_queue.takes, demand.prompt_tokens
-        return {
-            c.worker_id
-            for c in candidates
-            if c.outstanding_tokens
-            and c.role is not Role.DECODE
-            and c.state is MemberState.READY
-            and not takes(c, tokens)
-        }
 
     def book_again(self, demand: Demand, rung: Rung, *, cause: str) -> Booking:
         """A placement of an admitted request that a worker has failed (`cause` says how, for
@@ -375,22 +363,34 @@ class Booker:
         *,
         again: bool = True,
     ) -> Decision:
-        """The policy's, logged; to wait, where it means one of `busy`, or, anew, gaps too long."""
+        """The policy's, logged; to wait, where it means one of `busy`. Unless it is placed `again`
+        it goes to nobody whose gaps would be too long with one more."""
         try:
             decision = policy(look.candidates, demand, self._turn, look.context)
+            if decision.placement is not None and not again:
+                decision = self._held(decision, policy, look)
         except Unavailable as error:
             told = with_states(error, look.candidates)
             refusal = Decision("", look.candidates, demand, self._turn, None)
             look.log.record(refusal, time.time(), cause=cause, refused=told.message)
             raise told from error
         placement = decision.placement
-        if placement is not None:
-            costs, is_busy = self._costs, (placement.prefill or placement.decode).worker_id in busy
-            holds = costs is None or again or costs.takes_one_more(demand, placement.decode)
-            if is_busy or not holds:
-                decision = replace(decision, placement=None)
+        if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
+            decision = replace(decision, placement=None)
         look.log.record(decision, time.time(), cause=cause)
         return decision
+
+    def _held(self, decision: Decision, policy: Policy, look: _Look) -> Decision:
+        """It, or another without those that decode and take no more; to wait, where all do."""
+        costs, demand, placement = self._costs, decision.demand, decision.placement
+        if costs is None or not placement or costs.takes_one_more(demand, placement.decode):
+            return decision
+        left = [
+            c for c in look.candidates if c.role is Role.PREFILL or costs.takes_one_more(demand, c)
+        ]
+        if all(c.role is Role.PREFILL for c in left):
+            return replace(decision, placement=None)
+        return policy(left, demand, self._turn, look.context)
 
 
 def _fork_tokens(prompt_tokens: int, max_tokens: int, block_size: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -97,10 +98,12 @@ class LargePool:
         drawn: dict[Member, None] = {}
         if cached:
             drawn = dict.fromkeys(self._holders(demand, cached))
-        for members in self._pool.by_role(demand.model).values():
-            some = len(members) > MOST_SCORED
-            drawn |= dict.fromkeys(chance.sample(members, MOST_SCORED) if some else members)
         drawn |= dict.fromkeys(self._changed(demand.model) or ())
+        known = Counter(m.info.role for m in drawn)
+        for role, members in self._pool.by_role(demand.model).items():
+            # No more than are scored, so that none of those that changed is left out.
+            more = max(0, MOST_SCORED - known[role])
+            drawn |= dict.fromkeys(chance.sample(members, more) if len(members) > more else members)
         others = len(self._pool.of_model(demand.model)) - len(drawn)
         return [m.seen() for m in drawn], Known(cached), others
 

@@ -11,7 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.types import Role
+from router.member import MemberState
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pdserve.types import WorkerInfo
     from router.placement.values import Candidate
 
@@ -31,6 +36,17 @@ class PrefillQueue:
             return True
         quantum = self.chunks_ahead * chunk_tokens(candidate.info)
         return candidate.outstanding_tokens + prompt_tokens <= quantum
+
+    def busy(self, candidates: Sequence[Candidate], prompt_tokens: int) -> set[str]:
+        """Of prefill workers those that are not given it: their engines have prompts enough."""
+        return {
+            c.worker_id
+            for c in candidates
+            if c.outstanding_tokens
+            and c.role is not Role.DECODE
+            and c.state is MemberState.READY
+            and not self.takes(c, prompt_tokens)
+        }
 
 
 EVERYTHING = PrefillQueue()

@@ -67,9 +67,9 @@ def test_context_is_what_the_worker_says_of_those_that_hold_any() -> None:
 
 
 class Rig:
-    """A prefill and a decode worker, of whose steps this is known, and a booker."""
+    """A prefill and a decode worker or several, of whose steps this is known, and a booker."""
 
-    def __init__(self, tpot_s: float) -> None:
+    def __init__(self, tpot_s: float, *decodes: str, policy: str = "least_loaded") -> None:
         self.fleet = Fleet(router_id="r", clock=lambda: 0.0)
         pool = self.fleet.pool
         recorder = StepRecorder()
@@ -78,14 +78,14 @@ class Rig:
                 shape = StepShape(decode_reqs=batch, decode_kv_tokens=batch * context)
                 for _ in range(4):
                     recorder.observe(shape, STEPS.step_s(shape), 0.0)
-        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        workers = {"p": Role.PREFILL, **dict.fromkeys(decodes or ("d",), Role.DECODE)}
+        for name, role in workers.items():
             pool.register(worker_info(name, role), 0.0)
             pool.attached(pool.members[name])
             pool.measured(pool.members[name], recorder.moments(0.0))
         costs = CostBook(pool, Slo(tpot_s=tpot_s, refuse_beyond=1.0), lambda: 0.0)
         context = PlacementContext(None, costs)
-        policy = POLICIES["least_loaded"]
-        self.booker = Booker(self.fleet, policy, context, costs)
+        self.booker = Booker(self.fleet, POLICIES[policy], context, costs)
 
     def demand(self, tokens: int = 8) -> Demand:
         sampling = SamplingParams(max_tokens=tokens)
@@ -107,6 +107,18 @@ def test_who_would_make_the_gaps_too_long_waits_until_another_has_ended() -> Non
     again.release()
     held[0].release()
     assert rig.book() is not None
+
+
+def test_it_goes_to_one_that_takes_one_more_whomever_the_policy_picks() -> None:
+    rig = Rig(0.025 / MARGIN + 0.0001, "d", "e", policy="round_robin")
+    bookings = [booking for booking in (rig.book() for _ in range(10)) if booking is not None]
+    assert len(bookings) == 10
+    assert rig.book() is None
+    for booking in [x for x in bookings if x.decode.worker_id == "e"][:2]:
+        booking.release()
+    found = [rig.book(), rig.book()]
+    assert [x and x.decode.worker_id for x in found] == ["e", "e"]
+    assert rig.book() is None
 
 
 def test_without_a_promise_nobody_waits_for_gaps() -> None:
