@@ -12,6 +12,9 @@ from router.cost.least_squares import fit
 WINDOW = 128
 # With fewer than this nothing is predicted, and nothing refused for its deadline.
 LEAST_SAMPLES = 8
+# Few prefills take longer than so many standard deviations beyond the line through the last ones.
+# With one, a tenth of what an overloaded pool let in had its first token just after the limit.
+DEVIATIONS = 2.0
 
 
 class DrainPredictor(Protocol):
@@ -87,13 +90,13 @@ class _Prefills:
         return self._line
 
     def _fitted(self, count: int) -> tuple[float, float]:
-        """The base with one standard deviation on top of it."""
+        """The base with DEVIATIONS standard deviations on top of it."""
         matrix = ((count, self._tokens), (self._tokens, self._squares))
         base, rate = fit(matrix, (self._seconds, self._products))
         explained = 2 * (base * self._seconds + rate * self._products)
         power = count * base**2 + 2 * base * rate * self._tokens + rate**2 * self._squares
         variance = (self._seconds_squared - explained + power) / count
-        return base + math.sqrt(max(0.0, variance)), rate
+        return base + DEVIATIONS * math.sqrt(max(0.0, variance)), rate
 
 
 class _Answers:

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.errors import Overloaded, Refusal, Unavailable
 from pdserve.types import ServiceClass
-from router.admission.drain import LEAST_SAMPLES, WINDOW, MeasuredDrain
+from router.admission.drain import DEVIATIONS, LEAST_SAMPLES, WINDOW, MeasuredDrain
 from router.admission.limits import AdmissionLimits, Bid, bid_of
 from router.admission.promises import GRACE_S, MAX_PROMISES, MAX_RETRY_AFTER_S, SHARE, Promises
 from router.admission.term import STRETCH, refusal, term_of
@@ -91,7 +91,7 @@ def test_predictions_forget_what_is_old_and_keep_some_distance_from_the_mean() -
         drain.prefilled("demo", tokens, 0.2 + 0.002 * tokens + noise_s)
         drain.answered("demo", 101, 1.0)
     predicted = drain.prefill_s("demo", 500)
-    assert predicted == pytest.approx(0.2 + 1.0 + 0.1, abs=0.05)
+    assert predicted == pytest.approx(0.2 + 1.0 + DEVIATIONS * 0.1, abs=0.05)
     assert drain.prompt_s("demo", 500) == pytest.approx(1.0, abs=0.1)
     assert drain.answer_s("demo", 1000) == pytest.approx(1.0)
     assert drain.answer_s("other", 1000) is None
