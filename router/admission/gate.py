@@ -112,6 +112,7 @@ class Gate:
         self._queued_of: dict[str, int] = {}
         self._running_batch = 0
         self._on_freed = on_freed or self.wake
+        self._is_freed = False  # a seat was given back, and nobody was woken since
 
     def offer(
         self, bid: Bid, reserve: Callable[[], R | None], waiter: Waiter[R]
@@ -124,6 +125,8 @@ class Gate:
         now = self._clock()
         if bid.deadline is not None and bid.deadline <= now:
             raise DeadlineExceeded("the deadline passed before the request was admitted")
+        if self._is_freed and self.queued:
+            self.wake()  # a seat is free for one of those before it
         stay = self.tenants.enter(bid, now)
         try:
             line = self._line(bid.model)
@@ -308,6 +311,7 @@ class Gate:
 
     def wake(self) -> None:
         """Admit whom seats and room allow; called when either grew. Models take turns."""
+        self._is_freed = False
         waiting = [(model, line) for model, line in self._lines.items() if line.queue]
         for _, line in waiting:
             line.blocked = []
@@ -369,6 +373,7 @@ class Gate:
             self.running -= 1
             self._running_batch -= is_batch
             stay.release(self._clock())
+            self._is_freed = True
             self._on_freed()
 
         return Grant(reservation, on_release)

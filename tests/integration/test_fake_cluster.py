@@ -98,7 +98,7 @@ class TestAnswers:
             for prompt, answer in zip(prompts, answers, strict=True):
                 assert_same(answer, cluster.expected(prompt, PLAIN))
                 assert not answer.fallbacks
-            (gaps,) = cluster.router.fleet.gaps.values()
+            gaps = cluster.router.fleet.gaps.of("pdserve-demo")
             assert len(prompts) < sum(gaps.counts) < len(prompts) * PLAIN.max_tokens
 
     async def test_the_same_answer_streams_over_http(self) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kv_transfer import copying
 from kv_transfer.source import MAX_TOMBSTONES
 from tests.patience import HUNG_S
 from tests.soak.soak_driver import FATES, FROZEN_S, MAX_OPEN, Driver
@@ -129,6 +128,5 @@ def test_no_storm_leaves_a_block_pinned(driver: Driver) -> None:
     assert driver.tally["received shm"] >= 100, driver.tally
     assert driver.tally["received tcp"] >= 100, driver.tally
     assert sum(x["refused_capabilities"] for x in totals) > 0
-    assert bool(sum(x["taken_blocks"] for x in totals)) == copying.WORDS
     assert sum(x["expired_leases"] for x in totals) > 0
     assert_nothing_is_left(driver)
