@@ -147,11 +147,11 @@ def verify(
     Raises CapabilityExpired for what gave that very right until its time was over, and
     CapabilityRefused for all else: a forgery and the right to something else look the same.
     """
-    key_id, _, _ = _read(text)
+    key_id, expires_at, mac = _read(text)
     if key_id != key.key_id:
         raise CapabilityRefused("the capability is of another key")
-    signing = transfer_key(key, transfer_id, source)
-    verify_with(signing, text, transfer_id=transfer_id, source=source, target=target, now=now)
+    due = Capability(transfer_id, source, target, expires_at)
+    _check(transfer_key(key, transfer_id, source), due, mac, now)
 
 
 def verify_with(
@@ -165,7 +165,10 @@ def verify_with(
 ) -> None:
     """`verify`, for who has the `transfer_key` alone."""
     _, expires_at, mac = _read(text)
-    due = Capability(transfer_id, source, target, expires_at)
+    _check(signing, Capability(transfer_id, source, target, expires_at), mac, now)
+
+
+def _check(signing: bytes, due: Capability, mac: bytes, now: float) -> None:
     if not hmac.compare_digest(hmac.digest(signing, due.encoded(), "sha256"), mac):
         raise CapabilityRefused("the capability is not for this transfer between these workers")
     if now >= due.expires_at:

@@ -367,7 +367,7 @@ class Booker:
         it goes to nobody whose gaps would be too long with one more."""
         try:
             decision = policy(look.candidates, demand, self._turn, look.context)
-            if decision.placement is not None and not again:
+            if not again:
                 decision = self._held(decision, policy, look)
         except Unavailable as error:
             told = with_states(error, look.candidates)
@@ -383,7 +383,7 @@ class Booker:
     def _held(self, decision: Decision, policy: Policy, look: _Look) -> Decision:
         """It, or another without those that decode and take no more; to wait, where all do."""
         costs, demand, placement = self._costs, decision.demand, decision.placement
-        if costs is None or not placement or costs.takes_one_more(demand, placement.decode):
+        if costs is None or placement is None or costs.takes_one_more(demand, placement.decode):
             return decision
         left = [
             c for c in look.candidates if c.role is Role.PREFILL or costs.takes_one_more(demand, c)
