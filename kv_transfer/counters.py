@@ -21,6 +21,8 @@ class TransferCounters:
     digest_mismatches: int = 0
     failures: int = 0
     downgrades: int = 0
+    # Connections of others that were ended before they were a worker's, or for what they said.
+    dropped_links: int = 0
     # Asked for without a right to it.
     refused_capabilities: int = 0
     # Asked for a second time, too late, or with blocks that do not fit.

@@ -1,4 +1,5 @@
-"""Who may have which transfer: the source's check of what comes over a link.
+"""Who may have which transfer: the source's check of what comes over a link; and how many may have
+a link before they have said who they are.
 
 A capability (pdserve/capability.py) is a right that its text gives to whoever is the target by the
 word of its Hello. It keeps out whoever was given none; it does not hide what travels.
@@ -15,7 +16,7 @@ from kv_transfer.messages import Fail
 from pdserve.capability import CapabilityExpired, CapabilityRefused, WorkerStart, verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from kv_transfer.counters import TransferCounters
     from kv_transfer.link import Link
@@ -26,7 +27,17 @@ logger = logging.getLogger(__name__)
 
 # Wrong capabilities that a link survives. Routers make none, so nobody honest comes this far.
 MAX_STRIKES = 3
+# Connections that have not got through the handshake: each has a thread.
+MAX_STRANGERS = 256
 _SHOWN = 64
+
+
+def keep_few(links: Collection[Link]) -> None:
+    """Makes room for one more whom nobody knows. The one that has kept us waiting for longest goes:
+    those that mean well need a moment only."""
+    strangers = [link for link in links if link.is_stranger]
+    if len(strangers) >= MAX_STRANGERS:
+        min(strangers, key=lambda link: link.opened_at).close("too many do not say who they are")
 
 
 class Guard:

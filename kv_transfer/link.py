@@ -110,6 +110,7 @@ class Link:
         self.is_dialled = False  # by us, as the target
         self.opened_at = time.monotonic()
         self.strikes = 0  # wrong capabilities that the peer has presented
+        self.is_blamed = False  # the peer sent what makes no sense
         self.downgrades: list[str] = []
         self.reason = ""  # why it is down
 
@@ -136,6 +137,16 @@ class Link:
         """Down, and no thread touches memory for it any more."""
         is_busy = self._outbox.has_visitor or any(t.is_alive() for t in self._threads)
         return self.is_down and not is_busy
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether somebody has connected and is not known to be a worker that fits."""
+        return not self.is_dialled and self.source is None and not self.is_down
+
+    @property
+    def was_dropped(self) -> bool:
+        """Of one that is down: whether whoever connected never was such a worker, or misbehaved."""
+        return not self.is_dialled and (self.source is None or self.is_blamed)
 
     @property
     def transport(self) -> str:
@@ -234,6 +245,7 @@ class Link:
         try:
             work(*args, **kwargs)
         except (OSError, KvTransferError) as error:
+            self.is_blamed |= isinstance(error, ProtocolError)
             self.close(str(error) or type(error).__name__)
         except Exception as error:
             logger.exception("KV link to %s failed", self._peer())

@@ -20,7 +20,7 @@ from kv_transfer.counters import TransferCounters
 from kv_transfer.deciding import Deciding
 from kv_transfer.digest import NO_DIGEST, Sampler
 from kv_transfer.errors import KvTransferError, ProtocolError
-from kv_transfer.guard import Guard
+from kv_transfer.guard import Guard, keep_few
 from kv_transfer.link import Link, LinkTimeouts
 from kv_transfer.listener import Listener
 from kv_transfer.messages import (
@@ -275,6 +275,7 @@ class Links:
     def on_down(self, link: Link, reason: str) -> None:
         """On whichever thread found out."""
         with self.lock:
+            self.counters.dropped_links += link.was_dropped
             for key in [k for k, v in self._outgoing.items() if v is link]:
                 del self._outgoing[key]
             if self._sources is not None:
@@ -341,6 +342,7 @@ class Links:
             if self._closing:
                 sock.close()
             else:
+                keep_few(self._all)
                 self._new_link().serve(sock, identity)
 
     def _new_link(self) -> Link:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _NOT_KNOWN = "-"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _EPOCH_SHOWN = 8
+_REFUSED = ("refused_capabilities", "refused_grants", "dropped_links")
 
 
 def show(address: str, found: dict[str, list[Row]], console: Console | None = None) -> None:
@@ -145,7 +146,7 @@ def _kv_table(rows: Sequence[Row]) -> Table:
 def _kv_cells(row: Row) -> list[str]:
     kv = row["kv"]
     ledger, totals = kv["ledger"], kv["totals"]
-    refused = totals.get("refused_capabilities", 0) + totals.get("refused_grants", 0)
+    refused = sum(totals.get(x, 0) for x in _REFUSED)
     return [
         row["worker_id"],
         *(str(ledger[f"{x}_blocks"]) for x in ("pinned", "in_flight", "leased")),

@@ -89,16 +89,29 @@ def hello(worker: Worker, **changed: Any) -> Hello:
 
 @pytest.fixture
 def source(tcp_rig: Rig) -> Iterator[Worker]:
-    """A source that a target which fits can still use when the test is over."""
+    """A source that a target which fits can still use when the test is over, and that counts who
+    does not."""
     worker = tcp_rig.worker()
     yield worker
     worker.set_times(handshake_timeout_s=WAIT_S)
     until(lambda: all(link.is_over for link in worker.half.links._all), worker)
-    target = tcp_rig.worker()
+    target, dropped = tcp_rig.worker(), worker.half.counters.dropped_links
     target.start(worker, "after", TO, N)
     worker.prefill("after", FROM, N)
     settle(worker, target)
     assert target.arrivals.keys() == {"d-after"}
+    target.close()
+    until(lambda: all(link.is_over for link in worker.half.links._all), worker)
+    assert worker.half.counters.dropped_links == dropped
+
+
+def until_dropped(source: Worker, count: int = 1) -> None:
+    """So many were ended and counted, and no more."""
+    counters = source.half.counters
+    until(lambda: counters.dropped_links >= count, source)
+    until(lambda: all(link.is_over for link in source.half.links._all), source)
+    assert counters.dropped_links == count
+    assert source.half.links.snapshot().totals["dropped_links"] == count
 
 
 @pytest.mark.parametrize(
@@ -123,6 +136,7 @@ def test_a_target_that_does_not_fit_is_told_why(
     assert reason in answer.reason
     assert peer.read() is None
     peer.close()
+    until_dropped(source)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +194,11 @@ def test_a_stranger_is_dropped(source: Worker, data: bytes, stays: bool) -> None
     source.set_times(handshake_timeout_s=0.3)
     peer = Peer.to(source)
     peer.sock.sendall(data)
+    until(lambda: source.half.links._all, source)
     if stays:
         assert peer.read() is None
     peer.close()
+    until_dropped(source)
 
 
 @pytest.mark.parametrize("length", [0, MAX_HANDSHAKE_BYTES + 1, 2**32 - 1])
@@ -224,6 +240,24 @@ def test_a_stranger_that_sends_byte_after_byte_is_dropped(source: Worker) -> Non
 
     until(dropped)
     peer.close()
+    until_dropped(source)
+
+
+def test_of_many_who_say_nothing_the_oldest_goes(
+    source: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An honest worker that comes last is served; those who are left end with the handshake."""
+    monkeypatch.setattr("kv_transfer.guard.MAX_STRANGERS", 3)
+    peers = [Peer.to(source) for _ in range(4)]
+    assert peers[0].read() is None
+    honest = Peer.to(source)
+    honest.send(hello(source))
+    assert isinstance(honest.read(), Welcome)
+    assert peers[1].read() is None
+    assert sum(link.is_stranger for link in source.half.links._all) == 2
+    for peer in (*peers, honest):
+        peer.close()
+    until_dropped(source, 4)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +278,7 @@ def test_a_target_that_speaks_out_of_its_part_is_dropped(source: Worker, message
     peer.send(message)
     assert peer.read() is None
     peer.close()
+    until_dropped(source)
 
 
 def test_one_target_cannot_end_the_transfer_of_another(tcp_rig: Rig) -> None:

@@ -20,7 +20,8 @@ KV = {
         "received_bytes": 12.0,
         "failures": 5.0,
         "refused_capabilities": 1.0,
-        "refused_grants": 2.0,
+        "refused_grants": 1.0,
+        "dropped_links": 1.0,
     },
 }
 
