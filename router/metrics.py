@@ -36,6 +36,11 @@ _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
+_LOADS = (
+    ("num_running_reqs", "Requests that a worker's engine computes."),
+    ("num_waiting_reqs", "Requests that wait in a worker's engine."),
+    ("kv_cache_usage", "The share of a worker's KV cache that is in use, from 0 to 1."),
+)
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
@@ -56,6 +61,24 @@ class _Workers(Collector):
         for labels, count in sorted(tally.items()):
             family.add_metric(labels, count)
         yield family
+
+
+class _Loads(Collector):
+    """What each worker last said of its engine; nothing of one that has not."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        members = [m for m in self._pool.members.values() if m.load is not None and not m.lost]
+        for name, text in _LOADS:
+            family = GaugeMetricFamily(
+                f"pdserve_worker_{name}", text, labels=("model", "role", "worker")
+            )
+            for m in members:
+                labels = (m.info.model.name, m.info.role.value, m.worker_id)
+                family.add_metric(labels, getattr(m.load, name))
+            yield family
 
 
 class _Goodput(Collector):
@@ -158,6 +181,7 @@ class RouterMetrics:
     def watch_pool(self, pool: WorkerPool) -> None:
         """Report the pool's members from now on."""
         self.registry.register(_Workers(pool))
+        self.registry.register(_Loads(pool))
         self.registry.register(KvCollector(lambda: _kv_reports(pool)))
 
     def watch_gaps(self, gaps: Histograms) -> None:

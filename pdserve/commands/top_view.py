@@ -29,6 +29,7 @@ _RATES = {
 _PHASES = {
     "TTFT": "pdserve_time_to_first_token_seconds",
     "TPOT": "pdserve_time_per_output_token_seconds",
+    "ITL": "pdserve_inter_token_latency_seconds",
     "E2E": "pdserve_e2e_request_seconds",
     "queue": "pdserve_request_queue_seconds",
     "prefill": "pdserve_request_prefill_seconds",
@@ -116,7 +117,8 @@ def _headline(url: str, found: dict[str, Any]) -> Text:
 
 
 def _latencies(found: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, title="requests that ended", title_justify="left")
+    table = Table(box=None, pad_edge=False, title="requests that ended; ITL: of all tokens")
+    table.title_justify = "left"
     table.add_column("ms")
     for phase in found["latency_s"]:
         table.add_column(phase, justify="right")

@@ -1,4 +1,4 @@
-"""The KV plane of every worker on the router's /metrics."""
+"""The KV plane and the load of every worker on the router's /metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.types import KvLedger, KvReport, Role
+from pdserve.types import KvLedger, KvReport, Role, WorkerLoad
 from router.metrics import RouterMetrics
 from router.pool import WorkerPool
 from tests.fakes import worker_info
@@ -29,11 +29,11 @@ def pool() -> WorkerPool:
     return pool
 
 
-def samples(pool: WorkerPool) -> list[str]:
+def samples(pool: WorkerPool, prefix: str = "pdserve_worker_kv_") -> list[str]:
     metrics = RouterMetrics()
     metrics.watch_pool(pool)
     lines: Iterable[str] = metrics.render().decode().splitlines()
-    return [line for line in lines if line.startswith("pdserve_worker_kv_")]
+    return [line for line in lines if line.startswith(prefix)]
 
 
 def report(pool: WorkerPool, worker_id: str, kv: KvReport | None) -> None:
@@ -84,3 +84,17 @@ def test_a_worker_whose_link_is_down_is_unknown(pool: WorkerPool) -> None:
     report(pool, "p", REPORT)
     pool.detached(pool.members["p"])
     assert samples(pool) == []
+
+
+def test_load_is_shown_of_every_worker_that_has_told_it(pool: WorkerPool) -> None:
+    assert samples(pool, "pdserve_worker_") == []
+    load = WorkerLoad(num_waiting_reqs=2, num_running_reqs=5, kv_cache_usage=0.25, free_blocks=48)
+    assert pool.renew("d", "e1", 1.0, load=load, draining=False)
+    shown = [
+        f"pdserve_worker_num_running_reqs{DECODE} 5.0",
+        f"pdserve_worker_num_waiting_reqs{DECODE} 2.0",
+        f"pdserve_worker_kv_cache_usage{DECODE} 0.25",
+    ]
+    assert samples(pool, "pdserve_worker_") == shown
+    pool.deregister("d", "e1", 2.0)
+    assert samples(pool, "pdserve_worker_") == []
