@@ -34,6 +34,7 @@ from workers.worker import MAX_FRAMES, Worker
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Sequence
 
     from pdserve.config import WorkerConfig
     from workers.engine import Engine, EngineInfo
@@ -255,9 +256,15 @@ class WorkerServer:
             max_num_seqs=engine.max_num_seqs,
             pid=os.getpid(),
             engine=engine.name,
-            settings={"cores": str(len(os.sched_getaffinity(0))), **engine.settings},
+            settings={**_share_of_machine(self._config.gpus), **engine.settings},
             debug_address=debug_address,
         )
+
+
+def _share_of_machine(gpus: Sequence[int]) -> dict[str, str]:
+    """GPUs only where some are the worker's own."""
+    named = {"gpus": ",".join(map(str, gpus))} if gpus else {}
+    return {"cores": str(len(os.sched_getaffinity(0))), **named}
 
 
 def _address_of(sock: socket.socket | None) -> str:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 # A profiled KV cache differs from start to start by a few blocks.
 KV_TOLERANCE: Final = 0.01
 ROLES: Final = ("prefill", "decode", "aggregated")
-CORES, KV_TOKENS = "cores", "kv_cache_tokens"
+CORES, GPUS, KV_TOKENS = "cores", "gpus", "kv_cache_tokens"
+# Of which workers say what is theirs; an arm has the sum.
+_SHARES: Final = (CORES, GPUS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class ArmSettings:
     cores: int
     kv_cache_tokens: int
     of_workers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,8 @@ class Difference:
 
 def settings_of(workers: Sequence[Mapping[str, Any]]) -> ArmSettings:
     """Sum up workers' own words: ``role``, ``block_size``, ``total_blocks`` and ``settings`` of
-    each, where ``settings`` has ``cores``, and all other keys are compared as they are."""
+    each, where ``settings`` has ``cores`` and, as numbers with commas, the ``gpus`` that it may
+    use, which others may use too; all other keys are compared as they are."""
     roles = Counter(worker["role"] for worker in workers)
     values: dict[str, set[str]] = {}
     for worker in workers:
@@ -50,11 +54,17 @@ def settings_of(workers: Sequence[Mapping[str, Any]]) -> ArmSettings:
         cores=sum(int(worker["settings"].get(CORES, 0)) for worker in workers),
         kv_cache_tokens=sum(worker["block_size"] * worker["total_blocks"] for worker in workers),
         of_workers={name: tuple(sorted(found)) for name, found in sorted(values.items())},
+        gpus=len({gpu for worker in workers for gpu in _gpus(worker)}),
     )
 
 
+def _gpus(worker: Mapping[str, Any]) -> list[str]:
+    said = str(worker["settings"].get(GPUS, ""))
+    return said.split(",") if said else []
+
+
 def _compared(worker: Mapping[str, Any]) -> dict[str, str]:
-    own = {name: str(x) for name, x in worker["settings"].items() if name != CORES}
+    own = {name: str(x) for name, x in worker["settings"].items() if name not in _SHARES}
     not_compared = ("role", "total_blocks", "settings")
     return {name: str(x) for name, x in worker.items() if name not in not_compared} | own
 
@@ -69,9 +79,10 @@ def differences(
         values = {arm: "/".join(s.of_workers.get(name, ("-",))) for arm, s in known.items()}
         if len(set(values.values())) > 1:
             found.append(Difference(name, values))
-    cores = {arm: s.cores for arm, s in known.items()}
-    if len(set(cores.values())) > 1:
-        found.append(Difference(CORES, {arm: str(n) for arm, n in cores.items()}))
+    for share in _SHARES:
+        counts = {arm: getattr(s, share) for arm, s in known.items()}
+        if len(set(counts.values())) > 1:
+            found.append(Difference(share, {arm: str(n) for arm, n in counts.items()}))
     tokens = {arm: s.kv_cache_tokens for arm, s in known.items()}
     if tokens and max(tokens.values()) - min(tokens.values()) > KV_TOLERANCE * max(tokens.values()):
         found.append(Difference(KV_TOKENS, {arm: str(n) for arm, n in tokens.items()}))

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from benchmarks.compare.result import ArmFacts, CompareResult, Measurement
+    from benchmarks.compare.settings import ArmSettings
     from benchmarks.stats import Distribution
+
+    Of = Callable[[Summary, ArmSettings | None], float | None]
+    Per = Callable[[float | None, ArmSettings | None], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,35 +37,49 @@ class Figure:
     label: str
     unit: str
     less_is_better: bool
-    of: Callable[[Summary, int | None], float | None]
+    of: Of
 
 
-def _adjusted(name: str, percentile: str) -> Callable[[Summary, int | None], float | None]:
-    return lambda summary, _cores: _get(summary.adjusted[name], percentile)
+def _adjusted(name: str, percentile: str) -> Of:
+    return lambda summary, _arm: _get(summary.adjusted[name], percentile)
 
 
-def _gap(name: str, percentile: str) -> Callable[[Summary, int | None], float | None]:
-    return lambda summary, _cores: _get(getattr(summary, name), percentile)
+def _gap(name: str, percentile: str) -> Of:
+    return lambda summary, _arm: _get(getattr(summary, name), percentile)
 
 
 def _get(found: Distribution | None, percentile: str) -> float | None:
     return None if found is None else float(getattr(found, percentile))
 
 
-def _per_core(value: float | None, cores: int | None) -> float | None:
-    return None if value is None or not cores else value / cores
+def _per_core(value: float | None, arm: ArmSettings | None) -> float | None:
+    """Nothing where GPUs do the work."""
+    return None if value is None or arm is None or arm.gpus or not arm.cores else value / arm.cores
 
 
-def _attainment(summary: Summary, _cores: int | None) -> float | None:
+def _per_gpu(value: float | None, arm: ArmSettings | None) -> float | None:
+    return None if value is None or arm is None or not arm.gpus else value / arm.gpus
+
+
+def _attainment(summary: Summary, _arm: ArmSettings | None) -> float | None:
     return None if summary.slo is None else summary.slo.attainment
 
 
-def _goodput(summary: Summary, _cores: int | None) -> float | None:
+def _goodput(summary: Summary, _arm: ArmSettings | None) -> float | None:
     return None if summary.slo is None else summary.slo.goodput_per_s
+
+
+def _output_tokens(summary: Summary, _arm: ArmSettings | None) -> float:
+    return summary.output_tokens_per_s
+
+
+def _each(of: Of, per: Per) -> Of:
+    return lambda summary, arm: per(of(summary, arm), arm)
 
 
 _LATENCIES: Final = (("ttft", "TTFT"), ("tpot", "TPOT"), ("tt2t", "TT2T"), ("e2e", "E2E"))
 _GAPS: Final = (("itl", "ITL"), ("icl", "ICL (gaps between chunks)"))
+_EACH: Final = (("core", _per_core), ("GPU", _per_gpu))
 
 FIGURES: Final[tuple[Figure, ...]] = (
     *(
@@ -92,26 +110,32 @@ FIGURES: Final[tuple[Figure, ...]] = (
     Figure(
         key="goodput", label="goodput, requests/s", unit="per_s", less_is_better=False, of=_goodput
     ),
-    Figure(
-        key="goodput_per_core",
-        label="goodput, requests/s per core",
-        unit="per_s",
-        less_is_better=False,
-        of=lambda summary, cores: _per_core(_goodput(summary, cores), cores),
+    *(
+        Figure(
+            key=f"goodput_per_{what.lower()}",
+            label=f"goodput, requests/s per {what}",
+            unit="per_s",
+            less_is_better=False,
+            of=_each(_goodput, per),
+        )
+        for what, per in _EACH
     ),
     Figure(
         key="output_tokens",
         label="output tokens/s",
         unit="per_s",
         less_is_better=False,
-        of=lambda summary, _cores: summary.output_tokens_per_s,
+        of=_output_tokens,
     ),
-    Figure(
-        key="output_tokens_per_core",
-        label="output tokens/s per core",
-        unit="per_s",
-        less_is_better=False,
-        of=lambda summary, cores: _per_core(summary.output_tokens_per_s, cores),
+    *(
+        Figure(
+            key=f"output_tokens_per_{what.lower()}",
+            label=f"output tokens/s per {what}",
+            unit="per_s",
+            less_is_better=False,
+            of=_each(_output_tokens, per),
+        )
+        for what, per in _EACH
     ),
 )
 
@@ -123,6 +147,7 @@ class SweepSummary:
     probes: tuple[Probe, ...]
     found: Bracket
     per_core_per_s: float | None
+    per_gpu_per_s: float | None
     ratio: float | None
 
 
@@ -185,7 +210,7 @@ def summarise_compare(result: CompareResult) -> CompareSummary:
             result,
             arm,
             rounds=rounds,
-            sweep=_sweep(sweeps[arm.name], _cores(arm), bracket(base).passed if base else None),
+            sweep=_sweep(sweeps[arm.name], arm.settings, bracket(base).passed if base else None),
         )
         for arm in result.arms
     )
@@ -195,10 +220,6 @@ def summarise_compare(result: CompareResult) -> CompareSummary:
         has_itl=all(arm.itl_omitted is None for arm in arms),
         arms=arms,
     )
-
-
-def _cores(arm: ArmFacts) -> int | None:
-    return None if arm.settings is None else arm.settings.cores
 
 
 def _summaries(result: CompareResult, arm: ArmFacts) -> list[Summary]:
@@ -214,11 +235,12 @@ def _arm_summary(
 ) -> ArmSummary:
     own = rounds[arm.name]
     measured = result.of(arm.name, "round")
-    cores = {facts.name: _cores(facts) for facts in result.arms}
+    settings = {facts.name: facts.settings for facts in result.arms}
     figures, ratios = {}, {}
     for figure in FIGURES:
-        values = [figure.of(summary, cores[arm.name]) for summary in own]
-        base = [figure.of(summary, cores[result.baseline]) for summary in rounds[result.baseline]]
+        values = [figure.of(summary, settings[arm.name]) for summary in own]
+        baseline = settings[result.baseline]
+        base = [figure.of(summary, baseline) for summary in rounds[result.baseline]]
         found = _estimate(values, f"{arm.name}/{figure.key}")
         if found is not None:
             figures[figure.key] = found
@@ -300,13 +322,16 @@ def _probes(result: CompareResult, arm: ArmFacts) -> list[Probe]:
     return found
 
 
-def _sweep(probes: Sequence[Probe], cores: int | None, base: float | None) -> SweepSummary | None:
+def _sweep(
+    probes: Sequence[Probe], arm: ArmSettings | None, base: float | None
+) -> SweepSummary | None:
     if not probes:
         return None
     found = bracket(probes)
     return SweepSummary(
         probes=tuple(probes),
         found=found,
-        per_core_per_s=_per_core(found.passed, cores),
+        per_core_per_s=_per_core(found.passed, arm),
+        per_gpu_per_s=_per_gpu(found.passed, arm),
         ratio=found.passed / base if found.passed is not None and base else None,
     )

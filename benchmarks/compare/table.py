@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from benchmarks.bootstrap import Estimate
     from benchmarks.compare.result import ArmFacts, CompareResult
+    from benchmarks.compare.settings import ArmSettings
     from benchmarks.compare.summary import ArmSummary, CompareSummary, Figure, SweepSummary
 
 
@@ -76,9 +77,15 @@ def _arm_text(arm: ArmFacts) -> str:
     chosen = ("engine", "dtype", "block_size", "max_num_batched_tokens", "cudagraph_mode")
     facts = [f"{name} {'/'.join(s.of_workers[name])}" for name in chosen if name in s.of_workers]
     return (
-        f"{workers} on {s.cores} cores over {arm.face}, {arm.model}, {', '.join(facts)}, "
+        f"{workers} on {machine_text(s)} over {arm.face}, {arm.model}, {', '.join(facts)}, "
         f"KV cache {s.kv_cache_tokens:,} tokens"
     )
+
+
+def machine_text(settings: ArmSettings) -> str:
+    """``2 cores``, or ``4 GPUs and 8 cores``."""
+    gpus = f"{settings.gpus} GPU{'s' * (settings.gpus > 1)} and " if settings.gpus else ""
+    return f"{gpus}{settings.cores} cores"
 
 
 def _figures_table(summary: CompareSummary) -> Table:
@@ -139,7 +146,7 @@ def _sweep_table(summary: CompareSummary) -> Table:
         caption="probes as rate: attainment, in the order they were made",
         caption_justify="left",
     )
-    for name in ("", "rate", "per core", f"/ {summary.baseline}", "probes"):
+    for name in ("", "rate", "each", f"/ {summary.baseline}", "probes"):
         table.add_column(name, justify="left" if name in ("", "probes") else "right")
     for arm in summary.arms:
         if arm.sweep is not None:
@@ -151,10 +158,18 @@ def _sweep_cells(sweep: SweepSummary) -> list[str]:
     probes = ", ".join(f"{x.rate_per_s:.2f}: {x.attainment:.0%}" for x in sweep.probes)
     return [
         capacity_text(sweep),
-        "-" if sweep.per_core_per_s is None else f"{sweep.per_core_per_s:.2f}",
+        each_text(sweep),
         "-" if sweep.ratio is None else f"{sweep.ratio:.2f}",
         probes,
     ]
+
+
+def each_text(sweep: SweepSummary) -> str:
+    """The rate of one core, or of one GPU where there are any."""
+    for found, what in ((sweep.per_gpu_per_s, "GPU"), (sweep.per_core_per_s, "core")):
+        if found is not None:
+            return f"{found:.2f} per {what}"
+    return "-"
 
 
 def capacity_text(sweep: SweepSummary) -> str:

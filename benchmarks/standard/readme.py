@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.compare.summary import summarise_compare
-from benchmarks.compare.table import capacity_text, figure_text, ratio_text, unit_label
+from benchmarks.compare.table import (
+    capacity_text,
+    figure_text,
+    machine_text,
+    ratio_text,
+    unit_label,
+)
 from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
@@ -25,6 +31,7 @@ _SHOWN: Final = (
     "icl_p99",
     "goodput",
     "output_tokens_per_core",
+    "output_tokens_per_gpu",
 )
 
 
@@ -83,7 +90,8 @@ def _of_set(name: str, result: CompareResult) -> list[str]:
 
 def _about(result: CompareResult, summary: CompareSummary) -> str:
     settings, arms = result.settings, result.arms
-    cores = max((arm.settings.cores for arm in arms if arm.settings is not None), default=0)
+    known = [arm.settings for arm in arms if arm.settings is not None]
+    machine = machine_text(known[0]) if known else "unknown cores"
     limits = ", ".join(f"{name.upper()} {x * 1000:g} ms" for name, x in result.slo_s.items())
     rounds = (
         f"{settings['rate_per_s']:g} requests/s, {settings['rounds']} rounds of "
@@ -91,7 +99,7 @@ def _about(result: CompareResult, summary: CompareSummary) -> str:
     )
     text = (
         f"`{result.trace['name']}`, lengths times {settings['scale_lengths']}"
-        f"{f', {rounds}' if settings['rounds'] else '; '}{arms[0].model}; {cores} cores an arm of "
+        f"{f', {rounds}' if settings['rounds'] else '; '}{arms[0].model}; {machine} an arm of "
         f"{result.host.get('cores')} ({result.host.get('cpu')}); limits {limits}; "
         f"{result.created[:10]}."
     )

@@ -17,7 +17,10 @@ from pdserve.cli import build_parser, main
 from pdserve.commands.options import all_keys, api_key_from, config_from
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    *(ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 COMMANDS = (
     *("up", "router", "worker", "generate", "chat", "status", "config", "bench", "profile"),
     *("explain", "replay-decisions", "hash-key", "drain", "undrain", "simulate", "plan", "chaos"),

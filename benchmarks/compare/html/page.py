@@ -12,6 +12,7 @@ from benchmarks.compare.sweep import ATTAINMENT
 from benchmarks.compare.table import (
     arm_lines,
     capacity_text,
+    each_text,
     figure_text,
     ratio_text,
     setup_lines,
@@ -132,17 +133,17 @@ def _judged(shown: Figure, ratio: Estimate | None) -> str | None:
 
 
 def _capacities(summary: CompareSummary) -> Markup:
-    names = ("", "requests/s", "per core", f"/ {summary.baseline}", "probes, rate: attainment")
+    names = ("", "requests/s", "each", f"/ {summary.baseline}", "probes, rate: attainment")
     rows = [tag("tr", *(tag("th", name) for name in names))]
     for arm in summary.arms:
         if arm.sweep is None:
             continue
         probes = ", ".join(f"{x.rate_per_s:.2f}: {x.attainment:.0%}" for x in arm.sweep.probes)
-        per_core, ratio = arm.sweep.per_core_per_s, arm.sweep.ratio
+        ratio = arm.sweep.ratio
         cells = [
             arm.name,
             capacity_text(arm.sweep),
-            "-" if per_core is None else f"{per_core:.2f}",
+            each_text(arm.sweep),
             "-" if ratio is None else f"{ratio:.2f}",
             probes,
         ]

@@ -138,6 +138,7 @@ ALIKE = settings_of([worker(), worker()])
         ),
         ([worker(settings={"cudagraph_mode": "FULL"})] * 2, ["cudagraph_mode: a -, b FULL"]),
         ([worker(settings={"cores": "1"})] * 2, ["cores: a 4, b 2"]),
+        ([worker(settings={"gpus": "0,1"}), worker(settings={"gpus": "1,2"})], ["gpus: a 0, b 3"]),
     ],
 )
 def test_a_difference_that_matters_is_found(workers: list[dict[str, Any]], said: list[str]) -> None:

@@ -71,6 +71,22 @@ def test_limits_are_kept_by_share_and_goodput_is_per_core_too() -> None:
     )
 
 
+def test_where_gpus_do_the_work_throughput_is_per_gpu() -> None:
+    two = replace(SETTINGS, gpus=2)
+    probes = [measured("1P1D", 0, [record(0, ttft_s=0.1)], kind="probe", rate_per_s=3)]
+    of = result([*PD, *probes, *TWO], [arm("1P1D", settings=two), arm("2A", settings=two)])
+    pd = summarise_compare(of).arms[0]
+    assert pd.figures["goodput_per_gpu"].value == pytest.approx(pd.figures["goodput"].value / 2)
+    tokens = pd.figures["output_tokens"].value
+    assert pd.figures["output_tokens_per_gpu"].value == pytest.approx(tokens / 2)
+    assert "goodput_per_core" not in pd.figures
+    assert pd.sweep is not None
+    assert (pd.sweep.per_core_per_s, pd.sweep.per_gpu_per_s) == (None, 1.5)
+    printed = text(of)
+    assert "2 GPUs and 2 cores" in printed
+    assert "1.50 per GPU" in printed
+
+
 def test_failures_miss_every_limit_and_are_infinitely_slow() -> None:
     spoilt = [
         measured("1P1D", n, [record(0, ttft_s=0.1), failed(1), failed(2), record(3, ttft_s=0.1)])
@@ -160,6 +176,16 @@ SPOILT = {
             ],
         ),
         "the arms differ in max_num_batched_tokens: 1P1D 2048, 2A 256",
+    ),
+    "other number of GPUs": (
+        result(
+            PD + TWO,
+            [
+                arm("1P1D", settings=replace(SETTINGS, gpus=2)),
+                arm("2A", settings=replace(SETTINGS, gpus=1)),
+            ],
+        ),
+        "the arms differ in gpus: 1P1D 2, 2A 1",
     ),
     "late client": (
         result(rounds("1P1D", [0.1] * 3, lag_s=0.2) + TWO),

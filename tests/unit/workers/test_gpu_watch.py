@@ -11,6 +11,7 @@ from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from tests.cluster import Cluster
 from tests.patience import WAIT_S
+from tests.unit.workers.router_side import a_worker
 from workers.gpu_watch import GpuWatch, fault_of
 
 WELL = w.GpuHealth(index=0, temperature_c=60, memory_used_bytes=60, memory_total_bytes=80)
@@ -68,3 +69,10 @@ async def test_where_there_is_no_gpu_nobody_looks_for_long() -> None:
         async with asyncio.timeout(WAIT_S):
             await asyncio.wait([t for t in asyncio.all_tasks() if t.get_name() == "gpu-watch"])
         await watch.stop()
+
+
+async def test_a_worker_says_which_gpus_are_its_own() -> None:
+    async with a_worker(gpus=(0, 2)) as server:
+        assert server.info.settings["gpus"] == "0,2"
+    async with a_worker() as server:
+        assert "gpus" not in server.info.settings
