@@ -1,6 +1,10 @@
-"""The layouts of a KV cache in GPU memory, as vLLM itself makes the views, read by our region."""
+"""The layouts of a KV cache in GPU memory, as vLLM itself makes the views, read by our region; and
+what a copy out of it has to wait for."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +16,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from kv_transfer.connector import PdConnector
 from kv_transfer.device.region import device_region
 from kv_transfer.gather import gather
+from kv_transfer.step import StepMetadata
 
 pytestmark = pytest.mark.vllm
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 5, 2, 32, 8
@@ -51,3 +57,18 @@ def test_a_block_leaves_in_one_form_from_every_layout(
         for head in range(HEADS):
             want = (torch.arange(3 * TOKENS, 4 * TOKENS) * 8 + layer * 2 + head).bfloat16()
             assert (wire[layer, :, head] == want[:, None]).all()
+
+
+def test_what_a_gpu_still_computes_is_noted_before_blocks_are_given_out() -> None:
+    """Before a step for the blocks that it takes away, behind it for those that it fills."""
+    connector: Any = object.__new__(PdConnector)
+    told: list[str] = []
+    connector._region = SimpleNamespace(computed=lambda: told.append("noted"))
+    connector._worker = SimpleNamespace(
+        before_step=lambda metadata: told.append("before"),
+        after_step=lambda metadata: told.append("after"),
+    )
+    connector._connector_metadata = StepMetadata()
+    connector.handle_preemptions(StepMetadata())
+    connector.wait_for_save()
+    assert told == ["noted", "before", "noted", "after"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,42 @@ def test_a_device_makes_streams_and_memory_its_own(monkeypatch: pytest.MonkeyPat
     names = [call[0] for call in library.calls]
     for name in ("cudaMalloc", "cudaFree", "cudaStreamCreateWithFlags"):
         assert library.calls[names.index(name) - 1] == ("cudaSetDevice", 1)
+
+
+@pytest.mark.parametrize("how", ["gather", "scatter"])
+@pytest.mark.parametrize("heads", ["all", "some"])
+def test_a_copy_waits_for_the_step_that_fills_its_blocks(
+    monkeypatch: pytest.MonkeyPatch, how: str, heads: str
+) -> None:
+    """On a stream of its own, behind the event that the step has left; its own event is behind the
+    copy."""
+    library, seen = CLibrary(), list[Any]()
+    gpu = device(monkeypatch, library)
+    region = device_region(caches("LBNHC"), BLOCKS)
+    region.computed_event = "the step"  # type: ignore[assignment]
+    if heads == "some":
+        region = region.narrowed(0, region.geometry.page_bytes // 2)
+
+    class Stream:
+        def __init__(self, handle: int, device: int) -> None:
+            self.handle = handle
+
+        def wait_event(self, event: object) -> None:
+            seen.append(("waits", self.handle, event))
+
+    def copy(*_: object) -> None:
+        assert library.calls[-1][0] != "cudaEventRecord"
+        seen.append("copies")
+
+    gpu._kernels = SimpleNamespace(**{how: copy})
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch, "as_tensor", lambda given, device: given)
+    event = gpu.move(region, [2], None, MADE, how)
+    assert seen == [("waits", MADE, "the step"), "copies"]
+    assert library.calls[-1] == ("cudaEventRecord", MADE, MADE)
+    assert gpu.query(event)
 
 
 def test_a_cache_elsewhere_is_not_this_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,19 @@ def test_one_gpu_twice_is_for_an_nccl_that_can_and_was_told_to(
     assert target.arrivals["d-t"].report.transport == used
 
 
+@pytest.mark.parametrize("layers", [1, 3, 12])
+def test_a_chunk_is_one_send_a_slot_whatever_its_layers(nccl_rig: Rig, layers: int) -> None:
+    """Four blocks of 192 bytes, two of which fit a slot of 512."""
+    source, target = nccl_rig.pair(shape=geometry(layers=layers, page=192 // layers))
+    before = target.cache.blocks()
+    source.prefill("t", FROM, N)
+    target.start(source, "t", TO, N)
+    settle(source, target)
+    check_exact(source, target, before)
+    assert device_of(source)._nccl.calls.count("send") == 2
+    assert device_of(target)._nccl.calls.count("recv") == 2
+
+
 @pytest.mark.parametrize("key", ["version", "gpu", "slot_bytes"])
 def test_an_offer_of_something_else_is_not_taken(world: NcclWorld, key: str) -> None:
     transport, cache = world.transport(), Cache(geometry(), seed=1)
