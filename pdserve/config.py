@@ -141,6 +141,9 @@ class RouterConfig:
     otlp_endpoint: str = key(
         "", "Where spans go by OTLP over gRPC, as `http://host:4317`; empty makes none."
     )
+    trace_share: float = key(
+        1.0, "Share of the requests without a `traceparent` that is traced.", minimum=0, maximum=1
+    )
     fallback: FallbackConfig = section(
         FallbackConfig, "What is computed again when a worker fails, and when to give up."
     )

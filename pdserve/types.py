@@ -272,6 +272,21 @@ class GenerateRequest:
     traceparent: str = ""  # of the client, or of the router's own span
     resume: tuple[int, ...] = ()
 
+    def under(self, traceparent: str) -> GenerateRequest:
+        """The same, as part of another span. Written out: `replace` takes three times as long."""
+        return GenerateRequest(
+            self.request_id,
+            self.model,
+            self.prompt_token_ids,
+            self.sampling,
+            self.deadline,
+            self.priority,
+            self.service_class,
+            self.tenant,
+            traceparent,
+            self.resume,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

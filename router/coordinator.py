@@ -25,7 +25,7 @@ from router.placement.context import PlacementContext
 from router.placement.pairing import check_servable_alone
 from router.placement.policies.least_loaded import least_loaded
 from router.prefill_queue import EVERYTHING, PrefillQueue
-from router.request_span import open_span
+from router.request_span import admit_traced
 from router.retry_budget import RetryBudget
 
 if TYPE_CHECKING:
@@ -154,9 +154,8 @@ class Coordinator:
         async def open_answer(buffer: AnswerBuffer, stack: ExitStack) -> None:
             if self._tracing is None:
                 await self._open(request, buffer, stack)
-                return
-            with open_span(self._tracing, request, buffer, stack) as traced:
-                await self._open(traced, buffer, stack)
+            else:
+                await admit_traced(self._tracing, self._open, request, buffer, stack)
 
         return AnswerStream(open_answer, self._buffer_limits)
 

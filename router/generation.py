@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -85,12 +84,10 @@ class Generation(GenerationServicer):
     async def _generate(
         self, request: g.GenerateRequest, context: Context, interruption: Interruption
     ) -> None:
-        tenant = self._keys.tenant_of(_authorization(context))
+        tenant = self._keys.tenant_of(_metadata(context, "authorization"))
         ask = read_request(request, timeout_s=context.time_remaining())
-        made = await self._intake.make(ask, tenant=tenant)
-        for key, value in context.invocation_metadata() or ():
-            if key == TRACEPARENT and isinstance(value, str):
-                made = replace(made, traceparent=value)
+        traceparent = _metadata(context, TRACEPARENT) or ""
+        made = await self._intake.make(ask, tenant=tenant, traceparent=traceparent)
         name, resumes = request.request_id, bool(made.resume)
         named = self._open_requests.named(tenant, name, interruption, resumes=resumes)
         timer = interruption.at(made.deadline)
@@ -113,7 +110,7 @@ class Generation(GenerationServicer):
         self, request: g.ListModelsRequest, context: Context
     ) -> g.ListModelsResponse:
         try:
-            self._keys.tenant_of(_authorization(context))
+            self._keys.tenant_of(_metadata(context, "authorization"))
         except PdserveError as error:
             await rpc.abort(context, error)
         models = self._generator.models()
@@ -129,10 +126,10 @@ class Generation(GenerationServicer):
         )
 
 
-def _authorization(context: Context) -> str | None:
-    """The metadata of that name, as in HTTP."""
+def _metadata(context: Context, name: str) -> str | None:
+    """The first of that name, as HTTP's header."""
     for key, value in context.invocation_metadata() or ():
-        if key == "authorization" and isinstance(value, str):
+        if key == name and isinstance(value, str):
             return value
     return None
 

@@ -111,7 +111,7 @@ class Intake:
         self._timeout_s = timeout_s
         self._tokenizers = tokenizers or TokenizerCache()
 
-    async def make(self, ask: Ask, *, tenant: str = "") -> GenerateRequest:
+    async def make(self, ask: Ask, *, tenant: str = "", traceparent: str = "") -> GenerateRequest:
         """Raises ClientError naming the field at fault, or Unavailable without any worker."""
         seconds = self._timeout_s if ask.timeout_s is None else min(ask.timeout_s, self._timeout_s)
         until = deadline.after(seconds)
@@ -131,6 +131,7 @@ class Intake:
             priority=ask.priority,
             service_class=ask.service_class,
             tenant=tenant,
+            traceparent=traceparent,
         )
 
     def _find(self, name: str) -> ModelInfo:

@@ -101,7 +101,12 @@ class RouterServer:
         costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
         decisions = DecisionLog(config.decision_log_size)
         metrics.watch_costs(costs, fleet.pool)
-        tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
+        tracing = open_tracing(
+            config.otlp_endpoint,
+            service="pdserve-router",
+            instance=router_id,
+            share=config.trace_share,
+        )
         if tracing is not None:
             self._stack.push_async_callback(asyncio.to_thread, tracing.close)
         self.coordinator = coordinator = Coordinator(

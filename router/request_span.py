@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Cancelled, PdserveError
+from pdserve.tracing import UNTRACED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable
     from contextlib import ExitStack
 
     from pdserve.tracing import Span, Tracing
     from pdserve.types import GenerateRequest
     from router.answer import AnswerBuffer
 
+    Admit = Callable[[GenerateRequest, AnswerBuffer, ExitStack], Awaitable[None]]
 
-@contextmanager
-def open_span(
-    tracing: Tracing, request: GenerateRequest, buffer: AnswerBuffer, stack: ExitStack
-) -> Iterator[GenerateRequest]:
-    """The request as its workers are to know it, under a span that `stack` ends; what is done
-    inside is its admission."""
-    span = tracing.span(
+
+async def admit_traced(
+    tracing: Tracing, admit: Admit, request: GenerateRequest, buffer: AnswerBuffer, stack: ExitStack
+) -> None:
+    """`admit` the request as its workers are to know it, under a span that `stack` ends."""
+    span = tracing.begin(
         "request",
         request.traceparent,
         {
@@ -32,13 +31,16 @@ def open_span(
             "pdserve.prompt_tokens": len(request.prompt_token_ids),
         },
     )
+    if span is None:
+        await admit(request.under(UNTRACED), buffer, stack)
+        return
     stack.callback(_end, span, buffer)
     try:
-        yield replace(request, traceparent=span.traceparent)
+        await admit(request.under(span.traceparent), buffer, stack)
     except PdserveError as error:
         span.end(error)
         raise
-    span.child("admission", 0.0, span.elapsed_s())
+    span.phase("admission", 0.0, span.elapsed_s())
 
 
 def _end(span: Span, buffer: AnswerBuffer) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Cancelled
+from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
@@ -14,11 +15,17 @@ if TYPE_CHECKING:
     from workers.engine import Work
 
 
-def begin(tracing: Tracing, work: Work, traceparent: str) -> Span:
-    """Named by the phase: prefill_leg, decode_leg, aggregated_leg."""
-    phase = type(work.phase).__name__.removesuffix("Phase").lower()
-    return tracing.span(
-        f"{phase}_leg",
+_NAMES = {
+    PrefillPhase: "prefill_leg",
+    DecodePhase: "decode_leg",
+    AggregatedPhase: "aggregated_leg",
+}
+
+
+def begin(tracing: Tracing, work: Work, traceparent: str) -> Span | None:
+    """Named by the phase; None where the request is not traced."""
+    return tracing.begin(
+        _NAMES[type(work.phase)],
         traceparent,
         {
             "pdserve.request_id": work.request_id,
@@ -48,7 +55,7 @@ def _add_phases(span: Span, report: PhaseReport) -> None:
         ("kv_transfer", transfer_s),
     ):
         if seconds:
-            span.child(name, at_s, seconds)
+            span.phase(name, at_s, seconds)
             at_s += seconds
     if report.decode_s:
-        span.child("decode", max(at_s, span.elapsed_s() - report.decode_s), report.decode_s)
+        span.phase("decode", max(at_s, span.elapsed_s() - report.decode_s), report.decode_s)

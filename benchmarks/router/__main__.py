@@ -1,6 +1,7 @@
 """Prints what routers cost for each streamed token, each request and each open stream:
 
-    python -m benchmarks.router [--rounds N] [--streams 64,1000] [--tokens N] [--json] [--quick]
+    python -m benchmarks.router [--rounds N] [--streams 64,1000] [--tokens N] [--otlp] [--json]
+                                [--quick]
 
 The routers take turns within a run, so that what else the machine does strikes them alike. CPU is
 the router's processes' own; a latency is from the step that made a token to the client's reading of
@@ -70,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gone = {name: why for name in arms.PEERS if (why := arms.missing(name)) is not None}
     for name, why in gone.items():
         err.print(f"{name} is left out: {why}")
-    names = [n for n in (arms.DIRECT, arms.OURS, *arms.PEERS) if n not in gone]
+    ours = [arms.OURS, arms.TRACED] if options.otlp else [arms.OURS]
+    names = [n for n in (arms.DIRECT, *ours, *arms.PEERS) if n not in gone]
     counts = [int(x) for x in options.streams.split(",")]
     scale = 0.05 if options.quick else 1.0
     samples: list[Sample] = []
@@ -176,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", default="64,1000", help="numbers of streams at once")
     parser.add_argument("--tokens", type=int, help="tokens of an answer, for all streams alike")
+    parser.add_argument("--otlp", action="store_true", help="ours once more, with spans sent")
     parser.add_argument("--json", action="store_true", help="every sample, as JSON")
     parser.add_argument("--quick", action="store_true", help="only shows that it works")
     return parser

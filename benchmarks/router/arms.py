@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
+from benchmarks.collector import collecting
 from benchmarks.compare.stack import Stack
 from benchmarks.processes import Child, free_port, memory_bytes, processor_s
 
@@ -26,6 +27,8 @@ READY_S = 60.0
 ASK_S = 5.0
 DIRECT = "direct"
 OURS = "pdserve"
+# The same, its router and workers sending spans to a collector that throws them away.
+TRACED = "pdserve, traced"
 PEERS = ("vllm-router", "smg")
 
 
@@ -58,8 +61,11 @@ def missing(name: str) -> str | None:
 async def running(name: str, directory: Path, step_s: float, streams: int) -> AsyncIterator[Router]:
     """The router, ready; ended with its workers. Raises BenchError."""
     async with AsyncExitStack() as ending:
-        if name == OURS:
-            stack = Stack(name, _config(step_s, streams), directory)
+        if name in (OURS, TRACED):
+            endpoint = ""
+            if name == TRACED:
+                endpoint = await ending.enter_async_context(collecting(directory))
+            stack = Stack("pdserve", _config(step_s, streams, endpoint), directory)
             ending.push_async_callback(stack.stop)
             await stack.start()
             assert stack.ready is not None
@@ -87,7 +93,7 @@ async def running(name: str, directory: Path, step_s: float, streams: int) -> As
         yield Router(name, f"127.0.0.1:{own}", "mock", child.pid)
 
 
-def _config(step_s: float, streams: int) -> dict[str, object]:
+def _config(step_s: float, streams: int, endpoint: str) -> dict[str, object]:
     engine = {
         "step_s": step_s,
         "max_num_seqs": streams + 16,
@@ -101,8 +107,9 @@ def _config(step_s: float, streams: int) -> dict[str, object]:
             "max_running_requests": streams + 16,
             "max_queued_requests": max(1024, streams),
             "slo": {"refuse_beyond": 0.0},
+            "otlp_endpoint": endpoint,
         },
-        "worker": {"engine": "fake", "engine_args": engine},
+        "worker": {"engine": "fake", "engine_args": engine, "otlp_endpoint": endpoint},
         "up": {},
     }
 

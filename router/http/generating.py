@@ -4,7 +4,7 @@ the answer's shape."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve import tracing
@@ -74,13 +74,12 @@ class Generating:
         body = parse_object(await exchange.read_body(self._max_body_bytes))
         asked = endpoint.read(body, request_id)
         exchange.when_gone(lambda: interruption.interrupt(Cancelled("the client went away")))
-        request = await self._intake.make(asked.ask, tenant=exchange.tenant)
+        request = await self._intake.make(
+            asked.ask, tenant=exchange.tenant, traceparent=exchange.header(TRACEPARENT) or ""
+        )
         streaming, constraint = asked.streaming, _constraint_in(body)
         # What the client sent is not kept for as long as it is answered.
         del body, asked
-        traceparent = exchange.header(TRACEPARENT)
-        if traceparent:
-            request = replace(request, traceparent=traceparent)
         named = self._open_requests.named(
             exchange.tenant, _key(exchange), interruption, resumes=bool(request.resume)
         )

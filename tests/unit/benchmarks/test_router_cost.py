@@ -32,7 +32,7 @@ async def test_a_refused_request_is_a_failure_and_not_waited_for(tmp_path: Path)
         assert "404" in heard.failures[0]
 
 
-@pytest.mark.parametrize("name", [arms.DIRECT, arms.OURS])
+@pytest.mark.parametrize("name", [arms.DIRECT, arms.OURS, arms.TRACED])
 async def test_a_round_gives_all_figures(name: str) -> None:
     sample = await measure(name, 4, 0.01)
     assert (sample.router, sample.streams) == (name, 4)
