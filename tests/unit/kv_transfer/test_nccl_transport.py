@@ -114,6 +114,22 @@ def test_a_chunk_is_one_send_a_slot_whatever_its_layers(nccl_rig: Rig, layers: i
     assert device_of(target)._nccl.calls.count("recv") == 2
 
 
+def test_a_part_is_gathered_while_the_one_before_is_on_its_way(
+    world: NcclWorld, nccl_rig: Rig
+) -> None:
+    source, target = nccl_rig.pair()
+    before = target.cache.blocks()
+    world.fabric.is_held = True
+    source.prefill("t", FROM, N)
+    target.start(source, "t", TO, N)
+    until(lambda: "send" in device_of(source)._nccl.calls, source, target)
+    until(lambda: nccl_of(source).held_slots == 2, source, target)
+    assert device_of(source)._nccl.calls.count("send") == 1
+    world.fabric.is_held = False
+    settle(source, target)
+    check_exact(source, target, before)
+
+
 @pytest.mark.parametrize("key", ["version", "gpu", "slot_bytes"])
 def test_an_offer_of_something_else_is_not_taken(world: NcclWorld, key: str) -> None:
     transport, cache = world.transport(), Cache(geometry(), seed=1)
