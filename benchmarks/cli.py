@@ -150,11 +150,13 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report = commands.add_parser(
         "report",
         help="print a result again, or make its report",
-        description="Derive the figures from the timelines of a result of replay or compare. Exit "
-        "status: 0, 2 if the file is no result, 3 if it is of an invalid comparison.",
+        description="Derive the figures from the timelines of a result of replay or compare, or of "
+        "a kept set (benchmarks/results). Exit status: 0, 2 if the file is no result, 3 if it is "
+        "of an invalid comparison.",
     )
     report.set_defaults(handler=_report)
     report.add_argument("result", type=Path, metavar="FILE", help="what --out wrote")
+    report.add_argument("--only", metavar="NAME", help="of a kept set, this comparison alone")
     report.add_argument("--html", type=Path, metavar="OUT", help="write a report (of a comparison)")
     report.add_argument("--json", action="store_true", help="print the summary as JSON")
 
@@ -304,7 +306,10 @@ def _compare(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from benchmarks.compare.files import report
 
-    return _refusing(lambda: report(args.result, html=args.html, as_json=args.json))
+    def work() -> int:
+        return report(args.result, html=args.html, as_json=args.json, only=args.only)
+
+    return _refusing(work)
 
 
 def _convert(args: argparse.Namespace) -> int:

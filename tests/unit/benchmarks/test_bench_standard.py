@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,18 @@ import pytest
 from compared import SETTINGS, arm, measured, record, result, rounds
 
 from benchmarks.compare import series
+from benchmarks.compare.files import report
 from benchmarks.errors import BenchError
 from benchmarks.standard import __main__ as program
 from benchmarks.standard.readme import BEGIN, END, table, with_table
-from benchmarks.standard.sets import SETS, StandardResult, newest, read_standard, write_standard
+from benchmarks.standard.sets import (
+    SCHEMA,
+    SETS,
+    StandardResult,
+    newest,
+    read_standard,
+    write_standard,
+)
 
 if TYPE_CHECKING:
     from benchmarks.compare.result import CompareResult
@@ -148,3 +157,35 @@ def test_a_kept_run_does_not_say_where_the_checkout_lies(tmp_path: Path) -> None
     kept = write_standard(StandardResult(RUN.created, results), tmp_path)
     assert str(ROOT) not in kept.read_text(encoding="utf-8")
     assert {r.baseline for r in read_standard(kept).results.values()} == {"model"}
+
+
+def test_a_kept_run_is_reported_whole_or_one_by_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_standard(RUN, tmp_path)
+    assert report(path, html=None, as_json=False) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("chat") < shown.index("longchat")
+    assert report(path, html=tmp_path / "page.html", as_json=True, only="longchat") == 0
+    assert json.loads(capsys.readouterr().out)["baseline"] == "2A"
+    assert (tmp_path / "page.html").exists()
+    with pytest.raises(BenchError, match="--only one of chat, longchat"):
+        report(path, html=None, as_json=True)
+    with pytest.raises(BenchError, match="no comparison called 'code', but chat, longchat"):
+        report(path, html=None, as_json=False, only="code")
+
+
+KEPT = sorted(
+    path
+    for path in (ROOT / "benchmarks" / "results").glob("*.json")
+    if f'"schema":"{SCHEMA}"' in path.read_text(encoding="utf-8")[:200]
+)
+
+
+@pytest.mark.parametrize("path", KEPT)
+def test_what_is_kept_can_be_reported(path: Path) -> None:
+    assert report(path, html=None, as_json=False) in (0, 3)
+
+
+def test_runs_are_kept() -> None:
+    assert len(KEPT) >= 2
