@@ -9,17 +9,27 @@ import pytest
 import pytest_asyncio
 
 from tests.patience import WAIT_S
+from tests.vllm import warm
 from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.models import ModelSpec, make_model
 from tests.vllm.pair import Pair
 from workers.vllm_settings import KvSettings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from pathlib import Path
 
 # Tests wait this out where a lease frees the blocks; where it must not, they are done before.
 LEASE_S = WAIT_S / 3
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> Iterator[None]:
+    """Engines and workers are forked from one process, which ends with the session."""
+    warm.shared = warm.Warm()
+    yield
+    warm.shared.close()
+    warm.shared = None
 
 
 @pytest.fixture(scope="session")

@@ -8,19 +8,20 @@ import itertools
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdserve.types import SamplingParams
 from tests.patience import START_S, WAIT_S
 from tests.vllm.engine_process import read_frame, write_frame
+from tests.vllm.warm import start_python
 from workers.engine import AggregatedPhase, DecodePhase, Fork, Phase, Work
 from workers.vllm_settings import KvSettings, VllmSettings
 
 if TYPE_CHECKING:
+    from asyncio.subprocess import Process
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from kv_transfer.snapshot import KvState
     from pdserve.types import (
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
         StreamDelta,
         WorkerLoad,
     )
+    from tests.vllm.warm import Forked
     from workers.engine import EngineInfo
-
-ROOT = Path(__file__).parents[2]
 
 
 def settings(model: Path, *, kv: KvSettings | None = None, **engine_args: Any) -> VllmSettings:
@@ -90,7 +90,7 @@ class EngineProcess:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: Process | Forked,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -117,13 +117,7 @@ class EngineProcess:
         """Starts the engine and waits until it is ready; `core` pins it to one CPU core. Raises
         RuntimeError with the child's error where it does not start."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.vllm.engine_process", str(theirs.fileno())]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            pass_fds=[theirs.fileno()],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-        )
+        process = await start_python("tests.vllm.engine_process", env=env, fds=[theirs.fileno()])
         theirs.close()
         if core is not None:
             os.sched_setaffinity(process.pid, {core})

@@ -4,12 +4,9 @@ so that a test can kill it, freeze it, or have it damage what it sends."""
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -22,17 +19,17 @@ from pdserve.v1.admin_pb2_grpc import AdminStub
 from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 from router.main import RouterServer
 from tests.patience import START_S, WAIT_S
+from tests.vllm.warm import start_python
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from pdserve.config import RouterConfig
+    from tests.vllm.warm import Forked
 
-ROOT = Path(__file__).parents[2]
 _LOOK_S = 0.05
-# `pdserve worker` with tests/vllm/corrupt.py loaded first.
-_DAMAGING = "import tests.vllm.corrupt; from pdserve.cli import main; main()"
 
 
 @dataclass(slots=True)
@@ -47,7 +44,7 @@ class Service:
     model: Path
     others: list[str] = field(default_factory=list)
     orders: dict[str, Path] = field(default_factory=dict)
-    processes: dict[str, Process] = field(default_factory=dict)
+    processes: dict[str, Process | Forked] = field(default_factory=dict)
 
     @staticmethod
     @asynccontextmanager
@@ -80,17 +77,13 @@ class Service:
                 f"{more}}}"
             ),
         }
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        command = ["-m", "pdserve"]
+        env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        module = "pdserve"
         if name in self.orders:
             env["PDSERVE_TEST_CORRUPT"] = str(self.orders[name])
-            command = ["-c", _DAMAGING]
+            module = "tests.vllm.damaging"
         settings = [x for key, value in options.items() for x in ("--set", f"{key}={value}")]
-        self.processes[name] = await asyncio.create_subprocess_exec(
-            *(sys.executable, *command, "worker", *settings),
-            cwd=ROOT,
-            env={**env, "PYTHONPATH": str(ROOT)},
-        )
+        self.processes[name] = await start_python(module, "worker", *settings, env=env)
 
     def order(self, text: str, *workers: str) -> None:
         """Tells workers what to do with what they send from now on."""
