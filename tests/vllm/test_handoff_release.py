@@ -206,14 +206,16 @@ async def test_a_prefill_killed_while_blocks_travel_fails_its_decode(
     await stalling.decode.until_empty()
 
 
-async def test_a_decode_killed_while_it_waits_frees_its_prefill(
-    prefill: EngineProcess, tiny_model: Path, aggregated: EngineProcess
-) -> None:
-    kv = KvSettings("short-lived", {"transports": ("shm",)})
-    doomed = await EngineProcess.start(settings(tiny_model, kv=kv, max_num_batched_tokens=256))
-    pair = Pair(prefill, doomed, "prefill-epoch")
-    streams = await submit_and_catch(pair, 150)
+async def test_a_decode_killed_while_it_waits_frees_its_prefill(tiny_model: Path) -> None:
+    engines = []
+    for epoch in ("short-leased", "short-lived"):
+        kv = KvSettings(epoch, {"transports": ("shm",), "lease_s": 5.0})
+        made = settings(tiny_model, kv=kv, max_num_batched_tokens=256)
+        engines.append(await EngineProcess.start(made))
+    prefill, doomed = engines
+    streams = await submit_and_catch(Pair(prefill, doomed, prefill.epoch), 150)
     await doomed.kill()
     await prefill.collect(streams[0])
     # At once when the grant had come, else when the lease ends.
     await prefill.until_empty()
+    await prefill.close()
