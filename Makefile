@@ -41,7 +41,7 @@ run: $(STAMP) ## start one prefill worker, one decode worker and the router
 	@exec $(BIN)/pdserve up $(ARGS)
 
 test: check ## everything: lint, types, protos and all tests, those on real vLLM too
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-unit: $(STAMP) ## the tests that need no vLLM
 	$(BIN)/python -m pytest -m "not vllm and not gpu" $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from tests.patience import WAIT_S
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+TESTS = Path(__file__).parent
 # How long an example takes says more of the machine than of the code. Every run tries the same
 # examples; `--hypothesis-profile=explore` looks for new ones.
 settings.register_profile(
@@ -26,6 +28,21 @@ settings.load_profile("suite")
 # the background.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# In order of how long a file of theirs may take.
+_LONGEST_FIRST = ("vllm", "integration", "soak")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where processes share the files out, the long ones come first, so that all end together."""
+
+    def place(item: pytest.Item) -> int:
+        directory = item.path.relative_to(TESTS).parts[0]
+        return [*_LONGEST_FIRST, directory].index(directory)
+
+    if hasattr(config, "workerinput"):
+        items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
