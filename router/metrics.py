@@ -8,14 +8,14 @@ when the metrics are read.
 from __future__ import annotations
 
 from collections import Counter as Tally
-from functools import cache
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.kv_metrics import KvCollector
+from router.counts import Counts
 from router.histograms import Histograms
 from router.prefix.metrics import PrefixMetrics
 from router.roles.metrics import RoleMetrics
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pdserve.kv_metrics import Labelled
     from pdserve.types import Receipt, Usage
     from router.cost.book import CostBook
+    from router.counts import Count
     from router.histograms import Histogram
     from router.pool import WorkerPool
 
@@ -174,9 +175,10 @@ class RouterMetrics:
         self.registry.register(metric)
         return metric.of
 
-    def _counter(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
-        metric = Counter(f"pdserve_{name}", text, ["model", *labels], registry=self.registry)
-        return cache(metric.labels)
+    def _counter(self, name: str, text: str, *labels: str) -> Callable[..., Count]:
+        metric = Counts(f"pdserve_{name}", text, ("model", *labels))
+        self.registry.register(metric)
+        return metric.of
 
     def watch_pool(self, pool: WorkerPool) -> None:
         """Report the pool's members from now on."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from router.counts import Counts
 from router.placement.values import NO_TOKENS_CACHED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
@@ -59,22 +58,22 @@ class PrefixMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        predictions = Counter(
+        predictions = Counts(
             "pdserve_prefix_predictions",
             "Answers by whether the engine had as many prompt tokens cached as was predicted "
             "(exact), or more, or fewer.",
-            ["model", "engine_had"],
-            registry=registry,
+            ("model", "engine_had"),
         )
-        tokens = Counter(
+        tokens = Counts(
             "pdserve_prefix_tokens",
             "Prompt tokens cached where they were computed: predicted, and reported by the engine.",
-            ["model", "source"],
-            registry=registry,
+            ("model", "source"),
         )
+        registry.register(predictions)
+        registry.register(tokens)
         # See RouterMetrics.
-        self._predictions: Callable[..., Counter] = cache(predictions.labels)
-        self._tokens: Callable[..., Counter] = cache(tokens.labels)
+        self._predictions = predictions.of
+        self._tokens = tokens.of
 
     def watch(self, watches: CacheWatches) -> None:
         """Report the index from now on."""
