@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from pdserve.chat_template import ChatTemplate
 from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.lean import lean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 SHORT_CHARS = 2048
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation; `name` is passed to the template where it is set."""

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pdserve.errors import InvalidRequest
+from pdserve.lean import lean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,6 +62,7 @@ def _refuse(field_name: str, reason: str) -> None:
     raise InvalidRequest(f"{field_name} {reason}", field=field_name)
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters under vLLM's names and with vLLM's defaults; checked at birth.
@@ -159,6 +161,7 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class TransferReport:
     """A finished transfer. `transfer_s` is the time in which bytes were moving, `exposed_s` the
@@ -184,6 +187,7 @@ class TransferReport:
         )
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
     """What one worker's part of a request cost."""
@@ -206,6 +210,7 @@ class ErrorInfo:
     reason: str = ""
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
     """What one engine step made for one request. The last one has a finish reason and a report;
@@ -224,6 +229,7 @@ class StreamDelta:
     exported_tokens: int = 0
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts as the OpenAI API counts them."""
@@ -233,6 +239,7 @@ class Usage:
     cached_tokens: int = 0
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """What one request cost, phase by phase, and where each phase ran. `predicted_ttft_s` is what
@@ -254,6 +261,7 @@ class Receipt:
     predicted_ttft_s: float = 0.0
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One request as the router works on it: tokenised, checked, with its deadline as a point on
@@ -339,6 +347,7 @@ class WorkerInfo:
     debug_address: str = ""
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """Load under vLLM's names. A load that is not known is None, never zeros. `progress` moves

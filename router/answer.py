@@ -12,9 +12,11 @@ a fast one no task or queue per token. Leaving releases everything, finished or 
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
+
+from pdserve.lean import lean
+from router.releases import Releases
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     )
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
     """A piece of an answer. The last one of an `index` has a finish reason; the last one of all has
@@ -225,12 +228,12 @@ class AnswerStream:
 
     def __init__(
         self,
-        open_answer: Callable[[AnswerBuffer, ExitStack], Awaitable[None]],
+        open_answer: Callable[[AnswerBuffer, Releases], Awaitable[None]],
         limits: BufferLimits | None = None,
     ) -> None:
         self._open_answer = open_answer
         self._buffer = AnswerBuffer(limits or BufferLimits())
-        self._stack = ExitStack()
+        self._stack = Releases()
 
     async def __aenter__(self) -> Self:
         try:

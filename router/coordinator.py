@@ -30,7 +30,6 @@ from router.retry_budget import RetryBudget
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from contextlib import ExitStack
 
     from pdserve.tracing import Tracing
     from pdserve.types import GenerateRequest, ModelInfo
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from router.fleet import Fleet
     from router.member import Member
     from router.placement.policies.by_name import Policy
+    from router.releases import Releases
 
 
 class Coordinator:
@@ -151,7 +151,7 @@ class Coordinator:
         refusals, and Cancelled where the reader fell too far behind.
         """
 
-        async def open_answer(buffer: AnswerBuffer, stack: ExitStack) -> None:
+        async def open_answer(buffer: AnswerBuffer, stack: Releases) -> None:
             if self._tracing is None:
                 await self._open(request, buffer, stack)
             else:
@@ -159,7 +159,7 @@ class Coordinator:
 
         return AnswerStream(open_answer, self._buffer_limits)
 
-    async def _open(self, request: GenerateRequest, buffer: AnswerBuffer, stack: ExitStack) -> None:
+    async def _open(self, request: GenerateRequest, buffer: AnswerBuffer, stack: Releases) -> None:
         self._open_requests += 1
         stack.callback(self._closed)
         deadline = self._deadline(request)

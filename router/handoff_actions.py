@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.lean import lean
+
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.types import FinishReason, StreamDelta
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from router.leg import Leg
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Deliver:
     """Tokens for the client; what the delta says of finishing is not for the client."""
@@ -19,6 +22,7 @@ class Deliver:
     delta: StreamDelta
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Finish:
     """The last tokens, and why there are no more."""
@@ -51,6 +55,7 @@ class TakeOver:
     resume: tuple[int, ...]
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class CancelLeg:
     """Tell the leg's worker to stop."""

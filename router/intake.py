@@ -16,6 +16,7 @@ from pdserve.errors import (
     ModelNotFound,
     Unavailable,
 )
+from pdserve.lean import lean
 from pdserve.types import GenerateRequest, ServiceClass
 from router.tokenizers import TokenizerCache
 
@@ -33,6 +34,7 @@ CHAT_ROLES = ("system", "developer", "user", "assistant")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     """Text, tokenised with the model's special tokens."""
@@ -40,6 +42,7 @@ class TextPrompt:
     text: str
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
     """Token ids, taken as they are."""
@@ -47,6 +50,7 @@ class TokenPrompt:
     token_ids: tuple[int, ...]
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation, put through the model's chat template."""
@@ -57,6 +61,7 @@ class ChatPrompt:
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What a client asked for, fields already checked one by one.

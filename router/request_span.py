@@ -9,17 +9,17 @@ from pdserve.tracing import UNTRACED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from contextlib import ExitStack
 
     from pdserve.tracing import Span, Tracing
     from pdserve.types import GenerateRequest
     from router.answer import AnswerBuffer
+    from router.releases import Releases
 
-    Admit = Callable[[GenerateRequest, AnswerBuffer, ExitStack], Awaitable[None]]
+    Admit = Callable[[GenerateRequest, AnswerBuffer, Releases], Awaitable[None]]
 
 
 async def admit_traced(
-    tracing: Tracing, admit: Admit, request: GenerateRequest, buffer: AnswerBuffer, stack: ExitStack
+    tracing: Tracing, admit: Admit, request: GenerateRequest, buffer: AnswerBuffer, stack: Releases
 ) -> None:
     """`admit` the request as its workers are to know it, under a span that `stack` ends."""
     span = tracing.begin(

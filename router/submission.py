@@ -23,6 +23,8 @@ LEAST_DEADLINE_S = 0.001
 MAX_CAPABILITY_S = 600.0
 # By which the clocks of two machines may differ.
 CLOCK_SKEW_S = 5.0
+# What a submission does not have from the one before it.
+_OF_ONE_LEG = ("phase", "resume_token_ids", "forks")
 
 
 class SubmissionBuilder:
@@ -34,7 +36,7 @@ class SubmissionBuilder:
     def __init__(self, request: GenerateRequest, deadline: float | None) -> None:
         self._deadline = deadline
         self._request = request
-        self._base: w.Submit | None = None
+        self._base: w.Submit | None = None  # the first that was made
 
     def prefill(self, transfer_id: str, resume: Sequence[int] = ()) -> w.Command:
         """Compute KV and the token after `resume`; hold the blocks for whoever presents
@@ -91,18 +93,20 @@ class SubmissionBuilder:
         )
 
     def _start(self, resume: Sequence[int]) -> w.Command:
-        if self._base is None:
-            request = self._request
-            self._base = w.Submit(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                traceparent=request.traceparent,
-                sampling=wire.sampling_to_pb(request.sampling),
-            )
         # Made where it is: to put one message into another copies the prompt once more.
         command = w.Command()
         submit = command.submit
-        submit.CopyFrom(self._base)
+        if self._base is None:
+            request = self._request
+            submit.request_id = request.request_id
+            submit.prompt_token_ids.extend(request.prompt_token_ids)
+            submit.traceparent = request.traceparent
+            submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
+            self._base = submit
+        else:
+            submit.CopyFrom(self._base)
+            for name in _OF_ONE_LEG:
+                submit.ClearField(name)
         submit.resume_token_ids.extend(resume)
         left_s = deadlines.remaining(self._deadline)
         if left_s is not None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from benchmarks.errors import BenchError
 
 # Each token's text is the time at which its step ended.
-_TIMES = re.compile(rb'"content":\s?"([0-9. ]+)"')
+_TIMES = re.compile(rb'"content":\s?"((?:[0-9]+\.[0-9]+ ?)+)"')
 _END = b"data: [DONE]"
 _ERROR = b'data: {"error"'
 TIMEOUT_S = 120.0

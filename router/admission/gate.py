@@ -130,14 +130,15 @@ class Gate:
         stay = self.tenants.enter(bid, now)
         try:
             line = self._line(bid.model)
-            place = self._place(bid, stay, now)
+            term = term_of(bid, now, self._limits, self.drain)
+            _check_alone(term, now)
             if not line.queue and self._has_seat(bid):
-                self._check_alone(place, now)
                 if line.promises:
                     line.promises.claim(hash(bid.identity), now)
                 reservation = reserve()
                 if reservation is not None:
                     return self._grant(bid, stay, reservation)
+            place = _place(bid, stay, term, now)
             self._check(line, place, now)
         except BaseException:
             stay.refuse(now)
@@ -146,23 +147,6 @@ class Gate:
         place.reserve = reserve
         place.waiter = cast("Waiter[Reservation]", waiter)
         return place
-
-    def _place(self, bid: Bid, stay: Stay, now: float) -> Place:
-        term = term_of(bid, now, self._limits, self.drain)
-        return Place(
-            prompt_tokens=bid.prompt_tokens,
-            kv_tokens=bid.kv_tokens,
-            work_tokens=bid.work_tokens,
-            priority=bid.priority,
-            due=term.due,
-            service_class=bid.service_class,
-            tenant=bid.tenant,
-            weight=stay.weight,
-            bid=bid,
-            stay=stay,
-            came=now,
-            latest_start=term.latest_start,
-        )
 
     def settle(self, place: Place) -> None:
         """Let a new place pass those that wait for more room than it needs. Called once `waiter`
@@ -193,17 +177,10 @@ class Gate:
         self._queued_of[place.tenant] = self._queued_of.get(place.tenant, 0) + 1
         self.queued += 1
 
-    def _check_alone(self, place: Place, now: float) -> None:
-        """Refuse what would be late though it went at once: there is no use in waiting."""
-        late_s = now - place.latest_start
-        if late_s > 0.0:
-            raise refusal(self._term(place), late_s, max(1.0, late_s))
-
     def _check(self, line: _Line, place: Place, now: float) -> None:
         """Refuse, before anything is computed for it, what cannot be in time where it would stand
         in the queue, and what finds the queue full; new requests, also what would take the room
         that is kept for others."""
-        self._check_alone(place, now)
         bid, promises = place.bid, line.promises
         allowed_s = place.latest_start - now
         promised = bool(promises) and promises.claim(hash(bid.identity), now)
@@ -381,3 +358,27 @@ class Gate:
     def queued_of(self, model: str) -> int:
         line = self._lines.get(model)
         return 0 if line is None else len(line.queue)
+
+
+def _place(bid: Bid, stay: Stay, term: Term, now: float) -> Place:
+    return Place(
+        prompt_tokens=bid.prompt_tokens,
+        kv_tokens=bid.kv_tokens,
+        work_tokens=bid.work_tokens,
+        priority=bid.priority,
+        due=term.due,
+        service_class=bid.service_class,
+        tenant=bid.tenant,
+        weight=stay.weight,
+        bid=bid,
+        stay=stay,
+        came=now,
+        latest_start=term.latest_start,
+    )
+
+
+def _check_alone(term: Term, now: float) -> None:
+    """Refuse what would be late though it went at once: there is no use in waiting."""
+    late_s = now - term.latest_start
+    if late_s > 0.0:
+        raise refusal(term, late_s, max(1.0, late_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.lean import lean
 from pdserve.types import ServiceClass
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class AdmissionLimits:
         return max(1, int(self.max_running_requests * self.batch_share))
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Bid:
     """What a request asks of admission, in tokens; `kv_tokens` is the most it can come to hold, and

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Overloaded, Refusal, Unavailable
+from pdserve.lean import lean
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
@@ -24,6 +25,7 @@ STRETCH = 4.0
 _ASSUMED_PREFILL_S = 0.001
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Term:
     """`latest_start` is infinite where nothing was promised. `due` is when its turn is, in the

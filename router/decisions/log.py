@@ -6,6 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pdserve.lean import lean
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -17,6 +19,7 @@ MAX_OF_ONE_REQUEST = 16
 MAX_CANDIDATES = 4_000_000
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """One decision, without the prompt's tokens. `cause` says why the request was placed again,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.errors import UnsupportedField
+from pdserve.lean import lean
 from pdserve.types import ServiceClass
 from router.http.reading import Fields, as_token_ids, refuse
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from router.intake import Ask
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Streaming:
     """Whether the answer is streamed, whether a chunk with the usage ends it, and whether it says
@@ -23,6 +25,7 @@ class Streaming:
     token_ids: bool = False
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Asked:
     """`ask` for the intake, `streaming` for the way back."""

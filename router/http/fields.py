@@ -165,8 +165,19 @@ CHAT: dict[str, Rule] = {
 }
 
 
+# Names that are taken whatever their values: most bodies have no others.
+_FREE = {
+    id(rules): frozenset(
+        name for name, rule in rules.items() if rule.treatment is not Treatment.NEUTRAL_ONLY
+    )
+    for rules in (COMPLETIONS, CHAT)
+}
+
+
 def check_names(body: Mapping[str, object], rules: Mapping[str, Rule]) -> None:
     """Raises UnknownField or UnsupportedField for the first field that is not taken as it is."""
+    if body.keys() <= _FREE[id(rules)]:
+        return
     for name, value in body.items():
         rule = rules.get(name)
         if rule is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pdserve.errors import InternalError
+from pdserve.lean import lean
 from router.http.logprobs import ChatLogprobs, CompletionLogprobs
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ COMPLETION = Shape(
 )
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Head:
     """What all chunks of an answer say alike. `created` is in Unix seconds."""

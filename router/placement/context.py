@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.lean import lean
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -19,6 +21,7 @@ class PrefixLookup(Protocol):
         ...
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What placing a request so would come to. `prefill` is None where `decode` does both phases.

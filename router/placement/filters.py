@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.lean import lean
 from pdserve.types import Role
 from router.member import MemberState
 from router.placement.pairing import sources_of
@@ -27,6 +28,7 @@ _READY = MemberState.READY
 _PREFILL, _DECODE, _AGGREGATED = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class Eligible:
     """Those that passed ready, able and avoid, by role. `sources` are, for each kind of decode

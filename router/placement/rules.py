@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Unavailable
+from pdserve.lean import lean
 from pdserve.types import Role
 from router.placement.filters import eligible, unbarred
 from router.placement.pairing import what_is_missing
@@ -40,6 +41,7 @@ class Rules:
     by_prefix: bool = False
 
 
+@lean
 @dataclass(frozen=True, slots=True)
 class _Choice:
     placement: Placement | None

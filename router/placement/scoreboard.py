@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pdserve.lean import lean
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -23,6 +25,7 @@ class Weighted:
         assert not self.scorers or abs(total - 1) < 1e-9, f"weights sum to {total}"
 
 
+@lean
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoreboard:
     """`columns` hold, scorer by scorer, one figure a candidate; `totals` their weighted sum."""

@@ -14,7 +14,8 @@ from router.answer import AnswerBuffer, AnswerDelta, AnswerStream, BufferLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from contextlib import ExitStack
+
+    from router.releases import Releases
 
 
 def logprobs(token: int) -> tuple[PositionLogprobs, ...]:
@@ -164,7 +165,7 @@ async def test_an_error_wakes_the_reader() -> None:
 async def test_leaving_releases_in_reverse_order() -> None:
     released: list[str] = []
 
-    async def open_answer(buffer: AnswerBuffer, stack: ExitStack) -> None:
+    async def open_answer(buffer: AnswerBuffer, stack: Releases) -> None:
         stack.callback(released.append, "first")
         stack.callback(released.append, "second")
         buffer.push(AnswerDelta((1,)))
@@ -179,7 +180,7 @@ async def test_leaving_releases_in_reverse_order() -> None:
 async def test_an_answer_that_cannot_be_opened_releases_what_was_taken() -> None:
     released: list[str] = []
 
-    async def open_answer(buffer: AnswerBuffer, stack: ExitStack) -> None:
+    async def open_answer(buffer: AnswerBuffer, stack: Releases) -> None:
         stack.callback(released.append, "seat")
         raise Unavailable("nobody")
 
