@@ -16,6 +16,7 @@ import zlib
 from typing import NamedTuple
 
 from kv_transfer.copying import load_word, store_word
+from kv_transfer.digest import NO_DIGEST
 from kv_transfer.errors import ProtocolError
 from kv_transfer.memory import PeerMapping, SharedMemory, address_of
 from kv_transfer.messages import Count, Message, Seconds, decode, kinds_of, pack
@@ -32,8 +33,8 @@ class Ready(Message, frozen=True):
     """One transfer: the KV of the request's first `num_tokens` tokens lies in `block_ids` of the
     source's cache, and the source sampled `token_ids`. Prefill ended at `ended_at`, on the host's
     monotonic clock. Whoever takes it needs a capability that `signing` has signed for the source's
-    name `source` (pdserve/capability.py); it is empty where none is asked for. `digested` has the
-    target digest what it copies."""
+    name `source` (pdserve/capability.py); it is empty where none is asked for. `digest` is that of
+    the blocks when prefill ended, NO_DIGEST where none was made."""
 
     transfer_id: str
     num_tokens: Count
@@ -43,7 +44,7 @@ class Ready(Message, frozen=True):
     ended_at: Seconds
     source: str = ""
     signing: bytes = b""
-    digested: bool = False
+    digest: Count = NO_DIGEST
 
     def __repr__(self) -> str:
         return f"Ready({self.transfer_id!r}, {self.num_tokens} tokens)"  # `signing` gives a right

@@ -31,6 +31,7 @@ class Deciding:
         self._wakes = False
         self._links: dict[Link, None] = {}
         self._handed: set[Link] = set()
+        self._later: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
         self.inner.acquire()
@@ -38,10 +39,12 @@ class Deciding:
 
     def __exit__(self, *_: object) -> None:
         self._depth.value -= 1
-        if self._depth.value or not (self._links or self._handed or self._wakes):
+        is_due = self._links or self._handed or self._wakes or self._later
+        if self._depth.value or not is_due:
             self.inner.release()
             return
         links, self._links = self._links, {}
+        later, self._later = self._later, []
         handed, self._handed = self._handed, set()
         wakes, self._wakes = self._wakes, False
         self.inner.release()
@@ -51,6 +54,12 @@ class Deciding:
             link.hand_over()
         for link in links:
             link.flush()
+        for work in later:
+            work()
+
+    def later(self, work: Callable[[], None]) -> None:
+        """To be done by the same thread when the lock is let go, behind what it sets going."""
+        self._later.append(work)
 
     def wakes(self) -> None:
         """Notes that the engine is to look, when the lock is let go."""

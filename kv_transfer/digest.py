@@ -4,8 +4,9 @@ own memory then. What differs was damaged by copy, mapping, network or memory.
 xxh3 is quick and not a signature: it finds accidents, not forgeries. It depends on the bytes alone,
 not on the pieces they come in, so the two ends may cut their memory differently, and one may
 compute it in C (_copy.c) and the other not. KV in GPU memory has digests of another kind, made by
-the GPU (device/digest.py). Where a copy digests what it reads, over shm and where tokens move, a
-change of the source's memory under the copy is not found: the digest is of what was copied.
+the GPU (device/digest.py). Where a push digests what it copies, over shm and where tokens move, a
+change of the source's memory under the copy is not found: the digest is of what was copied. What a
+target takes by itself is compared with a digest of when prefill ended, not in place: taking.py.
 """
 
 from __future__ import annotations

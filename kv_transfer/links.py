@@ -79,7 +79,7 @@ class Links:
         self._released: set[str] = set()
         self.counters = TransferCounters()
         self._pushing = Pushing(self, Sampler(settings.digest))
-        self._publishing = Publishing(settings, epoch, transports)
+        self._publishing = Publishing(self, settings, epoch, transports)
         self._guard = Guard(settings, epoch, self.counters)
         self._listener = Listener(settings.host)
         self._closing = False
@@ -372,7 +372,7 @@ class Links:
                 case src.SendAlive(link, transfer_id):
                     self.lock.queued(link).send_next(Alive([transfer_id]))
                 case src.Publish():
-                    self._publishing.publish(action, self.sources.block_size)
+                    self.lock.later(self._publishing.due(action, self._registered()[0].region))
                 case src.Withdraw(transfer_id):
                     self._publishing.withdraw(transfer_id)
                 case src.Release(request_id):

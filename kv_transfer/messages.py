@@ -9,7 +9,7 @@ Either end → Inner, which is the transport's own.
 PROTOCOL_VERSION history: 1 first version. 2 Hello names its worker; Grant and Cancel have a
 capability. 3 Chunk has a digest; Again; Grant says which heads, and how many readers; messages
 have a CRC. 4 msgspec writes them. 5 Grant says the size of its blocks, Chunk how many tokens move.
-6 Taken; Grant may be suspect; shm tells where the source's own memory is.
+6 Taken; Grant may be suspect; shm tells where the source's own memory is. 7 Grant is never suspect.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 from kv_transfer.errors import ProtocolError
 from kv_transfer.reshard import Span
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 4 << 20
 # Of a peer that has not introduced itself, less is taken.
 MAX_HANDSHAKE_BYTES = 64 << 10
@@ -86,8 +86,7 @@ class Grant(Message, frozen=True):
     the target may have them. `heads` says which KV heads, of those that lie in the source's pages:
     the first, how many, and how many lie before them in the target's pages; empty for whole pages
     that hold the same on both sides. So many `readers` of the target ask this source rank.
-    `block_size` is how many tokens a block of the target's has; 0 where that is as at the source.
-    `suspect` where the target has taken the blocks by itself, and damaged: then this asks again."""
+    `block_size` is how many tokens a block of the target's has; 0 where it is the source's."""
 
     transfer_id: str
     first_block: Count
@@ -97,7 +96,6 @@ class Grant(Message, frozen=True):
     heads: list[Count] = []
     readers: Count = 1
     block_size: Count = 0
-    suspect: bool = False
 
     def tokens_in(self, first: int, count: int) -> int:
         """How many tokens of the request lie in so many blocks from block `first` of the grant; 0

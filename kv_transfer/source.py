@@ -326,7 +326,7 @@ class SourceTable(Generic[LinkT]):
         is_full = transfer.is_closed or known >= transfer.num_readers > 0
         if is_full or transfer.reader(link) is not None:
             return [SendFail(link, grant.transfer_id, _BEFORE)]
-        reader = Reader(link, grant, suspect=grant.suspect, last_alive=now)
+        reader = Reader(link, grant, last_alive=now)
         transfer.readers.append(reader)
         transfer.num_readers = transfer.num_readers or grant.readers
         if reason := transfer.misfit(grant, self.block_size, by_token=self._by_token):

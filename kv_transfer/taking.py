@@ -28,17 +28,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A step that has copied so much takes no more: half a millisecond, to a millisecond with digests.
+# A step that has copied so much takes no more: half a millisecond.
 STEP_BYTES = 4 << 20
+# What came damaged is copied once more.
+COPIES = 2
 
 
 class Took(NamedTuple):
-    """What came of it. `report` is None where the blocks came damaged: they are to be granted, and
-    that is the one time that they are asked for again."""
+    """What came of it, after so many copies that were damaged. `report` is None where they all
+    were: what the source has now is not what it had when prefill ended."""
 
     link: Link
     message: Taken
     size_bytes: int
+    mismatches: int
     digest_s: float
     token_ids: tuple[int, ...]
     report: TransferReport | None
@@ -70,36 +73,38 @@ class Taker:
             return None
         begun = time.monotonic()
         first, own_ids = start.first_block, start.block_ids
-        source_ids = found.ready.block_ids[first : first + len(own_ids)]
-        try:
-            mark = channel.take(found, source_ids, own_ids)
-        except KvTransferError as error:
-            logger.warning("transfer %s cannot be taken: %s", start.transfer_id, error)
-            return None
-        if mark is None:
-            return None
-        copied = time.monotonic()
+        ready, digest_s = found.ready, 0.0
+        source_ids = ready.block_ids[first : first + len(own_ids)]
         message = Taken(start.transfer_id, len(own_ids), start.capability)
-        size, digest_s = self._local.size_bytes(len(own_ids)), 0.0
-        if mark != NO_DIGEST:
-            is_intact = mark == self._local.digest(own_ids)
-            digest_s = time.monotonic() - copied
-            if not is_intact:
-                logger.warning(
-                    "transfer %s: %d blocks were damaged as they were taken from worker %r",
-                    start.transfer_id,
-                    len(own_ids),
-                    link.peer_epoch,
+        size = self._local.size_bytes(len(own_ids))
+        for mismatches in range(COPIES):
+            try:
+                mark = channel.take(found, source_ids, own_ids)
+            except KvTransferError as error:
+                logger.warning("transfer %s cannot be taken: %s", start.transfer_id, error)
+                return None
+            if mark is None:
+                return None
+            copied = time.monotonic()
+            due = ready.digest
+            if due != NO_DIGEST and len(own_ids) < len(ready.block_ids):
+                # Of a part nobody knows the digest: what lies in place is to be what was read.
+                due = self._local.digest(own_ids)
+                digest_s += time.monotonic() - copied
+            if mark == due:
+                exposed_s = max(copied - begun, copied - ready.ended_at)
+                report = TransferReport(
+                    copied - begun, exposed_s, size, len(own_ids), link.transport, mismatches
                 )
-                return Took(link, message, size, digest_s, (), None)
-        report = TransferReport(
-            copied - begun,
-            max(copied - begun, copied - found.ready.ended_at),
-            size,
-            len(own_ids),
-            link.transport,
-        )
-        return Took(link, message, size, digest_s, tuple(found.ready.token_ids), report)
+                tokens = tuple(ready.token_ids)
+                return Took(link, message, size, mismatches, digest_s, tokens, report)
+            logger.warning(
+                "transfer %s: %d blocks were damaged as they were taken from worker %r",
+                start.transfer_id,
+                len(own_ids),
+                link.peer_epoch,
+            )
+        return Took(link, message, size, COPIES, digest_s, (), None)
 
     def _is_whole(self, read: Read) -> bool:
         part, page_bytes = read.part, self._local.geometry.page_bytes

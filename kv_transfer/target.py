@@ -203,7 +203,7 @@ class TargetTable(Generic[LinkT]):
             self._outcomes.append(Failed(request_id, "the transfer id was used twice"))
             return []
         shares = [
-            Share(transfer_id, request_id, link, grant, part, now, now, int(grant.suspect))
+            Share(transfer_id, request_id, link, grant, part, now, now)
             for link, grant, part in grants
         ]
         self._transfers[transfer_id] = TargetTransfer(request_id, shares)
@@ -213,9 +213,9 @@ class TargetTable(Generic[LinkT]):
         """The blocks were filled from what lay ready at the source: nothing was granted."""
         self._outcomes.append(Received(request_id, token_ids, report))
 
-    def refuse(self, request_id: str, reason: str) -> None:
-        """The load of this request fails before it begins: nothing is asked of anybody."""
-        self._outcomes.append(Failed(request_id, reason, InvalidRequest.code))
+    def refuse(self, request_id: str, reason: str, code: str = InvalidRequest.code) -> None:
+        """The load of this request fails before it begins: nothing is granted to anybody."""
+        self._outcomes.append(Failed(request_id, reason, code))
 
     def cancel(self, transfer_id: str, reason: str, now: float) -> list[TargetAction[LinkT]]:
         """The request is wanted no longer. Its blocks stay until every source rank has answered."""

@@ -17,6 +17,7 @@ from kv_transfer.messages import Grant
 from kv_transfer.step import Arrival, WorkerOutput
 from kv_transfer.taking import STEP_BYTES, Taker
 from pdserve.capability import WorkerStart
+from pdserve.errors import TransferCorrupted
 from pdserve.types import ErrorInfo
 
 if TYPE_CHECKING:
@@ -161,15 +162,9 @@ class WorkerHalf:
         are filled by now."""
         links, shard, addresses = self.links, self._known_shard(), start.source_addresses
         if took is not None:
-            self.counters.digest_s += took.digest_s
-            if took.report is not None:
-                self.counters.taken_blocks += took.report.blocks
-                links.targets.take(start.request_id, took.token_ids, took.report)
-                links.lock.handed(took.link).send(took.message)
-                links.lock.wakes()
-                self._decline(start, shard.declines(len(addresses), start.transfer_id))
-                return
-            self.counters.digest_mismatches += 1
+            self._took(start, took)
+            self._decline(start, shard.declines(len(addresses), start.transfer_id))
+            return
         try:
             reads = shard.reads(len(addresses), start.transfer_id)
         except UnsupportedLayout as error:
@@ -187,7 +182,6 @@ class WorkerHalf:
                     list(read.heads),
                     read.readers,
                     shard.pool.block_size,
-                    took is not None,
                 ),
                 read.part,
             )
@@ -195,6 +189,21 @@ class WorkerHalf:
         ]
         links.start(start.request_id, grants, now)
         self._decline(start, shard.declines(len(addresses), start.transfer_id))
+
+    def _took(self, start: TargetStart, took: Took) -> None:
+        """Nothing is granted: the blocks are filled, or what the source has is damaged."""
+        links, counters = self.links, self.counters
+        counters.digest_s += took.digest_s
+        counters.digest_mismatches += took.mismatches
+        if took.report is not None:
+            counters.taken_blocks += took.report.blocks
+            links.targets.take(start.request_id, took.token_ids, took.report)
+            links.lock.handed(took.link).send(took.message)
+        else:
+            reason = f"{took.message.blocks} blocks were damaged as they were taken, and again"
+            links.targets.refuse(start.request_id, reason, TransferCorrupted.code)
+            links.do_target([tgt.SendCancel(took.link, start.transfer_id, start.capability)])
+        links.lock.wakes()
 
     def _decline(self, of: TargetStart | Unneeded, ranks: Iterable[int]) -> None:
         """Tells these ranks of the source that nothing will be asked of them."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.board import Found, PeerBoard
 from kv_transfer.copying import WORDS
+from kv_transfer.digest import NO_DIGEST
 from kv_transfer.errors import ProtocolError, UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import PeerMemory
@@ -104,8 +105,8 @@ class ShmTarget:
         with self._lock:
             if self._is_closed or self._board is None or self._memory is None:
                 return None
-            source = self._memory.region
-            mark = self._local.copy_from(source, source_ids, own_ids, found.ready.digested)
+            source, is_due = self._memory.region, found.ready.digest != NO_DIGEST
+            mark = self._local.copy_from(source, source_ids, own_ids, is_due)
             return mark if self._board.stands(found) else None
 
     def close(self) -> None:

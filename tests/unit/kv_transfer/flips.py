@@ -1,4 +1,4 @@
-"""Bits that flip: in what a transport has just put in place, and on the wire."""
+"""Bits that flip: in what a transport has just put in place, in what is read, and on the wire."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import ctypes
 import socket
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from kv_transfer.transport.base import Takes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kv_transfer.board import Found
     from kv_transfer.layout import PagePart
@@ -37,11 +38,24 @@ def flip(region: KvRegion, block: int, bit: int) -> None:
 
 @dataclass(slots=True)
 class Flips:
-    """How many of the next chunks come damaged, and where; `seen` counts all chunks in place."""
+    """How many of the next chunks come damaged, and where; `seen` counts all chunks in place. With
+    `read`, the source's cache, what a target takes is damaged as it is read, else in place."""
 
     left: int = 0
     bit: int = 0
     seen: int = 0
+    read: KvRegion | None = None
+
+    @contextlib.contextmanager
+    def reading(self, block_ids: list[int]) -> Iterator[None]:
+        """Damages the last block meanwhile, if it is the turn."""
+        if self.read is None or not self.left:
+            yield
+            return
+        self.left -= 1
+        flip(self.read, block_ids[-1], self.bit)
+        yield
+        flip(self.read, block_ids[-1], self.bit)
 
     def strike(self, region: KvRegion, block_ids: list[int]) -> None:
         """Damages the last block of a chunk, if it is the turn."""
@@ -66,9 +80,7 @@ class FlippingTransport:
 
     def target(self, local: LocalKv, slot: int, wire: Wire) -> TargetChannel:
         channel = self._inner.target(local, slot, wire)
-        return _FlippingTarget(
-            channel, lambda block_ids: self._flips.strike(local.region, block_ids)
-        )
+        return _FlippingTarget(channel, self._flips, local.region)
 
     def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
         return self._inner.source(local, offer, wire)
@@ -81,10 +93,11 @@ class FlippingTransport:
 
 
 class _FlippingTarget:
-    def __init__(self, inner: TargetChannel, strike: Callable[[list[int]], None]) -> None:
+    def __init__(self, inner: TargetChannel, flips: Flips, region: KvRegion) -> None:
         self.name = inner.name
         self._inner = inner
-        self._strike = strike
+        self._flips = flips
+        self._strike = partial(flips.strike, region)
 
     def receive(
         self, chunk: Chunk, block_ids: list[int] | None, part: PagePart | None = None
@@ -96,8 +109,10 @@ class _FlippingTarget:
     def take(self, found: Found, source_ids: list[int], own_ids: list[int]) -> int | None:
         inner = self._inner
         assert isinstance(inner, Takes)
-        mark = inner.take(found, source_ids, own_ids)
-        self._strike(own_ids)
+        with self._flips.reading(source_ids):
+            mark = inner.take(found, source_ids, own_ids)
+        if self._flips.read is None:
+            self._strike(own_ids)
         return mark
 
     def __getattr__(self, name: str) -> Any:

@@ -36,7 +36,7 @@ def ends(clean: None) -> Iterator[tuple[Board, PeerBoard]]:
 def test_what_is_published_is_found_until_it_is_withdrawn(ends: tuple[Board, PeerBoard]) -> None:
     board, peer = ends
     assert peer.find("t") is None
-    said = ready("t", source="p0", signing=b"s" * 32, digested=True)
+    said = ready("t", source="p0", signing=b"s" * 32, digest=2**64 - 1)
     assert board.publish(said)
     found = peer.find("t")
     assert found is not None

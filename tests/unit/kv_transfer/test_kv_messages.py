@@ -46,7 +46,7 @@ MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, COUNT, TEXT, TEXT, TEXT, OFFERS, TEXT),
     st.builds(Welcome, TEXT, TEXT),
     st.builds(Refusal, TEXT),
-    st.builds(Grant, TEXT, COUNT, COUNT, COUNTS, TEXT, COUNTS, COUNT, COUNT, st.booleans()),
+    st.builds(Grant, TEXT, COUNT, COUNT, COUNTS, TEXT, COUNTS, COUNT, COUNT),
     st.builds(Taken, TEXT, COUNT, TEXT),
     st.builds(Cancel, TEXT, TEXT),
     st.builds(Ack, TEXT),

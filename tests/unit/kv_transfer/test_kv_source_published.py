@@ -100,16 +100,3 @@ def test_a_grant_that_does_not_fit_takes_it_back_and_fails() -> None:
     assert actions[0] == WITHDRAW
     assert actions[-1] == RELEASE
     assert isinstance(actions[1], SendFail)
-
-
-def test_damage_of_what_was_taken_is_the_first_of_two() -> None:
-    """Its target asks for it all again, by a grant: it may not ask once more."""
-    table = published()
-    suspect = Grant("t", 0, 10, [20, 21, 22], suspect=True)
-    _, chunk, _ = table.grant("L", suspect, 1.0)
-    assert isinstance(chunk, PushChunk)
-    assert chunk.suspect
-    assert table.begin_copy(chunk)
-    table.end_copy(chunk, 1.0, 0.1, copied=True)
-    actions = table.again("L", "t", 0, 2.0)
-    assert actions == [SendFail("L", "t", "asked again twice"), RELEASE]

@@ -23,7 +23,7 @@ from pdserve.errors import TransferCorrupted
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer import source_process
 from tests.unit.kv_transfer.caches import Cache, geometry
-from tests.unit.kv_transfer.flips import FlippingTransport, Flips
+from tests.unit.kv_transfer.flips import FlippingTransport, Flips, flip
 from tests.unit.kv_transfer.rig import (
     FROM,
     TO,
@@ -41,6 +41,8 @@ from tests.unit.kv_transfer.test_kv_faults import source as process_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from kv_transfer.reshard import Span
 
 pytestmark = pytest.mark.skipif(
     not copying.WORDS, reason="the extension was not built: no C compiler at install"
@@ -95,7 +97,8 @@ def test_a_step_brings_what_lies_ready_and_its_source_is_told(
     assert (source.sent, target.failed) == (["p-t"], [])
     assert taken(target) == source.half.counters.pushed_blocks == 4
     assert source.half.counters.pushed_bytes == target.half.counters.received_bytes
-    assert target.half.counters.digest_s > 0
+    # Made when prefill ended, and with the copy.
+    assert source.half.counters.digest_s > target.half.counters.digest_s == 0
     # It was given once.
     target.start(source, "t", TO, N)
     until(lambda: target.failures, source, target)
@@ -123,6 +126,7 @@ def test_without_digests_none_is_made(rig: Rig, flips: Flips) -> None:
     flips.left = 1
     target.start(source, "t", TO, N)
     assert target.ended == ["d-t"]
+    assert source.half.counters.digest_s == 0
     assert target.half.counters.digest_s == target.half.counters.digest_mismatches == 0
     settle(source, target)
 
@@ -348,30 +352,91 @@ def test_a_source_need_not_run_for_it_and_one_that_died_is_not_asked(
 # -- damage
 
 
-def test_what_was_damaged_as_it_was_taken_is_asked_for_again(
+def test_what_was_damaged_as_it_was_taken_is_taken_again(
     joined: tuple[Worker, Worker], flips: Flips
 ) -> None:
     source, target = joined
     before = target.cache.blocks()
     source.prefill("t", FROM, N)
-    flips.left = 1
+    flips.read, flips.left = source.cache.region, 1
     target.start(source, "t", TO, N)
-    settle(source, target)
+    assert flips.left == 0
+    assert target.ended == ["d-t"]
     check_exact(source, target, before)
     assert target.arrivals["d-t"].report.digest_mismatches == 1
     assert target.half.counters.digest_mismatches == 1
-    assert taken(target) == 0
+    settle(source, target)
+    assert taken(target) == 4
     assert source.sent == ["p-t"]
 
 
 def test_damaged_again_it_fails_by_that_name(joined: tuple[Worker, Worker], flips: Flips) -> None:
     source, target = joined
     source.prefill("t", FROM, N)
-    flips.left = 1000
+    flips.read, flips.left = source.cache.region, 1000
     target.start(source, "t", TO, N)
     settle(source, target)
     assert target.codes == {"d-t": TransferCorrupted.code}
     assert target.half.counters.digest_mismatches == 2
+    assert taken(target) == 0
+    assert source.sent == ["p-t"]
+
+
+@pytest.mark.parametrize("block", FROM)
+def test_blocks_that_changed_since_prefill_ended_are_never_used(
+    joined: tuple[Worker, Worker], block: int
+) -> None:
+    """A push would not find that: its digest would be of what lies there by then."""
+    source, target = joined
+    source.prefill("t", FROM, N)
+    flip(source.cache.region, block, 8 * geometry().block_bytes - 1)
+    target.start(source, "t", TO, N)
+    settle(source, target)
+    assert target.codes == {"d-t": TransferCorrupted.code}
+    assert target.arrivals == {}
+    assert source.half.counters.pushed_blocks == 0
+    assert source.sent == ["p-t"]
+
+
+def test_a_part_is_compared_with_what_lies_in_place(
+    joined: tuple[Worker, Worker], flips: Flips
+) -> None:
+    """The digest is of all blocks together."""
+    source, target = joined
+    before = target.cache.blocks()
+    source.prefill("t", FROM, N)
+    flips.left = 1
+    target.start(source, "t", TO[2:], N, first_block=2)
+    assert target.arrivals["d-t"].report.digest_mismatches == 1
+    before[TO[2]], before[TO[3]] = source.cache.block(FROM[2]), source.cache.block(FROM[3])
+    assert target.cache.blocks() == before
+    assert target.half.counters.digest_s > 0
+    settle(source, target)
+    assert source.sent == ["p-t"]
+
+
+def test_what_is_given_up_while_its_digest_is_made_is_not_published(
+    joined: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables' lock is free meanwhile."""
+    source, target = joined
+    (link,) = target.half.links._all
+    assert link.takes is not None
+    digest, looks = KvRegion.digest, list[object]()
+
+    def slow(self: KvRegion, block_ids: list[int], tokens: Span | None = None) -> int:
+        other = threading.Thread(target=lambda: source.end_lease("t"))
+        other.start()
+        other.join(WAIT_S)
+        assert not other.is_alive()
+        source.collect()
+        looks.append(link.takes and link.takes.find("t"))
+        return digest(self, block_ids, tokens)
+
+    monkeypatch.setattr(KvRegion, "digest", slow)
+    source.prefill("t", FROM, N)
+    assert looks == [None]
+    assert link.takes.find("t") is None
     assert source.sent == ["p-t"]
 
 
