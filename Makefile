@@ -23,6 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_LOG := $(VENV)/pip.log
 SHOW_PIP_LOG := { cat $(PIP_LOG) >&2; exit 1; }
 EXTENSIONS := kv_transfer/_copy.c pdserve/_lanes.c router/prefix/_table.c
+HEADERS := $(wildcard kv_transfer/*.h)
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 CODE := pdserve router workers kv_transfer benchmarks
@@ -101,7 +102,7 @@ $(TORCH_STAMP): | $(BIN)/python
 		|| $(PIP) install -q $$index "torch==$(TORCH)" 2>>$(PIP_LOG) || $(SHOW_PIP_LOG)
 	@touch $@
 
-$(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(TORCH_STAMP)
+$(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(HEADERS) $(TORCH_STAMP)
 	@echo "installing the packages of $(LOCK)"
 	@$(PIP) install --no-deps -r $(LOCK) 2>$(PIP_LOG) \
 		| awk -v total=$$(grep -c '^[A-Za-z]' $(LOCK)) ' \

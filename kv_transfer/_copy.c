@@ -1,66 +1,24 @@
 /* Copies scattered pages of a KV cache, digests them, or both at once, in one call with the
    interpreter lock released.
 
-   On x86-64 with streaming stores: the lines that are overwritten need not be read first, and the
-   KV of other requests stays in the cache. A page of 16 KiB ends before the hardware has seen its
-   pattern, and begins with a walk through the page tables, so each 4 KiB of a page touch the same
-   place of the next one (benchmarks/NOTES.md has the figures). Elsewhere memcpy.
-
    The digest is XXH3 with 64 bits, that of the xxhash package, for pages that are whole stripes and
    for more bytes than its short forms take: specification at
    https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md. With the copy it is that of the
    very bytes that are written, so that memory is read once. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "_pages.h"
+#include "_streaming.h"
+
 #include <stdatomic.h>
 #include <stdint.h>
-#include <string.h>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_AVX2 1
 #include <immintrin.h>
 #endif
 
-#define LINE 64
-#define AHEAD 512
-#define VM_PAGE 4096
-/* Shorter pages end before the streaming has begun. */
-#define MIN_STREAMED 1024
 /* Less is copied sooner than the lock is given away and taken back. */
 #define MIN_UNLOCKED (64 << 10)
-
-typedef struct {
-    char *address;
-    Py_ssize_t layer_stride, block_stride;
-    Py_ssize_t *ids;
-} Pages;
-
-static void copy_page(char *to, const char *from, size_t size, const char *next_to,
-                      const char *next_from)
-{
-#ifdef __SSE2__
-    if (size >= MIN_STREAMED) {
-        size_t head = -(uintptr_t)to % LINE, at = head;
-        memcpy(to, from, head);
-        for (; at + LINE <= size; at += LINE) {
-            if ((at - head) % VM_PAGE == 0) {
-                _mm_prefetch(next_from + at, _MM_HINT_T0);
-                _mm_prefetch(next_to + at, _MM_HINT_T0);
-            }
-            _mm_prefetch(from + at + AHEAD, _MM_HINT_NTA);
-            for (size_t i = at; i < at + LINE; i += sizeof(__m128i))
-                _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
-        }
-        memcpy(to + at, from + at, size - at);
-        return;
-    }
-#endif
-    memcpy(to, from, size);
-}
 
 /* -- XXH3, where there is AVX2; elsewhere the package, which knows more instruction sets */
 
@@ -133,17 +91,16 @@ AVX2 static void absorb(Digest *digest, char *to, const char *from, size_t size,
     Half low = half_at(digest->lanes), high = half_at(digest->lanes + 4);
     if (to != NULL && ((uintptr_t)to % sizeof(Half) || size < MIN_STREAMED)) {
         copy_page(to, from, size, next_to, next_from);
-        to = NULL;
+        to = NULL, next_to = NULL;
     }
+    Ahead ahead = {0};
     for (size_t at = 0; at < size; at += STRIPE) {
+        if (at % SPAN == 0)
+            ahead = look_ahead(to, from, at, size, next_to, next_from);
         int is_last = --digest->left == 0;
         const unsigned char *secret = SECRET + (is_last ? LAST_AT : 8 * digest->inside);
         Half first = half_at(from + at), second = half_at(from + at + sizeof(Half));
-        if (at % VM_PAGE == 0) {
-            _mm_prefetch(next_from + at, _MM_HINT_T0);
-            _mm_prefetch(next_to + at, _MM_HINT_T0);
-        }
-        _mm_prefetch(from + at + AHEAD, _MM_HINT_NTA);
+        fetch(&ahead);
         if (to != NULL) {
             _mm256_stream_si256((Half *)(to + at), first);
             _mm256_stream_si256((Half *)(to + at + sizeof(Half)), second);
@@ -213,48 +170,30 @@ static int digests(Py_ssize_t layers, Py_ssize_t blocks, Py_ssize_t size)
 
 /* -- over the pages of some blocks */
 
-static void copy_layer(char *to, const Pages *ours, const char *from, const Pages *theirs,
+static char *page_of(const Pages *pages, Py_ssize_t layer, Py_ssize_t block)
+{
+    return pages == NULL ? NULL
+                         : pages->address + layer * pages->layer_stride
+                               + pages->ids[block] * pages->block_stride;
+}
+
+/* Goes through the pages layer by layer; without `digest` none is made, without `ours` nothing is
+   written. */
+static void move_pages(Digest *digest, const Pages *ours, const Pages *theirs, Py_ssize_t layers,
                        Py_ssize_t blocks, size_t size)
 {
-    for (Py_ssize_t b = 0; b < blocks; b++) {
-        Py_ssize_t next = b + 1 < blocks ? b + 1 : b;
-        copy_page(to + ours->ids[b] * ours->block_stride,
-                  from + theirs->ids[b] * theirs->block_stride, size,
-                  to + ours->ids[next] * ours->block_stride,
-                  from + theirs->ids[next] * theirs->block_stride);
-    }
-}
-
-static Py_ssize_t *ids_of(PyObject *list)
-{
-    Py_ssize_t count = PyList_GET_SIZE(list);
-    Py_ssize_t *ids = PyMem_New(Py_ssize_t, count ? count : 1);
-    if (ids == NULL)
-        return (Py_ssize_t *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; i++) {
-        ids[i] = PyLong_AsSsize_t(PyList_GET_ITEM(list, i));
-        if (ids[i] == -1 && PyErr_Occurred()) {
-            PyMem_Free(ids);
-            return NULL;
-        }
-    }
-    return ids;
-}
-
-/* Goes through the pages layer by layer; without `ours` nothing is written. */
-static void absorb_pages(Digest *digest, const Pages *ours, const Pages *theirs, Py_ssize_t layers,
-                         Py_ssize_t blocks, size_t size)
-{
-    for (Py_ssize_t layer = 0; layer < layers; layer++) {
-        const char *from = theirs->address + layer * theirs->layer_stride;
-        char *to = ours == NULL ? NULL : ours->address + layer * ours->layer_stride;
-        for (Py_ssize_t b = 0; b < blocks; b++) {
-            Py_ssize_t next = b + 1 < blocks ? b + 1 : b;
-            absorb(digest, to == NULL ? NULL : to + ours->ids[b] * ours->block_stride,
-                   from + theirs->ids[b] * theirs->block_stride, size,
-                   to == NULL ? NULL : to + ours->ids[next] * ours->block_stride,
-                   from + theirs->ids[next] * theirs->block_stride);
-        }
+    char *to = page_of(ours, 0, 0), *from = page_of(theirs, 0, 0);
+    for (Py_ssize_t layer = 0, block = 0; layer < layers;) {
+        Py_ssize_t is_end = ++block == blocks;
+        layer += is_end;
+        block = is_end ? 0 : block;
+        char *next_to = layer < layers ? page_of(ours, layer, block) : to;
+        char *next_from = layer < layers ? page_of(theirs, layer, block) : from;
+        if (digest != NULL)
+            absorb(digest, to, from, size, next_to, next_from);
+        else
+            copy_page(to, from, size, next_to, next_from);
+        to = next_to, from = next_from;
     }
 }
 
@@ -264,13 +203,10 @@ static void move(Digest *digest, const Pages *ours, const Pages *theirs, Py_ssiz
 {
     PyThreadState *state = layers * blocks * (Py_ssize_t)size >= MIN_UNLOCKED
                                ? PyEval_SaveThread() : NULL;
-    if (digest != NULL) {
+    if (digest != NULL)
         digest_begin(digest, (size_t)(layers * blocks) * (size / STRIPE));
-        absorb_pages(digest, ours, theirs, layers, blocks, size);
-    } else
-        for (Py_ssize_t layer = 0; layer < layers; layer++)
-            copy_layer(ours->address + layer * ours->layer_stride, ours,
-                       theirs->address + layer * theirs->layer_stride, theirs, blocks, size);
+    if (layers > 0 && blocks > 0)
+        move_pages(digest, ours, theirs, layers, blocks, size);
 #ifdef __SSE2__
     _mm_sfence(); /* whoever is told of the copy finds it */
 #endif
