@@ -282,6 +282,7 @@ class Link:
             self._outbox.write,
             stream.fill,
             stream.take,
+            self._outbox.has_more,
             stream.read,
             stream.can_read,
             self._post,

@@ -169,9 +169,13 @@ class KvRegion:
         g = self.geometry
         if not digests_in_c(len(block_ids), g.num_layers, g.page_bytes):
             return digest(self.pages(block_ids))
-        if not g.has_blocks(block_ids):
+        return digest_in_c(self.pages_at(block_ids), g.num_layers, g.page_bytes) or 1
+
+    def pages_at(self, block_ids: list[int]) -> Pages:
+        """Where they lie. Raises KvTransferError where an id is no block."""
+        if not self.geometry.has_blocks(block_ids):
             raise KvTransferError("a block id is outside its KV cache")
-        return digest_in_c(self._pages_of(block_ids), g.num_layers, g.page_bytes) or 1
+        return self._pages_of(block_ids)
 
     def _pages_of(self, block_ids: list[int]) -> Pages:
         g = self.geometry

@@ -61,6 +61,10 @@ class Outbox:
         """Whether a thread that is not the link's is inside."""
         return self._turn is Turn.VISITOR
 
+    def has_more(self) -> bool:
+        """For jobs: whether something waits behind this one."""
+        return bool(self._urgent or self._waiting)
+
     def put(self, job: Job | bytes) -> None:
         """Behind all that waits; bytes are written as they are. Nothing happens before `flush`."""
         self._waiting.append(job)

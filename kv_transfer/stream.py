@@ -71,16 +71,16 @@ class Stream:
         except BlockingIOError:
             return 0
 
-    def take(self, view: memoryview) -> int:
-        """Moves what was read ahead into the view, as much as there is and fits; how much it
-        was."""
-        count = min(view.nbytes, len(self._ahead))
-        view[:count], self._ahead = self._ahead[:count], self._ahead[count:]
-        return count
+    def take(self, limit: int) -> memoryview:
+        """So much of what was read ahead, or all there is; valid until the next `read`."""
+        taken, self._ahead = self._ahead[:limit], self._ahead[limit:]
+        return taken
 
     def fill(self, view: memoryview) -> None:
         """Waits for as many bytes as fit."""
-        view = view[self.take(view) :]
+        ahead = self.take(view.nbytes)
+        view[: len(ahead)] = ahead
+        view = view[len(ahead) :]
         while view.nbytes:
             view = view[self._receive_into(view) :]
 

@@ -22,7 +22,7 @@ from kv_transfer.errors import KvTransferError, LinkClosed, ProtocolError
 from kv_transfer.ipc.credits import ChunkCredits
 from kv_transfer.ipc.messages import KINDS, Begin, Credit, Landed
 from kv_transfer.messages import Inner, decode, encode, pack
-from kv_transfer.transport.tcp import send_all
+from kv_transfer.scattering import send_pieces
 
 if TYPE_CHECKING:
     from kv_transfer.device.base import Event, Mover, SharingDevice
@@ -188,7 +188,7 @@ class IpcSource:
 
     def _write(self, *messages: Message) -> None:
         # On the socket itself: what `send` is given goes when the push is over.
-        send_all(self._wire.sock, [memoryview(encode(message)) for message in messages])
+        send_pieces(self._wire.sock, [memoryview(encode(message)) for message in messages])
 
     def _credit(self) -> int:
         end = time.monotonic() + self._owner.op_timeout_s

@@ -27,7 +27,7 @@ from kv_transfer.messages import Inner, decode, encode, pack
 from kv_transfer.nccl.actions import Op
 from kv_transfer.nccl.messages import KINDS, Moved, Offer
 from kv_transfer.nccl.pair import RECEIVER, SENDER
-from kv_transfer.transport.tcp import send_all
+from kv_transfer.scattering import send_pieces
 
 if TYPE_CHECKING:
     from kv_transfer.device.base import Device, Event, Mover
@@ -171,7 +171,7 @@ class _End:
     def _write(self, messages: list[Message]) -> None:
         # On the socket itself: what `send` is given goes when the push is over.
         for message in messages:
-            send_all(self._wire.sock, [memoryview(encode(message))])
+            send_pieces(self._wire.sock, [memoryview(encode(message))])
 
     def _forget(self) -> None:
         if self._is_closed and not self._slots:

@@ -152,13 +152,15 @@ class Publishes(Protocol):
 class Wire:
     """The link as a transport sees it. `send` is for a push alone: the bytes follow all that was
     sent before, soon. While a push runs nothing else is on its way, and until it has used `send` it
-    may use the socket itself. Who receives from the socket itself must first
-    `take_ahead` what the link has read of it already, until that brings nothing more."""
+    may use the socket itself. Who receives from the socket itself must first `take_ahead` what the
+    link has read of it already, so many bytes at most; it is valid until the next message is read.
+    `has_more` says, during a push, whether something is to be sent right behind it."""
 
     sock: socket.socket
     send: Callable[[bytes], None]
     receive_into: Callable[[memoryview], None]
-    take_ahead: Callable[[memoryview], int]
+    take_ahead: Callable[[int], memoryview]
+    has_more: Callable[[], bool]
     # For `receive`: the link's next message, and whether one begins within so many seconds.
     read: Callable[[], Message]
     can_read: Callable[[float], bool]

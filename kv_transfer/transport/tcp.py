@@ -1,6 +1,7 @@
 """Bytes on the link itself, gathered from and scattered to the paged cache without staging.
 
-`sendmsg` and `recvmsg_into` take the pages as I/O vectors: no copy in user space on either side.
+The pages are the vectors of the socket's calls (kv_transfer/scattering.py): no copy in user space
+on either side.
 """
 
 from __future__ import annotations
@@ -8,68 +9,18 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.errors import LinkClosed
 from kv_transfer.messages import Chunk, encode
+from kv_transfer.scattering import left, receive_all, receive_pages, send_pages, send_pieces
 from kv_transfer.transport.by_token import taken
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kv_transfer.layout import PagePart
     from kv_transfer.transport.base import LocalKv, SourceChannel, TargetChannel, Wire
 
-_IOV_MAX = 512
 _DISCARD_BYTES = 1 << 20
 # A chunk of so many bytes is sent as far as the peer's buffer takes it, and the rest later, from a
 # copy: then any thread may push it.
 UNWAITED_BYTES = 1 << 20
-
-
-def send_all(sock: socket.socket, pages: Sequence[memoryview]) -> None:
-    """Sends the pages in order; returns when the kernel has every byte."""
-    rest = list(pages)
-    at = 0
-    while at < len(rest):
-        try:
-            sent = sock.sendmsg(rest[at : at + _IOV_MAX])
-        except BlockingIOError as error:
-            raise LinkClosed("the peer reads nothing") from error
-        at = _advance(rest, at, sent)
-
-
-def send_some(sock: socket.socket, pages: Sequence[memoryview]) -> list[memoryview]:
-    """Sends what goes without waiting; returns the pages, and the part of one, that did not."""
-    rest = list(pages)
-    try:
-        sent = sock.sendmsg(rest[:_IOV_MAX], [], socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return rest
-    return rest[_advance(rest, 0, sent) :]
-
-
-def receive_all(wire: Wire, pages: Sequence[memoryview]) -> None:
-    """Fills the pages in order."""
-    rest, sock = list(pages), wire.sock
-    at = 0
-    while at < len(rest) and (got := wire.take_ahead(rest[at])):
-        at = _advance(rest, at, got)
-    while at < len(rest):
-        # MSG_WAITALL: else a call, with all its vectors, would bring only what is there already.
-        got = sock.recvmsg_into(rest[at : at + _IOV_MAX], 0, socket.MSG_WAITALL)[0]
-        if not got:
-            raise LinkClosed("the peer closed the link inside a chunk")
-        at = _advance(rest, at, got)
-
-
-def _advance(pages: list[memoryview], at: int, count: int) -> int:
-    while count:
-        size = pages[at].nbytes
-        if count < size:
-            pages[at] = pages[at][count:]
-            return at
-        count -= size
-        at += 1
-    return at
 
 
 class TcpSource:
@@ -91,18 +42,25 @@ class TcpSource:
         part: PagePart | None = None,
         skip: int = 0,
     ) -> None:
-        region = self._region
+        region, wire = self._region, self._wire
+        # The end of it goes in one piece with what follows, so that the peer is woken once. Should
+        # nothing follow after all, the kernel sends it after a moment.
+        flags = socket.MSG_MORE if wire.has_more() else 0
+        if chunk.bytes <= UNWAITED_BYTES:
+            flags |= socket.MSG_DONTWAIT
         if chunk.tokens:
             chunk, data = taken(region, chunk, source_ids, part, skip)
-            pages = [memoryview(encode(chunk)), data]
+            head = encode(chunk)
+            sent = send_pieces(wire.sock, [memoryview(head), data], flags)
+            pages = [data]
         else:
             if part is not None:
                 region = region.narrowed(part.source_start, part.size)
-            pages = [memoryview(encode(chunk)), *region.pages(source_ids)]
-        if chunk.bytes > UNWAITED_BYTES:
-            send_all(self._wire.sock, pages)
-        elif rest := send_some(self._wire.sock, pages):
-            self._wire.send(b"".join(rest))
+            head = encode(chunk)
+            sent = send_pages(wire.sock, head, region, source_ids, flags)
+            pages = region.pages(source_ids) if sent < len(head) + chunk.bytes else []
+        if pages:
+            wire.send(left([memoryview(head), *pages], sent))
 
     def close(self) -> None:
         pass
@@ -125,7 +83,7 @@ class _TcpTarget:
             if part is not None:
                 region = region.narrowed(part.target_start, part.size)
             if not chunk.tokens:
-                receive_all(self._wire, region.pages(block_ids))
+                receive_pages(self._wire, region, block_ids)
                 return
             data = memoryview(bytearray(chunk.bytes))
             receive_all(self._wire, [data])

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_transfer.memory import KvRegion
+from kv_transfer.scattering import send_pieces
 from kv_transfer.transport import tcp
 from kv_transfer.transport.shm import ShmSource, ShmTransport
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
 
 _ORDERS = Path(os.environ["PDSERVE_TEST_CORRUPT"])
 # Is there once a copy stands still.
 _STALLED = _ORDERS.with_suffix(".stalled")
 _copy = KvRegion.copy_from
-_send_all = tcp.send_all
+_send_pages = tcp.send_pages
 
 
 def _order() -> str:
@@ -63,16 +63,19 @@ def _damaged(
     return mark
 
 
-def _damaged_send(sock: socket.socket, pages: Sequence[memoryview]) -> None:
-    if _flips():
-        last = bytearray(pages[-1])
-        last[0] ^= 0x40
-        pages = [*pages[:-1], memoryview(last)]
-    _send_all(sock, pages)
+def _damaged_send(
+    sock: socket.socket, head: bytes, region: KvRegion, block_ids: list[int], flags: int
+) -> int:
+    if not _flips():
+        return _send_pages(sock, head, region, block_ids, flags)
+    pages = region.pages(block_ids)
+    last = bytearray(pages[-1])
+    last[0] ^= 0x40
+    return send_pieces(sock, [memoryview(head), *pages[:-1], memoryview(last)], flags)
 
 
 KvRegion.copy_from = _damaged  # type: ignore[method-assign]
-tcp.send_all = _damaged_send
+tcp.send_pages = _damaged_send
 tcp.UNWAITED_BYTES = tcp.TcpSource.unwaited_bytes = 0  # each chunk goes through it
 # A copy that is held must not hold the engine's step: no real copy waits for anybody.
 ShmSource.unwaited_bytes = 0

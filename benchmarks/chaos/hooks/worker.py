@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.errors import LinkClosed
 from kv_transfer.memory import KvRegion
+from kv_transfer.scattering import send_in_python, send_pages
+from kv_transfer.transport import tcp
 from kv_transfer.transport.shm import ShmSource, ShmTransport
 from kv_transfer.transport.tcp import TcpSource
 from workers.fake_link import LinkServer
@@ -120,10 +122,13 @@ def _install_tcp(orders: Orders) -> None:
             return
         region = self._region
         self._region = _Damaged(region, orders)  # type: ignore[assignment]
+        # The other way reads the cache itself.
+        tcp.send_pages = send_in_python  # type: ignore[attr-defined]
         try:
             push(self, chunk, source_ids, target_ids, part, skip)
         finally:
             self._region = region
+            tcp.send_pages = send_pages  # type: ignore[attr-defined]
 
     TcpSource.push = faulty_push  # type: ignore[method-assign]
 
