@@ -104,10 +104,9 @@ shared: Warm | None = None
 async def start_python(
     module: str, *args: str, env: Mapping[str, str] | None = None, fds: Sequence[int] = ()
 ) -> Process | Forked:
-    """`python -m module *args` with more in its environment, forked where `shared` is there. How
-    vLLM logs is settled by its import, so that who wants another level waits for an import too."""
+    """`python -m module *args` with more in its environment, forked where `shared` is there."""
     whole = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    if shared is not None and "VLLM_LOGGING_LEVEL" not in whole:
+    if shared is not None:
         return await shared.start(module, *args, env=whole, fds=fds)
     command = [sys.executable, "-m", module, *args, *map(str, fds)]
     return await asyncio.create_subprocess_exec(*command, pass_fds=fds, cwd=ROOT, env=whole)

@@ -108,16 +108,16 @@ class _Parent:
 
 def _import_vllm() -> None:
     """Imports, in the environment that an engine of the tests sets up before it does. An engine in
-    a child finds it so: it could not be set up again."""
+    a child sets it up again: of what it asks for, the import has settled the threads alone."""
+    set_up = vllm_env.apply_environment
     os.environ.pop("OMP_NUM_THREADS")  # set for numpy, which has read it by now
-    before = dict(os.environ)
-    vllm_env.apply_environment(VllmSettings(str(Path.cwd()), "", threads=1))
-    applied = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    set_up(VllmSettings(str(Path.cwd()), "", threads=1))
 
     def apply_environment(settings: VllmSettings) -> None:
         assert settings.threads in (None, 1)
-        assert settings.kv is None or settings.kv.connector == "pdserve"
-        os.environ.update(applied)
+        imported = sys.modules.pop("vllm")  # it refuses once that is there
+        set_up(settings)
+        sys.modules["vllm"] = imported
 
     vllm_engine.apply_environment = apply_environment
     for name in _MODULES:
