@@ -8,6 +8,7 @@ import socket
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from up_process import run_cli, up
 
@@ -60,6 +61,27 @@ def test_it_serves_and_stops_without_a_trace_when_told(
         assert running.wait() == 0, running.output
         assert running.survivors() == []
         assert not running.ready_path.exists()
+
+
+def test_several_routers_serve_at_one_port(tmp_path: Path) -> None:
+    """Each listens there; whoever is given a connection knows all workers, and can answer."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    with up(tmp_path, "--routers", "2", "--shared-http-port", str(port)) as running:
+        ready = running.wait_until_serving()
+        for router in ready["routers"]:
+            listening = [
+                x.laddr.port
+                for x in psutil.Process(router["pid"]).net_connections(kind="tcp")
+                if x.status == psutil.CONN_LISTEN
+            ]
+            assert port in listening
+        for _ in range(8):  # a new connection each
+            with ask(f"http://127.0.0.1:{port}", max_tokens=2) as response:
+                assert response.read().endswith(b"data: [DONE]\n\n")
+        running.send(signal.SIGTERM)
+        assert running.wait() == 0, running.output
+        assert running.survivors() == []
 
 
 def test_it_says_what_to_paste(tmp_path: Path) -> None:
