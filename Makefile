@@ -3,7 +3,7 @@
 # TORCH_INDEX=URL  package index to take torch from, such as one that has CPU builds only
 # PYTHON=python3   interpreter that makes the environment
 # ARGS=...         passed on by run, bench and test
-# JOBS=2           processes that share the tests out by file
+# JOBS=2           processes that share the tests out
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -27,8 +27,9 @@ HEADERS := $(wildcard kv_transfer/*.h)
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 CODE := pdserve router workers kv_transfer benchmarks
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: help install run test test-unit test-vllm test-gpu lint format typecheck proto proto-check \
+.PHONY: help install run test test-all test-gpu lint format typecheck proto proto-check size \
 	docs check bench clean
 
 help: ## list the targets
@@ -41,19 +42,22 @@ install: $(STAMP) ## make the environment in .venv, or bring it up to date
 run: $(STAMP) ## start one prefill worker, one decode worker and the router
 	@exec $(BIN)/pdserve up $(ARGS)
 
-test: check ## everything: lint, types, protos and all tests, those on real vLLM too
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: check ## before every commit: lint, types, protos, and the tests that take minutes
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-unit: $(STAMP) ## the tests that need no vLLM
-	$(BIN)/python -m pytest -m "not vllm and not gpu" $(ARGS)
+test-all: check ## every test: also soak, chaos, comparisons, resharding and upstream connectors
+	$(PYTEST) -m "not gpu" --hypothesis-profile=deep $(ARGS)
 
-test-vllm: $(STAMP) ## the tests on real vLLM engines
-	$(BIN)/python -m pytest -m vllm $(ARGS)
-
-test-gpu: $(STAMP) ## the tests on a CUDA GPU; they say why where they skip
+test-gpu: $(STAMP) ## the tests that need a CUDA GPU; each says why it is skipped
 	$(BIN)/python -m pytest -m gpu -rs $(ARGS)
 
-check: lint typecheck proto-check ## all that can be said without running the code
+check: lint typecheck proto-check size ## everything that can be said without running the code
+
+size: ## lines of code by package, without generated stubs
+	@for package in $(CODE) examples deploy tests; do \
+		git ls-files $$package | { grep -E '\.(py|c|h|js|mjs)$$' || true; } | { grep -v '^pdserve/v1/' || true; } \
+			| xargs -r cat | awk -v name=$$package 'END {printf "  %-12s %6d lines\n", name, NR}'; \
+	done
 
 lint: $(STAMP) ## style and common mistakes
 	$(BIN)/ruff check .
@@ -104,10 +108,13 @@ $(TORCH_STAMP): | $(BIN)/python
 
 $(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(HEADERS) $(TORCH_STAMP)
 	@echo "installing the packages of $(LOCK)"
-	@$(PIP) install --no-deps -r $(LOCK) 2>$(PIP_LOG) \
-		| awk -v total=$$(grep -c '^[A-Za-z]' $(LOCK)) ' \
-		/\(from -r/ {printf "\r  %d of %d", ++n, total; fflush()} \
-		/^Installing/ {printf "\n  unpacking\n"; fflush()} \
-		END {if (n) print ""}' || $(SHOW_PIP_LOG)
+	@$(PIP) install --no-deps -r $(LOCK) 2>$(PIP_LOG) | { \
+		total=$$(grep -c '^[A-Za-z]' $(LOCK)); n=0; next=10; \
+		while read -r line; do case "$$line" in \
+			*"(from -r"*) n=$$((n + 1)); \
+				if [ -t 1 ]; then printf '\r  %d of %d' $$n $$total; \
+				elif (( SECONDS >= next )); then echo "  $$n of $$total"; next=$$((SECONDS + 10)); fi;; \
+			Installing*) [ ! -t 1 ] || echo; echo "  unpacking $$n packages";; \
+		esac; done; } || $(SHOW_PIP_LOG)
 	@$(PIP) install -q --no-deps --no-build-isolation -e . 2>$(PIP_LOG) || $(SHOW_PIP_LOG)
 	@touch $@

@@ -21,8 +21,11 @@ TESTS = Path(__file__).parent
 settings.register_profile(
     "explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
-settings.register_profile("suite", settings.get_profile("explore"), derandomize=True, database=None)
-settings.load_profile("suite")
+settings.register_profile("deep", settings.get_profile("explore"), derandomize=True, database=None)
+settings.register_profile(
+    "quick", settings.get_profile("deep"), max_examples=25, stateful_step_count=25
+)
+settings.load_profile("quick")
 
 # Programs that are sent Ctrl-C inherit that it is ignored, as a shell has it for what it starts in
 # the background.
@@ -30,19 +33,35 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# In order of how long a file of theirs may take.
-_LONGEST_FIRST = ("vllm", "integration", "soak")
+# Folders whose tests take long. They start first, so that all processes end together.
+_LONGEST_FIRST = ("slow", "soak", "vllm", "e2e", "integration")
+_SLOW_FOLDERS = ("slow", "soak")
+# Fixtures of session scope that start engines. Tests which use them run in one process.
+_SHARED_ENGINES = {"aggregated", "prefill", "pair_shm", "pair_tcp"}
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where processes share the files out, the long ones come first, so that all end together."""
+def _group(item: pytest.Item) -> str | None:
+    """Return the xdist group of a test, or None if any process may run it."""
+    folder = item.path.relative_to(TESTS).parts[0]
+    if _SHARED_ENGINES & set(getattr(item, "fixturenames", ())):
+        return "shared engines"
+    return None if folder == "unit" else item.path.stem
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder, and group those that share a fixture that starts processes."""
 
     def place(item: pytest.Item) -> int:
-        directory = item.path.relative_to(TESTS).parts[0]
-        return [*_LONGEST_FIRST, directory].index(directory)
+        folder = item.path.relative_to(TESTS).parts[0]
+        return [*_LONGEST_FIRST, folder].index(folder)
 
-    if hasattr(config, "workerinput"):
-        items.sort(key=place)
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in _SLOW_FOLDERS:
+            item.add_marker(pytest.mark.slow)
+        if group := _group(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

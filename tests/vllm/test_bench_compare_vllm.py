@@ -11,7 +11,7 @@ import pytest
 
 from tests.patience import HUNG_S, START_S
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(HUNG_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(HUNG_S)]
 # What a busy machine does to a measurement, and the result says.
 OF_THE_MACHINE = ("sent late", "arms that should have waited used", "other processes used")
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROWS = ("freeze_decode", "corrupt_transfers", "abort_storm", "kill_decode")
 PATIENCE_S = 900.0
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(PATIENCE_S + 60)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(PATIENCE_S + 60)]
 
 
 def test_answers_are_right_and_nothing_is_left_whatever_is_done_to_a_service(

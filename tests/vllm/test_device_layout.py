@@ -21,7 +21,7 @@ from kv_transfer.device.region import device_region
 from kv_transfer.gather import gather
 from kv_transfer.step import StepMetadata
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 5, 2, 32, 8
 
 

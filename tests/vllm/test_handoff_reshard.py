@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pdserve.types import FinishReason
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(HUNG_S),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot, KvState
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(600),

@@ -13,7 +13,7 @@ from kv_transfer.memory import KvRegion
 from kv_transfer.reshard import Span
 from kv_transfer.vllm_packing import isa_of, order_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 HEADS, HEAD_SIZE, BLOCKS, TOKENS = 2, 64, 4, 100
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.vllm.engines import EngineProcess
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(HUNG_S),

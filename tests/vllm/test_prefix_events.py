@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tests.vllm.pair import Pair
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(HUNG_S),

@@ -14,7 +14,7 @@ from kv_transfer.scheduler import SchedulerHalf
 from pdserve.errors import TransferCorrupted
 from pdserve.types import ErrorInfo, TransferReport
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 FAILED = ErrorInfo(TransferCorrupted.code, "came damaged")
 

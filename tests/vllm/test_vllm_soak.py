@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.vllm.pair import Joined
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(600),
