@@ -72,17 +72,10 @@ class RouterConfig:
     )
     policy: str = key("slo_aware", "How requests are placed on workers.", choices=POLICIES)
     prefix_max_blocks: int = key(
-        10_000_000,
-        "Most KV blocks that the index of the workers' prefix caches remembers, at some 18 bytes "
-        "each, or 70 without the compiled table; 0 keeps no index.",
+        2_000_000,
+        "Most KV blocks in the index of the workers' prefix caches, about 100 bytes each. 0: no "
+        "index.",
         minimum=0,
-    )
-    prefix_interval_s: float = key(
-        0.1,
-        "Least time between two updates of a worker's prefix cache. The router spends about 0.2 ms "
-        "on each, so many busy workers ask for more.",
-        minimum=0,
-        maximum=60,
     )
     decision_log_size: int = key(
         1024, "Placement decisions kept for `pdserve explain`; 0 keeps none.", minimum=0

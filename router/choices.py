@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from router.member import Member
     from router.metrics import RouterMetrics
     from router.placement.values import Demand
-    from router.prefix.metrics import PrefixMetrics
+    from router.prefix import PrefixMetrics
     from router.retry_budget import RetryBudget
 
 logger = logging.getLogger(__name__)

@@ -71,7 +71,7 @@ class Coordinator:
         self._tracing = tracing
         self._admission = Admission(limits or AdmissionLimits(), tenants=tenants)
         watches = fleet.watches
-        prefix = None if watches is None else watches.lookup
+        prefix = watches
         self._booker = Booker(
             fleet,
             policy,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
     from router.member import Member
     from router.pool import PoolAction
-    from router.prefix.watch import CacheWatches
+    from router.prefix import PrefixWatcher
     from router.worker_link import LinkSettings
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Fleet:
         router_id: str,
         lease_s: float = 5.0,
         quarantine_s: float = 60.0,
-        watches: CacheWatches | None = None,
+        watches: PrefixWatcher | None = None,
         detection: DetectionConfig | None = None,
         link_settings: LinkSettings | None = None,
         dialer: Dialer = PLAIN,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from router.handoff_actions import Resubmit
     from router.leg_stream import LegStream
     from router.member import Member
-    from router.prefix.metrics import PrefixMetrics
+    from router.prefix import PrefixMetrics
 
 
 class TenantObserver(Protocol):

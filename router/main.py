@@ -41,7 +41,7 @@ from router.metrics import RouterMetrics
 from router.open_requests import OpenRequests
 from router.placement.policies.by_name import POLICIES
 from router.prefill_queue import PrefillQueue
-from router.prefix.watch import CacheWatches, WatchSettings
+from router.prefix import PrefixWatcher
 from router.registry import Registry
 from router.roles.flips import Flips
 from router.roles.rebalancer import Rebalancer
@@ -74,7 +74,7 @@ class RouterServer:
     what it knows of the workers' prefix caches, None before the start and where it keeps none."""
 
     def __init__(self, config: RouterConfig) -> None:
-        self.watches: CacheWatches | None = None
+        self.watches: PrefixWatcher | None = None
         self._config = config
         self._stack = AsyncExitStack()
         self._open_requests = OpenRequests()
@@ -147,10 +147,9 @@ class RouterServer:
     async def _open_fleet(self, router_id: str) -> Fleet:
         config, dials = self._config, dialer(self._config.access)
         if config.prefix_max_blocks:
-            self.watches = CacheWatches(
+            self.watches = PrefixWatcher(
                 router_id,
                 max_blocks=config.prefix_max_blocks,
-                settings=WatchSettings(interval_s=config.prefix_interval_s),
                 dialer=dials,
             )
         fleet = Fleet(

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from pdserve.kv_metrics import KvCollector
 from router.counts import Counts
 from router.histograms import Histograms
-from router.prefix.metrics import PrefixMetrics
+from router.prefix import PrefixMetrics
 from router.roles.metrics import RoleMetrics
 from router.tenant_metrics import TenantMetrics
 from router.token_gaps import BOUNDS_S

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from pdserve import prefix_hash
 from pdserve.lean import lean
 
 if TYPE_CHECKING:
@@ -38,6 +39,20 @@ class Demand:
     token_ids: tuple[int, ...] = field(default=(), repr=False)
     forks: int = 0
     fork_tokens: int = 0
+    _hashes: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
+
+    def block_hashes(self, block_size: int) -> list[int]:
+        """Return the chain hashes of the prompt's blocks that an engine can take from its cache,
+        computed once per block size."""
+        hashes = self._hashes.get(block_size)
+        if hashes is None:
+            hashes = self._hashes[block_size] = prefix_hash.chain(
+                self.token_ids,
+                block_size,
+                prefix_hash.root(self.model, block_size),
+                blocks=prefix_hash.usable_blocks(len(self.token_ids), block_size),
+            )
+        return hashes
 
     def without_tokens(self) -> Demand:
         """As a log may keep it. Written out: `replace` takes three times as long."""

@@ -20,7 +20,6 @@ from pdserve.types import Role, SamplingParams
 from router import pool
 from router.cost import book, meter
 from router.cost.transfer_model import TransferModel
-from router.prefix import lookup
 from tests.cluster import LEASE_S, Cluster
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ OURS = ("router.", "pdserve.", "_asyncio.", "asyncio.locks.", "asyncio.queues.")
 
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    monkeypatch.setattr(lookup, "MAX_PROMPTS", KEPT)
     monkeypatch.setattr(meter, "MAX_OUTCOMES", KEPT)
     monkeypatch.setattr(pool, "FORGET_AFTER_S", 0.0)
     monkeypatch.setattr(book, "PRIOR_S", 0.0)

@@ -45,7 +45,7 @@ async def until_indexed(cluster: Cluster, *prompts: list[int]) -> None:
             for token_ids in prompts:
                 chain = prefix_hash.chain(token_ids, BLOCK, root)
                 held = sum(x in worker.worker.cache.blocks for x in chain)
-                if watches.index.lengths(chain).get(name, 0) != held:
+                if watches.index.cached_blocks(chain).get(name, 0) != held:
                     return False
         return True
 
@@ -91,7 +91,7 @@ async def test_what_a_worker_had_is_gone_with_it() -> None:
             await ask(cluster, prompt(1))
         watches = cluster.router.watches
         assert watches is not None
-        assert watches.index.blocks == 8
+        assert len(watches.index) == 8
         await cluster.kill("prefill-0")
         await cluster.until_state("prefill-0", "lost")
         await cluster.add("prefill-0", Role.PREFILL)
@@ -103,4 +103,4 @@ async def test_what_a_worker_had_is_gone_with_it() -> None:
         assert found == {"exact": 4, "predicted": 14 * BLOCK, "reported": 14 * BLOCK}
         await cluster.kill("prefill-0")
         await cluster.kill("decode-0")
-        await cluster.until(lambda: watches.index.blocks == 0)
+        await cluster.until(lambda: len(watches.index) == 0)

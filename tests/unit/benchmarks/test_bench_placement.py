@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from benchmarks.placement import prefix
 from benchmarks.placement.__main__ import main
 from benchmarks.placement.pool import MODEL, busy_pool
 from router.placement.policies.by_name import POLICIES
@@ -30,13 +29,3 @@ def test_its_pool_can_be_placed_on() -> None:
 def test_a_pool_that_cannot_be_is_refused(workers: str) -> None:
     with pytest.raises(SystemExit):
         main(["--workers", workers])
-
-
-def test_the_prefix_index_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prefix.main(["--json", "--blocks", "20000", "--workers", "12", "--samples", "40"]) == 0
-    rows = {row["what"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert rows["workers"]["p50"] == 12
-    assert rows["blocks"]["p50"] > 15_000
-    timed = [row for row in rows.values() if row["unit"] == "µs"]
-    assert len(timed) >= 10
-    assert all(row["p50"] > 0 for row in timed)

@@ -18,7 +18,7 @@ from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
 from router.member import Member
-from router.prefix.watch import CacheWatches, WatchSettings
+from router.prefix import PrefixWatcher, WatchSettings
 from tests.fakes import MODEL, worker_info
 from tests.patience import WAIT_S
 from workers.cache_feed import CacheFeed
@@ -109,11 +109,11 @@ class WatchedWorker:
         self.worker.cache.changed(self.mirror.take())
 
 
-def depth(watches: CacheWatches, name: str, *tokens: int) -> int:
+def depth(watches: PrefixWatcher, name: str, *tokens: int) -> int:
     """Blocks of a prompt that the index says a worker has."""
     ids = [t for t in tokens for _ in range(SIZE)]
     chain = prefix_hash.chain(ids, SIZE, prefix_hash.root(MODEL.name, SIZE))
-    return watches.index.lengths(chain).get(name, 0)
+    return watches.index.cached_blocks(chain).get(name, 0)
 
 
 async def until(what: Callable[[], object]) -> None:
@@ -127,22 +127,21 @@ async def until(what: Callable[[], object]) -> None:
 @asynccontextmanager
 async def watching(
     *members: Member, router_id: str = "r1", max_blocks: int = 1000
-) -> AsyncIterator[CacheWatches]:
+) -> AsyncIterator[PrefixWatcher]:
     """Ends by asserting that no block is left."""
-    watches = CacheWatches(router_id, max_blocks=max_blocks, settings=FAST)
+    watches = PrefixWatcher(router_id, max_blocks=max_blocks, settings=FAST)
     for member in members:
         watches.open(member)
     try:
         yield watches
     finally:
         closing = [watches.close(member) for member in list(watches._watches)]
-        assert watches.lookup._sizes == {}
-        assert watches.index._sets.live == 0
+        assert not watches._block_sizes
         if closing:
             await asyncio.wait(closing)
         await until(lambda: not watches.index.needs_purge)
         await watches.aclose()
-        assert (watches.index.blocks, watches.index.distinct_sets) == (0, 0)
+        assert len(watches.index) == 0
 
 
 async def test_a_snapshot_and_what_changes_after_it() -> None:
@@ -184,7 +183,7 @@ async def test_random_changes_of_a_few_workers_end_in_what_they_hold() -> None:
             worker.service.losing = 0
             worker.store(9)
         held = {w: set(w.worker.cache.blocks) for w in (a, b)}
-        await until(lambda: watches.synced == 2 and watches.index.blocks == len(held[a] | held[b]))
+        await until(lambda: watches.synced == 2 and len(watches.index) == len(held[a] | held[b]))
         for worker, name in ((a, "a"), (b, "b")):
             for key in worker.keys:
                 reached = [bytes(key[: i + 1]) in worker.keys for i in range(len(key))]
@@ -230,7 +229,7 @@ async def test_a_member_that_is_removed_is_found_no_more_at_once() -> None:
             closing = watches.close(a.member)
             assert depth(watches, "a", 1, 2) == 0
             await asyncio.wait([closing])
-            await until(lambda: watches.index.blocks == 0)
+            await until(lambda: len(watches.index) == 0)
             await until(lambda: a.worker.cache.watchers == 0)
 
 
@@ -313,7 +312,8 @@ async def test_a_worker_that_does_not_tell_its_cache_is_left_alone() -> None:
         async with watching() as watches:
             member = Member(info, lease_end=0.0)
             watches.open(member)
-            task = watches._watches[member]._task
+            task = watches._watches[member].task
+            assert task is not None
             await asyncio.wait([task], timeout=WAIT_S)
             assert task.done()
             assert (watches.synced, watches.resyncs) == (0, {})

@@ -1,1 +1,0 @@
-"""Which workers hold the KV of which prompts: an index fed by the workers themselves."""
