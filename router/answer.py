@@ -75,6 +75,15 @@ def merge(deltas: list[AnswerDelta]) -> AnswerDelta:
     )
 
 
+class Out(Protocol):
+    """Where the deltas of one request go."""
+
+    def write(self, delta: AnswerDelta) -> bool:
+        """Take a delta at once. Return False if the reader is too far behind: the request is then
+        cancelled."""
+        ...
+
+
 class AnswerSink(Protocol):
     """Where an answer goes as it is made."""
 
@@ -279,6 +288,11 @@ class Generates(Protocol):
 
     def generate(self, request: GenerateRequest) -> AnswerStream:
         """The answer to `request`; nothing happens until it is entered."""
+        ...
+
+    async def serve(self, request: GenerateRequest, out: Out) -> None:
+        """Write the answer to `request` to `out`. Raises PdserveError, before or after some deltas
+        were written."""
         ...
 
     def models(self) -> Mapping[str, ModelInfo]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from pdserve.errors import PdserveError, Unavailable
+from pdserve.errors import Cancelled, PdserveError, Unavailable
 from pdserve.failure_config import FallbackConfig
 from router.admission import Admission, AdmissionLimits, bid_of
 from router.answer import AnswerStream
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pdserve.tracing import Tracing
     from pdserve.types import GenerateRequest, ModelInfo
     from router.admission.tenants import Tenants
-    from router.answer import AnswerBuffer, BufferLimits
+    from router.answer import AnswerBuffer, BufferLimits, Out
     from router.cost.book import CostBook
     from router.decisions.log import DecisionLog
     from router.fleet import Fleet
@@ -158,6 +158,14 @@ class Coordinator:
                 await admit_traced(self._tracing, self._open, request, buffer, stack)
 
         return AnswerStream(open_answer, self._buffer_limits)
+
+    async def serve(self, request: GenerateRequest, out: Out) -> None:
+        """Admit `request`, place it, and write its answer to `out`. Raises PdserveError as
+        `generate` does when it is entered and iterated."""
+        async with self.generate(request) as answer:
+            async for delta in answer:
+                if not out.write(delta):
+                    raise Cancelled("the client does not read its answer")
 
     async def _open(self, request: GenerateRequest, buffer: AnswerBuffer, stack: Releases) -> None:
         self._open_requests += 1
