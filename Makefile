@@ -83,8 +83,8 @@ proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
 docs: $(STAMP) ## generate docs/configuration.md from the schema
 	$(BIN)/python -m pdserve.config_docs
 
-bench: $(STAMP) ## compare 1P1D with two aggregated workers on the shipped traces; 7 minutes
-	$(BIN)/python -m benchmarks.standard $(ARGS)
+bench: $(STAMP) ## compare 1P1D with two aggregated workers on a shipped trace
+	$(BIN)/pdserve bench compare --arms 1P1D,2A --trace chat --kv-cache-mib 512 $(ARGS)
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

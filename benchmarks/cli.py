@@ -14,7 +14,6 @@ from benchmarks.compare.cli import add_compare
 from benchmarks.options import (
     SLO_METRICS,
     TRACE_HELP,
-    columns,
     fraction,
     positive_float,
     positive_int,
@@ -48,8 +47,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_replay(commands)
     add_compare(commands).set_defaults(handler=_compare)
     _add_report(commands)
-    _add_convert(commands)
-    _add_describe(commands)
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -150,64 +147,14 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     report = commands.add_parser(
         "report",
         help="print a result again, or make its report",
-        description="Derive the figures from the timelines of a result of replay or compare, or of "
-        "a kept set (benchmarks/results). Exit status: 0, 2 if the file is no result, 3 if it is "
+        description="Derive the figures from the timelines of a result of replay or compare. "
+        "Exit status: 0, 2 if the file is no result, 3 if it is "
         "of an invalid comparison.",
     )
     report.set_defaults(handler=_report)
     report.add_argument("result", type=Path, metavar="FILE", help="what --out wrote")
-    report.add_argument("--only", metavar="NAME", help="of a kept set, this comparison alone")
     report.add_argument("--html", type=Path, metavar="OUT", help="write a report (of a comparison)")
     report.add_argument("--json", action="store_true", help="print the summary as JSON")
-
-
-def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    convert = commands.add_parser(
-        "convert", help="write a trace as canonical JSON lines, with what is known of it beside it"
-    )
-    convert.set_defaults(handler=_convert)
-    _add_input(convert)
-    convert.add_argument("output", type=Path, metavar="OUTPUT", help="a new .jsonl file")
-    convert.add_argument("--name", help="what results call the trace (default: OUTPUT's stem)")
-    convert.add_argument("--force", action="store_true", help="replace OUTPUT if it exists")
-    other = convert.add_argument_group("a trace of another format")
-    other.add_argument(
-        "--columns",
-        type=columns,
-        metavar="TIME,INPUT,OUTPUT",
-        help="columns of a .csv, or fields of a .jsonl, that hold arrival and tokens",
-    )
-    other.add_argument(
-        "--time-unit", choices=TIME_UNITS, default="s", help="of the first column (default: s)"
-    )
-    other.add_argument(
-        "--drop-empty", action="store_true", help="leave out rows without input or output"
-    )
-    _add_shape(convert.add_argument_group("as a replay would have it, for other clients"))
-    convert.add_argument("--rate", type=positive_float, metavar="R", help="requests a second")
-    convert.add_argument(
-        "--unique-blocks",
-        type=positive_int,
-        metavar="TOKENS",
-        help="give rows without prefix ids ids of their own, for blocks of so many tokens",
-    )
-
-
-def _add_describe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    describe = commands.add_parser("describe", help="print a trace's statistics")
-    describe.set_defaults(handler=_describe)
-    _add_input(describe)
-    describe.add_argument("--json", action="store_true", help="print JSON, not a table")
-
-
-def _add_input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", metavar="TRACE", help=TRACE_HELP)
-    parser.add_argument(
-        "--from", dest="file_format", choices=FORMATS, help="its format (default: by the suffix)"
-    )
-    parser.add_argument(
-        "--block-size", type=positive_int, help="tokens per hash id, if no .meta.json says it"
-    )
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -307,60 +254,9 @@ def _report(args: argparse.Namespace) -> int:
     from benchmarks.compare.files import report
 
     def work() -> int:
-        return report(args.result, html=args.html, as_json=args.json, only=args.only)
+        return report(args.result, html=args.html, as_json=args.json)
 
     return _refusing(work)
-
-
-def _convert(args: argparse.Namespace) -> int:
-    return _refusing(lambda: _run_convert(args))
-
-
-def _run_convert(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from benchmarks.convert import shape_trace
-    from benchmarks.errors import BenchError
-    from benchmarks.trace import load_trace, write_trace
-    from benchmarks.trace_columns import Columns, load_columns
-    from benchmarks.workload import Shape
-
-    if args.output.exists() and not args.force:
-        raise BenchError(f"{args.output} exists; --force replaces it")
-    if args.columns is not None:
-        at, given, made = args.columns
-        named = Columns(at, given, made, args.time_unit)
-        trace = load_columns(Path(args.trace), named, drop_empty=args.drop_empty)
-    else:
-        trace = load_trace(args.trace, file_format=args.file_format, block_size=args.block_size)
-    shape = _shape(args)
-    if shape != Shape() or args.rate or args.unique_blocks:
-        trace = shape_trace(trace, shape, rate_per_s=args.rate, unique_blocks=args.unique_blocks)
-    meta = replace(trace.meta, name=args.name or args.output.stem)
-    write_trace(replace(trace, meta=meta), args.output)
-    sys.stdout.write(f"{args.output}: {len(trace.requests)} requests\n")
-    return EXIT_OK
-
-
-def _describe(args: argparse.Namespace) -> int:
-    return _refusing(lambda: _run_describe(args))
-
-
-def _run_describe(args: argparse.Namespace) -> int:
-    import json
-
-    from benchmarks.describe import describe
-    from benchmarks.report import render_description, stdout_console
-    from benchmarks.result import jsonable
-    from benchmarks.trace import load_trace
-
-    trace = load_trace(args.trace, file_format=args.file_format, block_size=args.block_size)
-    found = describe(trace)
-    if args.json:
-        sys.stdout.write(json.dumps(jsonable(found), indent=2) + "\n")
-    else:
-        render_description(found, stdout_console())
-    return EXIT_OK
 
 
 def _refusing(run: Callable[[], int]) -> int:

@@ -68,11 +68,3 @@ def _duration_s(name: str, text: str) -> float:
     raise argparse.ArgumentTypeError(
         f"{name}={text}: give a time above 0 with its unit, such as 500ms or 0.5s"
     )
-
-
-def columns(text: str) -> tuple[str, str, str]:
-    """The names of three columns."""
-    names = tuple(name.strip() for name in text.split(","))
-    if len(names) != 3 or not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is not three names: TIME,INPUT,OUTPUT")
-    return names[0], names[1], names[2]

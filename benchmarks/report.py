@@ -12,7 +12,6 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from benchmarks.describe import Description
     from benchmarks.metrics import Summary
     from benchmarks.receipts import ReceiptSummary
     from benchmarks.result import ReplayResult
@@ -54,16 +53,6 @@ def render_result(result: ReplayResult, console: Console) -> None:
         )
     if summary.degraded:
         _line(console, f"DEGRADED: {summary.degraded}")
-
-
-def render_description(description: Description, console: Console) -> None:
-    """Print a trace's statistics."""
-    table = Table(title=description.name, show_header=False, title_justify="left")
-    table.add_column()
-    table.add_column(justify="right")
-    for label, value in _description_rows(description):
-        table.add_row(label, value)
-    console.print(table)
 
 
 def _line(console: Console, text: str) -> None:
@@ -161,41 +150,3 @@ def _receipt_lines(receipts: ReceiptSummary) -> list[str]:
 
 def _tally(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in counts.items()) or "none"
-
-
-def _description_rows(found: Description) -> list[tuple[str, str]]:
-    rows = [
-        ("requests", f"{found.requests:,}"),
-        ("duration", f"{found.duration_s:,.1f} s"),
-        ("requests per second", f"{found.requests_per_s:.2f}"),
-        ("inter-arrival CV", f"{found.interarrival_cv:.2f}"),
-        ("zero inter-arrivals", f"{found.zero_interarrivals:.1%}"),
-    ]
-    if found.tick_s is not None:
-        rows.append(("arrivals are rounded to", f"{found.tick_s:g} s"))
-    rows += [
-        (f"peak/mean, Fano in {item.width_s} s", f"{item.peak_to_mean:.2f}, {item.fano:.2f}")
-        for item in found.burstiness
-    ]
-    rows += _length_rows("input", found.input_tokens) + _length_rows("output", found.output_tokens)
-    rows += [
-        ("outputs of 1 token", str(found.single_token_outputs)),
-        ("output tokens / input tokens", f"{found.output_to_input:.3f}"),
-    ]
-    if (reuse := found.reuse) is not None:
-        rows += [
-            ("prefix block", f"{reuse.block_size} tokens, {reuse.distinct_blocks:,} distinct"),
-            ("shared prefix, of tokens", f"{reuse.token_hit:.1%}"),
-            ("shared prefix, of blocks", f"{reuse.block_hit:.1%}"),
-            ("requests with a shared prefix", f"{reuse.request_hit:.1%}"),
-        ]
-    rows += [(f"fit {limit:,} tokens", f"{share:.1%}") for limit, share in found.fits]
-    return rows
-
-
-def _length_rows(label: str, found: Distribution) -> list[tuple[str, str]]:
-    return [
-        (f"{label} tokens, mean", f"{found.mean:,.1f}"),
-        (f"{label} p50 / p90 / p99", f"{found.p50:,.0f} / {found.p90:,.0f} / {found.p99:,.0f}"),
-        (f"{label} min / max", f"{found.min:,.0f} / {found.max:,.0f}"),
-    ]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from pdserve import __version__
 from pdserve.commands import (
     bench,
-    chaos,
     chat,
     config,
     drain,
@@ -21,11 +20,7 @@ from pdserve.commands import (
     flip,
     generate,
     hash_key,
-    plan,
-    profile,
-    replay_decisions,
     router,
-    simulate,
     status,
     top,
     up,
@@ -47,14 +42,9 @@ _COMMANDS = (
     explain,
     flip,
     drain,
-    replay_decisions,
     config,
-    profile,
-    simulate,
-    plan,
     hash_key,
     bench,
-    chaos,
 )
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -14,11 +14,8 @@ from benchmarks.errors import BenchError
 from benchmarks.report import render_result, stdout_console
 from benchmarks.result import SCHEMA as REPLAY_SCHEMA
 from benchmarks.result import jsonable, read_result
-from benchmarks.standard.sets import SCHEMA as SET_SCHEMA
-from benchmarks.standard.sets import read_standard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
 EXIT_OK, EXIT_INVALID = 0, 3
@@ -40,9 +37,8 @@ def read_compare(path: Path) -> CompareResult:
         raise BenchError(f"{path}: {error}") from None
 
 
-def report(path: Path, *, html: Path | None, as_json: bool, only: str | None = None) -> int:
-    """Print a result again from its timelines, or those of a kept set, all or one; returns the exit
-    status."""
+def report(path: Path, *, html: Path | None, as_json: bool) -> int:
+    """Print a result again from its timelines; returns the exit status."""
     whole = _read(path)
     schema = whole.get("schema") if isinstance(whole, dict) else None
     if schema == REPLAY_SCHEMA:
@@ -54,32 +50,15 @@ def report(path: Path, *, html: Path | None, as_json: bool, only: str | None = N
         else:
             render_result(replay, stdout_console())
         return EXIT_OK
-    results = read_standard(path).results if schema == SET_SCHEMA else {"": read_compare(path)}
-    if only is not None:
-        if only not in results:
-            raise BenchError(f"{path} has no comparison called {only!r}, but {_names(results)}")
-        results = {only: results[only]}
-    if len(results) > 1 and (as_json or html is not None):
-        raise BenchError(f"{path} has several comparisons; say --only one of {_names(results)}")
-    return max(_report_one(x, name, html, as_json=as_json) for name, x in results.items())
-
-
-def _report_one(result: CompareResult, name: str, html: Path | None, *, as_json: bool) -> int:
+    result = read_compare(path)
     summary = summarise_compare(result)
     if html is not None:
         write_text(html, render_page(result))
     if as_json:
         _print(jsonable(summary))
     else:
-        console = stdout_console()
-        if name:
-            console.print(name, style="bold", markup=False)
-        render_compare(result, summary, console)
+        render_compare(result, summary, stdout_console())
     return EXIT_INVALID if summary.validity.invalid else EXIT_OK
-
-
-def _names(results: Iterable[str]) -> str:
-    return ", ".join(name for name in results if name) or "one without a name"
 
 
 def _print(value: object) -> None:

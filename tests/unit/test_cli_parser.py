@@ -18,12 +18,12 @@ from pdserve.commands.options import all_keys, api_key_from, config_from
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
-    *(ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "benchmarks" / "README.md"),
+    *(ROOT / "README.md", ROOT / "SECURITY.md"),
     *sorted((ROOT / "docs").glob("*.md")),
 )
 COMMANDS = (
-    *("up", "router", "worker", "generate", "chat", "status", "config", "bench", "profile"),
-    *("explain", "replay-decisions", "hash-key", "drain", "undrain", "simulate", "plan", "chaos"),
+    *("up", "router", "worker", "generate", "chat", "status", "config", "bench"),
+    *("explain", "hash-key", "drain", "undrain"),
 )
 SHELL_BLOCK = re.compile(r"```(?:sh|bash|console)\n(.*?)```", re.DOTALL)
 MAKE_TARGET = re.compile(r"^([a-z-]+):.*##", re.MULTILINE)

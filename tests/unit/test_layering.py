@@ -27,18 +27,13 @@ TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "benchmarks": (frozenset({"pdserve"}), frozenset()),
 }
 # Measure the KV plane without engines; on a GPU, with torch.
-MEASURES_KV = ("benchmarks/kv_transfer/", "benchmarks/gpu/")
+MEASURES_KV = ("benchmarks/kv_transfer/", "benchmarks/micro/")
 # Time decisions by themselves, or make them on a virtual clock: the router's faces are not in it.
-RUNS_ROUTER_CODE = ("benchmarks/placement/", "benchmarks/simulation/")
+RUNS_ROUTER_CODE = ("benchmarks/simulate.py", "benchmarks/plan.py")
 # Puts faults into a worker's own process.
-HURTS_WORKERS = "benchmarks/chaos/hooks/worker.py"
+HURTS_WORKERS = "benchmarks/chaos/faults.py"
 # Run vLLM or make a model by themselves, as what ours is measured against.
-RUNS_TORCH = (
-    "benchmarks/gpu/",
-    "benchmarks/large_model.py",
-    "benchmarks/worker/in_process.py",
-    "benchmarks/compare/plain_serve.py",
-)
+RUNS_TORCH = ("benchmarks/compare/plain_serve.py",)
 # The demo model is trained with torch, and by nothing that serves.
 TRAINING = frozenset({"pdserve/demo/train.py", "pdserve/demo/batches.py"})
 

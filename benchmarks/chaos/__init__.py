@@ -1,1 +1,0 @@
-"""``pdserve chaos``: faults against a real service, and what they cost its clients."""

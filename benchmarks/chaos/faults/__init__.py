@@ -1,1 +1,0 @@
-"""The rows of the matrix: one file a fault."""

@@ -1,1 +1,0 @@
-"""How fast blocks get in and out of staging on a GPU."""

@@ -1,1 +1,0 @@
-"""What placing a request costs the router."""

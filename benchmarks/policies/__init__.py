@@ -1,1 +1,0 @@
-"""The default placement policy beside fixed ones, and whether it ever loses."""

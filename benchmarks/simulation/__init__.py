@@ -1,1 +1,0 @@
-"""A service on a virtual clock: the router's own placement and admission over modelled workers."""

@@ -1,1 +1,0 @@
-"""The router over a thousand modelled workers and more: cost, overload, tenants, a hot prefix."""

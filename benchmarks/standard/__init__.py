@@ -1,1 +1,0 @@
-"""``make bench``: the standard set of comparisons, kept, and shown in the README."""

@@ -1,1 +1,0 @@
-"""What router and worker take of a saturated engine's tokens a second."""
