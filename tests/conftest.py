@@ -43,9 +43,12 @@ _SHARED_ENGINES = {"aggregated", "prefill", "pair_shm", "pair_tcp"}
 def _group(item: pytest.Item) -> str | None:
     """Return the xdist group of a test, or None if any process may run it."""
     folder = item.path.relative_to(TESTS).parts[0]
-    if _SHARED_ENGINES & set(getattr(item, "fixturenames", ())):
-        return "shared engines"
-    return None if folder == "unit" else item.path.stem
+    if folder == "unit":
+        return None
+    is_shared = _SHARED_ENGINES & set(getattr(item, "fixturenames", ()))
+    is_slow = item.get_closest_marker("slow") is not None
+    # All quick tests on real vLLM use one process: it imports vLLM once and forks the engines.
+    return "engines" if is_shared or (folder == "vllm" and not is_slow) else item.path.stem
 
 
 @pytest.hookimpl(tryfirst=True)
