@@ -47,12 +47,12 @@ class Guard:
     def __init__(
         self,
         settings: KvSettings,
-        epoch: str,
+        instance_id: str,
         counters: TransferCounters,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._key = settings.kv_key if settings.checks_capabilities else None
-        self._source = WorkerStart(settings.worker_id, epoch)
+        self._source = WorkerStart(settings.worker_id, instance_id)
         self._clock = clock
         self._counters = counters
 
@@ -70,7 +70,7 @@ class Guard:
                 message.capability,
                 transfer_id=message.transfer_id,
                 source=self._source,
-                target=WorkerStart(link.peer_id, link.peer_epoch),
+                target=WorkerStart(link.peer_id, link.peer_instance_id),
                 now=self._clock(),
             )
         except CapabilityRefused as error:

@@ -16,19 +16,19 @@ class Identity:
     """What a worker says of itself in a handshake. Its `worker_id` counts where capabilities are
     checked."""
 
-    epoch: str
+    instance_id: str
     compatibility: str
     worker_id: str = ""
 
 
 def hello_of(
-    identity: Identity, source_epoch: str, offers: Sequence[dict[str, Any] | None]
+    identity: Identity, producer_instance_id: str, offers: Sequence[dict[str, Any] | None]
 ) -> Hello:
     """A target's first message. None is a transport that it cannot offer."""
     return Hello(
         PROTOCOL_VERSION,
-        identity.epoch,
-        source_epoch,
+        identity.instance_id,
+        producer_instance_id,
         identity.compatibility,
         [offer for offer in offers if offer is not None],
         identity.worker_id,
@@ -39,7 +39,7 @@ def refusal_of(hello: Hello, identity: Identity) -> str | None:
     """Why a source that is `identity` exchanges nothing with who said `hello`, or None."""
     if hello.version != PROTOCOL_VERSION:
         return f"protocol version {hello.version}, not {PROTOCOL_VERSION}"
-    if hello.source_epoch != identity.epoch:
+    if hello.producer_instance_id != identity.instance_id:
         return "the source has been restarted"
     if hello.compatibility != identity.compatibility:
         return f"KV layout {hello.compatibility}, not {identity.compatibility}"

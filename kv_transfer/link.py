@@ -104,7 +104,7 @@ class Link:
         self.source: SourceChannel | None = None
         self.target: TargetChannel | None = None
         self.takes: Takes | None = None  # the target, where it can
-        self.peer_epoch = ""
+        self.peer_instance_id = ""
         self.peer_id = ""
         self.peer_address = ""  # host:port of the other end's socket
         self.is_dialled = False  # by us, as the target
@@ -116,10 +116,10 @@ class Link:
 
     # -- making one
 
-    def dial(self, address: str, identity: Identity, source_epoch: str, slot: int) -> None:
+    def dial(self, address: str, identity: Identity, producer_instance_id: str, slot: int) -> None:
         """Connects as the target, in the background; what is queued meanwhile waits its turn."""
         self.peer_address, self.is_dialled = address, True
-        self._begin(lambda: self._dial(address, identity, source_epoch, slot))
+        self._begin(lambda: self._dial(address, identity, producer_instance_id, slot))
 
     def serve(self, sock: socket.socket, identity: Identity) -> None:
         """Answers as the source, in the background."""
@@ -268,7 +268,7 @@ class Link:
         self.flush()
 
     def _peer(self) -> str:
-        return self.peer_epoch or "a peer without a name"
+        return self.peer_instance_id or "a peer without a name"
 
     # -- handshake
 
@@ -289,7 +289,7 @@ class Link:
             self._down.is_set,
         )
 
-    def _dial(self, address: str, identity: Identity, source_epoch: str, slot: int) -> None:
+    def _dial(self, address: str, identity: Identity, producer_instance_id: str, slot: int) -> None:
         host, _, port = address.rpartition(":")
         try:
             sock = socket.create_connection((host, int(port)), self._timeouts.handshake_s)
@@ -297,15 +297,15 @@ class Link:
             raise KvTransferError(f"{address!r} is no address") from error
         wire = self._open(sock)
         offers = [t.offer(self._local, slot) for t in self._transports.values()]
-        self._stream.write(encode(hello_of(identity, source_epoch, offers)))
+        self._stream.write(encode(hello_of(identity, producer_instance_id, offers)))
         answer = self._stream.read()
         if isinstance(answer, Refusal):
             raise HandshakeRefused(answer.reason)
         if not isinstance(answer, Welcome) or answer.transport not in self._transports:
             raise ProtocolError("the source did not answer the handshake")
-        if answer.epoch != source_epoch:
+        if answer.instance_id != producer_instance_id:
             raise HandshakeRefused("the source has been restarted")
-        self.peer_epoch = answer.epoch
+        self.peer_instance_id = answer.instance_id
         target = self._transports[answer.transport].target(self._local, slot, wire)
         self.target, self.takes = target, target if isinstance(target, Takes) else None
         sock.settimeout(None)
@@ -323,8 +323,8 @@ class Link:
         if refusal is not None or self.source is None:
             self._stream.write(encode(Refusal(refusal or "")))
             raise HandshakeRefused(refusal or "")
-        self.peer_epoch, self.peer_id = hello.epoch, hello.worker_id
-        self._stream.write(encode(Welcome(identity.epoch, self.source.name)))
+        self.peer_instance_id, self.peer_id = hello.instance_id, hello.worker_id
+        self._stream.write(encode(Welcome(identity.instance_id, self.source.name)))
         sock.settimeout(None)
 
     def _choose(self, offers: list[dict[str, Any]], wire: Wire) -> SourceChannel | None:

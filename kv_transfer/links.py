@@ -61,7 +61,9 @@ _FROM_SOURCE = (Chunk, Done, Fail, Alive)
 class Links:
     """See the top of the file. `close` releases everything."""
 
-    def __init__(self, settings: KvSettings, epoch: str, transports: Sequence[Transport]) -> None:
+    def __init__(
+        self, settings: KvSettings, instance_id: str, transports: Sequence[Transport]
+    ) -> None:
         self._settings = settings
         self._transports = transports
         self._local: LocalKv | None = None
@@ -79,8 +81,8 @@ class Links:
         self._released: set[str] = set()
         self.counters = TransferCounters()
         self._pushing = Pushing(self, Sampler(settings.digest))
-        self._publishing = Publishing(self, settings, epoch, transports)
-        self._guard = Guard(settings, epoch, self.counters)
+        self._publishing = Publishing(self, settings, instance_id, transports)
+        self._guard = Guard(settings, instance_id, self.counters)
         self._listener = Listener(settings.host)
         self._closing = False
 
@@ -144,14 +146,14 @@ class Links:
             if link.is_down:
                 self._fence(link, link.reason)
 
-    def link_to(self, address: str, epoch: str) -> Link:
+    def link_to(self, address: str, instance_id: str) -> Link:
         """The link to the source at `address`; dials where there is none."""
-        link = self._outgoing.get((address, epoch))
+        link = self._outgoing.get((address, instance_id))
         if link is None or link.is_down:
             _, identity = self._registered()
             link = self._new_link()
-            self._outgoing[address, epoch] = link
-            link.dial(address, identity, epoch, next(self._slots))
+            self._outgoing[address, instance_id] = link
+            link.dial(address, identity, instance_id, next(self._slots))
         return link
 
     def wait_for_copies(self, transfer_ids: Sequence[str]) -> None:
@@ -326,7 +328,7 @@ class Links:
                 chunk.transfer_id,
                 chunk.first,
                 chunk.count,
-                link.peer_epoch,
+                link.peer_instance_id,
                 link.transport,
             )
 

@@ -57,11 +57,12 @@ class Message(
 class Hello(Message, frozen=True):
     """The target's first message. `offers` are its transports in order of preference, each with
     what the source needs to use it. Its fields stay the same from version 2 on, so that the source
-    can name the version that it refuses. The rights of `worker_id` and `epoch` are checked."""
+    can name the version that it refuses. The rights of `worker_id` and `instance_id` are
+    checked."""
 
     version: Count
-    epoch: str
-    source_epoch: str
+    instance_id: str
+    producer_instance_id: str
     compatibility: str
     offers: list[dict[str, Any]]
     worker_id: str = ""
@@ -70,7 +71,7 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The source's answer: the transport that it chose of those offered."""
 
-    epoch: str
+    instance_id: str
     transport: str
 
 

@@ -5,19 +5,19 @@ There are two ways to write it. Whoever joins the answers of both sides, as our 
 the first token over:
 
 Prefill side: {"role": "source", "transfer_id": str}
-Decode side:  {"role": "target", "transfer_id": str, "source_addresses": ["host:port", ...],
-"source_epoch": str, "capability": str}, the last only where the source checks it. The addresses are
-those of the source's tensor-parallel ranks, in their order. Either, or neither role: {"resume":
-[token, ...]}, the tokens generated elsewhere already. With that the decode side may have {"live":
-true}, where the source has decoded those tokens. Nothing else may be in it.
+Decode side:  {"role": "target", "transfer_id": str, "producer_addresses": ["host:port", ...],
+"producer_instance_id": str, "capability": str}, the last only where the source checks it. The
+addresses are those of the source's tensor-parallel ranks, in their order. Either, or neither role:
+{"resume": [token, ...]}, the tokens generated elsewhere already. With that the decode side may have
+{"live": true}, where the source has decoded those tokens. Nothing else may be in it.
 
 Proxies in front of `vllm serve` write vLLM's own names (docs/kv_transfer.md). There the decode side
 samples the first token again, so that its answer is whole and the prefill side's can be dropped:
 
 Prefill side: {"do_remote_decode": true}, with a "transfer_id" where the proxy makes it
-Decode side:  {"do_remote_prefill": true, "transfer_id": str, "source_addresses": ["host:port",
-...], "source_epoch": str, "prompt_digest": str, "capability": str}, which is what the prefill
-side's answer says; the last two may be left out. Keys that are null count as left out.
+Decode side:  {"do_remote_prefill": true, "transfer_id": str, "producer_addresses": ["host:port",
+...], "producer_instance_id": str, "prompt_digest": str, "capability": str}, which is what the
+prefill side's answer says; the last two may be left out. Keys that are null count as left out.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class SourceParams:
 
 @dataclass(frozen=True, slots=True)
 class TargetParams:
-    """This request's KV and first token come from the worker whose ranks are at `source_addresses`;
-    with `resample` the KV alone, and the token is sampled here. `capability` is the right to them
-    (pdserve/capability.py), "" where the source asks for none. `prompt_digest`, where given, is of
-    the prompt that the KV is of. With `live` the source has decoded as far as this request is
-    resumed: KV comes for all before the last token, and no token."""
+    """This request's KV and first token come from the worker whose ranks are at
+    `producer_addresses`; with `resample` the KV alone, and the token is sampled here. `capability`
+    is the right to them (pdserve/capability.py), "" where the source asks for none.
+    `prompt_digest`, where given, is of the prompt that the KV is of. With `live` the source has
+    decoded as far as this request is resumed: KV comes for all before the last token, and no
+    token."""
 
     transfer_id: str
-    source_addresses: tuple[str, ...]
-    source_epoch: str
+    producer_addresses: tuple[str, ...]
+    producer_instance_id: str
     capability: str = field(default="", repr=False)
     resample: bool = False
     prompt_digest: str = ""
@@ -77,8 +78,8 @@ _KEYS: dict[type, frozenset[str]] = {
             "role",
             "resume",
             "transfer_id",
-            "source_addresses",
-            "source_epoch",
+            "producer_addresses",
+            "producer_instance_id",
             "capability",
             "prompt_digest",
             "live",
@@ -111,8 +112,8 @@ class TransferParams:
                 out |= {"do_remote_prefill": True} if part.resample else {"role": "target"}
                 out |= {
                     "transfer_id": part.transfer_id,
-                    "source_addresses": list(part.source_addresses),
-                    "source_epoch": part.source_epoch,
+                    "producer_addresses": list(part.producer_addresses),
+                    "producer_instance_id": part.producer_instance_id,
                 }
                 if part.capability:
                     out["capability"] = part.capability
@@ -156,8 +157,8 @@ def _is_address(value: object) -> bool:
 def _target(params: Mapping[str, Any], *, resample: bool) -> TargetParams:
     return TargetParams(
         _text(params, "transfer_id"),
-        _addresses(params, "source_addresses"),
-        _text(params, "source_epoch"),
+        _addresses(params, "producer_addresses"),
+        _text(params, "producer_instance_id"),
         _text(params, "capability") if "capability" in params else "",
         resample,
         _text(params, "prompt_digest") if "prompt_digest" in params else "",

@@ -26,11 +26,11 @@ class Publishing:
     """Of one worker, for its `links`, whose lock is held around `due` and `withdraw`."""
 
     def __init__(
-        self, links: Links, settings: KvSettings, epoch: str, transports: Iterable[Transport]
+        self, links: Links, settings: KvSettings, instance_id: str, transports: Iterable[Transport]
     ) -> None:
         self._links = links
         self._key = settings.kv_key if settings.checks_capabilities else None
-        self._start = WorkerStart(settings.worker_id, epoch)
+        self._start = WorkerStart(settings.worker_id, instance_id)
         self._by = next((t for t in transports if isinstance(t, Publishes)), None)
         self._sampler = Sampler(settings.digest)
         self._due: set[str] = set()

@@ -88,13 +88,13 @@ class _Source:
 class SchedulerHalf:
     """State: requests by their vLLM-internal id. Changed only by vLLM's calls, on one thread.
 
-    `epoch` and `addresses` say where this engine's KV is reached; the addresses are those of its
-    tensor-parallel ranks, once their worker halves are up.
+    `instance_id` and `addresses` say where this engine's KV is reached; the addresses are those of
+    its tensor-parallel ranks, once their worker halves are up.
     """
 
-    def __init__(self, block_size: int, epoch: str) -> None:
+    def __init__(self, block_size: int, instance_id: str) -> None:
         self._block_size = block_size
-        self._epoch = epoch
+        self._instance_id = instance_id
         self.addresses: tuple[str, ...] = ()
         self._sources: dict[str, _Source] = {}
         self._targets: dict[str, _Target] = {}
@@ -200,7 +200,10 @@ class SchedulerHalf:
             target.load = _Load.OVER
             self._pending.unneeded.append(
                 Unneeded(
-                    part.transfer_id, part.source_addresses, part.source_epoch, part.capability
+                    part.transfer_id,
+                    part.producer_addresses,
+                    part.producer_instance_id,
+                    part.capability,
                 )
             )
             return
@@ -214,8 +217,8 @@ class SchedulerHalf:
             TargetStart(
                 part.transfer_id,
                 request.request_id,
-                part.source_addresses,
-                part.source_epoch,
+                part.producer_addresses,
+                part.producer_instance_id,
                 first,
                 wanted,
                 ids,
@@ -265,7 +268,7 @@ class SchedulerHalf:
         for_target = TargetParams(
             part.transfer_id,
             self.addresses,
-            self._epoch,
+            self._instance_id,
             resample=True,
             prompt_digest=digest_of(request.prompt_token_ids or ()),
         )
@@ -351,7 +354,10 @@ class SchedulerHalf:
         if target.load is _Load.WAITING:
             self._pending.unneeded.append(
                 Unneeded(
-                    part.transfer_id, part.source_addresses, part.source_epoch, part.capability
+                    part.transfer_id,
+                    part.producer_addresses,
+                    part.producer_instance_id,
+                    part.capability,
                 )
             )
         elif request_id in self._in_flight:

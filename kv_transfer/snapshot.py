@@ -54,7 +54,7 @@ class LinkView:
     state: str
     transport: str
     peer: str
-    peer_epoch: str
+    peer_instance_id: str
     address: str
     age_s: float
     reason: str = ""
@@ -155,7 +155,7 @@ def link_views(links: Iterable[Link], now: float) -> Iterator[LinkView]:
             state=state,
             transport=link.transport,
             peer=link.peer_id,
-            peer_epoch=link.peer_epoch,
+            peer_instance_id=link.peer_instance_id,
             address=link.peer_address,
             age_s=now - link.opened_at,
             reason=link.reason,

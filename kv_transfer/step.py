@@ -61,8 +61,8 @@ class TargetStart:
 
     transfer_id: str
     request_id: str
-    source_addresses: tuple[str, ...]  # by tensor-parallel rank
-    source_epoch: str
+    producer_addresses: tuple[str, ...]  # by tensor-parallel rank
+    producer_instance_id: str
     first_block: int
     num_tokens: int
     block_ids: list[int]
@@ -74,8 +74,8 @@ class Unneeded:
     """A target request wants nothing from its source after all."""
 
     transfer_id: str
-    source_addresses: tuple[str, ...]  # by tensor-parallel rank
-    source_epoch: str
+    producer_addresses: tuple[str, ...]  # by tensor-parallel rank
+    producer_instance_id: str
     capability: str = field(default="", repr=False)
 
 

@@ -102,7 +102,7 @@ class Taker:
                 "transfer %s: %d blocks were damaged as they were taken from worker %r",
                 start.transfer_id,
                 len(own_ids),
-                link.peer_epoch,
+                link.peer_instance_id,
             )
         return Took(link, message, size, COPIES, digest_s, (), None)
 
@@ -128,7 +128,7 @@ class Taker:
                 ready.signing,
                 start.capability,
                 transfer_id=start.transfer_id,
-                source=WorkerStart(ready.source, start.source_epoch),
+                source=WorkerStart(ready.source, start.producer_instance_id),
                 target=self._me,
                 now=self._clock(),
             )

@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 class WorkerHalf:
     """See the top of the file. `close` releases everything."""
 
-    def __init__(self, settings: KvSettings, epoch: str, transports: Sequence[Transport]) -> None:
-        self.links = Links(settings, epoch, transports)
-        self._me = WorkerStart(settings.worker_id, epoch)
+    def __init__(
+        self, settings: KvSettings, instance_id: str, transports: Sequence[Transport]
+    ) -> None:
+        self.links = Links(settings, instance_id, transports)
+        self._me = WorkerStart(settings.worker_id, instance_id)
         self._shard: Shard | None = None
         self._taker: Taker | None = None
         self._output = WorkerOutput()
@@ -94,7 +96,7 @@ class WorkerHalf:
             for transfer_id in metadata.cancels:
                 links.do_target(targets.cancel(transfer_id, "cancelled", now))
             for u in metadata.unneeded:
-                self._decline(u, self._known_shard().told(len(u.source_addresses)))
+                self._decline(u, self._known_shard().told(len(u.producer_addresses)))
             links.wait_for_copies(metadata.preempted)
 
     def after_step(self, metadata: StepMetadata) -> None:
@@ -144,7 +146,7 @@ class WorkerHalf:
 
     def _take(self, start: TargetStart) -> Took | None:
         """Copies what lies ready, without the lock; into blocks that are nobody else's."""
-        links, shard, addresses = self.links, self._known_shard(), start.source_addresses
+        links, shard, addresses = self.links, self._known_shard(), start.producer_addresses
         with links.lock:
             if self._taker is None or start.transfer_id in links.targets:
                 return None
@@ -154,13 +156,13 @@ class WorkerHalf:
                 return None  # `_start` says so
             if len(reads) != 1:
                 return None
-            link = links.link_to(addresses[reads[0].source_rank], start.source_epoch)
+            link = links.link_to(addresses[reads[0].source_rank], start.producer_instance_id)
         return self._taker.take(link, start, reads[0])
 
     def _start(self, start: TargetStart, took: Took | None, now: float) -> None:
         """Grants the blocks to each rank of the source that holds heads of this rank, unless they
         are filled by now."""
-        links, shard, addresses = self.links, self._known_shard(), start.source_addresses
+        links, shard, addresses = self.links, self._known_shard(), start.producer_addresses
         if took is not None:
             self._took(start, took)
             self._decline(start, shard.declines(len(addresses), start.transfer_id))
@@ -172,7 +174,7 @@ class WorkerHalf:
             return
         grants = [
             (
-                links.link_to(addresses[read.source_rank], start.source_epoch),
+                links.link_to(addresses[read.source_rank], start.producer_instance_id),
                 Grant(
                     start.transfer_id,
                     start.first_block,
@@ -208,7 +210,7 @@ class WorkerHalf:
     def _decline(self, of: TargetStart | Unneeded, ranks: Iterable[int]) -> None:
         """Tells these ranks of the source that nothing will be asked of them."""
         for rank in ranks:
-            link = self.links.link_to(of.source_addresses[rank], of.source_epoch)
+            link = self.links.link_to(of.producer_addresses[rank], of.producer_instance_id)
             cancel = tgt.SendCancel(link, of.transfer_id, of.capability)
             self.links.do_target([cancel])
 

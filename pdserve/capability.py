@@ -1,9 +1,9 @@
 """The right to one KV transfer: made by a router, presented by the target, checked by the source.
 
 A capability is an HMAC-SHA256 under a key that the source worker shares with its routers. It covers
-the transfer's id, both workers with their epochs, and the time at which it expires. Its text names
-only what the source does not know: which key, and until when. Whoever holds the text holds the
-right, so it is logged no more than the key is.
+the transfer's id, both workers with their instance ids, and the time at which it expires. Its text
+names only what the source does not know: which key, and until when. Whoever holds the text holds
+the right, so it is logged no more than the key is.
 
 The key that signs is made of the worker's for the one transfer. So a source can have others check
 who may take one transfer, and they learn nothing of the rest.
@@ -82,10 +82,10 @@ class CapabilityKey:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """One start of one worker: an epoch is never used twice."""
+    """One start of one worker: an instance id is never used twice."""
 
     worker_id: str
-    epoch: str
+    instance_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class Capability:
             _PURPOSE,
             self.transfer_id,
             self.source.worker_id,
-            self.source.epoch,
+            self.source.instance_id,
             self.target.worker_id,
-            self.target.epoch,
+            self.target.instance_id,
             str(self.expires_at),
         )
         return _joined(parts)
@@ -121,7 +121,7 @@ def _joined(parts: Iterable[str]) -> bytes:
 
 def transfer_key(key: CapabilityKey, transfer_id: str, source: WorkerStart) -> bytes:
     """What the capabilities of one transfer are signed with; `key` is the source worker's."""
-    parts = (_TRANSFER_PURPOSE, transfer_id, source.worker_id, source.epoch)
+    parts = (_TRANSFER_PURPOSE, transfer_id, source.worker_id, source.instance_id)
     return key.sign(_joined(parts))
 
 

@@ -329,11 +329,12 @@ class KvEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker as it registers. `epoch` changes at every start of its process; `settings` are what
-    else of its engine bears on speed; `debug_address` is its HTTP face's, "" where it has none."""
+    """A worker as it registers. `instance_id` changes at every start of its process; `settings` are
+    what else of its engine bears on speed; `debug_address` is its HTTP face's, "" where it has
+    none."""
 
     worker_id: str
-    epoch: str
+    instance_id: str
     role: Role
     model: ModelInfo
     address: str

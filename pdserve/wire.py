@@ -327,7 +327,7 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
         )
     return w.WorkerInfo(
         worker_id=info.worker_id,
-        epoch=info.epoch,
+        instance_id=info.instance_id,
         role=role_to_pb(info.role),
         model=model,
         address=info.address,
@@ -344,7 +344,14 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
 
 def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
     """Refuses a message that lacks what routing needs, naming the field."""
-    for name in ("worker_id", "epoch", "address", "block_size", "total_blocks", "max_num_seqs"):
+    for name in (
+        "worker_id",
+        "instance_id",
+        "address",
+        "block_size",
+        "total_blocks",
+        "max_num_seqs",
+    ):
         if not getattr(message, name):
             raise InvalidRequest(f"worker.{name} is missing", field=f"worker.{name}")
     if not message.model.name or not message.model.max_model_len or not message.model.vocab_size:
@@ -361,7 +368,7 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
     m = message.model
     return t.WorkerInfo(
         worker_id=message.worker_id,
-        epoch=message.epoch,
+        instance_id=message.instance_id,
         role=role_from_pb(message.role),
         model=t.ModelInfo(m.name, m.path, m.max_model_len, m.vocab_size, m.dtype),
         address=message.address,

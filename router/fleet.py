@@ -125,7 +125,7 @@ class Fleet:
         known = self.pool.members.get(info.worker_id)
         now = self.lease_now()
         actions = self.pool.register(info, now, kv_key=kv_key)
-        self.pool.renew(info.worker_id, info.epoch, now, load=None, draining=draining)
+        self.pool.renew(info.worker_id, info.instance_id, now, load=None, draining=draining)
         self._apply(actions)
         if known is not self.pool.members[info.worker_id]:
             self._warn_of_unpaired(info)
@@ -144,7 +144,7 @@ class Fleet:
     def renew(
         self,
         worker_id: str,
-        epoch: str,
+        instance_id: str,
         *,
         load: WorkerLoad | None,
         draining: bool,
@@ -155,7 +155,7 @@ class Fleet:
         """False where the worker must register."""
         known = self.pool.renew(
             worker_id,
-            epoch,
+            instance_id,
             self.lease_now(),
             load=load,
             draining=draining,
@@ -168,8 +168,8 @@ class Fleet:
                 on_moving(self.pool.members[worker_id], moving)
         return known
 
-    def deregister(self, worker_id: str, epoch: str) -> None:
-        self._apply(self.pool.deregister(worker_id, epoch, self.lease_now()))
+    def deregister(self, worker_id: str, instance_id: str) -> None:
+        self._apply(self.pool.deregister(worker_id, instance_id, self.lease_now()))
 
     def attached(self, member: Member) -> None:
         self.pool.attached(member)

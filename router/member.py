@@ -56,8 +56,8 @@ class Member:
     (what its steps cost) are None until the worker has reported them. `lease_end` is on the pool's
     clock; for a lost member it is when it was lost. With `kv_key` the router makes capabilities for
     the worker's KV. `suspended` is what the `breaker` said when it was last asked; `unhealthy` what
-    the worker finds wrong with its machine; `gone` why it was lost; `replaced` has the epochs of
-    its earlier starts. It is put into `changed` when what it can be given may be another.
+    the worker finds wrong with its machine; `gone` why it was lost; `replaced` has the instance ids
+    of its earlier starts. It is put into `changed` when what it can be given may be another.
     """
 
     info: WorkerInfo

@@ -80,7 +80,7 @@ class WorkerPool:
         """
         self._check(info)
         known = self.members.get(info.worker_id)
-        if known is not None and not known.lost and info.epoch in known.replaced:
+        if known is not None and not known.lost and info.instance_id in known.replaced:
             raise InvalidRequest(
                 f"worker {info.worker_id}: a later start of it has registered", field="worker_id"
             )
@@ -99,9 +99,9 @@ class WorkerPool:
             breaker=Breaker(self.breaker_limits),
         )
         if known is not None:
-            epochs = dict.fromkeys((*known.replaced, known.info.epoch))
-            epochs.pop(info.epoch, None)
-            member.replaced = tuple(epochs)[-REMEMBERED_STARTS:]
+            instance_ids = dict.fromkeys((*known.replaced, known.info.instance_id))
+            instance_ids.pop(info.instance_id, None)
+            member.replaced = tuple(instance_ids)[-REMEMBERED_STARTS:]
         self.members[info.worker_id] = member
         self._membership_changed()
         return [*actions, OpenLink(member)]
@@ -131,7 +131,7 @@ class WorkerPool:
     def renew(
         self,
         worker_id: str,
-        epoch: str,
+        instance_id: str,
         now: float,
         *,
         load: WorkerLoad | None,
@@ -141,7 +141,7 @@ class WorkerPool:
     ) -> bool:
         """Extend a lease. False where this start of the worker is not a member: it must register.
         What was not sent leaves the last word as it was."""
-        member = self._current(worker_id, epoch)
+        member = self._current(worker_id, instance_id)
         if member is None:
             return False
         member.lease_end = now + self.lease_s
@@ -153,9 +153,9 @@ class WorkerPool:
             member.kv = kv
         return True
 
-    def deregister(self, worker_id: str, epoch: str, now: float) -> list[PoolAction]:
+    def deregister(self, worker_id: str, instance_id: str, now: float) -> list[PoolAction]:
         """The worker leaves of its own accord; unknown workers are ignored."""
-        member = self._current(worker_id, epoch)
+        member = self._current(worker_id, instance_id)
         return [] if member is None else self._lose(member, now, "it left")
 
     def attached(self, member: Member) -> None:
@@ -237,9 +237,9 @@ class WorkerPool:
             for action in self._lose(member, now, "the router is closing")
         ]
 
-    def _current(self, worker_id: str, epoch: str) -> Member | None:
+    def _current(self, worker_id: str, instance_id: str) -> Member | None:
         member = self.members.get(worker_id)
-        if member is None or member.lost or member.info.epoch != epoch:
+        if member is None or member.lost or member.info.instance_id != instance_id:
             return None
         return member
 

@@ -246,7 +246,7 @@ class PrefixWatcher:
         watch.sequence = 0
         request = w.WatchCacheRequest(
             router_id=self._router_id,
-            worker_epoch=watch.member.info.epoch,
+            instance_id=watch.member.info.instance_id,
             min_interval_s=self._settings.interval_s,
         )
         call = cast("CacheCall", stub.WatchCache(request, metadata=self._dialer.metadata))

@@ -61,7 +61,7 @@ class Registry(RegistryServicer):
             await rpc.abort(context, refusal)
         known = self._fleet.renew(
             request.worker_id,
-            request.epoch,
+            request.instance_id,
             load=load,
             draining=request.draining,
             kv=kv,
@@ -76,7 +76,7 @@ class Registry(RegistryServicer):
     async def Deregister(  # noqa: N802
         self, request: w.DeregisterRequest, context: Context
     ) -> w.DeregisterResponse:
-        self._fleet.deregister(request.worker_id, request.epoch)
+        self._fleet.deregister(request.worker_id, request.instance_id)
         return w.DeregisterResponse()
 
     async def ListWorkers(  # noqa: N802

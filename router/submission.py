@@ -64,8 +64,8 @@ class SubmissionBuilder:
         command = self._start(resume)
         decode = command.submit.decode
         decode.transfer_id = transfer_id
-        decode.source_addresses.extend(source.info.kv.addresses)
-        decode.source_epoch = source.info.epoch
+        decode.producer_addresses.extend(source.info.kv.addresses)
+        decode.producer_instance_id = source.info.instance_id
         decode.capability = self._capability(transfer_id, source, target)
         decode.kv_handle = kv_handle
         decode.live = live
@@ -86,8 +86,8 @@ class SubmissionBuilder:
             source.kv_key,
             Capability(
                 transfer_id,
-                WorkerStart(source.worker_id, source.info.epoch),
-                WorkerStart(target.worker_id, target.info.epoch),
+                WorkerStart(source.worker_id, source.info.instance_id),
+                WorkerStart(target.worker_id, target.info.instance_id),
                 math.ceil(time.time() + min(life_s, MAX_CAPABILITY_S)),
             ),
         )

@@ -254,7 +254,7 @@ class WorkerLink:
         info = self._member.info
         hello = w.Hello(
             router_id=self._router_id,
-            worker_epoch=info.epoch,
+            instance_id=info.instance_id,
             takes_frames_apart=self._takes_frames_apart,
         )
         async with asyncio.timeout(self._settings.attach_timeout_s):

@@ -189,10 +189,10 @@ class Cluster:
             kv=KvConfig(lease_s=LEASE_S),
             engine_args={**self._engine_args, **(engine_args or {})},
         )
-        epoch = f"{name}-epoch-{len(self._engines)}"
-        engine = make_engine(config, epoch)
+        instance_id = f"{name}-instance-{len(self._engines)}"
+        engine = make_engine(config, instance_id)
         assert isinstance(engine, FakeEngine)
-        server = WorkerServer(config, engine=engine, epoch=epoch)
+        server = WorkerServer(config, engine=engine, instance_id=instance_id)
         await server.start()
         self._stack.push_async_callback(server.stop)
         self._engines[name], self.workers[name] = engine, server

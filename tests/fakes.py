@@ -47,14 +47,14 @@ def worker_info(
     role: Role,
     *,
     address: str = "127.0.0.1:1",
-    epoch: str = "e1",
+    instance_id: str = "e1",
     compatibility: str = "layout-a",
     **changes: Any,
 ) -> WorkerInfo:
     """A worker of the model `demo` with room for 1,600 tokens."""
     info = WorkerInfo(
         worker_id=worker_id,
-        epoch=epoch,
+        instance_id=instance_id,
         role=role,
         model=MODEL,
         address=address,
@@ -110,9 +110,9 @@ class ScriptedWorker(WorkerServicer):
     ) -> AsyncIterator[w.StepFrame]:
         first = await anext(request_iterator)
         self.hellos += 1
-        if not self.accepts_hello or first.hello.worker_epoch != self.info.epoch:
+        if not self.accepts_hello or first.hello.instance_id != self.info.instance_id:
             self.refused.set()
-            error = InvalidRequest(f"this is epoch {self.info.epoch}", field="worker_epoch")
+            error = InvalidRequest(f"this is instance {self.info.instance_id}", field="instance_id")
             await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
         await context.send_initial_metadata(())
         self._frames = asyncio.Queue()

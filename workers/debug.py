@@ -84,7 +84,7 @@ class DebugApp:
             200,
             {
                 "worker_id": info.worker_id,
-                "epoch": info.epoch,
+                "instance_id": info.instance_id,
                 "role": info.role,
                 "kv": None if info.kv is None else asdict(info.kv),
                 "ledger": {"pinned_blocks": ledger.pinned_blocks, **asdict(ledger)},

@@ -57,15 +57,15 @@ class PrefillPhase:
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """Receive KV and first token from the worker at `source_addresses`, then go on. `capability` is
-    the router's word to that worker that this one may have them; "" where it asks for none. Where
-    the handoff is in turn there is `kv_handle`, which the prefill's last delta said, and the token
-    is one of `resume_token_ids`. With `live` the source has decoded all of `resume_token_ids`: the
-    KV of all before the last of them comes, and no token."""
+    """Receive KV and first token from the worker at `producer_addresses`, then go on. `capability`
+    is the router's word to that worker that this one may have them; "" where it asks for none.
+    Where the handoff is in turn there is `kv_handle`, which the prefill's last delta said, and the
+    token is one of `resume_token_ids`. With `live` the source has decoded all of
+    `resume_token_ids`: the KV of all before the last of them comes, and no token."""
 
     transfer_id: str
-    source_addresses: tuple[str, ...]
-    source_epoch: str
+    producer_addresses: tuple[str, ...]
+    producer_instance_id: str
     capability: str = field(default="", repr=False)
     kv_handle: bytes = field(default=b"", repr=False)
     live: bool = False

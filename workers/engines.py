@@ -20,22 +20,26 @@ if TYPE_CHECKING:
 
 
 def make_engine(
-    config: WorkerConfig, epoch: str, *, worker_id: str = "", kv_key: CapabilityKey | None = None
+    config: WorkerConfig,
+    instance_id: str,
+    *,
+    worker_id: str = "",
+    kv_key: CapabilityKey | None = None,
 ) -> Engine:
     """An engine that is not started yet. With `kv_key` it gives its KV for capabilities made with
     it alone; the fake engine asks for none. Raises ConfigError naming the key at fault."""
     if config.engine == "fake":
-        return _make_fake(config, epoch)
-    return _make_vllm(config, epoch, {"worker_id": worker_id, "kv_key": kv_key})
+        return _make_fake(config, instance_id)
+    return _make_vllm(config, instance_id, {"worker_id": worker_id, "kv_key": kv_key})
 
 
-def _make_vllm(config: WorkerConfig, epoch: str, rights: dict[str, Any]) -> Engine:
+def _make_vllm(config: WorkerConfig, instance_id: str, rights: dict[str, Any]) -> Engine:
     from workers.vllm_engine import VllmEngine
     from workers.vllm_settings import KvSettings, VllmSettings
 
     kv = None
     if config.role is not Role.AGGREGATED:
-        kv = KvSettings(epoch, _extra(config.kv, rights), config.kv.connector, config.kv.host)
+        kv = KvSettings(instance_id, _extra(config.kv, rights), config.kv.connector, config.kv.host)
     return VllmEngine(
         VllmSettings(
             model_path=str(config.model_path),
@@ -57,7 +61,7 @@ def _extra(kv: KvConfig, rights: dict[str, Any]) -> dict[str, Any]:
     return {**ours, **rights}
 
 
-def _make_fake(config: WorkerConfig, epoch: str) -> Engine:
+def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
     from workers.fake_engine import FakeEngine
     from workers.fake_settings import FakeKv, settings_from_args
 
@@ -68,7 +72,7 @@ def _make_fake(config: WorkerConfig, epoch: str) -> Engine:
         )
     if config.role is not Role.AGGREGATED:
         kv = FakeKv(
-            epoch,
+            instance_id,
             host=config.kv.host,
             lease_s=config.kv.lease_s,
             receive_timeout_s=config.kv.receive_timeout_s,

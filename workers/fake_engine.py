@@ -279,12 +279,14 @@ class FakeEngine:
         """Fetches KV and first token; every other end than `receive` is a failed transfer."""
         assert self._settings.kv is not None
         granted_at = self._clock()
-        address = phase.source_addresses[0]  # one rank is all that is played here
+        address = phase.producer_addresses[0]  # one rank is all that is played here
         try:
             async with asyncio.timeout(self._settings.kv.receive_timeout_s):
                 link = await LinkClient.connect(address)
                 try:
-                    handoff, exposed_s = await link.fetch(phase.transfer_id, phase.source_epoch)
+                    handoff, exposed_s = await link.fetch(
+                        phase.transfer_id, phase.producer_instance_id
+                    )
                     await link.acknowledge()
                 finally:
                     await link.close()

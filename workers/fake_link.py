@@ -1,6 +1,6 @@
 """The link between two fake engines: TCP, one connection a transfer, one JSON object a line.
 
-decode → {"fetch": transfer, "epoch": epoch of the source}
+decode → {"fetch": transfer, "instance_id": instance id of the source}
 prefill → {"kv": hex, "blocks": n, "first_token": t, "exposed_s": s}   once computed,
           or {"error": reason}
 decode → {"ack": true}
@@ -83,7 +83,7 @@ class LinkServer:
         async with asyncio.timeout(_CONNECT_S):
             asked = await _receive(reader)
         transfer_id = str(asked.get("fetch", ""))
-        if asked.get("epoch") != self._kv.epoch:
+        if asked.get("instance_id") != self._kv.instance_id:
             await _send(writer, {"error": "the prefill worker was started anew"})
             return
         acknowledged = asyncio.ensure_future(reader.readline())
@@ -144,12 +144,12 @@ class LinkClient:
         async with asyncio.timeout(_CONNECT_S):
             return cls(*await asyncio.open_connection(host, int(port)))
 
-    async def fetch(self, transfer_id: str, epoch: str) -> tuple[Handoff, float]:
+    async def fetch(self, transfer_id: str, instance_id: str) -> tuple[Handoff, float]:
         """Waits for the handoff; also returns the seconds since prefill and grant were both done.
 
         Raises TransferFailed when the other side has none.
         """
-        await _send(self._writer, {"fetch": transfer_id, "epoch": epoch})
+        await _send(self._writer, {"fetch": transfer_id, "instance_id": instance_id})
         answer = await _receive(self._reader)
         if "error" in answer:
             raise TransferFailed(str(answer["error"]))

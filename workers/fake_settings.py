@@ -66,7 +66,7 @@ class FakeKv:
     `pairing_s` is how long a decode worker may ask for a transfer that is not known yet.
     """
 
-    epoch: str
+    instance_id: str
     host: str = "127.0.0.1"
     lease_s: float = 30.0
     pairing_s: float = 30.0

@@ -135,7 +135,9 @@ class Registration:
     async def deregister(self) -> None:
         """Tells the router that the worker leaves; its lease ends anyway where that fails. Call it
         once `run` has ended."""
-        request = w.DeregisterRequest(worker_id=self._info.worker_id, epoch=self._info.epoch)
+        request = w.DeregisterRequest(
+            worker_id=self._info.worker_id, instance_id=self._info.instance_id
+        )
         async with self._dialer.open_channel(self.address) as channel:
             try:
                 await RegistryStub(channel).Deregister(
@@ -199,7 +201,7 @@ class Registration:
         load, kv = self._source.load(), self._source.kv_report()
         return w.RenewRequest(
             worker_id=self._info.worker_id,
-            epoch=self._info.epoch,
+            instance_id=self._info.instance_id,
             load=None if load is None else wire.load_to_pb(load),
             draining=self._source.is_draining,
             moving=self._source.is_moving,

@@ -50,9 +50,9 @@ _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 class WorkerServer:
     """Owns everything of a worker. `start` once, then `stop`; all in one event loop.
 
-    The epoch, minted here, tells one life of a worker from the next. `kv_key`, minted here too, is
-    what its routers make capabilities with; it is None where KV cannot leave. `engine` and `epoch`
-    are for tests; without them the configuration says which.
+    The instance id, minted here, tells one life of a worker from the next. `kv_key`, minted here
+    too, is what its routers make capabilities with; it is None where KV cannot leave. `engine` and
+    `instance_id` are for tests; without them the configuration says which.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class WorkerServer:
         config: WorkerConfig,
         *,
         engine: Engine | None = None,
-        epoch: str | None = None,
+        instance_id: str | None = None,
         max_frames: int = MAX_FRAMES,
     ) -> None:
-        self.epoch = epoch or uuid.uuid4().hex
+        self.instance_id = instance_id or uuid.uuid4().hex
         is_ours = config.role is not Role.AGGREGATED and config.kv.connector == "pdserve"
         self.kv_key = CapabilityKey.generate() if is_ours else None
-        self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.epoch[:6]}"
+        self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.instance_id[:6]}"
         engine = engine or make_engine(
-            config, self.epoch, worker_id=self.worker_id, kv_key=self.kv_key
+            config, self.instance_id, worker_id=self.worker_id, kv_key=self.kv_key
         )
         self.worker = Worker(engine, config.role, max_frames=max_frames)
         self.info: WorkerInfo
@@ -246,7 +246,7 @@ class WorkerServer:
         role = self.worker.role
         return WorkerInfo(
             worker_id=self.worker_id,
-            epoch=self.epoch,
+            instance_id=self.instance_id,
             role=role,
             model=engine.model,
             address=address,

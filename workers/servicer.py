@@ -117,7 +117,7 @@ class WorkerService(WorkerServicer):
                 f"min_interval_s must be between 0 and {_MAX_INTERVAL_S:g}", field="min_interval_s"
             )
             await rpc.abort(context, error)
-        await self._check_epoch(request.worker_epoch, "worker_epoch", context)
+        await self._check_instance_id(request.instance_id, "instance_id", context)
         try:
             watcher = self._worker.watch_cache(request.router_id)
         except PdserveError as error:
@@ -131,9 +131,11 @@ class WorkerService(WorkerServicer):
         finally:
             self._worker.cache.leave(watcher)
 
-    async def _check_epoch(self, epoch: str, field: str, context: Context) -> None:
-        if epoch != self._server.epoch:
-            stale = InvalidRequest(f"this worker's epoch is {self._server.epoch}", field=field)
+    async def _check_instance_id(self, instance_id: str, field: str, context: Context) -> None:
+        if instance_id != self._server.instance_id:
+            stale = InvalidRequest(
+                f"this worker's instance id is {self._server.instance_id}", field=field
+            )
             await rpc.abort(context, stale, status=grpc.StatusCode.FAILED_PRECONDITION)
 
     async def SetRole(  # noqa: N802
@@ -171,7 +173,7 @@ class WorkerService(WorkerServicer):
             await rpc.abort(context, InvalidRequest("no hello came", field="hello"))
         except InvalidRequest as error:
             await rpc.abort(context, error)
-        await self._check_epoch(command.hello.worker_epoch, "hello.worker_epoch", context)
+        await self._check_instance_id(command.hello.instance_id, "hello.instance_id", context)
         try:
             session = self._worker.attach(command.hello.router_id)
         except PdserveError as error:

@@ -62,8 +62,8 @@ def _phase(submit: w.Submit, role: Role, *, has_kv: bool) -> Phase:
         case "decode":
             phase = DecodePhase(
                 _present("decode.transfer_id", submit.decode.transfer_id),
-                _addresses(submit.decode.source_addresses),
-                _present("decode.source_epoch", submit.decode.source_epoch),
+                _addresses(submit.decode.producer_addresses),
+                _present("decode.producer_instance_id", submit.decode.producer_instance_id),
                 submit.decode.capability,
                 submit.decode.kv_handle,
                 submit.decode.live,
@@ -82,7 +82,9 @@ def _phase(submit: w.Submit, role: Role, *, has_kv: bool) -> Phase:
 
 def _addresses(values: Sequence[str]) -> tuple[str, ...]:
     if not values:
-        raise InvalidRequest("decode.source_addresses is missing", field="decode.source_addresses")
+        raise InvalidRequest(
+            "decode.producer_addresses is missing", field="decode.producer_addresses"
+        )
     return tuple(values)
 
 

@@ -48,7 +48,7 @@ def kv_transfer_config(kv: KvSettings) -> KVTransferConfig:
         kv_connector=name,
         kv_connector_module_path=module,
         kv_role="kv_both",
-        engine_id=kv.epoch,
+        engine_id=kv.instance_id,
         kv_load_failure_policy="fail",
         kv_connector_extra_config=dict(kv.extra),
     )

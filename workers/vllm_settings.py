@@ -30,11 +30,11 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """How this engine takes part in KV transfers. `epoch` names one life of the process; `extra` is
-    handed to the connector as it is. `connector` is `pdserve` or `nixl`; `host` is where
+    """How this engine takes part in KV transfers. `instance_id` names one life of the process;
+    `extra` is handed to the connector as it is. `connector` is `pdserve` or `nixl`; `host` is where
     NIXL's peers ask how to reach its memory."""
 
-    epoch: str
+    instance_id: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     connector: str = "pdserve"
     host: str = "127.0.0.1"

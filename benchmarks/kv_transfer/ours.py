@@ -40,19 +40,21 @@ SOURCE, TARGET = "bench-source", "bench-target"
 class _Watched(WorkerHalf):
     """Tells when a transfer may be over; vLLM asks after each step instead."""
 
-    def __init__(self, way: str, epoch: str) -> None:
+    def __init__(self, way: str, instance_id: str) -> None:
         transport, digest = WAYS[way]
         settings = KvSettings(transports=(transport,), digest=digest)
-        super().__init__(settings, epoch, make(settings))
+        super().__init__(settings, instance_id, make(settings))
         self.over = threading.Event()
         self.wake_with(self.over.set)
 
 
-def _half(way: str, epoch: str, cache: AnyCache, geometry: KvGeometry) -> _Watched:
-    half = _Watched(way, epoch)
+def _half(way: str, instance_id: str, cache: AnyCache, geometry: KvGeometry) -> _Watched:
+    half = _Watched(way, instance_id)
     # One token a block: what a token is does not matter here.
     half.register(
-        LocalKv(cache.region(geometry), cache.shared), Identity(epoch, "bench"), whole(geometry, 1)
+        LocalKv(cache.region(geometry), cache.shared),
+        Identity(instance_id, "bench"),
+        whole(geometry, 1),
     )
     return half
 

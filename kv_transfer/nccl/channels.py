@@ -120,7 +120,7 @@ class _End:
 
     def close(self) -> None:
         """See the channels' protocols. Operations in flight end soon, and then their slots."""
-        self._hub.thread.peer_lost(self.key.peer_epoch, "the link is down")
+        self._hub.thread.peer_lost(self.key.peer_instance_id, "the link is down")
         with self._changed:
             self._is_closed = True
             self._forget()

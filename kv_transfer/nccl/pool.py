@@ -31,9 +31,9 @@ _WITHOUT = frozenset({PairState.ABSENT, PairState.GONE})
 
 @dataclass(frozen=True, slots=True)
 class PairKey:
-    """The other end's worker epoch and GPU, and which end we are."""
+    """The other end's worker instance id and GPU, and which end we are."""
 
-    peer_epoch: str
+    peer_instance_id: str
     peer_gpu: int
     rank: int
 
@@ -165,10 +165,10 @@ class Pool:
             pair = self._pair(key)
         return self.act(key, pair.told(message, now))
 
-    def peer_lost(self, peer_epoch: str, reason: str, now: float) -> Work:
+    def peer_lost(self, peer_instance_id: str, reason: str, now: float) -> Work:
         """The worker is gone, and no later message is of it."""
         work: Work = []
-        for key in [key for key in self.pairs if key.peer_epoch == peer_epoch]:
+        for key in [key for key in self.pairs if key.peer_instance_id == peer_instance_id]:
             work += self.act(key, self.pairs[key].peer_lost(reason, now))
         return work
 

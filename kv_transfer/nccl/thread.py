@@ -121,9 +121,9 @@ class NcclThread:
         """A message of the pair's other end."""
         self._put(lambda now: self._pool.told(key, message, now))
 
-    def peer_lost(self, peer_epoch: str, reason: str) -> None:
+    def peer_lost(self, peer_instance_id: str, reason: str) -> None:
         """The worker is gone for good."""
-        self._put(lambda now: self._pool.peer_lost(peer_epoch, reason, now))
+        self._put(lambda now: self._pool.peer_lost(peer_instance_id, reason, now))
 
     def stats(self) -> PoolStats:
         """As of the last round."""

@@ -134,7 +134,7 @@ def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> dict[str, Any]:
         "role": _role(info.role),
         "state": entry.state,
         "answers": answer is not None,
-        "epoch": info.epoch,
+        "instance_id": info.instance_id,
         "address": info.address,
         "debug_address": info.debug_address or None,
         "pid": info.pid,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _NOT_KNOWN = "-"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_EPOCH_SHOWN = 8
+_INSTANCE_ID_SHOWN = 8
 _REFUSED = ("refused_capabilities", "refused_grants", "dropped_links")
 
 
@@ -161,7 +161,7 @@ def _kv_cells(row: Row) -> list[str]:
 def _whereabouts(row: Row) -> str:
     debug = row["debug_address"]
     where = f"http://{debug}/debug/kv" if debug else "no debug face"
-    return f"  {row['worker_id']} (epoch {row['epoch'][:_EPOCH_SHOWN]}): {where}"
+    return f"  {row['worker_id']} (instance id {row['instance_id'][:_INSTANCE_ID_SHOWN]}): {where}"
 
 
 def _table(title: str, left: Sequence[str]) -> Table:

@@ -55,7 +55,7 @@ class KvEndpoint(_message.Message):
     def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., in_turn: _Optional[bool] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address")
+    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -64,7 +64,7 @@ class WorkerInfo(_message.Message):
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -77,7 +77,7 @@ class WorkerInfo(_message.Message):
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DEBUG_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    epoch: str
+    instance_id: str
     role: Role
     model: ModelInfo
     address: str
@@ -89,7 +89,7 @@ class WorkerInfo(_message.Message):
     engine: str
     settings: _containers.ScalarMap[str, str]
     debug_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work", "step_allowance_s")
@@ -186,22 +186,22 @@ class RegisterResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("worker_id", "epoch", "load", "draining", "kv", "unhealthy", "moving")
+    __slots__ = ("worker_id", "instance_id", "load", "draining", "kv", "unhealthy", "moving")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     UNHEALTHY_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    epoch: str
+    instance_id: str
     load: WorkerLoad
     draining: bool
     kv: KvReport
     unhealthy: str
     moving: bool
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., kv: _Optional[_Union[KvReport, _Mapping]] = ..., unhealthy: _Optional[str] = ..., moving: _Optional[bool] = ...) -> None: ...
 
 class RenewResponse(_message.Message):
     __slots__ = ("lease_s",)
@@ -210,12 +210,12 @@ class RenewResponse(_message.Message):
     def __init__(self, lease_s: _Optional[float] = ...) -> None: ...
 
 class DeregisterRequest(_message.Message):
-    __slots__ = ("worker_id", "epoch")
+    __slots__ = ("worker_id", "instance_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    epoch: str
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class DeregisterResponse(_message.Message):
     __slots__ = ()
@@ -384,14 +384,14 @@ class Batch(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("router_id", "worker_epoch", "takes_frames_apart")
+    __slots__ = ("router_id", "instance_id", "takes_frames_apart")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     TAKES_FRAMES_APART_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    worker_epoch: str
+    instance_id: str
     takes_frames_apart: bool
-    def __init__(self, router_id: _Optional[str] = ..., worker_epoch: _Optional[str] = ..., takes_frames_apart: _Optional[bool] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., takes_frames_apart: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "deadline_s", "forks", "canary", "traceparent")
@@ -436,20 +436,20 @@ class PrefillPhase(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class DecodePhase(_message.Message):
-    __slots__ = ("transfer_id", "source_addresses", "source_epoch", "capability", "kv_handle", "live")
+    __slots__ = ("transfer_id", "producer_addresses", "producer_instance_id", "capability", "kv_handle", "live")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
-    source_addresses: _containers.RepeatedScalarFieldContainer[str]
-    source_epoch: str
+    producer_addresses: _containers.RepeatedScalarFieldContainer[str]
+    producer_instance_id: str
     capability: str
     kv_handle: bytes
     live: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., source_addresses: _Optional[_Iterable[str]] = ..., source_epoch: _Optional[str] = ..., capability: _Optional[str] = ..., kv_handle: _Optional[bytes] = ..., live: _Optional[bool] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., producer_addresses: _Optional[_Iterable[str]] = ..., producer_instance_id: _Optional[str] = ..., capability: _Optional[str] = ..., kv_handle: _Optional[bytes] = ..., live: _Optional[bool] = ...) -> None: ...
 
 class AggregatedPhase(_message.Message):
     __slots__ = ()
@@ -618,14 +618,14 @@ class UndrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchCacheRequest(_message.Message):
-    __slots__ = ("router_id", "worker_epoch", "min_interval_s")
+    __slots__ = ("router_id", "instance_id", "min_interval_s")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     MIN_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    worker_epoch: str
+    instance_id: str
     min_interval_s: float
-    def __init__(self, router_id: _Optional[str] = ..., worker_epoch: _Optional[str] = ..., min_interval_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., min_interval_s: _Optional[float] = ...) -> None: ...
 
 class CacheUpdate(_message.Message):
     __slots__ = ("sequence", "reset", "more", "removed", "stored")

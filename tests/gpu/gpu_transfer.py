@@ -41,7 +41,7 @@ class Half:
     """One worker half over a cache in GPU memory."""
 
     def __init__(
-        self, epoch: str, name: str, seed: int, *, tokens: int = TOKENS, is_hnd: bool = False
+        self, instance_id: str, name: str, seed: int, *, tokens: int = TOKENS, is_hnd: bool = False
     ) -> None:
         self.tokens = tokens
         self.truth = truth(seed, tokens)
@@ -55,9 +55,11 @@ class Half:
             transports=(name,), chunk_bytes=4 << 20, staging_slot_bytes=2 << 20, lease_s=600.0
         )
         self.transports = transport.make(settings)
-        self.half = WorkerHalf(settings, epoch, self.transports)
+        self.half = WorkerHalf(settings, instance_id, self.transports)
         self.half.register(
-            LocalKv(self.region, None), Identity(epoch, "gpu"), whole(self.region.geometry, tokens)
+            LocalKv(self.region, None),
+            Identity(instance_id, "gpu"),
+            whole(self.region.geometry, tokens),
         )
         self.failed: set[str] = set()
         self.ended: set[str] = set()
@@ -82,9 +84,9 @@ class Half:
         if count == len(TABLE):
             self.step(ended=[SourceEnded(transfer_id, (7,), True)])
 
-    def take(self, address: str, epoch: str, transfer_id: str, tokens: int = ALL) -> None:
+    def take(self, address: str, instance_id: str, transfer_id: str, tokens: int = ALL) -> None:
         to = TO[: -(-tokens // self.tokens)]
-        start = TargetStart(transfer_id, f"d-{transfer_id}", (address,), epoch, 0, tokens, to)
+        start = TargetStart(transfer_id, f"d-{transfer_id}", (address,), instance_id, 0, tokens, to)
         self.step(starts=[start])
 
     def wait(self, *others: Half) -> None:

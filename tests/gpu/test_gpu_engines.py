@@ -43,7 +43,7 @@ def lack() -> str:
 
 async def engine(model: Path, block_size: int, *, is_paired: bool = True) -> EngineProcess:
     kv = KvSettings(
-        f"gpu-epoch-{next(_NAMES)}",
+        f"gpu-instance-{next(_NAMES)}",
         {"transports": ("cuda_ipc",), "staging_slot_bytes": 4 << 20},
     )
     args: dict[str, Any] = {
@@ -81,7 +81,7 @@ async def engines(
 async def test_tokens_are_those_of_one_engine(
     engines: dict[str, EngineProcess], source: str, target: str
 ) -> None:
-    pair = Pair(engines[source], engines[target], engines[source].epoch)
+    pair = Pair(engines[source], engines[target], engines[source].instance_id)
     kvs = [engines[name].info.kv for name in (source, target)]
     assert all(kv is not None for kv in kvs)
     assert len({kv.compatibility for kv in kvs if kv is not None}) == 1

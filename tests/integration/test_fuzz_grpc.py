@@ -103,9 +103,9 @@ def fuzz_method(channel: grpc.Channel, path: str, method: Any) -> None:
     structured()
 
 
-def control_calls(epoch: str) -> st.SearchStrategy[tuple[str, Any]]:
-    """A method's name and its message: anything, or what a worker of this epoch may be asked. None
-    that stops the worker is among them."""
+def control_calls(instance_id: str) -> st.SearchStrategy[tuple[str, Any]]:
+    """A method's name and its message: anything, or what a worker of this instance id may be asked.
+    None that stops the worker is among them."""
     short_s = st.floats(0.0, 0.05)
     right = {
         "Drain": st.builds(worker_pb2.DrainRequest, timeout_s=short_s),
@@ -117,7 +117,7 @@ def control_calls(epoch: str) -> st.SearchStrategy[tuple[str, Any]]:
         "WatchCache": st.builds(
             worker_pb2.WatchCacheRequest,
             router_id=st.sampled_from(["", "a", "b"]),
-            worker_epoch=st.just(epoch),
+            instance_id=st.just(instance_id),
             min_interval_s=short_s,
         ),
     }
@@ -129,7 +129,7 @@ def control_calls(epoch: str) -> st.SearchStrategy[tuple[str, Any]]:
     return st.one_of(calls)
 
 
-def fuzz_control(address: str, epoch: str) -> set[tuple[str, grpc.StatusCode]]:
+def fuzz_control(address: str, instance_id: str) -> set[tuple[str, grpc.StatusCode]]:
     """Calls of two at a time, one after another; which came out how."""
     seen: set[tuple[str, grpc.StatusCode]] = set()
     with grpc.insecure_channel(address) as channel:
@@ -141,7 +141,7 @@ def fuzz_control(address: str, epoch: str) -> set[tuple[str, grpc.StatusCode]]:
             return call(message, timeout=WAIT_S)
 
         @settings(max_examples=60)
-        @given(st.lists(st.lists(control_calls(epoch), min_size=1, max_size=2), max_size=6))
+        @given(st.lists(st.lists(control_calls(instance_id), min_size=1, max_size=2), max_size=6))
         def in_any_order(rounds: list[list[tuple[str, Any]]]) -> None:
             for calls in rounds:
                 running = [begin(*call) for call in calls]
@@ -178,7 +178,7 @@ async def test_no_order_of_control_calls_breaks_a_worker() -> None:
     async with Cluster(prefill=1, decode=1, engine_args={"prefix_cache": True}) as cluster:
         server = cluster.workers["decode-0"]
         address, ok = server.info.address, grpc.StatusCode.OK
-        seen = await asyncio.to_thread(fuzz_control, address, server.epoch)
+        seen = await asyncio.to_thread(fuzz_control, address, server.instance_id)
         # Each was done at least once, and refused at least once where it can be.
         assert {(name, ok) for name in CONTROL} <= seen
         assert {name for name, code in seen if code is not ok} == {*CONTROL} - {"Undrain"}

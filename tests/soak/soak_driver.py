@@ -145,7 +145,7 @@ class Driver:
             tokens=transfer.tokens,
             first=self.rng.randrange(-(-transfer.tokens // BLOCK_SIZE)) if hits else 0,
             address=source.address,
-            epoch=source.epoch,
+            instance_id=source.instance_id,
             capability=mint(source.key, capability),
         )
 
@@ -217,7 +217,7 @@ class Driver:
             case "status" | "closed":
                 self.last[peer.name] = event
             case "broken":
-                raise AssertionError(f"{peer.epoch}: {event['reason']}")
+                raise AssertionError(f"{peer.instance_id}: {event['reason']}")
             case "freed":
                 transfer = self.transfers[event["id"]]
                 transfer.source_open = False

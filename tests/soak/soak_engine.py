@@ -69,7 +69,7 @@ class Decode:
     tokens: int
     first: int
     address: str
-    epoch: str
+    instance_id: str
     capability: str
     block_ids: list[int] = field(default_factory=list)
 
@@ -127,7 +127,9 @@ class SoakEngine:
         """Wherever it stands; blocks in flight stay until the worker half gives them back."""
         dropped = self._drop_waiting(f"d-{transfer_id}")
         if isinstance(dropped, Decode):
-            unneeded = Unneeded(transfer_id, (dropped.address,), dropped.epoch, dropped.capability)
+            unneeded = Unneeded(
+                transfer_id, (dropped.address,), dropped.instance_id, dropped.capability
+            )
             self._next.unneeded.append(unneeded)
             self._say("failed", transfer_id, reason="never started")
         elif f"d-{transfer_id}" in self._decodes:
@@ -188,7 +190,7 @@ class SoakEngine:
                     work.transfer_id,
                     work.request_id,
                     (work.address,),
-                    work.epoch,
+                    work.instance_id,
                     work.first,
                     work.tokens,
                     work.block_ids,

@@ -1,5 +1,5 @@
 """A worker process as the soak test holds it: started, killed, frozen, and started again under a
-new epoch."""
+new instance id."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Peer:
     def start(self, seed: int) -> None:
         """Begins the next life; `ready` comes as an event."""
         self.life += 1
-        self.epoch = f"{self.name}-{self.life}"
+        self.instance_id = f"{self.name}-{self.life}"
         self.key = CapabilityKey.generate()
         self.address, self.is_frozen = "", False
         self._unread, self._unsent = b"", list[bytes]()
         spec = {
-            "epoch": self.epoch,
+            "instance_id": self.instance_id,
             "transports": self.transports,
             "seed": seed,
             "odds": self.odds,
@@ -71,7 +71,7 @@ class Peer:
     @property
     def start_of(self) -> WorkerStart:
         """This life, as capabilities name it."""
-        return WorkerStart(self.name, self.epoch)
+        return WorkerStart(self.name, self.instance_id)
 
     @property
     def fd(self) -> int:
@@ -89,7 +89,7 @@ class Peer:
         """Events that are there; at least one read's worth. Raises EOFError when it has ended."""
         data = os.read(self.fd, 1 << 16)
         if not data:
-            raise EOFError(f"{self.epoch} ended by itself")
+            raise EOFError(f"{self.instance_id} ended by itself")
         *lines, self._unread = (self._unread + data).split(b"\n")
         return [json.loads(line) for line in lines]
 

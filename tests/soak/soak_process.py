@@ -139,7 +139,7 @@ class SoakProcess:
         linger_in_copies(rng, odds)
         known: dict[str, Transport] = {"shm": ShmTransport(), "tcp": TcpTransport()}
         self._worker = Worker(
-            epoch=spec["epoch"],
+            instance_id=spec["instance_id"],
             transports=[Slow(known[name], rng, odds) for name in spec["transports"]],
             shape=geometry(layers=2, blocks=BLOCKS, page=512),
             settings=from_extra_config(spec["settings"]),
@@ -202,7 +202,7 @@ class SoakProcess:
             "is_empty": self._worker.is_empty,
             "transfers": len(seen.transfers),
             "quarantined": seen.quarantined_slots,
-            "links": [[link.state, link.peer_epoch, link.transport] for link in seen.links],
+            "links": [[link.state, link.peer_instance_id, link.transport] for link in seen.links],
             "tombstones": tombstones,
             "mapped_caches": mapped("test-kv"),
             "mapped_boards": mapped("pdserve-kv-board"),

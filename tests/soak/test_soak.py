@@ -81,7 +81,7 @@ def is_clean(status: dict[str, Any], living: set[str]) -> bool:
     assert status["free"] + pinned == status["total"]
     assert status["tombstones"] <= MAX_TOMBSTONES
     links = status["links"]
-    peers = [epoch for _, epoch, _ in links]
+    peers = [instance_id for _, instance_id, _ in links]
     return (
         not pinned
         and status["is_empty"]
@@ -96,7 +96,7 @@ def is_clean(status: dict[str, Any], living: set[str]) -> bool:
 
 
 def until_clean(driver: Driver, peer: Peer) -> dict[str, Any]:
-    living = {x.epoch for x in driver.peers}
+    living = {x.instance_id for x in driver.peers}
     seen: list[dict[str, Any]] = []
 
     def look() -> bool:

@@ -123,7 +123,7 @@ async def test_no_log_tells_a_secret_or_what_was_said(tmp_path: Path) -> None:
         )
         engine = make_engine(config, "e1")
         assert isinstance(engine, FakeEngine)
-        worker = WorkerServer(config, engine=engine, epoch="e1")
+        worker = WorkerServer(config, engine=engine, instance_id="e1")
         try:
             await worker.start()
             await asyncio.wait_for(worker.registered(), WAIT_S)

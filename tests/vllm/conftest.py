@@ -49,14 +49,14 @@ async def aggregated(tiny_model: Path) -> AsyncIterator[EngineProcess]:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def prefill(tiny_model: Path) -> AsyncIterator[EngineProcess]:
     """A prefill engine that can send over every transport."""
-    kv = KvSettings("prefill-epoch", {"transports": ("shm", "tcp"), "lease_s": LEASE_S})
+    kv = KvSettings("prefill-instance", {"transports": ("shm", "tcp"), "lease_s": LEASE_S})
     engine = await EngineProcess.start(settings(tiny_model, kv=kv, max_num_batched_tokens=256))
     yield engine
     await engine.close()
 
 
 async def _decode(model: Path, transport: str) -> EngineProcess:
-    kv = KvSettings(f"decode-epoch-{transport}", {"transports": (transport,)})
+    kv = KvSettings(f"decode-instance-{transport}", {"transports": (transport,)})
     return await EngineProcess.start(settings(model, kv=kv, max_num_batched_tokens=256))
 
 
@@ -64,7 +64,7 @@ async def _decode(model: Path, transport: str) -> EngineProcess:
 async def pair_shm(prefill: EngineProcess, tiny_model: Path) -> AsyncIterator[Pair]:
     """KV through shared memory."""
     decode = await _decode(tiny_model, "shm")
-    yield Pair(prefill, decode, "prefill-epoch")
+    yield Pair(prefill, decode, "prefill-instance")
     await decode.close()
 
 
@@ -72,5 +72,5 @@ async def pair_shm(prefill: EngineProcess, tiny_model: Path) -> AsyncIterator[Pa
 async def pair_tcp(prefill: EngineProcess, tiny_model: Path) -> AsyncIterator[Pair]:
     """KV over TCP."""
     decode = await _decode(tiny_model, "tcp")
-    yield Pair(prefill, decode, "prefill-epoch")
+    yield Pair(prefill, decode, "prefill-instance")
     await decode.close()

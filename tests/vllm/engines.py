@@ -103,7 +103,7 @@ class EngineProcess:
         self._gone = False
         self._task: asyncio.Task[None] | None = None
         self.failure: str | None = None
-        self.epoch = ""
+        self.instance_id = ""
         self.info: EngineInfo
 
     @classmethod
@@ -123,7 +123,7 @@ class EngineProcess:
             os.sched_setaffinity(process.pid, {core})
         reader, writer = await asyncio.open_connection(sock=ours)
         self = cls(process, reader, writer)
-        self.epoch = "" if settings.kv is None else settings.kv.epoch
+        self.instance_id = "" if settings.kv is None else settings.kv.instance_id
         write_frame(writer, settings)
         try:
             kind, value = await asyncio.wait_for(read_frame(reader), START_S)
@@ -139,7 +139,7 @@ class EngineProcess:
 
     def decode_phase(self, transfer_id: str) -> DecodePhase:
         """Decode work whose prefill is here."""
-        return DecodePhase(transfer_id, self.addresses, self.epoch)
+        return DecodePhase(transfer_id, self.addresses, self.instance_id)
 
     @property
     def pid(self) -> int:

@@ -42,12 +42,12 @@ def joined(*parts: Answer) -> Joined:
 
 @dataclass(slots=True)
 class Pair:
-    """`epoch` is the prefill engine's; `last` holds the parts of the last answer. `mint` makes the
-    capability of a transfer, where the prefill engine asks for one."""
+    """`instance_id` is the prefill engine's; `last` holds the parts of the last answer. `mint`
+    makes the capability of a transfer, where the prefill engine asks for one."""
 
     prefill: EngineProcess
     decode: EngineProcess
-    epoch: str
+    instance_id: str
     last: list[Answer] = field(default_factory=list)
     mint: Callable[[str], str] = lambda transfer_id: ""
 
@@ -62,7 +62,7 @@ class Pair:
         """Both at once, as the coordinator does; returns (prefill stream, decode stream)."""
         transfer_id = f"t{next(_TRANSFERS)}"
         capability = self.mint(transfer_id)
-        source = DecodePhase(transfer_id, self.prefill.addresses, self.epoch, capability)
+        source = DecodePhase(transfer_id, self.prefill.addresses, self.instance_id, capability)
         return (
             self.prefill.submit(prompt, sampling, PrefillPhase(transfer_id), resume=resume),
             self.decode.submit(prompt, sampling, source, resume=resume, fork_seeds=fork_seeds),

@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 KEY = CapabilityKey.generate()
-P, D = WorkerStart("p0", "keyed-epoch"), WorkerStart("d0", "entitled-epoch")
+P, D = WorkerStart("p0", "keyed-instance"), WorkerStart("d0", "entitled-instance")
 
 
 def right(transfer_id: str, target: WorkerStart = D, *, in_s: int = 60) -> str:
@@ -75,11 +75,13 @@ async def keyed(tiny_model: Path, log_file: Path) -> AsyncIterator[Pair]:
     engines: list[EngineProcess] = []
     for start, key in ((P, KEY), (D, None)):
         extra = {"transports": ("shm", "tcp"), "worker_id": start.worker_id, "kv_key": key}
-        made = settings(tiny_model, kv=KvSettings(start.epoch, extra), max_num_batched_tokens=256)
+        made = settings(
+            tiny_model, kv=KvSettings(start.instance_id, extra), max_num_batched_tokens=256
+        )
         with output_to(log_file):
             engines.append(await EngineProcess.start(made, env={"VLLM_LOGGING_LEVEL": "DEBUG"}))
     prefill, decode = engines
-    yield Pair(prefill, decode, P.epoch, mint=right)
+    yield Pair(prefill, decode, P.instance_id, mint=right)
     await decode.close()
     await prefill.close()
 
@@ -107,7 +109,7 @@ async def test_what_lies_ready_is_taken_by_the_right_one_and_exact(
             first = await keyed.prefill.collect(
                 keyed.prefill.submit(ids, sampling, PrefillPhase(name))
             )
-            source = DecodePhase(name, keyed.prefill.addresses, P.epoch, right(name))
+            source = DecodePhase(name, keyed.prefill.addresses, P.instance_id, right(name))
             rest = await keyed.decode.collect(keyed.decode.submit(ids, sampling, source))
             assert joined(first, rest) == expected
             await keyed.until_empty()
@@ -119,7 +121,7 @@ async def test_what_lies_ready_is_taken_by_the_right_one_and_exact(
 
 async def refusal(keyed: Pair, make: Callable[[str], str]) -> str:
     """Why a transfer failed whose capability `make` has made; nothing of it is left."""
-    refused = Pair(keyed.prefill, keyed.decode, P.epoch, mint=make)
+    refused = Pair(keyed.prefill, keyed.decode, P.instance_id, mint=make)
     streams = refused.submit(prompt(200, 21), params(ignore_eos=True))
     first = await refused.prefill.collect(streams[0])
     answer = await refused.decode.collect(streams[1])
@@ -138,7 +140,10 @@ FORGED = f"2.{KEY.key_id}.{2**40}.{'0' * 64}"
 WRONG: dict[str, tuple[Callable[[str], str], str]] = {
     "missing": (lambda _: "", "refused: no capability was presented"),
     "forged": (lambda _: FORGED, "refused: the capability is not for this transfer"),
-    "another's": (lambda t: right(t, WorkerStart("d1", D.epoch)), "refused: the capability is not"),
+    "another's": (
+        lambda t: right(t, WorkerStart("d1", D.instance_id)),
+        "refused: the capability is not",
+    ),
     "expired": (lambda t: right(t, in_s=-1), "refused: the capability has expired"),
 }
 

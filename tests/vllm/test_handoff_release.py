@@ -173,19 +173,19 @@ async def test_a_prefill_that_nobody_takes_is_freed_when_its_lease_ends(stalling
 
 
 async def test_a_decode_of_an_unknown_transfer_fails(stalling: Pair) -> None:
-    phase = DecodePhase("never-heard-of", stalling.prefill.addresses, stalling.epoch)
+    phase = DecodePhase("never-heard-of", stalling.prefill.addresses, stalling.instance_id)
     answer = await stalling.decode.run(prompt(200, 120), LONG, phase)
     assert answer.error is not None
     assert answer.error.code == "transfer_failed"
     await stalling.decode.until_empty()
 
 
-@pytest.mark.parametrize(("epoch", "reason"), [("an-older-life", "restarted"), (None, "")])
+@pytest.mark.parametrize(("instance_id", "reason"), [("an-older-life", "restarted"), (None, "")])
 async def test_a_source_that_is_not_who_it_was_is_refused(
-    pair_shm: Pair, epoch: str | None, reason: str
+    pair_shm: Pair, instance_id: str | None, reason: str
 ) -> None:
-    addresses = pair_shm.prefill.addresses if epoch else ("127.0.0.1:1",)
-    phase = DecodePhase("t-epoch", addresses, epoch or "gone")
+    addresses = pair_shm.prefill.addresses if instance_id else ("127.0.0.1:1",)
+    phase = DecodePhase("t-instance", addresses, instance_id or "gone")
     answer = await pair_shm.decode.run(prompt(64, 130), LONG, phase)
     assert answer.error is not None
     assert answer.error.code == "transfer_failed"
@@ -208,12 +208,12 @@ async def test_a_prefill_killed_while_blocks_travel_fails_its_decode(
 
 async def test_a_decode_killed_while_it_waits_frees_its_prefill(tiny_model: Path) -> None:
     engines = []
-    for epoch in ("short-leased", "short-lived"):
-        kv = KvSettings(epoch, {"transports": ("shm",), "lease_s": 5.0})
+    for instance_id in ("short-leased", "short-lived"):
+        kv = KvSettings(instance_id, {"transports": ("shm",), "lease_s": 5.0})
         made = settings(tiny_model, kv=kv, max_num_batched_tokens=256)
         engines.append(await EngineProcess.start(made))
     prefill, doomed = engines
-    streams = await submit_and_catch(Pair(prefill, doomed, prefill.epoch), 150)
+    streams = await submit_and_catch(Pair(prefill, doomed, prefill.instance_id), 150)
     await doomed.kill()
     await prefill.collect(streams[0])
     # At once when the grant had come, else when the lease ends.

@@ -43,7 +43,7 @@ _NAMES = itertools.count(1)
 
 async def wide(model: Path, block_size: int = BLOCK) -> EngineProcess:
     """An engine of two ranks, with one of the model's two KV heads each."""
-    kv = KvSettings(f"wide-epoch-{next(_NAMES)}", {"transports": ("shm", "tcp")})
+    kv = KvSettings(f"wide-instance-{next(_NAMES)}", {"transports": ("shm", "tcp")})
     args = {"max_num_batched_tokens": 256, "tensor_parallel_size": 2, "block_size": block_size}
     return await EngineProcess.start(settings(model, kv=kv, **args))
 
@@ -68,11 +68,11 @@ def pair(
     pair_tcp: Pair,
 ) -> Pair:
     found = {
-        "2 to 1": Pair(wides[0], pair_shm.decode, wides[0].epoch),
-        "2 to 1, tcp": Pair(wides[0], pair_tcp.decode, wides[0].epoch),
-        "1 to 2 of 64": Pair(prefill, wides[1], prefill.epoch),
-        "2 to 2 of 64": Pair(wides[0], wides[1], wides[0].epoch),
-        "2 of 64 to 1": Pair(wides[1], pair_tcp.decode, wides[1].epoch),
+        "2 to 1": Pair(wides[0], pair_shm.decode, wides[0].instance_id),
+        "2 to 1, tcp": Pair(wides[0], pair_tcp.decode, wides[0].instance_id),
+        "1 to 2 of 64": Pair(prefill, wides[1], prefill.instance_id),
+        "2 to 2 of 64": Pair(wides[0], wides[1], wides[0].instance_id),
+        "2 of 64 to 1": Pair(wides[1], pair_tcp.decode, wides[1].instance_id),
     }[request.param]
     assert found.prefill.info.kv is not None
     assert found.decode.info.kv is not None
@@ -173,7 +173,7 @@ async def held_half_way(
     addresses = (source.addresses[0], middle.address)
     transfer_id = f"reshard-{next(_NAMES)}"
     sampling = params(ignore_eos=True)
-    phase = DecodePhase(transfer_id, addresses, source.epoch)
+    phase = DecodePhase(transfer_id, addresses, source.instance_id)
     stream = decode.submit(ids, sampling, phase)
     first = await source.run(ids, sampling, PrefillPhase(transfer_id))
     async with asyncio.timeout(WAIT_S):
@@ -207,7 +207,9 @@ async def test_a_rank_whose_link_breaks_fails_its_request_alone(
     await middle.close()
     again = prompt(200, 32)
     expected = joined(await aggregated.run(again, params()))
-    assert said(await Pair(source, decode, source.epoch).run(again, params())) == said(expected)
+    assert said(await Pair(source, decode, source.instance_id).run(again, params())) == said(
+        expected
+    )
     await all_empty(source, decode)
 
 

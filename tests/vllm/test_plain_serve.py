@@ -195,7 +195,7 @@ async def test_a_first_token_that_is_handed_over_is_exact(
     body = asked(fresh(400), "seeded")
     source = {"role": "source", "transfer_id": "by hand"}
     target = {"role": "target", "transfer_id": "by hand"}
-    target |= {name: kv[name] for name in ("source_addresses", "source_epoch")}
+    target |= {name: kv[name] for name in ("producer_addresses", "producer_instance_id")}
     first, rest = await asyncio.gather(
         pair.prefill.post(PATH, {**body, "max_tokens": 1, "kv_transfer_params": source}),
         pair.decode.post(PATH, {**body, "kv_transfer_params": target}),

@@ -31,8 +31,8 @@ def loading() -> tuple[SchedulerHalf, list[int]]:
         kv_transfer_params={
             "role": "target",
             "transfer_id": "t",
-            "source_addresses": ["127.0.0.1:1"],
-            "source_epoch": "e",
+            "producer_addresses": ["127.0.0.1:1"],
+            "producer_instance_id": "e",
         },
         num_tokens=8,
         num_output_tokens=0,
@@ -41,7 +41,7 @@ def loading() -> tuple[SchedulerHalf, list[int]]:
         structured_output_request=None,
         prompt_token_ids=list(range(8)),
     )
-    half = SchedulerHalf(4, "epoch")
+    half = SchedulerHalf(4, "instance_id")
     half.on_new_request(request)
     assert half.matched_tokens(request, 0) == (8, True)
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([1, 2],))

@@ -66,7 +66,7 @@ class Storm:
         self.tally[fate] += 1
         if fate == "nobody takes it":
             await pair.prefill.run(
-                ids, params(length), PrefillPhase(f"alone-{number}-{pair.epoch}")
+                ids, params(length), PrefillPhase(f"alone-{number}-{pair.instance_id}")
             )
             return
         streams = pair.submit(ids, params(length, ignore_eos=True))
@@ -97,7 +97,7 @@ async def source(tiny_model: Path) -> AsyncIterator[EngineProcess]:
 @pytest.fixture(params=["shm", "tcp"])
 def pair(request: pytest.FixtureRequest, source: EngineProcess) -> Pair:
     other: Pair = request.getfixturevalue(f"pair_{request.param}")
-    return Pair(source, other.decode, source.epoch)
+    return Pair(source, other.decode, source.instance_id)
 
 
 async def test_no_storm_of_aborts_leaves_a_block_pinned(

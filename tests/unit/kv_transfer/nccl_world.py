@@ -51,7 +51,7 @@ class Process:
     """One worker: its staging ring, its NCCL thread and what ended."""
 
     world: World
-    epoch: str
+    instance_id: str
     gpu: int
     rank: int
     limits: PoolLimits
@@ -81,7 +81,7 @@ class Process:
     # -- the test's side
 
     def key(self, peer: Process) -> PairKey:
-        return PairKey(peer.epoch, peer.gpu, self.rank)
+        return PairKey(peer.instance_id, peer.gpu, self.rank)
 
     def address(self, slot: int) -> int:
         return ctypes.addressof(self.memory) + slot * SLOT_BYTES
@@ -166,7 +166,9 @@ class World:
         for _ in range(len(self.link)):
             sender, key, message = self.link.popleft()
             others = self.decodes if sender is self.prefill else [self.prefill]
-            receiver = next(p for p in others if (p.epoch, p.gpu) == (key.peer_epoch, key.peer_gpu))
+            receiver = next(
+                p for p in others if (p.instance_id, p.gpu) == (key.peer_instance_id, key.peer_gpu)
+            )
             if not receiver.is_dead:
                 receiver.thread.deliver(receiver.key(sender), message)
         for process in self.processes:
@@ -234,4 +236,4 @@ def failed(process: Process, op_id: str = "t:0") -> str:
 
 def peer_is_lost(world: World, survivor: Process, dead: Process) -> None:
     """What the link finds out when the other process is gone."""
-    survivor.thread.peer_lost(dead.epoch, "the link is down")
+    survivor.thread.peer_lost(dead.instance_id, "the link is down")

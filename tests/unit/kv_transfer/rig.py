@@ -81,7 +81,7 @@ def open_files() -> int:
 class Worker:
     """One worker half with its cache, and all that it has reported. Released by `close`."""
 
-    epoch: str
+    instance_id: str
     transports: Sequence[Transport]
     shape: KvGeometry = field(default_factory=geometry)
     settings: KvSettings = field(default_factory=KvSettings)
@@ -98,13 +98,13 @@ class Worker:
     codes: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        seed = zlib.crc32(self.epoch.encode())
+        seed = zlib.crc32(self.instance_id.encode())
         self.cache = Cache(self.shape, seed=seed, shared=self.shared, order=self.order)
         local = self.cache.local if self.made is None else self.made.local
-        self.half = WorkerHalf(self.settings, self.epoch, self.transports)
+        self.half = WorkerHalf(self.settings, self.instance_id, self.transports)
         self.half.register(
             local,
-            Identity(self.epoch, self.compatibility, self.settings.worker_id),
+            Identity(self.instance_id, self.compatibility, self.settings.worker_id),
             self.shard or whole(self.shape, BLOCK_SIZE),
         )
 
@@ -157,9 +157,9 @@ class Worker:
     def start(
         self, source: Worker | str, transfer_id: str, block_ids: list[int], tokens: int, **rest: Any
     ) -> None:
-        """The decode engine has reserved blocks. `rest`: first_block, epoch, capability."""
+        """The decode engine has reserved blocks. `rest`: first_block, instance id, capability."""
         address = source if isinstance(source, str) else source.half.address
-        epoch = rest.pop("epoch", "" if isinstance(source, str) else source.epoch)
+        instance_id = rest.pop("instance_id", "" if isinstance(source, str) else source.instance_id)
         first = rest.pop("first_block", 0)
         self.step(
             starts=[
@@ -167,7 +167,7 @@ class Worker:
                     transfer_id,
                     f"d-{transfer_id}",
                     (address,),
-                    epoch,
+                    instance_id,
                     first,
                     tokens,
                     block_ids,
@@ -183,7 +183,7 @@ class Worker:
 
     def refuse(self, source: Worker, transfer_id: str) -> None:
         """The decode request needs nothing from its source."""
-        self.step(unneeded=[Unneeded(transfer_id, (source.half.address,), source.epoch)])
+        self.step(unneeded=[Unneeded(transfer_id, (source.half.address,), source.instance_id)])
 
     # -- time
 
@@ -226,7 +226,7 @@ class Rig:
             if key in KvSettings.__dataclass_fields__ and key != "transports"
         }
         parts.setdefault("transports", [self._transport()])
-        parts.setdefault("epoch", f"epoch-{next(self._names)}")
+        parts.setdefault("instance_id", f"instance-{next(self._names)}")
         worker = Worker(settings=KvSettings(**{**PATIENT, **settings}), **parts)
         self.workers.append(worker)
         return worker
@@ -258,11 +258,11 @@ def by_name(name: str, loopback: Transport) -> Callable[[], Transport]:
     return made[name]
 
 
-def can_take(target: Worker, address: str, epoch: str) -> bool:
+def can_take(target: Worker, address: str, instance_id: str) -> bool:
     """Whether the target has mapped what the source has."""
     links = target.half.links
     with links.lock:
-        link = links.link_to(address, epoch)
+        link = links.link_to(address, instance_id)
     return link.takes is not None and link.takes.wait_mapped(0.0)
 
 
@@ -272,7 +272,7 @@ def join(source: Worker, target: Worker) -> None:
     target.start(source, "join", [0, 1], 8)
     source.prefill("join", [0, 1], 8)
     settle(source, target)
-    until(lambda: can_take(target, source.half.address, source.epoch), source, target)
+    until(lambda: can_take(target, source.half.address, source.instance_id), source, target)
     for worker in (source, target):
         worker.half.links.counters = worker.half.links._guard._counters = TransferCounters()
         worker.sent.clear()

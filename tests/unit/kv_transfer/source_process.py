@@ -50,7 +50,7 @@ def main(transport: str, how: str) -> None:
     """Serves until it is killed."""
     if how == "INSIDE":
         hold_copies()
-    source = Rig(by_name(transport, LoopbackTransport())).worker(epoch=EPOCH)
+    source = Rig(by_name(transport, LoopbackTransport())).worker(instance_id=EPOCH)
     if how == "READY":
         source.prefill("first", [0, 1], 8)
         source.prefill("t", FROM, N)

@@ -101,7 +101,7 @@ def moved(source: Pool, target: Pool, transfer_id: str, tokens: int) -> None:
     sizes = [each.ranks[0].shard.pool.block_size for each in (source, target)]
     table, to = (list(range(-(-tokens // size))) for size in sizes)
     start = TargetStart(
-        transfer_id, f"d-{transfer_id}", (ours.half.address,), ours.epoch, 0, tokens, to
+        transfer_id, f"d-{transfer_id}", (ours.half.address,), ours.instance_id, 0, tokens, to
     )
     target.step(starts=[start])
     source.step(expected=[SourceExpected(transfer_id, f"p-{transfer_id}")])

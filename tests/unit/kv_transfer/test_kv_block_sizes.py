@@ -112,7 +112,7 @@ def pool(rig: Rig, name: str, shape: tuple[int, int], layout: str, **settings: A
             order=turned(block_size, CONTENT),
             made=made or None,
             shard=shard,
-            epoch=f"{name}-epoch",
+            instance_id=f"{name}-instance",
             **settings,
         )
         ranks.append(Rank(worker, shard))
@@ -171,7 +171,7 @@ def check_transfer(bench: Bench, ours: tuple[int, int], theirs: tuple[int, int])
 
     to, (first, *_) = target.table[cached:], source.workers
     addresses = tuple(worker.half.address for worker in source.workers)
-    start = TargetStart("t", "d-t", addresses, first.epoch, cached, tokens, to)
+    start = TargetStart("t", "d-t", addresses, first.instance_id, cached, tokens, to)
     target.step(starts=[start])
     source.step(expected=[SourceExpected("t", "p-t")])
     for ready in (dice.randrange(tokens), tokens):
@@ -199,7 +199,7 @@ def test_a_cache_whose_tokens_cannot_be_told_apart_gives_blocks_of_its_own_size_
     source = tcp_rig.worker()
     target = pool(tcp_rig, "t", (1, 8), "")
     (worker,) = target.workers
-    start = TargetStart("t", "d-t", (source.half.address,), source.epoch, 0, 16, [1, 2])
+    start = TargetStart("t", "d-t", (source.half.address,), source.instance_id, 0, 16, [1, 2])
     source.expect("t")
     target.step(starts=[start])
     until(lambda: worker.ended, worker, source)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from kv_transfer.transport.base import Transport
 
 KEY, OTHER_KEY = CapabilityKey(b"k" * KEY_BYTES), CapabilityKey(b"o" * KEY_BYTES)
-P, D = WorkerStart("p0", "source-epoch"), WorkerStart("d0", "target-epoch")
+P, D = WorkerStart("p0", "source-instance"), WorkerStart("d0", "target-instance")
 BLOCKS, TOKENS, BLOCK_SIZE = [1, 2, 3], 12, 4
 FAR = 86_400
 SHAPE = KvGeometry(2, 4, 64, 256, 64)
@@ -78,8 +78,8 @@ class End:
         self._cache.raw = start.worker_id[:1].encode() * SHAPE.span_bytes
         region = KvRegion(ctypes.addressof(self._cache), SHAPE.span_bytes, SHAPE)
         config = KvSettings(worker_id=start.worker_id, **{**PATIENT, **settings})
-        self.half = WorkerHalf(config, start.epoch, [transport])
-        identity = Identity(start.epoch, "same", start.worker_id)
+        self.half = WorkerHalf(config, start.instance_id, [transport])
+        identity = Identity(start.instance_id, "same", start.worker_id)
         self.half.register(LocalKv(region, None), identity, whole(SHAPE, BLOCK_SIZE))
         self.arrived: set[str] = set()
         self.failures: dict[str, str] = {}
@@ -110,7 +110,7 @@ class End:
                     transfer_id,
                     f"d-{transfer_id}",
                     (source.half.address,),
-                    P.epoch,
+                    P.instance_id,
                     0,
                     TOKENS,
                     BLOCKS,
@@ -155,9 +155,9 @@ WRONG = {
     "forged": (f"2.{KEY.key_id}.{2**40}.{'0' * 64}", "not for this transfer"),
     "of another key": (right(key=OTHER_KEY), "another key"),
     "of another transfer": (right("u"), "not for this transfer"),
-    "of another source": (right(source=WorkerStart("p1", P.epoch)), "not for this transfer"),
+    "of another source": (right(source=WorkerStart("p1", P.instance_id)), "not for this transfer"),
     "of an earlier source": (right(source=WorkerStart("p0", "old")), "not for this transfer"),
-    "of another target": (right(target=WorkerStart("d1", D.epoch)), "not for this transfer"),
+    "of another target": (right(target=WorkerStart("d1", D.instance_id)), "not for this transfer"),
     "of an earlier target": (right(target=WorkerStart("d0", "old")), "not for this transfer"),
     "expired": (right(in_s=-1), "expired"),
 }
@@ -207,10 +207,10 @@ def test_nobody_else_can_cancel_a_transfer(ends: tuple[End, End]) -> None:
     source, target = ends
     source.prefill()
     for capability in ("", right("u")):
-        target.step(unneeded=[Unneeded("t", (source.half.address,), P.epoch, capability)])
+        target.step(unneeded=[Unneeded("t", (source.half.address,), P.instance_id, capability)])
     until(lambda: source.half.counters.refused_capabilities == 2, source)
     assert not source.released
-    target.step(unneeded=[Unneeded("t", (source.half.address,), P.epoch, right())])
+    target.step(unneeded=[Unneeded("t", (source.half.address,), P.instance_id, right())])
     until(lambda: source.released, source)
 
 
@@ -259,7 +259,9 @@ class Stranger:
         self._socket = socket.create_connection((host, int(port)), WAIT_S)
         self._file = self._socket.makefile("rb")
         offers = [{"transport": "tcp"}]
-        self.say(Hello(PROTOCOL_VERSION, name.epoch, P.epoch, "same", offers, name.worker_id))
+        self.say(
+            Hello(PROTOCOL_VERSION, name.instance_id, P.instance_id, "same", offers, name.worker_id)
+        )
         assert isinstance(self.hear(), Welcome)
 
     def say(self, message: Message) -> None:
@@ -319,7 +321,7 @@ def test_slow_honest_workers_keep_their_link(source: End) -> None:
 
 def test_a_right_overheard_serves_nobody_under_another_name(source: End) -> None:
     source.prefill()
-    for name in (WorkerStart("d1", D.epoch), WorkerStart("d0", "other"), WorkerStart("", "")):
+    for name in (WorkerStart("d1", D.instance_id), WorkerStart("d0", "other"), WorkerStart("", "")):
         with closing(Stranger(source, name)) as stranger:
             stranger.say(grant("t", right()))
             answer = stranger.hear()

@@ -62,7 +62,7 @@ def test_a_source_that_dies_or_stops_half_way_fails_its_targets(
     """A killed one is noticed by its socket, a stopped one by its silence."""
     target = rig_of(transport).worker()
     with source(transport, "HALF") as (process, address):
-        target.start(address, "t", TO, N, epoch=source_process.EPOCH)
+        target.start(address, "t", TO, N, instance_id=source_process.EPOCH)
         until(lambda: received(target) == 2, target)
         process.send_signal(how)
         if how is signal.SIGSTOP:
@@ -77,7 +77,7 @@ def test_blocks_stay_with_a_source_that_stands_inside_its_copy(rig_of: RigOf, en
     target = rig_of("shm").worker(cancel_timeout_s=0.05)
     with source("shm", "INSIDE") as (process, address):
         assert process.stdin is not None
-        target.start(address, "t", TO, N, epoch=source_process.EPOCH)
+        target.start(address, "t", TO, N, instance_id=source_process.EPOCH)
         assert line_of(process) == "inside"
         process.send_signal(signal.SIGSTOP)
         target.cancel("t")
@@ -113,7 +113,7 @@ class Mute:
         host, _, port = worker.half.address.rpartition(":")
         self.sock = socket.create_connection((host, int(port)), WAIT_S)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        hello = Hello(PROTOCOL_VERSION, "mute", worker.epoch, "same", [{"transport": "tcp"}])
+        hello = Hello(PROTOCOL_VERSION, "mute", worker.instance_id, "same", [{"transport": "tcp"}])
         self.sock.sendall(encode(hello) + encode(Grant("t", 0, blocks * 4, list(range(blocks)))))
 
 
@@ -198,7 +198,7 @@ def test_a_target_gives_up_a_source_that_stops_inside_a_chunk(tcp_rig: Rig) -> N
     """Its own reader is in the middle of a block then; the blocks are free when it is out."""
     target = tcp_rig.worker()
     with FakeSource() as fake:
-        target.start(fake.address, "t", TO, N, epoch="fake")
+        target.start(fake.address, "t", TO, N, instance_id="fake")
         fake.accept(target)
         fake.sock.sendall(encode(Chunk("t", 0, 4, 4 * geometry().block_bytes)) + bytes(100))
         until(lambda: any(share.writing for share in target.half.links.targets), target)

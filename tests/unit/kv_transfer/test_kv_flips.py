@@ -198,7 +198,7 @@ def over_wire(tcp_rig: Rig, way: str, bit: int) -> dict[str, int]:
     source, target = tcp_rig.pair(receive_timeout_s=0.5, cancel_timeout_s=0.2)
     before = target.cache.blocks()
     with FlippingWire(source.half.address, way, bit) as wire:
-        target.start(wire.address, "t", TO, N, epoch=source.epoch)
+        target.start(wire.address, "t", TO, N, instance_id=source.instance_id)
         source.prefill("t", FROM, N)
         until(lambda: target.ended, source, target)
     if target.failed:

@@ -173,8 +173,8 @@ DONE = {"t": "done", "transfer_id": "x", "token_ids": [1], "push_s": 0.0, "expos
 HELLO = {
     "t": "hello",
     "version": 1,
-    "epoch": "",
-    "source_epoch": "",
+    "instance_id": "",
+    "producer_instance_id": "",
     "compatibility": "",
     "worker_id": "",
 }

@@ -28,7 +28,7 @@ PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (8, 2), (2, 8), (8, 8)]
 
 @dataclass
 class Pool:
-    """The ranks of one worker, stepped together as an engine does. One epoch for all."""
+    """The ranks of one worker, stepped together as an engine does. One instance id for all."""
 
     ranks: list[Worker]
 
@@ -37,8 +37,8 @@ class Pool:
         return tuple(rank.half.address for rank in self.ranks)
 
     @property
-    def epoch(self) -> str:
-        return self.ranks[0].epoch
+    def instance_id(self) -> str:
+        return self.ranks[0].instance_id
 
     def step(self, **parts: Any) -> None:
         for rank in self.ranks:
@@ -52,7 +52,7 @@ class Pool:
 
     def start(self, source: Pool, addresses: tuple[str, ...] = ()) -> None:
         where = addresses or source.addresses
-        start = TargetStart("t", "d-t", where, source.epoch, 0, N, TO)
+        start = TargetStart("t", "d-t", where, source.instance_id, 0, N, TO)
         self.step(starts=[start])
 
     def heads(self, block: int) -> list[list[bytes]]:
@@ -73,9 +73,9 @@ def pool(rig: Rig, tp: int, **settings: Any) -> Pool:
     for i in range(tp):
         shard = Shard(layout, i)
         shape = geometry(page=len(shard.heads) * HEAD_PAGE)
-        name = f"epoch-of-{tp}-{settings.get('name', '')}"
+        name = f"instance-of-{tp}-{settings.get('name', '')}"
         rest = {k: v for k, v in settings.items() if k != "name"}
-        ranks.append(rig.worker(shape=shape, shard=shard, epoch=name, **rest))
+        ranks.append(rig.worker(shape=shape, shard=shard, instance_id=name, **rest))
     made = Pool(ranks)
     # Ranks that hold the same heads hold the same bytes.
     for block in FROM:
@@ -133,7 +133,7 @@ def test_a_source_that_is_not_needed_is_told_on_every_rank(
 ) -> None:
     source, target = pool(rig, source_tp, name="s"), pool(rig, target_tp, name="t")
     source.prefill()
-    target.step(unneeded=[Unneeded("t", source.addresses, source.epoch)])
+    target.step(unneeded=[Unneeded("t", source.addresses, source.instance_id)])
     settle(source, target)
     assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
 
@@ -201,7 +201,7 @@ def test_a_reader_that_is_lost_takes_the_others_with_it(rig: Rig) -> None:
 def test_a_reader_that_never_comes_costs_no_more_than_the_lease(tcp_rig: Rig) -> None:
     source, target = pool(tcp_rig, 1, name="s"), pool(tcp_rig, 2, name="t")
     first, second = target.ranks
-    first.step(starts=[TargetStart("t", "d-t", source.addresses, source.epoch, 0, N, TO)])
+    first.step(starts=[TargetStart("t", "d-t", source.addresses, source.instance_id, 0, N, TO)])
     source.prefill()
     (only,) = source.ranks
     until(lambda: first.ended, first, only)
@@ -240,16 +240,23 @@ def test_a_source_of_so_many_ranks_that_no_plan_fits_is_refused(tcp_rig: Rig) ->
 def test_every_rank_asks_for_the_one_right_to_the_transfer(
     tcp_rig: Rig, source_tp: int, target_tp: int
 ) -> None:
-    """One capability for all: the ranks of a worker have its name and its one epoch."""
+    """One capability for all: the ranks of a worker have its name and its one instance id."""
     key = CapabilityKey(b"k" * KEY_BYTES)
     source = pool(tcp_rig, source_tp, name="s", worker_id="p0", kv_key=key)
     target = pool(tcp_rig, target_tp, name="t", worker_id="d0")
-    ends = (WorkerStart("p0", source.epoch), WorkerStart("d0", target.epoch))
+    ends = (WorkerStart("p0", source.instance_id), WorkerStart("d0", target.instance_id))
     right = mint(key, Capability("t", *ends, int(time.time()) + 3600))
     source.prefill()
     for transfer_id, capability in (("t", ""), ("other", right), ("t", right)):
         start = TargetStart(
-            transfer_id, f"d-{capability}", source.addresses, source.epoch, 0, N, TO, capability
+            transfer_id,
+            f"d-{capability}",
+            source.addresses,
+            source.instance_id,
+            0,
+            N,
+            TO,
+            capability,
         )
         target.step(starts=[start])
         until(lambda: all(rank.is_empty for rank in target.ranks), *target.ranks, *source.ranks)

@@ -63,7 +63,10 @@ def test_links_are_seen_with_their_transport_and_their_peer(rig: Rig) -> None:
     assert (served.side, dialled.side) == (SOURCE, TARGET)
     assert (served.state, dialled.state) == ("up", "up")
     assert served.transport == dialled.transport
-    assert (served.peer_epoch, dialled.peer_epoch) == (target.epoch, source.epoch)
+    assert (served.peer_instance_id, dialled.peer_instance_id) == (
+        target.instance_id,
+        source.instance_id,
+    )
     assert dialled.address == source.half.address
 
     target.half.close()

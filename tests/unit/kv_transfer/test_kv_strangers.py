@@ -79,8 +79,8 @@ class Peer:
 def hello(worker: Worker, **changed: Any) -> Hello:
     fields = {
         "version": PROTOCOL_VERSION,
-        "epoch": "stranger",
-        "source_epoch": worker.epoch,
+        "instance_id": "stranger",
+        "producer_instance_id": worker.instance_id,
         "compatibility": "same",
         "offers": [TCP],
     }
@@ -119,7 +119,7 @@ def until_dropped(source: Worker, count: int = 1) -> None:
     [
         ({"version": PROTOCOL_VERSION + 1}, f"version {PROTOCOL_VERSION + 1}"),
         ({"version": 0}, "version 0"),
-        ({"source_epoch": "an earlier life"}, "restarted"),
+        ({"producer_instance_id": "an earlier life"}, "restarted"),
         ({"compatibility": "other"}, "KV layout other, not same"),
         ({"offers": []}, "no common transport"),
         ({"offers": [{"transport": "carrier pigeon"}]}, "no common transport"),
@@ -357,7 +357,7 @@ def test_a_target_fails_its_request_where_the_source_is_none(
 ) -> None:
     target = tcp_rig.worker(handshake_timeout_s=WAIT_S if data else 0.3)
     before = target.cache.snapshot()
-    target.start(false_source.address, "t", TO, N, epoch="fake")
+    target.start(false_source.address, "t", TO, N, instance_id="fake")
     false_source.answer(data)
     until(lambda: target.is_empty, target)
     assert target.failed == ["d-t"]
@@ -371,7 +371,7 @@ def test_a_target_fails_its_request_where_the_source_is_none(
 )
 def test_a_target_fails_its_request_where_nobody_listens(tcp_rig: Rig, address: str) -> None:
     target = tcp_rig.worker()
-    target.start(address, "t", TO, N, epoch="e")
+    target.start(address, "t", TO, N, instance_id="e")
     until(lambda: target.is_empty, target)
     assert target.failed == ["d-t"]
     assert target.failures["d-t"] not in ("", "closed")
@@ -379,13 +379,13 @@ def test_a_target_fails_its_request_where_nobody_listens(tcp_rig: Rig, address: 
     assert ("is no address" in target.failures["d-t"]) == malformed
 
 
-@pytest.mark.parametrize("which", ["epoch", "compatibility"])
+@pytest.mark.parametrize("which", ["instance_id", "compatibility"])
 def test_workers_that_do_not_fit_are_told_so_through_their_requests(
     tcp_rig: Rig, which: str
 ) -> None:
     source = tcp_rig.worker(compatibility="other" if which == "compatibility" else "same")
     target = tcp_rig.worker()
-    epoch = "an earlier life" if which == "epoch" else source.epoch
-    target.start(source, "t", TO, N, epoch=epoch)
+    instance_id = "an earlier life" if which == "instance_id" else source.instance_id
+    target.start(source, "t", TO, N, instance_id=instance_id)
     settle(source, target)
-    assert ("restarted" if which == "epoch" else "KV layout") in target.failures["d-t"]
+    assert ("restarted" if which == "instance_id" else "KV layout") in target.failures["d-t"]

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(
     not copying.WORDS, reason="the extension was not built: no C compiler at install"
 )
 KEY, OTHER_KEY = CapabilityKey(b"k" * KEY_BYTES), CapabilityKey(b"o" * KEY_BYTES)
-P, D = WorkerStart("p0", "source-epoch"), WorkerStart("d0", "target-epoch")
+P, D = WorkerStart("p0", "source-instance"), WorkerStart("d0", "target-instance")
 
 
 @pytest.fixture
@@ -177,7 +177,9 @@ def test_a_step_takes_so_much_and_is_granted_the_rest(
     for i in range(4):
         source.prefill(f"t{i}", [5 + i], 4)
     where = (source.half.address,)
-    starts = [TargetStart(f"t{i}", f"d-t{i}", where, source.epoch, 0, 4, [9 + i]) for i in range(4)]
+    starts = [
+        TargetStart(f"t{i}", f"d-t{i}", where, source.instance_id, 0, 4, [9 + i]) for i in range(4)
+    ]
     target.step(starts=starts)
     assert taken(target) == 2
     settle(source, target)
@@ -334,13 +336,13 @@ def test_a_source_need_not_run_for_it_and_one_that_died_is_not_asked(
     target = rig.worker()
     want = Cache(geometry(), seed=zlib.crc32(source_process.EPOCH.encode()))
     with process_of("shm", "READY") as (process, address):
-        epoch = source_process.EPOCH
-        target.start(address, "first", [0, 1], 8, epoch=epoch)
-        until(lambda: target.ended and can_take(target, address, epoch), target)
+        instance_id = source_process.EPOCH
+        target.start(address, "first", [0, 1], 8, instance_id=instance_id)
+        until(lambda: target.ended and can_take(target, address, instance_id), target)
         process.send_signal(how)
         if how is signal.SIGKILL:
             until(lambda: all(link.is_down for link in target.half.links._all), target)
-        target.start(address, "t", TO, N, epoch=epoch)
+        target.start(address, "t", TO, N, instance_id=instance_id)
         if how is signal.SIGSTOP:
             assert target.ended == ["d-first", "d-t"]
             for old, new in zip(FROM, TO, strict=True):
@@ -454,8 +456,8 @@ def right(**changed: Any) -> str:
 @pytest.fixture
 def guarded(rig: Rig) -> tuple[Worker, Worker]:
     """A source that asks for capabilities, and the target D."""
-    source = rig.worker(epoch=P.epoch, kv_key=KEY, worker_id=P.worker_id)
-    target = rig.worker(epoch=D.epoch, worker_id=D.worker_id)
+    source = rig.worker(instance_id=P.instance_id, kv_key=KEY, worker_id=P.worker_id)
+    target = rig.worker(instance_id=D.instance_id, worker_id=D.worker_id)
     source.half.links._guard._key = None
     join(source, target)
     source.half.links._guard._key = KEY
@@ -468,8 +470,8 @@ WRONG = {
     "of another key": right(key=OTHER_KEY),
     "of another transfer": right(transfer_id="u"),
     "of an earlier source": right(source=WorkerStart("p0", "old")),
-    "of another source": right(source=WorkerStart("p1", P.epoch)),
-    "of another target": right(target=WorkerStart("d1", D.epoch)),
+    "of another source": right(source=WorkerStart("p1", P.instance_id)),
+    "of another target": right(target=WorkerStart("d1", D.instance_id)),
     "expired": right(in_s=-1),
 }
 

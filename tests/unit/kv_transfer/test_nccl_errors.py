@@ -224,7 +224,7 @@ def test_any_mixture_of_faults_leaves_nothing_behind_and_brings_no_wrong_byte(se
             process.nccl.break_comms(Result.REMOTE_ERROR)
         if dice.random() < 0.05:
             peer = dice.choice(world.decodes) if process is world.prefill else world.prefill
-            process.thread.peer_lost(peer.epoch, "the link is down")
+            process.thread.peer_lost(peer.instance_id, "the link is down")
         world.fabric.is_held = dice.random() < 0.2
         for _ in range(dice.randrange(150)):
             before = {p: len(p.ended_ops) for p in world.decodes}

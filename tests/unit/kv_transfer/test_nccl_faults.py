@@ -165,7 +165,7 @@ def test_stale_generation() -> None:
 @pytest.mark.parametrize(
     "message", [Offer(1, "t:0", 8), Clear(1, "t:0"), Abort(1, "no"), Finish(1)]
 )
-def test_stale_epoch(message: PairMessage) -> None:
+def test_stale_instance_id(message: PairMessage) -> None:
     world = World()
     world.move("t:0", 1)
     for process in world.processes:

@@ -102,7 +102,7 @@ def test_a_right_passes_for_no_other(one: Capability, other: Capability) -> None
         replace(RIGHT, source=TARGET, target=SOURCE),
     ],
 )
-def test_another_transfer_or_worker_or_epoch_is_refused(claimed: Capability) -> None:
+def test_another_transfer_or_worker_or_instance_id_is_refused(claimed: Capability) -> None:
     check(KEY, TEXT, RIGHT, 999.9)
     with pytest.raises(CapabilityRefused, match="not for this transfer"):
         check(KEY, TEXT, claimed, 999.9)

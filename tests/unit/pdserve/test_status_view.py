@@ -34,7 +34,7 @@ def row(**changes: Any) -> dict[str, Any]:
         "state": "ready",
         "answers": True,
         "model": "demo",
-        "epoch": "0123456789abcdef",
+        "instance_id": "0123456789abcdef",
         "debug_address": "127.0.0.1:9",
         "outstanding_requests": 2,
         "outstanding_tokens": 64,
@@ -79,7 +79,7 @@ def test_load_and_kv_plane_have_a_row_a_worker() -> None:
     assert cells(lines, "prefill-0", 0) == load.split()
     kv = "prefill-0 7 4 3 1 2 shm, 1 tcp 3 GiB 5 3"
     assert cells(lines, "prefill-0", 1) == kv.split()
-    assert lines[-1] == "  prefill-0 (epoch 01234567): http://127.0.0.1:9/debug/kv"
+    assert lines[-1] == "  prefill-0 (instance id 01234567): http://127.0.0.1:9/debug/kv"
     assert not [line for line in lines if "cannot exchange" in line]
 
 

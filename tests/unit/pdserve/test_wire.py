@@ -108,7 +108,7 @@ COUNT = st.integers(1, (1 << 32) - 1)
 WORKER = st.builds(
     t.WorkerInfo,
     worker_id=NAME,
-    epoch=NAME,
+    instance_id=NAME,
     role=st.sampled_from(t.Role),
     model=MODEL,
     address=NAME,
@@ -212,7 +212,7 @@ def test_bad_sampling_is_refused_by_name(message: c.SamplingParams, field: str) 
 def complete_worker(**changes: Any) -> w.WorkerInfo:
     message = w.WorkerInfo(
         worker_id="w",
-        epoch="1",
+        instance_id="1",
         role=w.ROLE_DECODE,
         model=w.ModelInfo(name="m", max_model_len=8, vocab_size=8),
         address="h:1",
@@ -232,7 +232,7 @@ def test_a_kv_endpoint_without_an_address_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["worker_id", "epoch", "address", "block_size", "total_blocks", "max_num_seqs", "model"],
+    ["worker_id", "instance_id", "address", "block_size", "total_blocks", "max_num_seqs", "model"],
 )
 def test_incomplete_worker_is_refused_by_name(name: str) -> None:
     message = complete_worker()

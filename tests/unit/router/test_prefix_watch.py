@@ -50,7 +50,7 @@ class Service(WorkerService):
     it with."""
 
     def __init__(self, worker: Worker, info: WorkerInfo) -> None:
-        self.server = SimpleNamespace(worker=worker, info=info, epoch=info.epoch)
+        self.server = SimpleNamespace(worker=worker, info=info, instance_id=info.instance_id)
         super().__init__(self.server)  # type: ignore[arg-type]
         self.losing = 0
         self.lost = 0
@@ -71,11 +71,11 @@ class Service(WorkerService):
 class WatchedWorker:
     """A worker whose cache the test changes, prompt by prompt."""
 
-    def __init__(self, name: str, epoch: str) -> None:
+    def __init__(self, name: str, instance_id: str) -> None:
         self.worker = Worker(FakeEngine(MODEL), Role.AGGREGATED)
         self.mirror = CacheMirror(MODEL.name, SIZE)
         self.keys: dict[bytes, None] = {}
-        self._name, self._epoch = name, epoch
+        self._name, self._instance_id = name, instance_id
         self.service: Service
         self.member: Member
 
@@ -84,7 +84,9 @@ class WatchedWorker:
         server = rpc.make_server()
         port = server.add_insecure_port("127.0.0.1:0")
         address = f"127.0.0.1:{port}"
-        info = worker_info(self._name, Role.AGGREGATED, address=address, epoch=self._epoch)
+        info = worker_info(
+            self._name, Role.AGGREGATED, address=address, instance_id=self._instance_id
+        )
         self.service, self.member = Service(self.worker, info), Member(info, lease_end=0.0)
         add_WorkerServicer_to_server(self.service, server)
         await server.start()
@@ -209,7 +211,7 @@ async def test_a_worker_that_starts_again_is_known_by_its_new_cache_alone() -> N
             watches.open(a.member)
             await until(lambda: depth(watches, "a", 1, 2) == 2)
             # Another life of the worker stands where this watch expects the first.
-            a.service.server.epoch = "e2"
+            a.service.server.instance_id = "e2"
             a.worker.cache.close()
             await until(lambda: watches.resyncs["broken"] > 2)
             assert depth(watches, "a", 1, 2) == 0
@@ -321,10 +323,10 @@ async def test_a_worker_that_does_not_tell_its_cache_is_left_alone() -> None:
         await server.stop(None)
 
 
-@pytest.mark.parametrize("field", ["router_id", "worker_epoch", "min_interval_s"])
+@pytest.mark.parametrize("field", ["router_id", "instance_id", "min_interval_s"])
 async def test_a_watch_that_cannot_be_is_refused_by_name(field: str) -> None:
-    values: dict[str, Any] = {"router_id": "r1", "worker_epoch": "e1", "min_interval_s": 0.0}
-    values[field] = {"router_id": "", "worker_epoch": "e0", "min_interval_s": -1.0}[field]
+    values: dict[str, Any] = {"router_id": "r1", "instance_id": "e1", "min_interval_s": 0.0}
+    values[field] = {"router_id": "", "instance_id": "e0", "min_interval_s": -1.0}[field]
     async with (
         WatchedWorker("a", "e1").serving() as a,
         rpc.open_channel(a.member.info.address) as channel,

@@ -42,7 +42,7 @@ def expiry(deadline: float | None) -> int:
 async def test_the_decode_worker_gets_the_right_to_its_transfer_alone() -> None:
     prefill, decode = (
         ScriptedWorker("p", Role.PREFILL),
-        ScriptedWorker("d", Role.DECODE, epoch="e2"),
+        ScriptedWorker("d", Role.DECODE, instance_id="e2"),
     )
     prefill.kv_key, decode.kv_key = KEY, CapabilityKey.generate()
     async with running_stack(prefill, decode) as stack:
@@ -73,7 +73,7 @@ async def test_the_decode_worker_gets_the_right_to_its_transfer_alone() -> None:
 async def test_a_source_without_a_key_asks_for_no_capability() -> None:
     prefill, decode = (
         ScriptedWorker("p", Role.PREFILL),
-        ScriptedWorker("d", Role.DECODE, epoch="e2"),
+        ScriptedWorker("d", Role.DECODE, instance_id="e2"),
     )
     decode.kv_key = KEY
     async with (

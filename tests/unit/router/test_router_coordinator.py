@@ -59,8 +59,8 @@ async def test_both_workers_get_the_request_at_once_and_the_answer_is_one(
             assert to_prefill.request_id == to_decode.request_id == "r1"
             assert to_prefill.sampling == to_decode.sampling
             assert to_prefill.prefill.transfer_id == to_decode.decode.transfer_id != ""
-            assert to_decode.decode.source_addresses == ["kv-p"]
-            assert to_decode.decode.source_epoch == "e1"
+            assert to_decode.decode.producer_addresses == ["kv-p"]
+            assert to_decode.decode.producer_instance_id == "e1"
             assert 0 < to_decode.deadline_s <= 600
             member = stack.member(decode)
             assert member.reserved_blocks == 3, "40 + 8 tokens in blocks of 16"
@@ -206,7 +206,7 @@ async def test_prefill_that_fails_is_tried_again_under_a_new_transfer(
             second, again = await other.submitted(), await decode.submitted()
             assert second.prefill.transfer_id == again.decode.transfer_id
             assert second.prefill.transfer_id != first.prefill.transfer_id
-            assert again.decode.source_addresses == ["kv-p2"]
+            assert again.decode.producer_addresses == ["kv-p2"]
             other.send(second, 7, finish=LENGTH)
             decode.send(again, 8, finish=STOP)
             last = await read(answer)

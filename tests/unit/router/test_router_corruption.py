@@ -95,7 +95,7 @@ async def test_another_prefill_worker_goes_on_after_the_first_token(
             assert list(second.resume_token_ids) == list(again.resume_token_ids) == [7]
             assert second.prefill.transfer_id == again.decode.transfer_id
             assert again.decode.transfer_id != first.decode.transfer_id
-            assert again.decode.source_addresses == ["kv-p2"]
+            assert again.decode.producer_addresses == ["kv-p2"]
             # Whatever the decode worker has to say waits for the second prefill's token.
             decode.send(again, 9, finish=STOP, transfer=WHOLE)
             other.send(second, 8, finish=LENGTH)

@@ -76,7 +76,7 @@ def test_a_worker_that_is_lost_or_starts_anew_is_shown_no_more(pool: WorkerPool)
     report(pool, "p", REPORT)
     pool.deregister("p", "e1", 2.0)
     assert samples(pool) == []
-    pool.register(worker_info("p", Role.PREFILL, epoch="e2"), 3.0)
+    pool.register(worker_info("p", Role.PREFILL, instance_id="e2"), 3.0)
     assert samples(pool) == []
 
 

@@ -45,9 +45,9 @@ def test_registering_again_renews(pool: WorkerPool) -> None:
     assert states(pool) == {"d": "connecting"}
 
 
-def test_a_new_epoch_replaces_the_old_one(pool: WorkerPool) -> None:
+def test_a_new_instance_id_replaces_the_old_one(pool: WorkerPool) -> None:
     (first,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
-    close, open_ = pool.register(worker_info("d", Role.DECODE, epoch="e2"), now=1.0)
+    close, open_ = pool.register(worker_info("d", Role.DECODE, instance_id="e2"), now=1.0)
     assert close == CloseLink(first.member, "worker d is gone: it registered anew")
     assert isinstance(open_, OpenLink)
     assert open_.member is pool.members["d"] is not first.member
@@ -57,7 +57,9 @@ def test_a_new_epoch_replaces_the_old_one(pool: WorkerPool) -> None:
 
 
 def test_an_earlier_start_that_speaks_late_does_not_cut_the_later_one_off(pool: WorkerPool) -> None:
-    old, new = (worker_info("d", Role.DECODE, epoch=epoch) for epoch in ("e1", "e2"))
+    old, new = (
+        worker_info("d", Role.DECODE, instance_id=instance_id) for instance_id in ("e1", "e2")
+    )
     pool.register(old, now=0.0)
     pool.register(new, now=1.0)
     with pytest.raises(InvalidRequest, match="a later start of it has registered"):
@@ -74,11 +76,11 @@ def test_an_earlier_start_that_speaks_late_does_not_cut_the_later_one_off(pool: 
 
 def test_so_many_earlier_starts_are_remembered(pool: WorkerPool) -> None:
     for number in range(REMEMBERED_STARTS + 5):
-        pool.register(worker_info("d", Role.DECODE, epoch=f"e{number}"), now=1.0)
+        pool.register(worker_info("d", Role.DECODE, instance_id=f"e{number}"), now=1.0)
     assert len(pool.members["d"].replaced) == REMEMBERED_STARTS
 
 
-def test_another_key_under_the_same_epoch_is_another_start(pool: WorkerPool) -> None:
+def test_another_key_under_the_same_instance_id_is_another_start(pool: WorkerPool) -> None:
     info, key = worker_info("p", Role.PREFILL), CapabilityKey(b"k" * KEY_BYTES)
     pool.register(info, now=0.0, kv_key=key)
     assert pool.register(info, now=1.0, kv_key=CapabilityKey(b"k" * KEY_BYTES)) == []
@@ -102,14 +104,14 @@ def test_a_lease_that_runs_out_loses_the_worker_and_then_its_memory(pool: Worker
 
 
 @pytest.mark.parametrize(
-    ("worker_id", "epoch", "known"),
+    ("worker_id", "instance_id", "known"),
     [("d", "e1", True), ("d", "e0", False), ("other", "e1", False)],
 )
 def test_only_this_start_of_a_known_worker_renews(
-    pool: WorkerPool, worker_id: str, epoch: str, known: bool
+    pool: WorkerPool, worker_id: str, instance_id: str, known: bool
 ) -> None:
     pool.register(worker_info("d", Role.DECODE), now=0.0)
-    assert pool.renew(worker_id, epoch, 4.0, load=LOAD, draining=False) is known
+    assert pool.renew(worker_id, instance_id, 4.0, load=LOAD, draining=False) is known
     assert bool(pool.expire(now=6.0)) is not known
     assert pool.members["d"].load == (LOAD if known else None)
 
@@ -212,7 +214,7 @@ def test_what_is_known_of_a_model_follows_its_members(pool: WorkerPool) -> None:
     assert [c.worker_id for c in pool.candidates("demo")] == ["p", "d"]
     assert pool.largest("demo", prefill_only=False) == (1600, 16)
     assert pool.largest("demo", prefill_only=True) == (8000, 16)
-    pool.register(worker_info("d", Role.DECODE, epoch="e2", total_blocks=200), now=1.0)
+    pool.register(worker_info("d", Role.DECODE, instance_id="e2", total_blocks=200), now=1.0)
     assert pool.of_model("demo")[1] is pool.members["d"]
     assert pool.largest("demo", prefill_only=False) == (3200, 16)
     pool.close(now=2.0)

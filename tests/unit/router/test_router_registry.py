@@ -68,12 +68,14 @@ async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
         assert (entry.state, entry.lease_remaining_s) == ("ready", 5.0)
         assert wire.worker_from_pb(entry.info) == worker.info
 
-        renew = w.RenewRequest(worker_id="p", epoch="e1", load=wire.load_to_pb(LOAD), draining=True)
+        renew = w.RenewRequest(
+            worker_id="p", instance_id="e1", load=wire.load_to_pb(LOAD), draining=True
+        )
         assert (await stub.Renew(renew)).lease_s == 5.0
         (entry,) = (await stub.ListWorkers(w.ListWorkersRequest())).workers
         assert (wire.load_from_pb(entry.load), entry.state) == (LOAD, "draining")
 
-        await stub.Deregister(w.DeregisterRequest(worker_id="p", epoch="e1"))
+        await stub.Deregister(w.DeregisterRequest(worker_id="p", instance_id="e1"))
         (entry,) = (await stub.ListWorkers(w.ListWorkersRequest())).workers
         assert (entry.state, entry.lease_remaining_s) == ("lost", 0.0)
 
@@ -85,7 +87,7 @@ async def test_figures_that_are_none_are_refused_by_name() -> None:
         await stub.Register(register(worker))
         bad = w.KvReport(totals={"not a name": 1.0})
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Renew(w.RenewRequest(worker_id="p", epoch="e1", kv=bad))
+            await stub.Renew(w.RenewRequest(worker_id="p", instance_id="e1", kv=bad))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert fleet.pool.members["p"].kv is None
 
@@ -116,7 +118,11 @@ async def test_work_placed_is_listed() -> None:
             "worker.model.vocab_size",
             "vocab_size 7, but 512 on worker p",
         ),
-        (worker_info("x", Role.DECODE, epoch=""), "worker.epoch", "worker.epoch is missing"),
+        (
+            worker_info("x", Role.DECODE, instance_id=""),
+            "worker.instance_id",
+            "worker.instance_id is missing",
+        ),
     ],
 )
 async def test_a_worker_that_does_not_fit_is_told_why(
@@ -140,7 +146,7 @@ async def test_a_worker_that_does_not_fit_is_told_why(
 async def test_a_renewal_of_an_unknown_worker_says_register_again() -> None:
     async with registry(Fleet(router_id="router-1", lease_s=5.0)) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Renew(w.RenewRequest(worker_id="p", epoch="e1"))
+            await stub.Renew(w.RenewRequest(worker_id="p", instance_id="e1"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         assert isinstance(rpc.error_from_rpc(caught.value), Unavailable)
 
@@ -173,7 +179,7 @@ async def test_a_worker_that_starts_again_takes_new_work_and_its_old_streams_fai
         request = GenerateRequest("r", "demo", (1,) * 40, SamplingParams(max_tokens=8))
         async with stack.coordinator.generate(request) as answer:
             await worker.submitted()
-            worker.info = replace(worker.info, epoch="e2")
+            worker.info = replace(worker.info, instance_id="e2")
             await stub.Register(register(worker))
             with pytest.raises((Unavailable, WorkerFailed)):
                 await anext(answer)

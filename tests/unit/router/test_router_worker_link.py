@@ -198,7 +198,7 @@ async def test_a_link_that_is_down_takes_no_work(worker: ScriptedWorker) -> None
     assert link.close("never started") is None
 
 
-async def test_a_worker_of_another_epoch_is_not_attached(worker: ScriptedWorker) -> None:
+async def test_a_worker_of_another_instance_id_is_not_attached(worker: ScriptedWorker) -> None:
     worker.accepts_hello = False
     async with Attached(worker) as attached:
         for _ in range(2):

@@ -274,8 +274,10 @@ class HandoffContract:
         assert whole.text.endswith(apart.text)
         await pair.until_empty()
 
-    async def test_a_stale_epoch_fails_the_transfer_and_makes_no_token(self, pair: Pair) -> None:
-        prefill_phase, decode_phase = pair.phases(epoch="of-another-life")
+    async def test_a_stale_instance_id_fails_the_transfer_and_makes_no_token(
+        self, pair: Pair
+    ) -> None:
+        prefill_phase, decode_phase = pair.phases(instance_id="of-another-life")
         prefilling = pair.prefill.submit(prompt(20), PLAIN, prefill_phase)
         rest = await pair.decode.run(prompt(20), PLAIN, decode_phase)
         assert rest.error.code == "transfer_failed"
@@ -285,7 +287,7 @@ class HandoffContract:
         await pair.until_empty()
 
     async def test_nobody_at_the_address_fails_the_transfer(self, pair: Pair) -> None:
-        phase = DecodePhase("no-one", ("127.0.0.1:1",), pair.source_epoch)
+        phase = DecodePhase("no-one", ("127.0.0.1:1",), pair.producer_instance_id)
         rest = await pair.decode.run(prompt(20), PLAIN, phase)
         assert rest.error.code == "transfer_failed"
         assert not rest.token_ids
@@ -334,7 +336,7 @@ class HandoffContract:
     async def test_forks_of_a_leader_whose_kv_never_came_end(self, pair: Pair, how: str) -> None:
         _, decode_phase = pair.phases()
         if how == "failed":
-            decode_phase = DecodePhase("no-one", ("127.0.0.1:1",), pair.source_epoch)
+            decode_phase = DecodePhase("no-one", ("127.0.0.1:1",), pair.producer_instance_id)
         leader = pair.decode.submit(prompt(40), SAMPLED, decode_phase, fork_seeds=[8, 9])
         pair.decode.engine.cancel(leader + 1)
         if how == "cancelled":

@@ -136,16 +136,16 @@ class Pair:
 
     prefill: EngineDriver
     decode: EngineDriver
-    source_epoch: str
+    producer_instance_id: str
     _transfers: int = 0
 
-    def phases(self, *, epoch: str | None = None) -> tuple[PrefillPhase, DecodePhase]:
+    def phases(self, *, instance_id: str | None = None) -> tuple[PrefillPhase, DecodePhase]:
         """Both parts of a new transfer."""
         self._transfers += 1
         transfer_id = f"transfer-{self._transfers}"
         assert self.prefill.info.kv is not None
         decode = DecodePhase(
-            transfer_id, self.prefill.info.kv.addresses, epoch or self.source_epoch
+            transfer_id, self.prefill.info.kv.addresses, instance_id or self.producer_instance_id
         )
         return PrefillPhase(transfer_id), decode
 

@@ -114,8 +114,8 @@ def worker_config(role: Role = Role.AGGREGATED, *, router: str, **values: Any) -
     )
 
 
-def fake_engine(epoch: str, *, timing: FakeTiming | None = None) -> FakeEngine:
-    settings = FakeSettings(timing=timing or FakeTiming(), kv=FakeKv(epoch, **PATIENT_KV))
+def fake_engine(instance_id: str, *, timing: FakeTiming | None = None) -> FakeEngine:
+    settings = FakeSettings(timing=timing or FakeTiming(), kv=FakeKv(instance_id, **PATIENT_KV))
     return FakeEngine(MODEL, settings)
 
 
@@ -140,9 +140,11 @@ async def a_worker(
     its streams and blocks are gone."""
     registry = registry or FakeRegistry()
     async with registry.serving() as router:
-        engine = engine or fake_engine(f"{role}-epoch", timing=timing)
+        engine = engine or fake_engine(f"{role}-instance", timing=timing)
         config = worker_config(role, router=router, **values)
-        server = WorkerServer(config, engine=engine, epoch=f"{role}-epoch", max_frames=max_frames)
+        server = WorkerServer(
+            config, engine=engine, instance_id=f"{role}-instance", max_frames=max_frames
+        )
         await server.start()
         try:
             await server.registered()
@@ -166,7 +168,7 @@ class RouterSide:
 
     def __init__(self, server: WorkerServer | w.WorkerInfo, router_id: str = "router-1") -> None:
         info = server.info if isinstance(server, WorkerServer) else server
-        self.address, self.epoch = info.address, info.epoch
+        self.address, self.instance_id = info.address, info.instance_id
         self.router_id = router_id
         self.frames: list[w.StepFrame] = []
         self.deltas: dict[int, list[StreamDelta]] = {}
@@ -175,7 +177,7 @@ class RouterSide:
 
     async def __aenter__(self) -> RouterSide:
         await self.open()
-        await self.hello(self.epoch)
+        await self.hello(self.instance_id)
         async with asyncio.timeout(WAIT_S):
             await self.call.initial_metadata()
         return self
@@ -199,8 +201,8 @@ class RouterSide:
         await asyncio.wait({self._reader})
         await self._channel.close()
 
-    async def hello(self, epoch: str) -> None:
-        await self.send(w.Command(hello=w.Hello(router_id=self.router_id, worker_epoch=epoch)))
+    async def hello(self, instance_id: str) -> None:
+        await self.send(w.Command(hello=w.Hello(router_id=self.router_id, instance_id=instance_id)))
 
     async def send(self, command: w.Command) -> None:
         await self.call.write(command)

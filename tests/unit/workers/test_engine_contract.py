@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 MODEL = ModelInfo(name="fake", path="", max_model_len=4096, vocab_size=512, dtype="none")
 
 
-def make_engine(epoch: str) -> FakeEngine:
-    return FakeEngine(MODEL, FakeSettings(kv=FakeKv(epoch, **PATIENT_KV)))
+def make_engine(instance_id: str) -> FakeEngine:
+    return FakeEngine(MODEL, FakeSettings(kv=FakeKv(instance_id, **PATIENT_KV)))
 
 
 @pytest.fixture

@@ -62,4 +62,4 @@ def test_a_handle_that_names_no_kv_is_refused(handle: bytes) -> None:
 def test_an_address_that_is_none_is_refused_at_once() -> None:
     with pytest.raises(InvalidRequest) as caught:
         params_for(work(DecodePhase("t", ("nowhere",), "e")), AT_ONCE)
-    assert caught.value.field == "kv_transfer_params.source_addresses"
+    assert caught.value.field == "kv_transfer_params.producer_addresses"

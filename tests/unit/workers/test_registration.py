@@ -102,7 +102,7 @@ async def test_it_renews_with_its_load_and_without_one_it_does_not_know(
     source.known = WorkerLoad(1, 2, 0.5, 3)
     await router.until(lambda: router.renewals[-1].HasField("load"))
     assert wire.load_from_pb(router.renewals[-1].load) == source.known
-    assert (router.renewals[-1].worker_id, router.renewals[-1].epoch) == ("d0", "e1")
+    assert (router.renewals[-1].worker_id, router.renewals[-1].instance_id) == ("d0", "e1")
 
 
 async def test_a_nudge_renews_at_once(stack: AsyncExitStack) -> None:

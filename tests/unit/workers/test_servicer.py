@@ -36,7 +36,9 @@ from workers.worker import Worker
 
 PREFILL = {"prefill": w.PrefillPhase(transfer_id="t")}
 DECODE = {
-    "decode": w.DecodePhase(transfer_id="t", source_addresses=["127.0.0.1:1"], source_epoch="e")
+    "decode": w.DecodePhase(
+        transfer_id="t", producer_addresses=["127.0.0.1:1"], producer_instance_id="e"
+    )
 }
 
 
@@ -154,8 +156,8 @@ class TestStreams:
             assert prefill.info.kv is not None
             phase = w.DecodePhase(
                 transfer_id="t",
-                source_addresses=prefill.info.kv.addresses,
-                source_epoch=prefill.epoch,
+                producer_addresses=prefill.info.kv.addresses,
+                producer_instance_id=prefill.instance_id,
             )
             await to_decode.submit(1, decode=phase)
             await to_prefill.submit(7, prefill=w.PrefillPhase(transfer_id="t"))
@@ -175,7 +177,7 @@ class TestStreams:
 
 
 class TestHello:
-    async def test_another_epoch_is_a_failed_precondition(self) -> None:
+    async def test_another_instance_id_is_a_failed_precondition(self) -> None:
         async with a_worker() as server:
             router = RouterSide(server)
             await router.open()
@@ -188,7 +190,7 @@ class TestHello:
         [
             w.Command(cancel=w.Cancel(stream_id=1)),
             w.Command(),
-            w.Command(hello=w.Hello(worker_epoch="aggregated-epoch")),
+            w.Command(hello=w.Hello(instance_id="aggregated-instance")),
         ],
         ids=["cancel", "nothing", "no-router-id"],
     )
@@ -220,7 +222,7 @@ class TestRefusals:
             (Role.AGGREGATED, PREFILL, "phase"),
             (Role.AGGREGATED, DECODE, "phase"),
             (Role.PREFILL, {"prefill": w.PrefillPhase()}, "prefill.transfer_id"),
-            (Role.DECODE, {"decode": w.DecodePhase(transfer_id="t")}, "decode.source_addresses"),
+            (Role.DECODE, {"decode": w.DecodePhase(transfer_id="t")}, "decode.producer_addresses"),
         ],
     )
     async def test_a_phase_that_the_role_does_not_take_is_refused(
@@ -427,7 +429,7 @@ class TestFailures:
         async with a_worker(max_frames=8) as server:
             deaf = RouterSide(server, "deaf")
             await deaf.open(listen=False)
-            await deaf.hello(server.epoch)
+            await deaf.hello(server.instance_id)
             engine_of(server).faults = FakeFaults(stalled=True)
             await deaf.submit(1, replace(LONG, logprobs=20))
             async with RouterSide(server, "listening") as router:

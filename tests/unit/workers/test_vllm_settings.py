@@ -8,7 +8,7 @@ from pdserve.errors import ConfigError
 from workers.vllm_settings import KvSettings, memory_left_to_kv
 
 EXTRA = {"transports": ["nccl"], "staging_slots": 2, "staging_slot_bytes": 50}
-KV = KvSettings("epoch", {**EXTRA, "nccl_budget_bytes": 100})
+KV = KvSettings("instance_id", {**EXTRA, "nccl_budget_bytes": 100})
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_what_transports_may_hold_is_not_given_to_the_kv_cache(
 def test_transports_that_leave_nothing_to_the_kv_cache_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"300 bytes are more than 0\.90 of a GPU of 300"):
         memory_left_to_kv(KV, {}, 300, 0.9)
-    assert memory_left_to_kv(KvSettings("epoch", connector="nixl"), {}, 300, 0.9) == {}
+    assert memory_left_to_kv(KvSettings("instance_id", connector="nixl"), {}, 300, 0.9) == {}

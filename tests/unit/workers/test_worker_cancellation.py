@@ -34,8 +34,8 @@ def decode_phase(source: WorkerServer, transfer_id: str = "t") -> w.DecodePhase:
     assert source.info.kv is not None
     return w.DecodePhase(
         transfer_id=transfer_id,
-        source_addresses=source.info.kv.addresses,
-        source_epoch=source.epoch,
+        producer_addresses=source.info.kv.addresses,
+        producer_instance_id=source.instance_id,
     )
 
 
@@ -66,7 +66,7 @@ async def test_the_end_of_a_stream_cancels_all_that_came_over_it(how: str) -> No
     async with a_worker(timing=SLOW) as server, RouterSide(server, "other") as other:
         router = RouterSide(server)
         await router.open()
-        await router.hello(server.epoch)
+        await router.hello(server.instance_id)
         for stream_id in range(5):
             await router.submit(stream_id, LONG)
         await router.until(lambda: len(router.deltas) == 5)
@@ -181,7 +181,7 @@ async def test_a_worker_that_stops_with_work_open_ends_the_streams() -> None:
     async with a_worker(registry=registry, timing=SLOW) as server:
         router = RouterSide(server)
         await router.open()
-        await router.hello(server.epoch)
+        await router.hello(server.instance_id)
         await router.submit(1, LONG)
         await router.until(lambda: router.deltas.get(1))
         await server.stop()

@@ -52,7 +52,7 @@ async def test_a_held_transfer_is_shown_until_it_is_given_up() -> None:
         await router.finish(1)
         status, shown = await get(server, "/debug/kv")
         assert status == 200
-        assert (shown["worker_id"], shown["epoch"]) == ("prefill-0", "prefill-epoch")
+        assert (shown["worker_id"], shown["instance_id"]) == ("prefill-0", "prefill-instance")
         assert shown["ledger"] == {
             "pinned_blocks": 1,
             "in_flight_blocks": 0,
@@ -116,7 +116,7 @@ async def test_a_port_that_is_taken_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = worker_config(router="127.0.0.1:1", debug_port=port)
-        server = WorkerServer(config, engine=fake_engine("e"), epoch="e")
+        server = WorkerServer(config, engine=fake_engine("e"), instance_id="e")
         with pytest.raises(ConfigError) as caught:
             await server.start()
     assert caught.value.field == "debug_port"

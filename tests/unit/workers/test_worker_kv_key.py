@@ -59,7 +59,7 @@ async def test_nixl_asks_for_no_right_so_there_is_no_key(monkeypatch: pytest.Mon
     engine = server.worker._engine
     assert isinstance(engine, VllmEngine)
     kv = engine._settings.kv
-    assert kv == KvSettings(server.epoch, {"kv_lease_duration": 2}, "nixl", "::1")
+    assert kv == KvSettings(server.instance_id, {"kv_lease_duration": 2}, "nixl", "::1")
 
 
 async def test_nixl_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +87,6 @@ async def test_the_engine_asks_for_capabilities_of_the_key_and_name_that_routers
     assert settings.checks_capabilities
     assert settings.kv_key == server.kv_key
     assert settings.worker_id == server.worker_id != ""
-    assert engine._settings.kv.epoch == server.epoch
+    assert engine._settings.kv.instance_id == server.instance_id
     assert server.kv_key is not None
     assert server.kv_key.reveal().hex() not in repr(engine._settings)
