@@ -152,7 +152,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         settings = from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         shard = shard_of(self._config, kv_caches)
         self._region = region_of(kv_caches, self._num_blocks, shard.pool.block_size)
-        layout = describe(self._config, kv_caches, shard.pool, by_token=self._region.block_size > 0)
+        layout = describe(self._config, kv_caches, shard.pool)
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
         transport.check(settings, self._transports, self._region)

@@ -34,7 +34,7 @@ MAX_WORKER_ID = 256
 # In the place of transports: those that suit where the KV cache is.
 AUTO = "auto"
 # Those that move a cache in GPU memory, and those that move one in host memory, best first.
-ON_GPU = ("cuda_ipc", "nccl")
+ON_GPU = ("nccl",)
 ON_HOST = ("shm", "tcp")
 
 

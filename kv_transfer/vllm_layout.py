@@ -3,7 +3,6 @@ CPU."""
 
 from __future__ import annotations
 
-import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,12 @@ from kv_transfer.memory import KvRegion, SharedMemory, prefault
 from kv_transfer.messages import PROTOCOL_VERSION
 from kv_transfer.reshard import PoolLayout
 from kv_transfer.shard import Shard
-from kv_transfer.vllm_packing import isa_of, order_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
 
-    from kv_transfer.tokens import TokenOrder
-
-logger = logging.getLogger(__name__)
 
 # Ways of parallel_config to deal out KV that the plan of shards does not know.
 _UNSPLIT = (
@@ -104,18 +99,15 @@ def region_of(caches: dict[str, torch.Tensor], num_blocks: int, block_size: int)
         return region
     if tensors[0].device.type != "cpu":
         raise UnsupportedLayout(f"the KV cache is on {tensors[0].device}")
-    storage, order = tensors[0].untyped_storage(), _order(tensors[0], block_size)
-    return KvRegion(storage.data_ptr(), storage.nbytes(), _geometry(tensors), order)
+    storage = tensors[0].untyped_storage()
+    return KvRegion(storage.data_ptr(), storage.nbytes(), _geometry(tensors))
 
 
-def _order(cache: torch.Tensor, block_size: int) -> TokenOrder | None:
-    head_size = cache.shape[-1] // 2
-    isa = isa_of(cache.dtype, block_size, head_size)
-    try:
-        return order_of(cache.dtype, head_size, isa, block_size)
-    except (UnsupportedLayout, RuntimeError) as error:  # the second is what the kernel raises
-        logger.warning("KV goes to workers of the same block size alone: %s", error)
-        return None
+def _cpu_packing(dtype: torch.dtype, block_size: int, head_size: int) -> str:
+    """Name the order in which vLLM's CPU attention packs the tokens of a block."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(dtype, block_size, head_size))
 
 
 def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
@@ -151,15 +143,14 @@ def describe(
     config: VllmConfig,
     caches: dict[str, torch.Tensor],
     pool: PoolLayout,
-    *,
-    by_token: bool = False,
 ) -> dict[str, str]:
     """Everything that gives the bytes of KV their meaning, for the compatibility key. Not how many
-    ranks share the heads: pools may differ in that (kv_transfer/shard.py); nor how many tokens a
-    block has, where single tokens can be moved. Where two workers differ in a field, people are
-    told its name and the two values."""
+    ranks share the heads: pools may differ in that (kv_transfer/shard.py). Where two workers differ
+    in a field, people are told its name and the two values."""
     first = next(iter(caches.values()))
-    on_cpu = first.device.type == "cpu"
+    packing = "plain"
+    if first.device.type == "cpu":
+        packing = _cpu_packing(first.dtype, pool.block_size, first.shape[3] // 2)
     return {
         "connector": f"pdserve {PROTOCOL_VERSION}",
         "vllm": str(vllm.__version__),
@@ -169,9 +160,9 @@ def describe(
         "kv_heads": str(pool.num_kv_heads),
         "head_content": str(first.shape[3]),
         "dtype": pool.dtype,
-        "block_size": "any" if by_token else str(pool.block_size),
+        "block_size": str(pool.block_size),
         "attention": str(get_current_attn_backend(config, list(caches)).get_name()),
-        "packing": isa_of(first.dtype, pool.block_size, first.shape[3] // 2) if on_cpu else "plain",
+        "packing": packing,
     }
 
 

@@ -180,8 +180,8 @@ class KvConfig:
     transports: tuple[str, ...] = key(
         ("auto",),
         "Transports offered, the preferred one first; `auto` alone takes shm and tcp for a KV "
-        "cache in host memory, cuda_ipc and nccl for one on a GPU, as far as the machine has them.",
-        choices=("auto", "shm", "tcp", "nccl", "cuda_ipc"),
+        "cache in host memory, nccl for one on a GPU, as far as the machine has them.",
+        choices=("auto", "shm", "tcp", "nccl"),
         not_empty=True,
     )
     lease_s: float = key(
@@ -199,12 +199,12 @@ class KvConfig:
     digest: str = key(
         "auto",
         "Which chunks a prefill worker sends with a digest, for the decode worker to check: all, "
-        "one in sixteen, or none; auto is all of KV in host memory and one in sixteen on a GPU.",
+        "one in sixteen, or none; auto is all. KV in GPU memory travels without digests.",
         choices=("auto", "always", "sampled", "off"),
     )
     staging_slots: int = key(
         4,
-        "With nccl and cuda_ipc: staging slots a direction, in GPU memory beside the KV cache.",
+        "With nccl: staging slots a direction, in GPU memory beside the KV cache.",
         minimum=2,
         maximum=256,
     )

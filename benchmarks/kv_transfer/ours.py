@@ -29,8 +29,6 @@ WAYS = {
     "shm digest": ("shm", DigestMode.ALWAYS),
     "tcp": ("tcp", DigestMode.OFF),
     "tcp digest": ("tcp", DigestMode.ALWAYS),
-    "cuda_ipc": ("cuda_ipc", DigestMode.OFF),
-    "cuda_ipc digest": ("cuda_ipc", DigestMode.ALWAYS),
     "nccl": ("nccl", DigestMode.OFF),
 }
 ARRIVAL_S = 60.0

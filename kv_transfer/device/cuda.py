@@ -3,9 +3,8 @@ Imported only where a transport that needs a GPU is configured."""
 
 from __future__ import annotations
 
-import importlib.util
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,15 +36,6 @@ class _Bytes:
         }
 
 
-def kernels() -> Any:
-    """The module whose `gather` and `scatter` a GPU runs: Triton's where there is Triton."""
-    if importlib.util.find_spec("triton") is None:
-        return torch_kernels
-    from kv_transfer import gather_triton
-
-    return gather_triton
-
-
 class CudaDevice:
     """See Device. Its streams live as long as the process."""
 
@@ -53,7 +43,6 @@ class CudaDevice:
         self.runtime = runtime
         self.index = index
         self.uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-        self._kernels = kernels()
         self._lock = threading.Lock()
         self._streams: dict[str, int] = {}
 
@@ -135,7 +124,7 @@ class CudaDevice:
                     if region.computed_event is not None:
                         ours.wait_event(region.computed_event)
                     staging = torch.as_tensor(_Bytes(address, size), device=f"cuda:{self.index}")
-                    getattr(self._kernels, how)(region.cache, piece, table, staging)
+                    getattr(torch_kernels, how)(region.cache, piece, table, staging)
                 return self.record(stream)
         except RuntimeError as error:
             raise StreamError(f"{how}: {error}") from error

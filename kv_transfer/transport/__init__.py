@@ -31,20 +31,12 @@ def _nccl(settings: KvSettings) -> Transport:
     )
 
 
-def _cuda_ipc(settings: KvSettings) -> Transport:
-    from kv_transfer.device.cuda import current_device
-    from kv_transfer.transport import cuda_ipc
-
-    return cuda_ipc.CudaIpcTransport(current_device(), cuda_ipc.limits_from(settings))
-
-
 logger = logging.getLogger(__name__)
 
 _MAKERS: dict[str, Callable[[KvSettings], Transport]] = {
     "shm": lambda settings: ShmTransport(),
     "tcp": lambda settings: TcpTransport(),
     "nccl": _nccl,
-    "cuda_ipc": _cuda_ipc,
 }
 
 

@@ -1,6 +1,6 @@
 """What one GPU can show of the GPU transports, easiest first; each in a process of its own, for
-exhausted thread blocks and dead peers hang. Not here: one-sided puts, which we do not use, and any
-speed (benchmarks/gpu). Two ranks on one GPU are slow and say nothing of two GPUs."""
+exhausted thread blocks and dead peers hang. Two ranks on one GPU are slow and say nothing of two
+GPUs."""
 
 from __future__ import annotations
 
@@ -62,8 +62,6 @@ def run(role: str, transport: str, environment: dict[str, str]) -> None:
         pytest.param("target", "nccl", NO_P2P, id="nccl-through-host-memory"),
         pytest.param("target", "nccl", NET, id="nccl-through-sockets"),
         pytest.param("kill", "nccl", ONE_GPU, id="nccl-peer-killed"),
-        pytest.param("target", "cuda_ipc", {}, id="cuda-ipc-two-processes"),
-        pytest.param("kill", "cuda_ipc", {}, id="cuda-ipc-peer-killed"),
     ],
 )
 def test_blocks_arrive_exactly(role: str, transport: str, environment: dict[str, str]) -> None:

@@ -26,7 +26,7 @@ TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "router": (frozenset({"pdserve"}), frozenset()),
     "benchmarks": (frozenset({"pdserve"}), frozenset()),
 }
-# Measure the KV plane without engines; on a GPU, with torch.
+# Measure the KV plane without engines.
 MEASURES_KV = ("benchmarks/kv_transfer/", "benchmarks/micro/")
 # Time decisions by themselves, or make them on a virtual clock: the router's faces are not in it.
 RUNS_ROUTER_CODE = ("benchmarks/simulate.py", "benchmarks/plan.py")

@@ -41,17 +41,17 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 _NAMES = itertools.count(1)
 
 
-async def wide(model: Path, block_size: int = BLOCK) -> EngineProcess:
+async def wide(model: Path) -> EngineProcess:
     """An engine of two ranks, with one of the model's two KV heads each."""
     kv = KvSettings(f"wide-instance-{next(_NAMES)}", {"transports": ("shm", "tcp")})
-    args = {"max_num_batched_tokens": 256, "tensor_parallel_size": 2, "block_size": block_size}
+    args = {"max_num_batched_tokens": 256, "tensor_parallel_size": 2, "block_size": BLOCK}
     return await EngineProcess.start(settings(model, kv=kv, **args))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def wides(tiny_model: Path) -> AsyncIterator[tuple[EngineProcess, EngineProcess]]:
-    """Two of them; the second's blocks are twice as large as all others'."""
-    engines = await asyncio.gather(wide(tiny_model), wide(tiny_model, 2 * BLOCK))
+    """Two of them."""
+    engines = await asyncio.gather(wide(tiny_model), wide(tiny_model))
     yield engines
     await asyncio.gather(*(engine.close() for engine in engines))
 
@@ -101,12 +101,6 @@ async def all_empty(*engines: EngineProcess) -> None:
                 await asyncio.sleep(0.01)
 
 
-def moved_tokens(pair: Pair, length: int) -> int:
-    """Where the blocks are of one size they move whole."""
-    ours, theirs = pair.prefill.info.block_size, pair.decode.info.block_size
-    return length if ours != theirs else -(-length // ours) * ours
-
-
 @pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 257, 700])
 async def test_prompts_are_exact(pair: Pair, aggregated: EngineProcess, length: int) -> None:
     ids, sampling = prompt(length, next(_NAMES)), params(ignore_eos=True)
@@ -116,7 +110,7 @@ async def test_prompts_are_exact(pair: Pair, aggregated: EngineProcess, length: 
     assert report is not None
     assert report.transfer is not None
     assert report.transfer.blocks == -(-length // pair.decode.info.block_size)
-    assert report.transfer.bytes == TOKEN_BYTES * moved_tokens(pair, length)
+    assert report.transfer.bytes == TOKEN_BYTES * BLOCK * report.transfer.blocks
     await all_empty(pair.prefill, pair.decode)
 
 

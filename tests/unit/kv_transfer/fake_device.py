@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import mmap
-import os
 from typing import TYPE_CHECKING
 
 from kv_transfer.device.base import StreamError
@@ -14,7 +12,6 @@ from kv_transfer.errors import KvTransferError
 from kv_transfer.nccl.actions import PairTimeouts
 from kv_transfer.nccl.pool import PoolLimits
 from kv_transfer.reshard import Span
-from kv_transfer.transport.cuda_ipc import CudaIpcTransport, IpcLimits
 from kv_transfer.transport.nccl import NcclLimits, NcclTransport
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.fake_nccl import Fabric, FakeEvent, FakeNccl, FakeStreams
@@ -120,66 +117,6 @@ class FakeDevice(FakeStreams):
         return TorchMover(region)
 
 
-class FakeSharingDevice(FakeDevice):
-    """Its memory is files of memory, which another process of this host may map. `slow`: copies
-    begin, and their events do not fire before the test sets them."""
-
-    def __init__(self, nccl: FakeNccl | None = None, uuid: str = "") -> None:
-        super().__init__(nccl or FakeNccl(Fabric()), uuid)
-        self.files: dict[int, tuple[int, mmap.mmap]] = {}
-        self.opened: dict[int, tuple[bytes, mmap.mmap]] = {}
-        self.copies: list[FakeEvent] = []
-        self.slow = False
-
-    def allocate(self, size_bytes: int) -> int:
-        fd = os.memfd_create("fake-gpu")
-        os.ftruncate(fd, size_bytes)
-        memory = mmap.mmap(fd, size_bytes)
-        memory[:] = bytes([POISON]) * size_bytes
-        self.files[_address(memory)] = fd, memory
-        return _address(memory)
-
-    def free(self, address: int) -> None:
-        fd, memory = self.files.pop(address)
-        memory.close()
-        os.close(fd)
-
-    def export_memory(self, address: int) -> bytes:
-        return f"/proc/{os.getpid()}/fd/{self.files[address][0]}".encode().ljust(64, b"\0")
-
-    def open_memory(self, handle: bytes) -> int:
-        assert all(handle != opened for opened, _ in self.opened.values()), "opened twice"
-        try:
-            fd = os.open(handle.rstrip(b"\0"), os.O_RDWR)
-        except (OSError, ValueError) as error:
-            raise StreamError(f"invalid handle: {error}") from error
-        memory = mmap.mmap(fd, os.fstat(fd).st_size)
-        os.close(fd)
-        self.opened[_address(memory)] = handle, memory
-        return _address(memory)
-
-    def close_memory(self, address: int) -> None:
-        self.opened.pop(address)[1].close()
-
-    def copy(self, target: int, source: int, size_bytes: int) -> FakeEvent:
-        ctypes.memmove(target, source, size_bytes)
-        self.copies.append(FakeEvent(is_set=not self.slow))
-        return self.copies[-1]
-
-
-def _address(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def ipc_transport(slot_bytes: int = 512, op_timeout_s: float = WAIT_S) -> CudaIpcTransport:
-    """One process's."""
-    transport = CudaIpcTransport(
-        FakeSharingDevice(), IpcLimits(StagingLimits(2, slot_bytes), op_timeout_s)
-    )
-    transport.quarantined.rest_s = 0.01
-    return transport
-
-
 # An orderly end is cut short: it waits for the other end, which may be gone.
 TIMEOUTS = PairTimeouts(
     init_s=WAIT_S,
@@ -194,8 +131,6 @@ TIMEOUTS = PairTimeouts(
 
 def check_closed(transport: Transport) -> None:
     """Nothing of a transport that was closed is left: slots, channels, communicators, memory."""
-    if isinstance(transport, CudaIpcTransport):
-        _check_ipc(transport)
     if not isinstance(transport, NcclTransport):
         return
     device = transport.device
@@ -204,13 +139,6 @@ def check_closed(transport: Transport) -> None:
     assert transport.lost_slots or not device.memory
     assert device._nccl.live == set()
     assert device.open == set()
-
-
-def _check_ipc(transport: CudaIpcTransport) -> None:
-    device = transport.device
-    assert isinstance(device, FakeSharingDevice)
-    assert (transport.held_slots, transport._peers, len(transport.quarantined)) == (0, {}, 0)
-    assert transport.lost_slots or not (device.files or device.opened)
 
 
 class NcclWorld:

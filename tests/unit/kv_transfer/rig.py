@@ -28,7 +28,7 @@ from kv_transfer.transport.tcp import TcpTransport
 from kv_transfer.worker import WorkerHalf
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.caches import Cache, geometry
-from tests.unit.kv_transfer.fake_device import NcclWorld, check_closed, ipc_transport
+from tests.unit.kv_transfer.fake_device import NcclWorld, check_closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -253,7 +253,6 @@ def by_name(name: str, loopback: Transport) -> Callable[[], Transport]:
         "shm": ShmTransport,
         "tcp": TcpTransport,
         "nccl": NcclWorld().transport,
-        "cuda_ipc": ipc_transport,
     }
     return made[name]
 

@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.errors import ProtocolError
-from kv_transfer.ipc import messages as ipc
 from kv_transfer.messages import HEADER, Cancel, Inner, Message, decode, encode, pack
 from kv_transfer.nccl import messages as nccl
 from kv_transfer.transport import shm_target as shm
 
 COUNT = st.integers(0, 2**63)
 TEXT = st.text(max_size=20)
-TABLES = {"nccl": nccl.KINDS, "cuda_ipc": ipc.KINDS, "shm": shm.KINDS}
+TABLES = {"nccl": nccl.KINDS, "shm": shm.KINDS}
 MESSAGES: dict[str, st.SearchStrategy[Message]] = {
     "nccl": st.one_of(
         st.builds(nccl.Identify, COUNT, st.binary(max_size=130)),
@@ -29,11 +28,6 @@ MESSAGES: dict[str, st.SearchStrategy[Message]] = {
         st.builds(nccl.Abort, COUNT, TEXT),
         st.builds(nccl.Finish, COUNT),
         st.builds(nccl.Moved),
-    ),
-    "cuda_ipc": st.one_of(
-        st.builds(ipc.Begin, COUNT),
-        st.builds(ipc.Credit, COUNT),
-        st.builds(ipc.Landed, COUNT, COUNT),
     ),
     "shm": st.builds(shm.CacheAt, TEXT, COUNT, COUNT, st.lists(COUNT, max_size=7), TEXT, COUNT),
 }

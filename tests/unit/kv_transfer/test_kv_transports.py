@@ -94,17 +94,17 @@ def test_auto_takes_what_suits_the_cache_and_leaves_out_what_the_machine_has_not
         raise StreamError("no library")
 
     makers: dict[str, Callable[[KvSettings], Transport]] = {
-        "cuda_ipc": lambda settings: Named("cuda_ipc"),
-        "nccl": lambda settings: Named("nccl"),
+        "shm": lambda settings: Named("shm"),
+        "tcp": lambda settings: Named("tcp"),
     }
     monkeypatch.setattr(transport, "_MAKERS", makers)
-    assert [x.name for x in transport.make(KvSettings(), on_gpu=True)] == ["cuda_ipc", "nccl"]
-    makers["nccl"] = fails
-    assert [x.name for x in transport.make(KvSettings(), on_gpu=True)] == ["cuda_ipc"]
-    assert "nccl cannot be used here: no library; it is not offered" in caplog.text
-    makers["cuda_ipc"] = fails
-    with pytest.raises(ConfigError, match=r"cuda_ipc cannot be .*; kv\.transports: nccl") as caught:
-        transport.make(KvSettings(), on_gpu=True)
+    assert [x.name for x in transport.make(KvSettings())] == ["shm", "tcp"]
+    makers["tcp"] = fails
+    assert [x.name for x in transport.make(KvSettings())] == ["shm"]
+    assert "tcp cannot be used here: no library; it is not offered" in caplog.text
+    makers["shm"] = fails
+    with pytest.raises(ConfigError, match=r"shm cannot be .*; kv\.transports: tcp") as caught:
+        transport.make(KvSettings())
     assert caught.value.field == "kv.transports"
 
 

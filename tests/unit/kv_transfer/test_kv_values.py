@@ -161,10 +161,9 @@ def test_transfer_params_that_are_no_object_are_refused(params: Any) -> None:
 
 def test_transports_between_gpus_may_hold_staging_and_communicators() -> None:
     sizes = {"staging_slots": 3, "staging_slot_bytes": 10, "nccl_budget_bytes": 1000}
-    assert KvSettings(**sizes).device_bytes == 1120
+    assert KvSettings(**sizes).device_bytes == 1060
     for transports, held_bytes in (
         (("shm", "tcp"), 0),
-        (("cuda_ipc", "tcp"), 60),
         (("nccl",), 1060),
     ):
         assert KvSettings(transports=transports, **sizes).device_bytes == held_bytes
