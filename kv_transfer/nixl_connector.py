@@ -112,7 +112,7 @@ class PdNixlConnector(NixlConnector):
     def handshake(self) -> PdHandshake:
         """What this worker registers with. The address is the scheduler half's to know."""
         key = compatibility(self._layout)
-        return PdHandshake("", key, self._layout, (NAME,), HandoffStyle.IN_TURN)
+        return PdHandshake("", key, self._layout, (NAME,), HandoffStyle.SEQUENTIAL)
 
     @property
     def addresses(self) -> tuple[str, ...]:

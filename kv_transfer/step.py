@@ -24,7 +24,7 @@ class PdHandshake:
     compatibility: str
     layout: dict[str, str]
     transports: tuple[str, ...]
-    handoff: HandoffStyle = HandoffStyle.AT_ONCE
+    handoff: HandoffStyle = HandoffStyle.CONCURRENT
 
 
 @dataclass(frozen=True, slots=True)

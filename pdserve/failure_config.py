@@ -65,7 +65,7 @@ class DetectionConfig:
         maximum=86400,
     )
     max_suspend_s: float = key(120.0, "The longest such time.", minimum=0, maximum=86400)
-    canary_s: float = key(
+    probe_s: float = key(
         60.0,
         "How long no KV may come between two workers until the router tries them with a request of "
         "its own. 0 never does, and clients' requests try what got no work.",

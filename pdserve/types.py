@@ -311,8 +311,8 @@ class HandoffStyle(StrEnum):
     """When decode is told of a request that it takes over: together with prefill, whose worker
     pushes KV as it computes it; or when prefill has ended and said where its KV is."""
 
-    AT_ONCE = "at_once"
-    IN_TURN = "in_turn"
+    CONCURRENT = "concurrent"
+    SEQUENTIAL = "sequential"
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +324,7 @@ class KvEndpoint:
     compatibility: str
     layout: Mapping[str, str]
     transports: tuple[str, ...]
-    handoff: HandoffStyle = HandoffStyle.AT_ONCE
+    handoff: HandoffStyle = HandoffStyle.CONCURRENT
 
 
 @dataclass(frozen=True, slots=True)

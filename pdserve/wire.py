@@ -323,7 +323,7 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
             compatibility=info.kv.compatibility,
             layout=dict(info.kv.layout),
             transports=info.kv.transports,
-            in_turn=info.kv.handoff is t.HandoffStyle.IN_TURN,
+            sequential=info.kv.handoff is t.HandoffStyle.SEQUENTIAL,
         )
     return w.WorkerInfo(
         worker_id=info.worker_id,
@@ -361,7 +361,7 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
         x = message.kv
         if not x.addresses:
             raise InvalidRequest("worker.kv.addresses is missing", field="worker.kv.addresses")
-        style = t.HandoffStyle.IN_TURN if x.in_turn else t.HandoffStyle.AT_ONCE
+        style = t.HandoffStyle.SEQUENTIAL if x.sequential else t.HandoffStyle.CONCURRENT
         kv = t.KvEndpoint(
             tuple(x.addresses), x.compatibility, dict(x.layout), tuple(x.transports), style
         )

@@ -269,7 +269,7 @@ class Booker:
         """A decode worker that an answer goes on with, with the KV that it has on another. Raises
         Unavailable where there is none."""
         source, now = self._pool.members[source_id], self._fleet.now()
-        is_able = source.info.kv is not None and source.info.kv.handoff is HandoffStyle.AT_ONCE
+        is_able = source.info.kv is not None and source.info.kv.handoff is HandoffStyle.CONCURRENT
         if not (self._live_kv and is_able):
             raise Unavailable(f"worker {source_id} cannot give the KV of what it decodes")
         demand = replace(demand, barred=self._fleet.quarantine.barred(now))

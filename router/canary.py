@@ -35,7 +35,7 @@ class _Stream:
         self.tokens: list[int] = []
         self._ended: asyncio.Future[StreamDelta] = asyncio.get_running_loop().create_future()
         self._link = fleet.link(member)
-        command.submit.canary = True
+        command.submit.probe = True
         self._stream_id = self._link.submit(command, self)
 
     async def last(self) -> StreamDelta:
@@ -116,7 +116,7 @@ async def _pair(
     fleet: Fleet, prefill: Member, decode: Member, request: GenerateRequest
 ) -> list[int]:
     builder, transfer_id = SubmissionBuilder(request, None), uuid.uuid4().hex
-    in_turn = prefill.info.kv is not None and prefill.info.kv.handoff is HandoffStyle.IN_TURN
+    in_turn = prefill.info.kv is not None and prefill.info.kv.handoff is HandoffStyle.SEQUENTIAL
     streams: list[_Stream] = []
     try:
         if not in_turn:

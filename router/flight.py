@@ -157,13 +157,13 @@ class Flight:
         transfer_id = secrets.token_hex(16)
         prefill_leg = Leg(LegKind.PREFILL, prefill.worker_id, prefill.info.role)
         decode_leg = Leg(LegKind.DECODE, decode.worker_id, decode.info.role)
-        style = HandoffStyle.AT_ONCE if prefill.info.kv is None else prefill.info.kv.handoff
+        style = HandoffStyle.CONCURRENT if prefill.info.kv is None else prefill.info.kv.handoff
         self.handoff.open_pair(prefill_leg, decode_leg, style)
         # Both streams are known before either is sent, so that a failure finds both to end.
         decode_stream = self._stream(decode_leg, decode, booking.decode_charge)
         prefill_stream = self._stream(prefill_leg, prefill, booking.prefill_charge)
         message = partial(self._submissions.decode, transfer_id, prefill, decode)
-        if style is HandoffStyle.IN_TURN:
+        if style is HandoffStyle.SEQUENTIAL:
             self._decode_message = message
         else:
             decode_stream.submit(message(resume=resume))

@@ -93,14 +93,14 @@ class Handoff:
         return next((leg.worker_id for leg in legs if leg.kind is LegKind.PREFILL), "")
 
     def open_pair(
-        self, prefill: Leg, decode: Leg, style: HandoffStyle = HandoffStyle.AT_ONCE
+        self, prefill: Leg, decode: Leg, style: HandoffStyle = HandoffStyle.CONCURRENT
     ) -> None:
         """Both phases were placed, each on its worker; prefill was submitted, and decode too unless
         the handoff is in turn."""
         self._took(self.step_of(prefill.worker_id))
         self.legs += (prefill, decode)
         self._joining = True
-        self._unsubmitted = decode if style is HandoffStyle.IN_TURN else None
+        self._unsubmitted = decode if style is HandoffStyle.SEQUENTIAL else None
 
     def open_whole(self, leg: Leg) -> None:
         """Both phases were submitted to one worker."""

@@ -127,9 +127,9 @@ class RouterServer:
             fallback=config.fallback,
             decisions=decisions,
         )
-        if config.detection.canary_s:
+        if config.detection.probe_s:
             await self._stack.enter_async_context(
-                Canaries(fleet, metrics, idle_s=config.detection.canary_s)
+                Canaries(fleet, metrics, idle_s=config.detection.probe_s)
             )
         intake = Intake(
             coordinator.models, timeout_s=config.request_timeout_s, why_none=fleet.pool.why_none

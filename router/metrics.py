@@ -137,7 +137,7 @@ class RouterMetrics:
             "outcome",
         )
         self._flips = self._histogram(
-            "role_flip_seconds",
+            "role_change_seconds",
             "From asking for a worker's other role until it was given work again.",
             _SECONDS,
             *("role", "outcome"),

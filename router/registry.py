@@ -86,18 +86,18 @@ class Registry(RegistryServicer):
         members = self._fleet.pool.members.values()
         return w.ListWorkersResponse(
             workers=[self._entry(member, now) for member in members],
-            canaries_whole=self._fleet.quarantine.canaries["whole"],
-            canaries_failed=self._fleet.quarantine.canaries["failed"],
+            probes_passed=self._fleet.quarantine.canaries["whole"],
+            probes_failed=self._fleet.quarantine.canaries["failed"],
             costs=()
             if self._costs is None
             else costs_to_pb(self._costs, self._fleet.pool.models()),
             roles=roles_to_pb(self._roles),
-            quarantined=[
-                w.QuarantinedPair(
+            ejected_pairs=[
+                w.EjectedPair(
                     prefill_worker=pair.prefill,
                     decode_worker=pair.decode,
                     remaining_s=pair.remaining_s,
-                    strikes=pair.strikes,
+                    failures=pair.strikes,
                     reason=pair.reason,
                 )
                 for pair in self._fleet.quarantine.listed(now)

@@ -88,7 +88,7 @@ class Cluster:
             "stop_grace_s": 0.0,
             # The default learns: which way a request goes would hang on what was asked before.
             "policy": "least_loaded",
-            "detection": DetectionConfig(stall_s=LEASE_S, canary_s=0.0),
+            "detection": DetectionConfig(stall_s=LEASE_S, probe_s=0.0),
             "slo": NOBODY_LATE,
             **(router or {}),
         }
@@ -212,7 +212,7 @@ class Cluster:
     async def canaries(self) -> tuple[int, int]:
         """How many of the router's own requests over pairs went well, and how many did not."""
         reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
-        return reply.canaries_whole, reply.canaries_failed
+        return reply.probes_passed, reply.probes_failed
 
     async def costs(self) -> w.ModelCosts:
         """What the router says of its one model's costs."""

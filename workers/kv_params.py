@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:
     """The request's `kv_transfer_params`; empty where there is nothing to tell. Raises
     InvalidRequest naming the field."""
-    if style is HandoffStyle.AT_ONCE:
+    if style is HandoffStyle.CONCURRENT:
         return _at_once(work)
     params: dict[str, Any] = {}
     match work.phase:

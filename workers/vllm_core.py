@@ -87,7 +87,7 @@ class VllmCore:
         try:
             self.info = self._describe(settings)
             kv = self.info.kv
-            self._handoff = HandoffStyle.AT_ONCE if kv is None else kv.handoff
+            self._handoff = HandoffStyle.CONCURRENT if kv is None else kv.handoff
         except BaseException:
             self.close()
             raise
@@ -277,7 +277,7 @@ class VllmCore:
             return [not_exported(stream_id)] if self._forks.discard(stream_id) else []
         stream = self._streams[key]
         request = self._scheduler.requests.get(stream.vllm_id)
-        is_ours = self._connector is not None and self._handoff is HandoffStyle.AT_ONCE
+        is_ours = self._connector is not None and self._handoff is HandoffStyle.CONCURRENT
         if request is None or not is_ours or not self._connector.export(request, transfer_id):
             return [not_exported(stream_id), *self.cancel(stream_id)]
         last = exported(stream, int(request.num_output_tokens))

@@ -190,7 +190,7 @@ class Worker:
         self._engine.submit(work)
 
     def _check_open(self, submit: w.Submit) -> None:
-        proves = self.roles.state is RoleState.PROVING and submit.canary and not self._draining
+        proves = self.roles.state is RoleState.PROVING and submit.probe and not self._draining
         is_open = self._drain.announces or not self.is_draining
         if self._closing or not (is_open or proves):
             raise Unavailable("this worker is draining")

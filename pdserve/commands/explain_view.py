@@ -55,8 +55,8 @@ class ExplainView:
             f"   prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{one}",
             soft_wrap=True,
         )
-        if decision.avoid or decision.barred:
-            pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.barred]
+        if decision.avoid or decision.excluded:
+            pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.excluded]
             out.print(
                 f"   to be avoided: {escape(', '.join([*decision.avoid, *pairs]))}", soft_wrap=True
             )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pdserve.commands.options import Subparsers
     from pdserve.rpc import Dialer
-    from pdserve.v1.admin_pb2 import FlipRoleResponse
+    from pdserve.v1.admin_pb2 import ChangeRoleResponse
 
 # What a flip takes at most beside its drain.
 _REST_S = 120.0
@@ -56,14 +56,14 @@ def _run(args: argparse.Namespace) -> int:
     sys.stdout.write(
         f"worker {args.worker} is a {args.to} worker after {reply.total_s:.2f} s: "
         f"{reply.drain_s:.2f} s to drain ({reply.moved_streams} streams moved), "
-        f"{reply.canary_s:.2f} s to prove\n"
+        f"{reply.probe_s:.2f} s to prove\n"
     )
     return 0
 
 
 async def _flip(
     dialer: Dialer, address: str, worker_id: str, role: str, drain_timeout_s: float
-) -> FlipRoleResponse:
+) -> ChangeRoleResponse:
     import grpc.aio
 
     from pdserve import rpc, wire
@@ -71,12 +71,12 @@ async def _flip(
     from pdserve.v1 import admin_pb2 as a
     from pdserve.v1.admin_pb2_grpc import AdminStub
 
-    request = a.FlipRoleRequest(
+    request = a.ChangeRoleRequest(
         worker_id=worker_id, role=wire.role_to_pb(Role(role)), drain_timeout_s=drain_timeout_s
     )
     async with dialer.open_channel(address) as channel:
         try:
-            return await AdminStub(channel).FlipRole(
+            return await AdminStub(channel).ChangeRole(
                 request, timeout=drain_timeout_s + _REST_S, metadata=dialer.metadata
             )
         except grpc.aio.AioRpcError as error:

@@ -63,9 +63,9 @@ async def collect(dialer: Dialer, address: str, timeout_s: float) -> dict[str, A
     """`workers`, a row each; `unpaired`, a row for each two that cannot exchange KV;
     `costs`, one for each model (whether P/D helps now, and how far predictions were off);
     `roles`, one for each model whose roles the router moves (which split it wants, and why);
-    `quarantined`, one for each two that the router keeps apart because KV came damaged; and one of
-    `canaries`, how its own requests over pairs went. Raises PdserveError where the router does not
-    answer."""
+    `ejected_pairs`, one for each two that the router keeps apart because KV came damaged; and one
+    of `canaries`, how its own requests over pairs went. Raises PdserveError where the router does
+    not answer."""
     import grpc.aio
 
     from pdserve.errors import Unavailable
@@ -87,8 +87,8 @@ async def collect(dialer: Dialer, address: str, timeout_s: float) -> dict[str, A
     return {
         "workers": sorted(rows, key=lambda row: str(row["worker_id"])),
         "unpaired": _unpaired(listed.workers),
-        "quarantined": [_plain(pair) for pair in listed.quarantined],
-        "canaries": [{"whole": listed.canaries_whole, "failed": listed.canaries_failed}],
+        "ejected_pairs": [_plain(pair) for pair in listed.ejected_pairs],
+        "canaries": [{"whole": listed.probes_passed, "failed": listed.probes_failed}],
         "costs": [_plain(costs) for costs in listed.costs],
         "roles": [_plain(roles) for roles in listed.roles],
     }

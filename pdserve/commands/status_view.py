@@ -49,7 +49,7 @@ def show(address: str, found: dict[str, list[Row]], console: Console | None = No
     _list(
         console,
         "[bold]kept apart[/], for KV between them failed:",
-        [_kept_apart(row) for row in found["quarantined"]],
+        [_kept_apart(row) for row in found["ejected_pairs"]],
     )
     _list(
         console,
@@ -99,7 +99,7 @@ def _kept_out(row: Row) -> list[str]:
 
 
 def _kept_apart(row: Row) -> str:
-    often = "once" if row["strikes"] == 1 else f"{row['strikes']} times"
+    often = "once" if row["failures"] == 1 else f"{row['failures']} times"
     then = f"for {_duration(row['remaining_s'])} more" if row["remaining_s"] else "tried next"
     why = f"{row['reason']}; " if row["reason"] else ""
     return f"{row['prefill_worker']} and {row['decode_worker']}: {why}{often}; {then}"

@@ -32,7 +32,7 @@ class ExplainedRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ..., forgotten: _Optional[int] = ...) -> None: ...
 
 class PlacementDecision(_message.Message):
-    __slots__ = ("unix_time_s", "cause", "policy", "turn", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "barred", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "tried_before", "forks", "fork_tokens", "not_drawn")
+    __slots__ = ("unix_time_s", "cause", "policy", "turn", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "tried_before", "forks", "fork_tokens", "not_drawn")
     UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -42,7 +42,7 @@ class PlacementDecision(_message.Message):
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ONLY_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
-    BARRED_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     ASKED_PREFIX_FIELD_NUMBER: _ClassVar[int]
     PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -62,7 +62,7 @@ class PlacementDecision(_message.Message):
     kv_tokens: int
     prefill_only: bool
     avoid: _containers.RepeatedScalarFieldContainer[str]
-    barred: _containers.RepeatedCompositeFieldContainer[BarredPair]
+    excluded: _containers.RepeatedCompositeFieldContainer[ExcludedPair]
     candidates: _containers.RepeatedCompositeFieldContainer[PlacementCandidate]
     asked_prefix: bool
     predictions: _containers.RepeatedCompositeFieldContainer[PlacementPrediction]
@@ -73,9 +73,9 @@ class PlacementDecision(_message.Message):
     forks: int
     fork_tokens: int
     not_drawn: int
-    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., turn: _Optional[int] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., barred: _Optional[_Iterable[_Union[BarredPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., tried_before: _Optional[int] = ..., forks: _Optional[int] = ..., fork_tokens: _Optional[int] = ..., not_drawn: _Optional[int] = ...) -> None: ...
+    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., turn: _Optional[int] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[ExcludedPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., tried_before: _Optional[int] = ..., forks: _Optional[int] = ..., fork_tokens: _Optional[int] = ..., not_drawn: _Optional[int] = ...) -> None: ...
 
-class BarredPair(_message.Message):
+class ExcludedPair(_message.Message):
     __slots__ = ("prefill", "decode")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -145,7 +145,7 @@ class PlacementPrediction(_message.Message):
     is_habit: bool
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ..., is_habit: _Optional[bool] = ...) -> None: ...
 
-class FlipRoleRequest(_message.Message):
+class ChangeRoleRequest(_message.Message):
     __slots__ = ("worker_id", "role", "drain_timeout_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -155,19 +155,19 @@ class FlipRoleRequest(_message.Message):
     drain_timeout_s: float
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., drain_timeout_s: _Optional[float] = ...) -> None: ...
 
-class FlipRoleResponse(_message.Message):
-    __slots__ = ("failure", "drain_s", "canary_s", "total_s", "moved_streams")
+class ChangeRoleResponse(_message.Message):
+    __slots__ = ("failure", "drain_s", "probe_s", "total_s", "moved_streams")
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_S_FIELD_NUMBER: _ClassVar[int]
-    CANARY_S_FIELD_NUMBER: _ClassVar[int]
+    PROBE_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     MOVED_STREAMS_FIELD_NUMBER: _ClassVar[int]
     failure: str
     drain_s: float
-    canary_s: float
+    probe_s: float
     total_s: float
     moved_streams: int
-    def __init__(self, failure: _Optional[str] = ..., drain_s: _Optional[float] = ..., canary_s: _Optional[float] = ..., total_s: _Optional[float] = ..., moved_streams: _Optional[int] = ...) -> None: ...
+    def __init__(self, failure: _Optional[str] = ..., drain_s: _Optional[float] = ..., probe_s: _Optional[float] = ..., total_s: _Optional[float] = ..., moved_streams: _Optional[int] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
     __slots__ = ("worker_id", "timeout_s", "force", "stop")

@@ -40,10 +40,10 @@ class AdminStub:
                 request_serializer=pdserve_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_admin__pb2.Explained.FromString,
                 _registered_method=True)
-        self.FlipRole = channel.unary_unary(
-                '/pdserve.v1.Admin/FlipRole',
-                request_serializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleRequest.SerializeToString,
-                response_deserializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleResponse.FromString,
+        self.ChangeRole = channel.unary_unary(
+                '/pdserve.v1.Admin/ChangeRole',
+                request_serializer=pdserve_dot_v1_dot_admin__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.ChangeRoleResponse.FromString,
                 _registered_method=True)
         self.DrainWorker = channel.unary_stream(
                 '/pdserve.v1.Admin/DrainWorker',
@@ -70,7 +70,7 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FlipRole(self, request, context):
+    def ChangeRole(self, request, context):
         """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
         whose answer is checked, and given work again; or as it was, with the failure.
         """
@@ -100,10 +100,10 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_admin__pb2.Explained.SerializeToString,
             ),
-            'FlipRole': grpc.unary_unary_rpc_method_handler(
-                    servicer.FlipRole,
-                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleRequest.FromString,
-                    response_serializer=pdserve_dot_v1_dot_admin__pb2.FlipRoleResponse.SerializeToString,
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=pdserve_dot_v1_dot_admin__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.ChangeRoleResponse.SerializeToString,
             ),
             'DrainWorker': grpc.unary_stream_rpc_method_handler(
                     servicer.DrainWorker,
@@ -155,7 +155,7 @@ class Admin:
             _registered_method=True)
 
     @staticmethod
-    def FlipRole(request,
+    def ChangeRole(request,
             target,
             options=(),
             channel_credentials=None,
@@ -168,9 +168,9 @@ class Admin:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pdserve.v1.Admin/FlipRole',
-            pdserve_dot_v1_dot_admin__pb2.FlipRoleRequest.SerializeToString,
-            pdserve_dot_v1_dot_admin__pb2.FlipRoleResponse.FromString,
+            '/pdserve.v1.Admin/ChangeRole',
+            pdserve_dot_v1_dot_admin__pb2.ChangeRoleRequest.SerializeToString,
+            pdserve_dot_v1_dot_admin__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

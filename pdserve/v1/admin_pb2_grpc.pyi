@@ -38,7 +38,7 @@ class AdminStub:
     Streamed, a request each; a worker comes before the first decision that knew it, and again where
     what it registered with has changed. NOT_FOUND for a request that the log does not hold.
     """
-    FlipRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlipRoleRequest, _admin_pb2.FlipRoleResponse]
+    ChangeRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ChangeRoleRequest, _admin_pb2.ChangeRoleResponse]
     """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
     whose answer is checked, and given work again; or as it was, with the failure.
     """
@@ -58,7 +58,7 @@ class AdminAsyncStub(AdminStub):
     Streamed, a request each; a worker comes before the first decision that knew it, and again where
     what it registered with has changed. NOT_FOUND for a request that the log does not hold.
     """
-    FlipRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlipRoleRequest, _admin_pb2.FlipRoleResponse]  # type: ignore[assignment]
+    ChangeRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.ChangeRoleRequest, _admin_pb2.ChangeRoleResponse]  # type: ignore[assignment]
     """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
     whose answer is checked, and given work again; or as it was, with the failure.
     """
@@ -83,11 +83,11 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def FlipRole(
+    def ChangeRole(
         self,
-        request: _admin_pb2.FlipRoleRequest,
+        request: _admin_pb2.ChangeRoleRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.FlipRoleResponse, _abc.Awaitable[_admin_pb2.FlipRoleResponse]]:
+    ) -> _typing.Union[_admin_pb2.ChangeRoleResponse, _abc.Awaitable[_admin_pb2.ChangeRoleResponse]]:
         """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
         whose answer is checked, and given work again; or as it was, with the failure.
         """

@@ -34,7 +34,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
-    __slots__ = ("addresses", "compatibility", "layout", "transports", "in_turn")
+    __slots__ = ("addresses", "compatibility", "layout", "transports", "sequential")
     class LayoutEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -46,13 +46,13 @@ class KvEndpoint(_message.Message):
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
-    IN_TURN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENTIAL_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     compatibility: str
     layout: _containers.ScalarMap[str, str]
     transports: _containers.RepeatedScalarFieldContainer[str]
-    in_turn: bool
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., in_turn: _Optional[bool] = ...) -> None: ...
+    sequential: bool
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., sequential: _Optional[bool] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address")
@@ -226,20 +226,20 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "quarantined", "costs", "roles", "canaries_whole", "canaries_failed")
+    __slots__ = ("workers", "ejected_pairs", "costs", "roles", "probes_passed", "probes_failed")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
-    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    EJECTED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
-    CANARIES_WHOLE_FIELD_NUMBER: _ClassVar[int]
-    CANARIES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROBES_PASSED_FIELD_NUMBER: _ClassVar[int]
+    PROBES_FAILED_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
-    quarantined: _containers.RepeatedCompositeFieldContainer[QuarantinedPair]
+    ejected_pairs: _containers.RepeatedCompositeFieldContainer[EjectedPair]
     costs: _containers.RepeatedCompositeFieldContainer[ModelCosts]
     roles: _containers.RepeatedCompositeFieldContainer[ModelRoles]
-    canaries_whole: int
-    canaries_failed: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[QuarantinedPair, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[ModelCosts, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ..., canaries_whole: _Optional[int] = ..., canaries_failed: _Optional[int] = ...) -> None: ...
+    probes_passed: int
+    probes_failed: int
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[ModelCosts, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ..., probes_passed: _Optional[int] = ..., probes_failed: _Optional[int] = ...) -> None: ...
 
 class ModelCosts(_message.Message):
     __slots__ = ("model", "text", "requests", "measured", "modelled", "aggregated", "goodput_ratio", "stall_s", "predictions")
@@ -264,10 +264,10 @@ class ModelCosts(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., requests: _Optional[int] = ..., measured: _Optional[float] = ..., modelled: _Optional[float] = ..., aggregated: _Optional[float] = ..., goodput_ratio: _Optional[float] = ..., stall_s: _Optional[float] = ..., predictions: _Optional[_Iterable[_Union[PredictionRatio, _Mapping]]] = ...) -> None: ...
 
 class ModelRoles(_message.Message):
-    __slots__ = ("model", "text", "stance", "prefill_workers", "decode_workers", "wanted_prefill_workers", "wanted_decode_workers", "prefill_load", "decode_load")
+    __slots__ = ("model", "text", "state", "prefill_workers", "decode_workers", "wanted_prefill_workers", "wanted_decode_workers", "prefill_load", "decode_load")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
-    STANCE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
     WANTED_PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -276,14 +276,14 @@ class ModelRoles(_message.Message):
     DECODE_LOAD_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
-    stance: str
+    state: str
     prefill_workers: int
     decode_workers: int
     wanted_prefill_workers: int
     wanted_decode_workers: int
     prefill_load: float
     decode_load: float
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., stance: _Optional[str] = ..., prefill_workers: _Optional[int] = ..., decode_workers: _Optional[int] = ..., wanted_prefill_workers: _Optional[int] = ..., wanted_decode_workers: _Optional[int] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., state: _Optional[str] = ..., prefill_workers: _Optional[int] = ..., decode_workers: _Optional[int] = ..., wanted_prefill_workers: _Optional[int] = ..., wanted_decode_workers: _Optional[int] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ...) -> None: ...
 
 class PredictionRatio(_message.Message):
     __slots__ = ("what", "count", "p10", "p50", "p90")
@@ -315,19 +315,19 @@ class StepCosts(_message.Message):
     chunk_tokens: int
     def __init__(self, coefficients: _Optional[_Iterable[float]] = ..., prefill_steps: _Optional[float] = ..., decode_steps: _Optional[float] = ..., prefill_end: _Optional[int] = ..., error: _Optional[float] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
-class QuarantinedPair(_message.Message):
-    __slots__ = ("prefill_worker", "decode_worker", "remaining_s", "strikes", "reason")
+class EjectedPair(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "remaining_s", "failures", "reason")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
-    STRIKES_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     decode_worker: str
     remaining_s: float
-    strikes: int
+    failures: int
     reason: str
-    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., remaining_s: _Optional[float] = ..., strikes: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., remaining_s: _Optional[float] = ..., failures: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Breaker(_message.Message):
     __slots__ = ("state", "reason", "remaining_s", "failures")
@@ -394,7 +394,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., takes_frames_apart: _Optional[bool] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "deadline_s", "forks", "canary", "traceparent")
+    __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "deadline_s", "forks", "probe", "traceparent")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -405,7 +405,7 @@ class Submit(_message.Message):
     AGGREGATED_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
-    CANARY_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
@@ -417,9 +417,9 @@ class Submit(_message.Message):
     aggregated: AggregatedPhase
     deadline_s: float
     forks: _containers.RepeatedCompositeFieldContainer[Fork]
-    canary: bool
+    probe: bool
     traceparent: str
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., deadline_s: _Optional[float] = ..., forks: _Optional[_Iterable[_Union[Fork, _Mapping]]] = ..., canary: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., prefill: _Optional[_Union[PrefillPhase, _Mapping]] = ..., decode: _Optional[_Union[DecodePhase, _Mapping]] = ..., aggregated: _Optional[_Union[AggregatedPhase, _Mapping]] = ..., deadline_s: _Optional[float] = ..., forks: _Optional[_Iterable[_Union[Fork, _Mapping]]] = ..., probe: _Optional[bool] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("stream_id", "seed")

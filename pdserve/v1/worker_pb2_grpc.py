@@ -320,8 +320,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it takes
-        canaries alone.
+        """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it accepts
+        only probes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -109,8 +109,8 @@ class WorkerStub:
     WatchCache: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]
     """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
-    """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it takes
-    canaries alone.
+    """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it accepts
+    only probes.
     """
     SettleRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]
 
@@ -134,8 +134,8 @@ class WorkerAsyncStub(WorkerStub):
     WatchCache: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]  # type: ignore[assignment]
     """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
-    """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it takes
-    canaries alone.
+    """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it accepts
+    only probes.
     """
     SettleRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]  # type: ignore[assignment]
 
@@ -192,8 +192,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
-        """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it takes
-        canaries alone.
+        """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it accepts
+        only probes.
         """
 
     @_abc_1.abstractmethod

@@ -64,7 +64,7 @@ def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
         kv_tokens=demand.kv_tokens,
         prefill_only=demand.prefill_only,
         avoid=sorted(demand.avoid),
-        barred=[a.BarredPair(prefill=p, decode=d) for p, d in sorted(demand.barred)],
+        excluded=[a.ExcludedPair(prefill=p, decode=d) for p, d in sorted(demand.barred)],
         candidates=[
             a.PlacementCandidate(
                 worker_id=c.worker_id,
@@ -142,7 +142,7 @@ def given_from_pb(
                 kv_tokens=decision.kv_tokens,
                 prefill_only=decision.prefill_only,
                 avoid=frozenset(decision.avoid),
-                barred=frozenset((pair.prefill, pair.decode) for pair in decision.barred),
+                barred=frozenset((pair.prefill, pair.decode) for pair in decision.excluded),
                 request_id=message.request_id,
                 forks=decision.forks,
                 fork_tokens=decision.fork_tokens,

@@ -54,9 +54,9 @@ class Admin(AdminServicer):
         for message in explained(requests):
             await context.write(message)
 
-    async def FlipRole(  # noqa: N802
-        self, request: a.FlipRoleRequest, context: Context
-    ) -> a.FlipRoleResponse:
+    async def ChangeRole(  # noqa: N802
+        self, request: a.ChangeRoleRequest, context: Context
+    ) -> a.ChangeRoleResponse:
         try:
             _check_timeout(request.drain_timeout_s, field="drain_timeout_s")
             role = wire.role_from_pb(request.role)
@@ -65,7 +65,7 @@ class Admin(AdminServicer):
             )
         except PdserveError as error:
             await rpc.abort(context, error)
-        return a.FlipRoleResponse(**asdict(done))
+        return a.ChangeRoleResponse(**asdict(done))
 
     async def DrainWorker(  # type: ignore[override]  # noqa: N802
         self, request: a.DrainWorkerRequest, context: Context

@@ -48,7 +48,7 @@ class Flip:
 
     failure: str = ""
     drain_s: float = 0.0
-    canary_s: float = 0.0
+    probe_s: float = 0.0
     total_s: float = 0.0
     moved_streams: int = 0
 
@@ -93,11 +93,11 @@ class Flips:
                 # It may have changed all the same: then nobody settles it, and it changes back.
                 return Flip(failure=rpc.error_from_rpc(error).message)
             done = Flip(drain_s=reply.drain_s, moved_streams=reply.moved_streams)
-            keep, failure, canary_s = False, "the router is closing", 0.0
+            keep, failure, probe_s = False, "the router is closing", 0.0
             try:
                 began = time.monotonic()
                 await self._prove(member.worker_id, partner, role)
-                canary_s = time.monotonic() - began
+                probe_s = time.monotonic() - began
                 keep, failure = True, ""
             except PdserveError as error:
                 failure = error.message
@@ -108,7 +108,7 @@ class Flips:
             settled = role if keep else member.info.role
             if not await self._is_within(lambda: self._is_ready(member.worker_id, settled)):
                 failure = failure or "the worker did not come back"
-            return replace(done, failure=failure, canary_s=canary_s)
+            return replace(done, failure=failure, probe_s=probe_s)
 
     async def _prove(self, worker_id: str, partner: Member, role: Role) -> None:
         if not await self._is_within(lambda: self._has_joined(worker_id, role)):

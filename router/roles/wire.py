@@ -19,7 +19,7 @@ def roles_to_pb(verdicts: Mapping[str, Verdict]) -> list[w.ModelRoles]:
         w.ModelRoles(
             model=model,
             text=verdict.text,
-            stance=verdict.stance.value,
+            state=verdict.stance.value,
             prefill_workers=verdict.loads.prefill_workers,
             decode_workers=verdict.loads.decode_workers,
             wanted_prefill_workers=verdict.wanted.prefill_workers,

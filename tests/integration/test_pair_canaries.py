@@ -55,7 +55,7 @@ async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
 
 
 async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
-    detection = DetectionConfig(stall_s=1.0, suspend_s=0.05, max_suspend_s=0.05, canary_s=0.0)
+    detection = DetectionConfig(stall_s=1.0, suspend_s=0.05, max_suspend_s=0.05, probe_s=0.0)
     async with Cluster(prefill=1, decode=2, router={"detection": detection}) as cluster:
         coordinator = cluster.router.coordinator
         fleet = coordinator._fleet
@@ -80,7 +80,7 @@ async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
 
 
 async def test_the_last_worker_is_not_given_up_for_being_slow() -> None:
-    detection = DetectionConfig(stall_s=0.5, suspend_s=WAIT_S, canary_s=0.0)
+    detection = DetectionConfig(stall_s=0.5, suspend_s=WAIT_S, probe_s=0.0)
     async with Cluster(aggregated=1, router={"detection": detection}) as cluster:
         member = cluster.router.coordinator._fleet.pool.members["aggregated-0"]
         cluster.faults("aggregated-0", FakeFaults(stalled=True))

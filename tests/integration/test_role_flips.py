@@ -31,15 +31,15 @@ PREFILL, DECODE = Role.PREFILL, Role.DECODE
 
 async def flip(
     cluster: Cluster, name: str, role: Role, *, drain_timeout_s: float = WAIT_S
-) -> a.FlipRoleResponse:
+) -> a.ChangeRoleResponse:
     """Raises the router's error."""
 
-    request = a.FlipRoleRequest(
+    request = a.ChangeRoleRequest(
         worker_id=name, role=wire.role_to_pb(role), drain_timeout_s=drain_timeout_s
     )
     async with rpc.open_channel(cluster.grpc) as channel:
         try:
-            return await AdminStub(channel).FlipRole(request, timeout=2 * WAIT_S)
+            return await AdminStub(channel).ChangeRole(request, timeout=2 * WAIT_S)
         except grpc.aio.AioRpcError as error:
             raise rpc.error_from_rpc(error) from error
 
@@ -98,7 +98,7 @@ async def test_flips_under_load_lose_nothing() -> None:
                 before = sum(counts)
                 done = await flip(cluster, name, role)
                 assert not done.failure
-                assert 0 < done.canary_s < done.total_s
+                assert 0 < done.probe_s < done.total_s
                 assert await role_of(cluster, name) == (role, "ready")
                 await cluster.until(lambda before=before: sum(counts) > before)
         assert 'outcome="done",role="decode"} 2.0' in await metrics(cluster)

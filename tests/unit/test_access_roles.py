@@ -87,7 +87,7 @@ async def may(dialer: Dialer, router: str, worker: str) -> set[str]:
             "Deregister": registry.Deregister(w.DeregisterRequest(), **values),
             "ListWorkers": registry.ListWorkers(w.ListWorkersRequest(), **values),
             "Explain": admin.Explain(a.ExplainRequest(request_id="?"), **values).read(),
-            "FlipRole": admin.FlipRole(a.FlipRoleRequest(), **values),
+            "ChangeRole": admin.ChangeRole(a.ChangeRoleRequest(), **values),
             "Attach": attach(at_worker, dialer),
             "WatchCache": at_worker.WatchCache(w.WatchCacheRequest(), **values).read(),
             "GetStatus": at_worker.GetStatus(w.GetStatusRequest(), **values),
@@ -116,7 +116,7 @@ async def code_of(call: Awaitable[Any]) -> grpc.StatusCode:
 
 WORKERS = {"ListModels", "Register", "Renew", "Deregister", "ListWorkers"}
 ROUTERS = {"ListModels", "Attach", "WatchCache", "GetStatus", "Drain", "SetRole", "SettleRole"}
-ADMINS = {"ListModels", "ListWorkers", "Explain", "FlipRole", "GetStatus", "Drain"}
+ADMINS = {"ListModels", "ListWorkers", "Explain", "ChangeRole", "GetStatus", "Drain"}
 
 
 async def test_a_certificate_opens_what_its_role_is_for_and_no_more(tmp_path: Path) -> None:

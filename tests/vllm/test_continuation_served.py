@@ -114,7 +114,7 @@ async def running(tiny_model: Path) -> AsyncIterator[Service]:
         # Whoever freezes is found out by what it does not say, not by the end of its lease.
         lease_s=20.0,
         stop_grace_s=0.0,
-        detection=DetectionConfig(stall_s=2.0, suspend_s=0.5, max_suspend_s=0.5, canary_s=0.0),
+        detection=DetectionConfig(stall_s=2.0, suspend_s=0.5, max_suspend_s=0.5, probe_s=0.0),
     )
     async with Service.start(config, tiny_model) as service:
         for name in WORKERS:

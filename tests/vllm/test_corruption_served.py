@@ -53,7 +53,7 @@ ELASTIC = RouterConfig(
     grpc_port=0,
     stop_grace_s=0.0,
     policy="least_loaded",
-    detection=DetectionConfig(canary_s=0.0),
+    detection=DetectionConfig(probe_s=0.0),
 )
 QUICK = RolesConfig(
     auto=True,
@@ -75,7 +75,7 @@ async def local() -> AsyncIterator[tuple[str, Client]]:
         grpc_port=0,
         stop_grace_s=0.0,
         policy="always_local",
-        detection=DetectionConfig(canary_s=0.0),
+        detection=DetectionConfig(probe_s=0.0),
     )
     router = RouterServer(config)
     address = (await router.start()).grpc
@@ -107,7 +107,7 @@ async def running(
         quarantine_s=3600.0,
         stop_grace_s=0.0,
         policy="least_loaded",
-        detection=DetectionConfig(canary_s=0.0),  # it would use up an order
+        detection=DetectionConfig(probe_s=0.0),  # it would use up an order
     )
     async with Service.start(config, tiny_model) as service:
         service.others = [local[0], elastic[0]]
@@ -128,7 +128,7 @@ async def service(running: Service) -> AsyncIterator[Service]:
 
 
 async def quarantined(service: Service) -> list[tuple[str, str]]:
-    return [(q.prefill_worker, q.decode_worker) for q in (await service.listed()).quarantined]
+    return [(q.prefill_worker, q.decode_worker) for q in (await service.listed()).ejected_pairs]
 
 
 async def ask(service: Service, engine: EngineProcess, *, client: Client | None = None) -> Receipt:
@@ -164,11 +164,11 @@ async def test_prefill_on_the_decode_worker_gives_the_same_tokens(
     assert 0 < sum(steps.coefficients) < WAIT_S
 
 
-async def flip(service: Service, role: w.Role.ValueType) -> a.FlipRoleResponse:
+async def flip(service: Service, role: w.Role.ValueType) -> a.ChangeRoleResponse:
     """Of the second prefill worker."""
-    request = a.FlipRoleRequest(worker_id="prefill-1", role=role, drain_timeout_s=WAIT_S)
+    request = a.ChangeRoleRequest(worker_id="prefill-1", role=role, drain_timeout_s=WAIT_S)
     async with rpc.open_channel(service.grpc) as channel:
-        return await AdminStub(channel).FlipRole(request, timeout=2 * WAIT_S)
+        return await AdminStub(channel).ChangeRole(request, timeout=2 * WAIT_S)
 
 
 async def test_a_worker_changes_its_role_while_requests_run_and_loses_none(
@@ -190,7 +190,7 @@ async def test_a_worker_changes_its_role_while_requests_run_and_loses_none(
     ):
         done = await flip(service, role)
         assert not done.failure
-        assert done.canary_s > 0
+        assert done.probe_s > 0
         workers.clear()
         async with asyncio.timeout(WAIT_S):
             while pair not in workers and not any(task.done() for task in asking):

@@ -98,7 +98,7 @@ def test_of_many_workers_the_best_are_shown_and_the_others_counted() -> None:
         for i in range(60)
     ]
     values = {"policy": "least_loaded", "decode": "x3", "avoid": ["y"]}
-    barred = [a.BarredPair(prefill="p1", decode="d1")]
+    barred = [a.ExcludedPair(prefill="p1", decode="d1")]
     many = a.PlacementDecision(candidates=candidates, barred=barred, **values)
     lines = printed(many).splitlines()
     rows = [line.split()[0] for line in lines if line.startswith((" d", " x"))]

@@ -50,7 +50,7 @@ def row(**changes: Any) -> dict[str, Any]:
 def printed(
     *workers: dict[str, Any],
     unpaired: tuple[dict[str, str], ...] = (),
-    quarantined: tuple[dict[str, Any], ...] = (),
+    ejected_pairs: tuple[dict[str, Any], ...] = (),
     costs: tuple[dict[str, Any], ...] = (),
     roles: tuple[dict[str, Any], ...] = (),
     width: int = 200,
@@ -59,7 +59,7 @@ def printed(
     found = {
         "workers": [*workers],
         "unpaired": [*unpaired],
-        "quarantined": [*quarantined],
+        "ejected_pairs": [*ejected_pairs],
         "costs": [*costs],
         "roles": [*roles],
     }
@@ -108,8 +108,8 @@ def test_two_that_cannot_exchange_kv_are_named_with_the_reason() -> None:
 )
 def test_two_that_are_kept_apart_are_named(strikes: int, remaining_s: float, said: str) -> None:
     pair = {"prefill_worker": "prefill-0", "decode_worker": "decode-1"}
-    struck = {**pair, "strikes": strikes, "remaining_s": remaining_s, "reason": "x"}
-    assert printed(row(), quarantined=(struck,))[-1] == f"  prefill-0 and decode-1: x; {said}"
+    struck = {**pair, "failures": strikes, "remaining_s": remaining_s, "reason": "x"}
+    assert printed(row(), ejected_pairs=(struck,))[-1] == f"  prefill-0 and decode-1: x; {said}"
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(5.4, "5 s"), (150, "2 min"), (200_000, "2 d")])

@@ -157,13 +157,15 @@ async def test_a_trial_that_fails_keeps_the_pair_apart(
         await corrupted(stack, prefill, decode)
         clock.now = 2 * QUARANTINE_S - 1
         await alone(stack, decode)
-        listed = (await Registry(stack.fleet).ListWorkers(w.ListWorkersRequest(), None)).quarantined  # type: ignore[arg-type]
+        listed = (
+            await Registry(stack.fleet).ListWorkers(w.ListWorkersRequest(), None)
+        ).ejected_pairs  # type: ignore[arg-type]
         assert list(listed) == [
-            w.QuarantinedPair(
+            w.EjectedPair(
                 prefill_worker="p",
                 decode_worker="d",
                 remaining_s=1.0,
-                strikes=2,
+                failures=2,
                 reason=CORRUPTED.message,
             )
         ]

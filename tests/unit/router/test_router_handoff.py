@@ -51,7 +51,7 @@ class Driver:
         self.resubmits: list[Resubmit] = []
 
     def pair(
-        self, prefill: str = "p", decode: str = "d", style: HandoffStyle = HandoffStyle.AT_ONCE
+        self, prefill: str = "p", decode: str = "d", style: HandoffStyle = HandoffStyle.CONCURRENT
     ) -> None:
         self.legs[prefill] = Leg(LegKind.PREFILL, prefill, Role.PREFILL)
         self.legs[decode] = Leg(LegKind.DECODE, decode, Role.DECODE)
@@ -166,7 +166,7 @@ def test_prefill_samples_first_and_decode_goes_on(pair: Driver) -> None:
 @pytest.fixture
 def in_turn() -> Driver:
     driver = Driver()
-    driver.pair(style=HandoffStyle.IN_TURN)
+    driver.pair(style=HandoffStyle.SEQUENTIAL)
     return driver
 
 
@@ -186,7 +186,7 @@ def test_decode_gets_no_turn_where_the_first_token_ends_the_answer(in_turn: Driv
 
 def test_a_prefill_that_fails_before_its_token_is_tried_again_in_turn(in_turn: Driver) -> None:
     assert in_turn.lost("p") == ["cancel d", "other_prefill after [] without p"]
-    in_turn.pair("p2", "d2", HandoffStyle.IN_TURN)
+    in_turn.pair("p2", "d2", HandoffStyle.SEQUENTIAL)
     actions = in_turn.tokens("p2", 1, finish=LENGTH, handle=b"kv")
     assert actions == ["deliver [1]", "submit d2 kv after [1]"]
 
@@ -217,7 +217,7 @@ def test_a_decode_that_fails_in_its_turn_is_replaced(in_turn: Driver, how: str) 
 def test_a_client_that_leaves_between_the_turns_ends_both(in_turn: Driver) -> None:
     assert in_turn.abandon() == ["cancel p", "cancel d"]
     again = Driver()
-    again.pair(style=HandoffStyle.IN_TURN)
+    again.pair(style=HandoffStyle.SEQUENTIAL)
     again.tokens("p", 1, finish=LENGTH, handle=b"kv")
     assert again.abandon() == ["cancel p", "cancel d"]
 
@@ -534,7 +534,7 @@ class Play:
         self.driver.pair(f"p{suffix}", f"d{suffix}", self.style)
         self.current = {"p": f"p{suffix}"}
         self.following[f"p{suffix}"] = resumed + 1
-        if self.style is HandoffStyle.AT_ONCE:
+        if self.style is HandoffStyle.CONCURRENT:
             self._decode(f"d{suffix}", resumed + 1)
 
     def _decode(self, name: str, resumed: int) -> None:

@@ -19,7 +19,7 @@ def worker(worker_id: str, role: Role) -> ScriptedWorker:
     """One that hands over in turn."""
     found = ScriptedWorker(worker_id, role)
     assert found.info.kv is not None
-    found.info = replace(found.info, kv=replace(found.info.kv, handoff=HandoffStyle.IN_TURN))
+    found.info = replace(found.info, kv=replace(found.info.kv, handoff=HandoffStyle.SEQUENTIAL))
     return found
 
 

@@ -50,7 +50,7 @@ def test_it_can_leave_again_and_again_without_a_rung() -> None:
 
 def test_what_cannot_be_exported_is_not(decoding: Driver) -> None:
     fresh = Driver()
-    fresh.pair(style=HandoffStyle.AT_ONCE)
+    fresh.pair(style=HandoffStyle.CONCURRENT)
     assert not fresh.export("p")
     assert not fresh.export("d"), "decode has not begun"
     fresh.tokens("p", 1, finish=LENGTH)
