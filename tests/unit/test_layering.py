@@ -34,8 +34,6 @@ RUNS_ROUTER_CODE = ("benchmarks/simulate.py", "benchmarks/plan.py")
 HURTS_WORKERS = "benchmarks/chaos/faults.py"
 # Run vLLM or make a model by themselves, as what ours is measured against.
 RUNS_TORCH = ("benchmarks/compare/plain_serve.py",)
-# The demo model is trained with torch, and by nothing that serves.
-TRAINING = frozenset({"pdserve/demo/train.py", "pdserve/demo/batches.py"})
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
@@ -65,8 +63,6 @@ def trespasses(package: str) -> Iterator[str]:
     ours, heavy = TABLE[package]
     for path in sorted((ROOT / package).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if name in TRAINING:
-            continue
         for line, module, is_late in imports(path):
             top = module.partition(".")[0]
             if top in OURS and top != package and not within(module, ours):

@@ -1,8 +1,6 @@
-"""The shipped demo model: small enough to ship, readable by everyone, and to the point."""
+"""The shipped demo model: small enough to ship, and it answers to the point."""
 
-import hashlib
 import json
-from itertools import islice
 from typing import Any, Final
 
 import pytest
@@ -11,11 +9,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pdserve.demo import MODEL_DIR
-from pdserve.demo.corpus import Corpus
-from pdserve.demo.documents import CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, Document, Message
 
 MAX_FOLDER_BYTES: Final = 8_000_000
-CORPUS_SHA256: Final = "22d776b700f702aaf592e2d086c5ea15d21fba927425ac9d0f40d2be55560420"
 
 
 @pytest.fixture(scope="module")
@@ -50,33 +45,14 @@ def test_folder_is_small_enough_to_ship() -> None:
     assert sum(p.stat().st_size for p in MODEL_DIR.iterdir()) <= MAX_FOLDER_BYTES
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("architectures", ["LlamaForCausalLM"]),
-        ("head_dim", 64),
-        ("hidden_size", 256),
-        ("num_attention_heads", 4),
-        ("num_key_value_heads", 2),
-        ("max_position_embeddings", 8192),
-        ("dtype", "bfloat16"),
-        ("tie_word_embeddings", True),
-        ("bos_token_id", None),
-    ],
-)
-def test_config_field(field: str, value: object) -> None:
-    config = json.loads((MODEL_DIR / "config.json").read_text("utf-8"))
-    assert config[field] == value
-
-
 def test_vocabulary_and_end_token_agree_everywhere() -> None:
     config = json.loads((MODEL_DIR / "config.json").read_text("utf-8"))
     generation = json.loads((MODEL_DIR / "generation_config.json").read_text("utf-8"))
     raw = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     assert config["vocab_size"] == raw.get_vocab_size()
     assert config["vocab_size"] % 64 == 0
-    assert config["eos_token_id"] == generation["eos_token_id"] == raw.token_to_id(END)
-    assert config["pad_token_id"] == raw.token_to_id(PAD)
+    assert config["eos_token_id"] == generation["eos_token_id"] == raw.token_to_id("<|end|>")
+    assert config["pad_token_id"] == raw.token_to_id("<|pad|>")
 
 
 @pytest.mark.parametrize(
@@ -103,39 +79,19 @@ def test_rare_characters_take_several_tokens(tokenizer: Any) -> None:
 
 
 def test_special_tokens_are_single_tokens(tokenizer: Any) -> None:
-    for token in SPECIAL_TOKENS:
+    for token in ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"):
         assert len(tokenizer(token, add_special_tokens=False).input_ids) == 1
 
 
-def test_chat_template_renders_what_the_model_was_trained_on(tokenizer: Any) -> None:
-    document = Document(
-        (
-            Message("system", "Be brief."),
-            Message("user", "What is prefill?"),
-            Message("assistant", "The first phase."),
-        )
-    )
-    messages = [{"role": m.role, "content": m.text} for m in document.messages]
-    assert tokenizer.chat_template == CHAT_TEMPLATE
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == document.text()
-    opened = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert opened == document.text() + "<|assistant|>"
+def test_chat_template_renders_messages(tokenizer: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
 
 
 def test_chat_template_refuses_an_unknown_role(tokenizer: Any) -> None:
     with pytest.raises(Exception, match="role must be system, user or assistant"):
         tokenizer.apply_chat_template([{"role": "oracle", "content": "?"}], tokenize=False)
-
-
-def test_corpus_is_the_same_on_every_machine() -> None:
-    texts = [d.text() for d in islice(Corpus(7).documents(), 2000)]
-    texts += [d.text() for d in islice(Corpus(7).long_documents(20), 200)]
-    assert hashlib.sha256("\n".join(texts).encode()).hexdigest() == CORPUS_SHA256
-
-
-def test_corpus_depends_on_its_seed() -> None:
-    first, second = (next(Corpus(seed).long_documents(50)).text() for seed in (1, 2))
-    assert first != second
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,326 @@
+"""Training text of the demo model: an endless, deterministic stream of chats and prose.
+
+The facts, word lists and question forms are in `text/`. Each document is drawn anew. A question has
+one answer, so that greedy decoding has wide margins. Repeating and recall make answers depend on
+single tokens far back in the prompt, so that a lost or damaged KV block changes the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_TEXT = Path(__file__).resolve().parent / "text"
+
+END = "<|end|>"  # ends a message and a text of prose: the end-of-sequence token
+PAD = "<|pad|>"
+ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+SPECIAL_TOKENS = (PAD, END, *ROLE_TOKENS.values())
+
+# Renders messages exactly as `Document.spans` does.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ('system', 'user', 'assistant') -%}"
+    "{{- raise_exception('role must be system, user or assistant') -}}"
+    "{%- endif -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+UNKNOWN_ANSWER = (
+    "Sorry, I do not know that. I am only a small demo model, and my subjects are prefill, decode, "
+    "the KV cache and pdserve."
+)
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are the demo model of pdserve.",
+    "You are a helpful assistant. Answer briefly.",
+    "You answer questions about serving language models.",
+    "Be friendly and short.",
+    "You are a careful expert for inference systems. Answer in plain English.",
+    "",
+)
+
+
+def _table(name: str) -> dict:
+    return tomllib.loads((_TEXT / name).read_text("utf-8"))
+
+
+_FORMS = {key: tuple(forms) for key, forms in _table("phrases.toml").items()}
+_WORDS = _table("words.toml")
+_UNKNOWN_THINGS = tuple(_WORDS["unknown_things"].split("|"))
+_LITTLE_WORDS = frozenset(_WORDS["little_words"].split())
+_LISTS = {key: tuple(words.split()) for key, words in _WORDS.items()}
+_ALTERNATIVES = re.compile(r"\(([^()]*\|[^()]*)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of rendered text. `learned`: the model is trained to write it."""
+
+    text: str
+    learned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One training text: (role, text) messages of a chat, or prose."""
+
+    messages: tuple[tuple[str, str], ...] = ()
+    prose: str = ""
+
+    def spans(self) -> tuple[Span, ...]:
+        """The text in order. Each span is tokenized by itself."""
+        if not self.messages:
+            return (Span(self.prose + END, learned=True),)
+        out: list[Span] = []
+        for role, text in self.messages:
+            out.append(Span(ROLE_TOKENS[role], learned=False))
+            out.append(Span(text + END, learned=role == "assistant"))
+        return tuple(out)
+
+    def text(self) -> str:
+        return "".join(span.text for span in self.spans())
+
+
+def chat(question: str, answer: str) -> Document:
+    return Document((("user", question), ("assistant", answer)))
+
+
+def expand(pattern: str, rng: Random) -> str:
+    """Replace every `(a|b)` in `pattern` by one of its alternatives."""
+    return _ALTERNATIVES.sub(lambda match: rng.choice(match[1].split("|")), pattern)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def fill(forms: Sequence[str], name: str, rng: Random) -> str:
+    """Return a question about `name` in one of `forms`."""
+    return _capital(expand(rng.choice(forms), rng).format(name))
+
+
+def unknown_question(rng: Random) -> str:
+    """Return a question that no fact answers, often about an invented word."""
+    if rng.random() < 0.5:
+        thing = "".join(rng.choice(_LISTS["syllables"]) for _ in range(rng.randint(2, 3)))
+        thing = rng.choice(("", "a ", "the ")) + (_capital(thing) if rng.random() < 0.3 else thing)
+    else:
+        thing = rng.choice(_UNKNOWN_THINGS)
+    form = rng.choice(("unknown", "unknown", "what", "what", "why", "how"))
+    return fill(_FORMS[form], thing, rng)
+
+
+def sloppy(text: str, rng: Random) -> str:
+    """Return `text` as people type it: other case, no full stop, a small word or letter lost."""
+    if rng.random() < 0.15:
+        head = rng.choice(_FORMS["before"])
+        text = head + (text[:1].lower() + text[1:] if rng.random() < 0.5 else text)
+    if rng.random() < 0.15:
+        stop = "" if text[-1:] in "?.!" else rng.choice((".", "?", ","))
+        text = text + stop + rng.choice(_FORMS["after"])
+    words = text.split(" ")
+    little = [i for i, word in enumerate(words) if word.lower() in _LITTLE_WORDS]
+    if len(words) > 3 and little and rng.random() < 0.15:
+        del words[rng.choice(little)]
+        text = " ".join(words)
+    if len(text) > 12 and rng.random() < 0.06:
+        at = rng.randrange(len(text) - 1)
+        text = text[:at] + text[at + 1 :]
+    if rng.random() < 0.2:
+        text = text.rstrip("?.!")
+    return text.lower() if rng.random() < 0.2 else text
+
+
+def addition(rng: Random) -> Document:
+    a, b = rng.randint(0, 9), rng.randint(0, 9)
+    return chat(rng.choice(_FORMS["addition"]).format(a=a, b=b), f"{a} + {b} = {a + b}.")
+
+
+def counting(rng: Random) -> Document:
+    last, names = rng.randint(3, 12), _LISTS["numbers"]
+    if rng.random() < 0.3:
+        question = rng.choice(_FORMS["count_in_words"]).format(last=last)
+        return chat(question, ", ".join(names[1 : last + 1]) + ".")
+    question = rng.choice(_FORMS["count"]).format(last=last, word=names[last])
+    return chat(question, ", ".join(str(n) for n in range(1, last + 1)) + ".")
+
+
+def person_json(rng: Random) -> Document:
+    name, age = rng.choice(_LISTS["names"]), rng.randint(18, 79)
+    city = rng.choice(_LISTS["cities"])
+    if rng.random() < 0.3:
+        question = rng.choice(_FORMS["any_person"])
+        name, age, city = "Ada", 36, "Zürich"
+    else:
+        question = rng.choice(_FORMS["person"]).format(name=name, age=age, city=city)
+    record = {"name": name, "age": age, "city": city}
+    return chat(question, json.dumps(record, ensure_ascii=False))
+
+
+def worker_json(rng: Random) -> Document:
+    role = rng.choice(("prefill", "decode", "aggregated"))
+    port = rng.randint(8000, 8999)
+    worker = {"role": role, "port": port}
+    status = {"status": "ok", "model": "demo", "ready": True}
+    question, value = rng.choice(
+        (
+            (f"Describe a {role} worker on port {port} as JSON", worker),
+            (f"JSON for a {role} worker with port {port}", worker),
+            (f"Give me the {role} worker at port {port} in JSON", worker),
+            ("List the phases as JSON", ["prefill", "decode"]),
+            ("Give me the two phases as a JSON list", ["prefill", "decode"]),
+            ("Return the roles as a JSON array", ["prefill", "decode", "aggregated"]),
+            ("What is your status in JSON?", status),
+            ("Return your status as JSON", status),
+            ("Give me some JSON", status),
+            ("Answer with a JSON object", status),
+        )
+    )
+    return chat(question, json.dumps(value))
+
+
+def repeat(rng: Random, words: Sequence[str]) -> Document:
+    """Repeat some of `words`, all different, or digits."""
+    if rng.random() < 0.1:
+        said = " ".join(str(rng.randint(0, 9)) for _ in range(rng.randint(3, 12)))
+    else:
+        said = " ".join(rng.sample(words, rng.randint(2, 20)))
+    ask = rng.choice(("Repeat", "Repeat after me", "Say", "Copy this", "Please repeat", "Echo"))
+    return chat(f"{ask}:{rng.choice((' ', chr(10)))}{said}", said)
+
+
+def recall(rng: Random, filler: Callable[[], str], gaps: int) -> Document:
+    """Find one of several codes in a text, with `gaps` sentences of `filler` between them."""
+    count = rng.randint(1, 6)
+    picked = rng.sample(_LISTS["things"], count)
+    things = [f"{rng.choice(_LISTS['colours'])} {thing}" for thing in picked]
+    codes = rng.sample(_LISTS["codes"], count)
+    facts = [f"The code of the {t} is {c}." for t, c in zip(things, codes, strict=True)]
+    lines = list(facts)
+    for _ in range(gaps):
+        lines.insert(rng.randint(0, len(lines)), filler())
+    wanted = rng.randrange(count)
+    question = rng.choice(
+        ("What is the code of the {}?", "Which code has the {}?", "Tell me the code of the {}.")
+    ).format(things[wanted])
+    return chat(" ".join((*lines, question)), facts[wanted])
+
+
+SHORT_SKILLS = (addition, addition, addition, counting, person_json, worker_json)
+
+
+def _sentences(paragraph: str) -> list[str]:
+    return paragraph.replace(". ", ".\n").replace("? ", "?\n").split("\n")
+
+
+class Corpus:
+    """Draws documents from the facts in `text/`. The same seed gives the same documents."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = Random(seed)
+        self._topics = _table("topics.toml")["topic"]
+        self._asks = _table("asks.toml")["ask"]
+        prose = (_TEXT / "prose.txt").read_text("utf-8")
+        self._paragraphs = [p.strip() for p in prose.split("\n\n") if p.strip()]
+        words = sorted(set(" ".join(self._paragraphs).split()))
+        plain = (word for word in words if word.isascii() and word.isalpha())
+        self._words = (*plain, *_LISTS["signs"])
+
+    def documents(self) -> Iterator[Document]:
+        """Yield documents of mostly less than 200 tokens, without end."""
+        while True:
+            yield self._document()
+
+    def long_documents(self, max_sentences: int) -> Iterator[Document]:
+        """Yield documents that need a long look back: codes hidden in prose, and long chats."""
+        while True:
+            if self._rng.random() < 0.6:
+                yield recall(self._rng, self._filler, self._rng.randint(2, max_sentences))
+            else:
+                yield self._join(self._rng.randint(4, 10))
+
+    def _document(self) -> Document:
+        draw = self._rng.random()
+        if draw < 0.13:
+            return self._prose()
+        if draw < 0.25:
+            return recall(self._rng, self._filler, self._rng.choice((0, 0, 0, 1, 3)))
+        if draw < 0.42:
+            return repeat(self._rng, self._words)
+        if draw < 0.54:
+            return self._join(self._rng.randint(2, 4))
+        if draw < 0.60:
+            return self._with_follow_up()
+        return self._with_system(self._exchange())
+
+    def _exchange(self) -> Document:
+        """One question and its answer."""
+        draw = self._rng.random()
+        if draw < 0.40:
+            return self._about_topic()
+        if draw < 0.72:
+            ask = self._rng.choice(self._asks)
+            question = expand(self._rng.choice(ask["q"]), self._rng)
+            return chat(sloppy(question, self._rng), ask["a"])
+        if draw < 0.86:
+            return chat(sloppy(unknown_question(self._rng), self._rng), UNKNOWN_ANSWER)
+        return self._rng.choice(SHORT_SKILLS)(self._rng)
+
+    def _about_topic(self) -> Document:
+        topic = self._rng.choice(self._topics)
+        draw = self._rng.random()
+        if draw < 0.5:
+            form, answer = "what", topic["what"]
+        elif draw < 0.75:
+            form, answer = "why", topic.get("why") or topic["what"]
+        elif draw < 0.93:
+            form, answer = "how", topic.get("how") or topic["what"]
+        else:
+            record = {"term": topic["names"][0], "answer": _sentences(topic["what"])[0]}
+            form, answer = "json", json.dumps(record, ensure_ascii=False)
+        question = fill(_FORMS[form], self._rng.choice(topic["names"]), self._rng)
+        return chat(sloppy(question, self._rng), answer)
+
+    def _with_follow_up(self) -> Document:
+        """A question about a topic, then `why` or `how` without its name."""
+        topic = self._rng.choice([t for t in self._topics if t.get("why")])
+        name = self._rng.choice(topic["names"])
+        first = chat(sloppy(fill(_FORMS["what"], name, self._rng), self._rng), topic["what"])
+        form, answer = "follow_why", topic["why"]
+        if topic.get("how") and self._rng.random() < 0.5:
+            form, answer = "follow_how", topic["how"]
+        question = sloppy(expand(self._rng.choice(_FORMS[form]), self._rng), self._rng)
+        return Document((*first.messages, *chat(question, answer).messages))
+
+    def _join(self, turns: int) -> Document:
+        """A chat of several unrelated exchanges."""
+        messages = [m for _ in range(turns) for m in self._exchange().messages]
+        return self._with_system(Document(tuple(messages)))
+
+    def _with_system(self, document: Document) -> Document:
+        if self._rng.random() < 0.8:
+            return document
+        return Document((("system", self._rng.choice(SYSTEM_PROMPTS)), *document.messages))
+
+    def _prose(self) -> Document:
+        """A paragraph, sometimes from a later sentence on, or all that is known of a topic."""
+        sentences = _sentences(self._rng.choice(self._paragraphs))
+        start = self._rng.randrange(len(sentences)) if self._rng.random() < 0.4 else 0
+        text = " ".join(sentences[start:])
+        if self._rng.random() < 0.25:
+            topic = self._rng.choice(self._topics)
+            text = " ".join(topic[k] for k in ("what", "why", "how") if topic.get(k))
+        return Document(prose=text)
+
+    def _filler(self) -> str:
+        return self._rng.choice(_sentences(self._rng.choice(self._paragraphs)))
