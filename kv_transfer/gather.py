@@ -3,7 +3,7 @@ kernel must equal.
 
 Every layout is seen as one view a layer, [blocks, planes, tokens, heads, channels], where a plane
 is K or V (MLA has one plane and one head). Staging holds [layer][plane][token][head][channel] of
-one piece (kv_transfer/reshard.py), so it knows nothing of blocks.
+one piece (kv_transfer/protocol/plan.py), so it knows nothing of blocks.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from kv_transfer.handshake import Identity
     from kv_transfer.layout import PagePart
+    from kv_transfer.protocol.plan import Shard
     from kv_transfer.settings import KvSettings
-    from kv_transfer.shard import Shard
     from kv_transfer.transport.base import LocalKv, Transport
 
 logger = logging.getLogger(__name__)

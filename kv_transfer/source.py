@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from kv_transfer.messages import Grant
-    from kv_transfer.shard import Shard
+    from kv_transfer.protocol.plan import Shard
 
 MAX_TOMBSTONES = 4096
 MAX_EARLY_GRANTS = 4096
@@ -67,7 +67,7 @@ class SourceTable(Generic[LinkT]):
         self._shard = shard
         self._by_token = by_token
         self._publish_blocks = publish_blocks
-        self.block_size = shard.pool.block_size
+        self.block_size = shard.block_size
         self._chunk_blocks = max(1, chunk_blocks)
         self._lease_s = lease_s
         self._grant_wait_s = grant_wait_s

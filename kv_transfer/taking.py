@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from kv_transfer.board import Ready
     from kv_transfer.link import Link
     from kv_transfer.memory import KvRegion
-    from kv_transfer.shard import Read
-    from kv_transfer.step import TargetStart
+    from kv_transfer.protocol.plan import Read
+    from kv_transfer.vllm.step import TargetStart
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.params import SourceParams, TargetParams, TransferParams, parse
+from kv_transfer.vllm.params import SourceParams, TargetParams, TransferParams, parse
 from pdserve.errors import InvalidRequest
 from pdserve.types import HandoffStyle
 from workers.engine import DecodePhase, PrefillPhase

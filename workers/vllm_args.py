@@ -35,8 +35,8 @@ _CPU_DEFAULTS: dict[str, Any] = {
 
 # By `kv.connector`: class and module.
 _CONNECTORS = {
-    "pdserve": ("PdConnector", "kv_transfer.connector"),
-    "nixl": ("PdNixlConnector", "kv_transfer.nixl_connector"),
+    "pdserve": ("PdConnector", "kv_transfer.vllm.connector"),
+    "nixl": ("PdNixlConnector", "kv_transfer.vllm.nixl_connector"),
 }
 
 

@@ -19,8 +19,8 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from kv_transfer.metadata import handshake_in, snapshot_in
-from kv_transfer.vllm_patches import patch_runner_v1
+from kv_transfer.vllm.connector import handshake_in, snapshot_in
+from kv_transfer.vllm.continuation import patch_runner_v1
 from pdserve.errors import (
     ContextLengthExceeded,
     InvalidRequest,

@@ -1,8 +1,8 @@
 """vLLM's own P/D: two plain vLLM servers with its NixlConnector and a small proxy before them, in
 the place of a `pdserve up`. Tried with vLLM 0.32.0 and nixl 1.5.1.
 
-The proxy is `kv_transfer/example_proxy.py`, which does what vLLM's example proxies do: prefill for
-one token, then decode with what prefill's answer says. Engines are pinned to their cores as our
+The proxy is `kv_transfer/vllm/example_proxy.py`, which does what vLLM's example proxies do: prefill
+for one token, then decode with what prefill's answer says. Engines are pinned to their cores as our
 workers are; servers' front ends and the proxy may use all cores, as our router may.
 """
 
@@ -102,7 +102,7 @@ class NixlPair:
         port = free_port()
         servers = [f"--{role}={self._urls[role]}" for role in _SERVERS]
         self._urls["proxy"] = f"http://127.0.0.1:{port}"
-        module = "kv_transfer.example_proxy"
+        module = "kv_transfer.vllm.example_proxy"
         command = [sys.executable, "-m", module, *servers, "--port", str(port)]
         await self._run("proxy", command, "/v1/models")
         return self._urls["proxy"]

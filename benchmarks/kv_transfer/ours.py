@@ -11,12 +11,18 @@ from kv_transfer.copying import WORDS
 from kv_transfer.digest import DigestMode
 from kv_transfer.errors import KvTransferError
 from kv_transfer.handshake import Identity
+from kv_transfer.protocol.plan import Shard
 from kv_transfer.settings import KvSettings
-from kv_transfer.shard import whole
-from kv_transfer.step import SourceEnded, SourceExpected, SourceProgress, StepMetadata, TargetStart
 from kv_transfer.transport import make
 from kv_transfer.transport.base import LocalKv
-from kv_transfer.worker import WorkerHalf
+from kv_transfer.vllm.step import (
+    SourceEnded,
+    SourceExpected,
+    SourceProgress,
+    StepMetadata,
+    TargetStart,
+)
+from kv_transfer.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     from benchmarks.kv_transfer.cases import Trip
@@ -52,7 +58,7 @@ def _half(way: str, instance_id: str, cache: AnyCache, geometry: KvGeometry) -> 
     half.register(
         LocalKv(cache.region(geometry), cache.shared),
         Identity(instance_id, "bench"),
-        whole(geometry, 1),
+        Shard(1, geometry.page_bytes, 1),
     )
     return half
 

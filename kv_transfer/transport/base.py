@@ -5,8 +5,9 @@ A transport moves the bytes of granted blocks between two workers that share a l
 payload of a chunk travels.
 
 * A chunk moves whole pages, or the same `PagePart` of each where the two workers hold different
-  heads (kv_transfer/reshard.py); None means whole pages. Where the two ends' blocks differ in size
-  it moves `chunk.tokens` tokens of them: out of blocks of one size, into the first places of blocks
+  heads (kv_transfer/protocol/plan.py); None means whole pages. Where the two ends' blocks
+  differ in size it moves `chunk.tokens` tokens of them: out of blocks of one size, into the first
+  places of blocks
   of the other.
 * `SourceChannel.push` returns when the source's blocks may be overwritten. One chunk at a time, in
   order, on the link's writer thread; on other threads, an engine's among them, where it moves no

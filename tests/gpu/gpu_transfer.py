@@ -15,11 +15,17 @@ import torch
 from kv_transfer import transport
 from kv_transfer.device.region import device_region
 from kv_transfer.handshake import Identity
+from kv_transfer.protocol.plan import Shard
 from kv_transfer.settings import KvSettings
-from kv_transfer.shard import whole
-from kv_transfer.step import SourceEnded, SourceExpected, SourceProgress, StepMetadata, TargetStart
 from kv_transfer.transport.base import LocalKv
-from kv_transfer.worker import WorkerHalf
+from kv_transfer.vllm.step import (
+    SourceEnded,
+    SourceExpected,
+    SourceProgress,
+    StepMetadata,
+    TargetStart,
+)
+from kv_transfer.vllm.worker import WorkerHalf
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 8, 64, 8, 16, 256
 TABLE = [(7 * n + 3) % BLOCKS for n in range(40)]
@@ -58,7 +64,7 @@ class Half:
         self.half.register(
             LocalKv(self.region, None),
             Identity(instance_id, "gpu"),
-            whole(self.region.geometry, tokens),
+            Shard(1, self.region.geometry.page_bytes, tokens),
         )
         self.failed: set[str] = set()
         self.ended: set[str] = set()

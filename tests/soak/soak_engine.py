@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.step import (
+from kv_transfer.vllm.step import (
     SourceEnded,
     SourceExpected,
     SourceProgress,

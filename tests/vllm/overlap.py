@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.source import SourceTable
-from kv_transfer.worker import WorkerHalf
+from kv_transfer.vllm.worker import WorkerHalf
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from kv_transfer.source_actions import PushChunk
-    from kv_transfer.step import StepMetadata
+    from kv_transfer.vllm.step import StepMetadata
 
 _EVENTS = Path(os.environ["PDSERVE_TEST_OVERLAP"])
 _PROMPT = int(os.environ["PDSERVE_TEST_OVERLAP_TOKENS"])

@@ -16,10 +16,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kv_transfer.connector import PdConnector
 from kv_transfer.device.region import device_region
 from kv_transfer.gather import gather
-from kv_transfer.step import StepMetadata
+from kv_transfer.vllm.connector import PdConnector
+from kv_transfer.vllm.step import StepMetadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 5, 2, 32, 8

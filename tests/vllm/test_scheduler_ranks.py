@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from kv_transfer.metadata import Arrival, WorkerOutput
-from kv_transfer.scheduler import SchedulerHalf
+from kv_transfer.vllm.scheduler import SchedulerHalf
+from kv_transfer.vllm.step import Arrival, WorkerOutput
 from pdserve.errors import TransferCorrupted
 from pdserve.types import ErrorInfo, TransferReport
 

@@ -124,7 +124,7 @@ def vllm_serve(
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     config = {
         "kv_connector": "PdConnector",
-        "kv_connector_module_path": "kv_transfer.connector",
+        "kv_connector_module_path": "kv_transfer.vllm.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": dict(kv),
     }
@@ -145,5 +145,5 @@ def vllm_serve(
 def example_proxy(prefill: Served, decode: Served, directory: Path, *options: str) -> Served:
     """The proxy that the documentation shows."""
     urls = ["--prefill", prefill.url, "--decode", decode.url]
-    command = ["-m", "kv_transfer.example_proxy", *urls, *options]
+    command = ["-m", "kv_transfer.vllm.example_proxy", *urls, *options]
     return Served(command, directory / "proxy.log")

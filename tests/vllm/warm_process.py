@@ -40,7 +40,7 @@ _MODULES = (
     "workers.cache_feed",
     "workers.server",
     "workers.main",
-    "kv_transfer.connector",
+    "kv_transfer.vllm.connector",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
 )

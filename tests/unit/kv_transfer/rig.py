@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from kv_transfer.counters import TransferCounters
 from kv_transfer.handshake import Identity
+from kv_transfer.protocol.plan import Shard
 from kv_transfer.settings import KvSettings
-from kv_transfer.shard import Shard, whole
-from kv_transfer.step import (
+from kv_transfer.transport.shm import ShmTransport
+from kv_transfer.transport.tcp import TcpTransport
+from kv_transfer.vllm.step import (
     Arrival,
     SourceEnded,
     SourceExpected,
@@ -23,9 +25,7 @@ from kv_transfer.step import (
     TargetStart,
     Unneeded,
 )
-from kv_transfer.transport.shm import ShmTransport
-from kv_transfer.transport.tcp import TcpTransport
-from kv_transfer.worker import WorkerHalf
+from kv_transfer.vllm.worker import WorkerHalf
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.caches import Cache, geometry
 from tests.unit.kv_transfer.fake_device import NcclWorld, check_closed
@@ -105,7 +105,7 @@ class Worker:
         self.half.register(
             local,
             Identity(self.instance_id, self.compatibility, self.settings.worker_id),
-            self.shard or whole(self.shape, BLOCK_SIZE),
+            self.shard or Shard(1, self.shape.page_bytes, BLOCK_SIZE),
         )
 
     def step(self, **parts: Any) -> None:

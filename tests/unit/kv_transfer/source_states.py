@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kv_transfer.messages import Grant
-from kv_transfer.reshard import PoolLayout
-from kv_transfer.shard import Shard
+from kv_transfer.protocol.plan import Shard
 from kv_transfer.source import SourceTable
 from kv_transfer.source_actions import (
     PushChunk,
@@ -18,7 +17,7 @@ from kv_transfer.source_actions import (
 )
 
 BLOCK = 4
-SHARD = Shard(PoolLayout(1, (1,), 1, 16, BLOCK))
+SHARD = Shard(1, 16 * BLOCK, BLOCK)
 LEASE_S = 30.0
 WAIT_S = 20.0
 ALIVE_S = 5.0

@@ -28,9 +28,13 @@ from kv_transfer.messages import (
     decode,
     encode,
 )
+from kv_transfer.protocol.plan import Shard
 from kv_transfer.settings import KvSettings
-from kv_transfer.shard import whole
-from kv_transfer.step import (
+from kv_transfer.target import SendCancel, TargetTable
+from kv_transfer.transport.base import LocalKv
+from kv_transfer.transport.loopback import LoopbackTransport
+from kv_transfer.transport.tcp import TcpTransport
+from kv_transfer.vllm.step import (
     SourceEnded,
     SourceExpected,
     SourceProgress,
@@ -38,11 +42,7 @@ from kv_transfer.step import (
     TargetStart,
     Unneeded,
 )
-from kv_transfer.target import SendCancel, TargetTable
-from kv_transfer.transport.base import LocalKv
-from kv_transfer.transport.loopback import LoopbackTransport
-from kv_transfer.transport.tcp import TcpTransport
-from kv_transfer.worker import WorkerHalf
+from kv_transfer.vllm.worker import WorkerHalf
 from pdserve.capability import KEY_BYTES, Capability, CapabilityKey, WorkerStart, mint
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.rig import PATIENT
@@ -80,7 +80,7 @@ class End:
         config = KvSettings(worker_id=start.worker_id, **{**PATIENT, **settings})
         self.half = WorkerHalf(config, start.instance_id, [transport])
         identity = Identity(start.instance_id, "same", start.worker_id)
-        self.half.register(LocalKv(region, None), identity, whole(SHAPE, BLOCK_SIZE))
+        self.half.register(LocalKv(region, None), identity, Shard(1, SHAPE.page_bytes, BLOCK_SIZE))
         self.arrived: set[str] = set()
         self.failures: dict[str, str] = {}
         self.released: set[str] = set()

@@ -34,14 +34,13 @@ from kv_transfer.messages import (
     Message,
     Taken,
 )
-from kv_transfer.reshard import PoolLayout
-from kv_transfer.shard import Shard
+from kv_transfer.protocol.plan import Shard
 from kv_transfer.source import SourceTable
 from pdserve.types import TransferReport
 from tests.unit.kv_transfer.simulation import Content, Engine, Job, Request, SimLink
 
 BLOCK = 4
-SHARD = Shard(PoolLayout(1, (1,), 1, 16, BLOCK))
+SHARD = Shard(1, 16 * BLOCK, BLOCK)
 LEASE_S = 30.0
 RECEIVE_S = 60.0
 CANCEL_S = 5.0

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kv_transfer.reshard import PoolLayout
-from kv_transfer.shard import Shard
-from kv_transfer.step import SourceEnded, SourceExpected, SourceProgress, TargetStart, Unneeded
+from kv_transfer.protocol.plan import Shard
+from kv_transfer.vllm.step import SourceEnded, SourceExpected, SourceProgress, TargetStart, Unneeded
 from pdserve.capability import KEY_BYTES, Capability, CapabilityKey, WorkerStart, mint
 from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import BLOCK_SIZE, FROM, TO, TOKENS, N, Rig, Worker, until
@@ -61,17 +60,16 @@ class Pool:
         for rank in self.ranks:
             shard = rank.shard
             assert shard is not None
-            for i, head in enumerate(range(shard.heads.start, shard.heads.end)):
+            for i, head in enumerate(range(shard.heads.start, shard.heads.stop)):
                 pages = rank.cache.block(block)
                 found[head] = [page[i * HEAD_PAGE : (i + 1) * HEAD_PAGE] for page in pages]
         return [found[head] for head in sorted(found)]
 
 
 def pool(rig: Rig, tp: int, **settings: Any) -> Pool:
-    layout = PoolLayout(tp, (3,), HEADS, HEAD_BYTES, BLOCK_SIZE)
     ranks = []
     for i in range(tp):
-        shard = Shard(layout, i)
+        shard = Shard(HEADS, HEAD_PAGE, BLOCK_SIZE, tp, i)
         shape = geometry(page=len(shard.heads) * HEAD_PAGE)
         name = f"instance-of-{tp}-{settings.get('name', '')}"
         rest = {k: v for k, v in settings.items() if k != "name"}
@@ -84,7 +82,7 @@ def pool(rig: Rig, tp: int, **settings: Any) -> Pool:
                 assert rank.shard is not None
                 content = b"".join(
                     bytes([1 + block, 1 + layer, 1 + head, 7]) * (HEAD_PAGE // 4)
-                    for head in range(rank.shard.heads.start, rank.shard.heads.end)
+                    for head in range(rank.shard.heads.start, rank.shard.heads.stop)
                 )
                 assert len(content) == len(page)
                 rank.cache.put(block, layer, content)
@@ -220,8 +218,8 @@ def test_ranks_in_the_wrong_order_are_found_out(rig: Rig) -> None:
     source.step(expected=[SourceExpected("t", "p-t")])
     target.start(source, source.addresses[::-1])
     settle_targets(target)
-    assert target.ranks[0].failures == {"d-t": "heads 0 to 2 were granted, not in 2 to 4"}
-    assert target.ranks[1].failures == {"d-t": "heads 2 to 4 were granted, not in 0 to 2"}
+    assert target.ranks[0].failures == {"d-t": "heads 0-1 are not held here (this rank holds 2-3)"}
+    assert target.ranks[1].failures == {"d-t": "heads 2-3 are not held here (this rank holds 0-1)"}
     source.step(progress=[SourceProgress("t", FROM, N)])
     source.step(ended=[SourceEnded("t", TOKENS, held=True)])
     settle(source, target)
@@ -232,7 +230,7 @@ def test_a_source_of_so_many_ranks_that_no_plan_fits_is_refused(tcp_rig: Rig) ->
     target = pool(tcp_rig, 1, name="t")
     addresses = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
     target.step(starts=[TargetStart("t", "d-t", addresses, "e", 0, N, TO)])
-    assert target.ranks[0].failures == {"d-t": "num_kv_heads 4 over tp 3"}
+    assert target.ranks[0].failures == {"d-t": "4 KV heads cannot be split over 3 ranks"}
     settle(target)
 
 

@@ -21,8 +21,7 @@ from hypothesis.stateful import (
 from kv_transfer import source_actions as src
 from kv_transfer import target as tgt
 from kv_transfer.messages import Ack, Alive, Cancel, Chunk, Done, Fail, Grant
-from kv_transfer.reshard import PoolLayout
-from kv_transfer.shard import Shard
+from kv_transfer.protocol.plan import Shard
 from kv_transfer.source import SourceTable
 from tests.unit.kv_transfer.simulation import SimLink
 
@@ -52,9 +51,9 @@ class Ranks(RuleBasedStateMachine):
         self.now, self.ready = 0.0, 0
         self.expected = self.started = self.ended = False
         self.held = False
-        pools = [PoolLayout(tp, (1,), HEADS, 1, BLOCK) for tp in sizes]
-        self.source_shards = [Shard(pools[0], rank) for rank in range(sizes[0])]
-        self.target_shards = [Shard(pools[1], rank) for rank in range(sizes[1])]
+        self.source_shards, self.target_shards = (
+            [Shard(HEADS, HEAD_PAGE, BLOCK, tp, rank) for rank in range(tp)] for tp in sizes
+        )
         self.sources: list[SourceTable[SimLink]] = [
             SourceTable(shard=s, chunk_blocks=1, lease_s=LEASE_S, grant_wait_s=20.0, alive_s=5.0)
             for s in self.source_shards
@@ -111,7 +110,7 @@ class Ranks(RuleBasedStateMachine):
             want = {
                 (block, i): head
                 for block in range(BLOCKS)
-                for i, head in enumerate(range(heads.start, heads.end))
+                for i, head in enumerate(range(heads.start, heads.stop))
             }
             assert self.memory[rank] == want
 
@@ -157,7 +156,7 @@ class Ranks(RuleBasedStateMachine):
             reads = shard.reads(len(self.sources), "t")
             grants: list[tuple[SimLink, Grant, PagePart | None]] = []
             for read in reads:
-                link = self.link(read.source_rank, rank)
+                link = self.link(read.producer_rank, rank)
                 ids = list(range(BLOCKS))
                 grant = Grant("t", 0, TOKENS, ids, "", list(read.heads), read.readers)
                 grants.append((link, grant, read.part))

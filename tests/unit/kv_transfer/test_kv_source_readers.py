@@ -8,8 +8,7 @@ import pytest
 
 from kv_transfer.layout import PagePart
 from kv_transfer.messages import Grant
-from kv_transfer.reshard import PoolLayout
-from kv_transfer.shard import Shard
+from kv_transfer.protocol.plan import Shard
 from kv_transfer.source import SourceTable
 from kv_transfer.source_actions import PushChunk, Release, SendAlive, SendDone, SendFail
 from tests.unit.kv_transfer.source_states import (
@@ -27,7 +26,7 @@ RELEASE = Release("r")
 HEAD_PAGE = 4 * 8
 LINKS = ("K", "L", "M")
 # The rank holds heads 0 to 2 of a source of one rank; each reader wants one of them.
-SHARD = Shard(PoolLayout(1, (1,), 3, 8, 4))
+SHARD = Shard(3, 32, 4)
 
 
 def new_table() -> SourceTable[str]:
@@ -175,7 +174,7 @@ def test_heads_that_are_not_here_are_refused_by_name() -> None:
     table = new_table()
     expected(table)
     told = table.grant("K", grant("K", readers=1, heads=[2, 2, 0]), 0.0)
-    assert told == [fail("K", "heads 2 to 4 were granted, not in 0 to 3")]
+    assert told == [fail("K", "heads 2-3 are not held here (this rank holds 0-2)")]
     assert end(table) == [RELEASE]
 
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kv_transfer import copying, worker
+from kv_transfer import copying
 from kv_transfer.digest import DigestMode
 from kv_transfer.memory import KvRegion, PeerMemory
 from kv_transfer.messages import Taken
-from kv_transfer.step import TargetStart
 from kv_transfer.transport import shm, shm_target
 from kv_transfer.transport.shm import ShmTransport
+from kv_transfer.vllm import worker
+from kv_transfer.vllm.step import TargetStart
 from pdserve.capability import KEY_BYTES, Capability, CapabilityKey, WorkerStart, mint
 from pdserve.errors import TransferCorrupted
 from tests.patience import WAIT_S

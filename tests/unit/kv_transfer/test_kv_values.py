@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.layout import KvGeometry, compatibility, runs
-from kv_transfer.params import (
+from kv_transfer.settings import KvSettings, from_extra_config
+from kv_transfer.vllm.params import (
     MAX_TEXT,
     SourceParams,
     TargetParams,
@@ -18,7 +19,6 @@ from kv_transfer.params import (
     digest_of,
     parse,
 )
-from kv_transfer.settings import KvSettings, from_extra_config
 from pdserve.capability import KEY_BYTES, CapabilityKey
 from pdserve.errors import ConfigError, InvalidRequest
 

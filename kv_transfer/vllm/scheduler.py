@@ -19,8 +19,15 @@ from uuid import uuid4
 
 from vllm.v1.request import RequestStatus
 
-from kv_transfer.continuation import Continuations
-from kv_transfer.metadata import (
+from kv_transfer.vllm.continuation import Continuations
+from kv_transfer.vllm.params import (
+    SourceParams,
+    TargetParams,
+    TransferParams,
+    digest_of,
+    parse,
+)
+from kv_transfer.vllm.step import (
     Arrival,
     SourceEnded,
     SourceExpected,
@@ -29,13 +36,6 @@ from kv_transfer.metadata import (
     TargetStart,
     Unneeded,
     WorkerOutput,
-)
-from kv_transfer.params import (
-    SourceParams,
-    TargetParams,
-    TransferParams,
-    digest_of,
-    parse,
 )
 from pdserve.errors import InvalidRequest
 from pdserve.types import KvLedger

@@ -1,7 +1,7 @@
 """A small proxy that joins two plain `vllm serve` processes with PdConnector, as an example of how
 little that takes; docs/kv_transfer.md has the commands and the contract.
 
-    python -m kv_transfer.example_proxy --prefill http://HOST:PORT --decode http://HOST:PORT
+    python -m kv_transfer.vllm.example_proxy --prefill http://HOST:PORT --decode http://HOST:PORT
 
 Prefill gets the request for one token. Its answer says where the KV is, and decode gets the whole
 request with that. With `--at-once` that is how the proxy learns where prefill's KV is; from then on

@@ -1,18 +1,20 @@
-"""PdConnector: what vLLM loads (`kv_connector_module_path="kv_transfer.connector"`). Delegates, no
-more.
+"""The KV connector that vLLM loads (`kv_connector_module_path="kv_transfer.vllm.connector"`).
 
-Tried on vLLM 0.32.0 (CPU). Contact with vLLM's internals sits in this file, scheduler.py,
-metadata.py, vllm_layout.py, vllm_packing.py and vllm_patches.py.
+Tried on vLLM 0.32.0 (CPU).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -21,13 +23,13 @@ from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.handshake import Identity
 from kv_transfer.layout import compatibility
 from kv_transfer.memory import SharedMemory
-from kv_transfer.metadata import Arrival, PdHandshake, StepMetadata, WorkerOutput
-from kv_transfer.scheduler import SchedulerHalf
 from kv_transfer.settings import from_extra_config
 from kv_transfer.transport.base import LocalKv
-from kv_transfer.vllm_layout import allocate_in, describe, region_of, shard_of
-from kv_transfer.vllm_patches import patch_runner_v1
-from kv_transfer.worker import WorkerHalf
+from kv_transfer.vllm.continuation import patch_runner_v1
+from kv_transfer.vllm.layout import allocate_in, describe, region_of, shard_of
+from kv_transfer.vllm.scheduler import SchedulerHalf
+from kv_transfer.vllm.step import Arrival, PdHandshake, StepMetadata, WorkerOutput
+from kv_transfer.vllm.worker import WorkerHalf
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,8 +153,8 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         worker = self._worker_half()
         settings = from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         shard = shard_of(self._config, kv_caches)
-        self._region = region_of(kv_caches, self._num_blocks, shard.pool.block_size)
-        layout = describe(self._config, kv_caches, shard.pool)
+        self._region = region_of(kv_caches, self._num_blocks, shard.block_size)
+        layout = describe(self._config, kv_caches, shard)
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
         transport.check(settings, self._transports, self._region)
@@ -258,3 +260,21 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _nothing() -> None:
     """Nobody asked to hear of layers."""
+
+
+def snapshot_in(_worker: Any) -> KvSnapshot:
+    """For `Executor.collective_rpc`: return the KV plane's state in the process that runs this."""
+    snapshot: KvSnapshot = get_kv_transfer_group().snapshot()
+    return snapshot
+
+
+def handshake_in(_worker: Any) -> PdHandshake:
+    """For `Executor.collective_rpc`: return what the process that runs this registers with."""
+    handshake: PdHandshake = get_kv_transfer_group().handshake()
+    return handshake
+
+
+# vLLM looks at the base classes of what it carries between its processes, and at nothing else.
+KVConnectorHandshakeMetadata.register(PdHandshake)
+KVConnectorMetadata.register(StepMetadata)
+KVConnectorWorkerMetadata.register(WorkerOutput)

@@ -17,8 +17,7 @@ from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
 from kv_transfer.messages import PROTOCOL_VERSION
-from kv_transfer.reshard import PoolLayout
-from kv_transfer.shard import Shard
+from kv_transfer.protocol.plan import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,18 +121,14 @@ def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
     first = next(iter(caches.values()))
     if first.dim() != 4:
         raise UnsupportedLayout(f"a KV cache of {first.dim()} dimensions, where 4 are known")
-    block_size = config.cache_config.block_size
-    heads = first.shape[1]
-    pool = PoolLayout(
-        tp=parallel.tensor_parallel_size,
-        stage_layers=(len(caches),),
+    block_size, heads = config.cache_config.block_size, first.shape[1]
+    shard = Shard(
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        head_bytes=first.shape[3] * first.element_size(),
+        head_bytes=block_size * first.shape[3] * first.element_size(),
         block_size=block_size,
-        dtype=_name(first.dtype),
-        is_latent=model.use_mla,
+        tp=parallel.tensor_parallel_size,
+        rank=get_tensor_model_parallel_rank(),
     )
-    shard = Shard(pool, get_tensor_model_parallel_rank())
     if len(shard.heads) != heads:
         raise UnsupportedLayout(f"{heads} heads in a page, where {len(shard.heads)} are due")
     return shard
@@ -142,32 +137,30 @@ def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
 def describe(
     config: VllmConfig,
     caches: dict[str, torch.Tensor],
-    pool: PoolLayout,
+    shard: Shard,
 ) -> dict[str, str]:
-    """Everything that gives the bytes of KV their meaning, for the compatibility key. Not how many
-    ranks share the heads: pools may differ in that (kv_transfer/shard.py). Where two workers differ
-    in a field, people are told its name and the two values."""
+    """Return everything that gives the bytes of KV their meaning, for the compatibility key.
+
+    The number of ranks that share the heads is not in it (kv_transfer/protocol/plan.py). An error
+    names the field in which two workers differ, with both values.
+    """
     first = next(iter(caches.values()))
     packing = "plain"
     if first.device.type == "cpu":
-        packing = _cpu_packing(first.dtype, pool.block_size, first.shape[3] // 2)
+        packing = _cpu_packing(first.dtype, shard.block_size, first.shape[3] // 2)
     return {
         "connector": f"pdserve {PROTOCOL_VERSION}",
         "vllm": str(vllm.__version__),
         "model": _model_identity(config),
         "revision": str(config.model_config.revision or "local"),
-        "layers": str(pool.num_layers),
-        "kv_heads": str(pool.num_kv_heads),
+        "layers": str(len(caches)),
+        "kv_heads": str(shard.num_kv_heads),
         "head_content": str(first.shape[3]),
-        "dtype": pool.dtype,
-        "block_size": str(pool.block_size),
+        "dtype": str(first.dtype).removeprefix("torch."),
+        "block_size": str(shard.block_size),
         "attention": str(get_current_attn_backend(config, list(caches)).get_name()),
         "packing": packing,
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _model_identity(config: VllmConfig) -> str:

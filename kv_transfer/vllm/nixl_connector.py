@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
-from kv_transfer.continuation import Continuations
 from kv_transfer.layout import compatibility
-from kv_transfer.metadata import Arrival, PdHandshake
 from kv_transfer.snapshot import KvSnapshot
-from kv_transfer.vllm_layout import describe, shard_of
-from kv_transfer.vllm_patches import patch_runner_v1
+from kv_transfer.vllm.continuation import Continuations, patch_runner_v1
+from kv_transfer.vllm.layout import describe, shard_of
+from kv_transfer.vllm.step import Arrival, PdHandshake
 from pdserve.errors import TransferFailed
 from pdserve.types import ErrorInfo, HandoffStyle, KvLedger, TransferReport
 
@@ -49,7 +48,7 @@ class _Pull:
 
 class PdNixlConnector(NixlConnector):
     """State of the scheduler's half: pulls and leases by vLLM's request id. The worker's half has
-    the tokens that runner V1 reads (vllm_patches.py)."""
+    the tokens that runner V1 reads (continuation.py)."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -124,9 +123,9 @@ class PdNixlConnector(NixlConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        pool = shard_of(self._config, kv_caches).pool
+        shard = shard_of(self._config, kv_caches)
         self._layout = {
-            **describe(self._config, kv_caches, pool),
+            **describe(self._config, kv_caches, shard),
             "connector": NAME,
             "tensor_parallel_size": str(self._config.parallel_config.tensor_parallel_size),
         }

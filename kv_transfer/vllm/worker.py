@@ -14,8 +14,8 @@ from kv_transfer import target as tgt
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.links import Links
 from kv_transfer.messages import Grant
-from kv_transfer.step import Arrival, WorkerOutput
 from kv_transfer.taking import STEP_BYTES, Taker
+from kv_transfer.vllm.step import Arrival, WorkerOutput
 from pdserve.capability import WorkerStart
 from pdserve.errors import TransferCorrupted
 from pdserve.types import ErrorInfo
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from kv_transfer.counters import TransferCounters
     from kv_transfer.handshake import Identity
+    from kv_transfer.protocol.plan import Shard
     from kv_transfer.settings import KvSettings
-    from kv_transfer.shard import Shard
-    from kv_transfer.step import StepMetadata, TargetStart, Unneeded
     from kv_transfer.taking import Took
     from kv_transfer.transport.base import LocalKv, Transport
+    from kv_transfer.vllm.step import StepMetadata, TargetStart, Unneeded
 
 
 class WorkerHalf:
@@ -61,7 +61,7 @@ class WorkerHalf:
     def register(self, local: LocalKv, identity: Identity, shard: Shard) -> None:
         """The KV cache exists: take connections from now on."""
         self._shard = shard
-        self._taker = Taker(self._me, local.region, shard.pool.block_size)
+        self._taker = Taker(self._me, local.region, shard.block_size)
         self.links.register(local, identity, shard)
 
     def before_step(self, metadata: StepMetadata) -> None:
@@ -156,7 +156,7 @@ class WorkerHalf:
                 return None  # `_start` says so
             if len(reads) != 1:
                 return None
-            link = links.link_to(addresses[reads[0].source_rank], start.producer_instance_id)
+            link = links.link_to(addresses[reads[0].producer_rank], start.producer_instance_id)
         return self._taker.take(link, start, reads[0])
 
     def _start(self, start: TargetStart, took: Took | None, now: float) -> None:
@@ -174,7 +174,7 @@ class WorkerHalf:
             return
         grants = [
             (
-                links.link_to(addresses[read.source_rank], start.producer_instance_id),
+                links.link_to(addresses[read.producer_rank], start.producer_instance_id),
                 Grant(
                     start.transfer_id,
                     start.first_block,
@@ -183,7 +183,7 @@ class WorkerHalf:
                     start.capability,
                     list(read.heads),
                     read.readers,
-                    shard.pool.block_size,
+                    shard.block_size,
                 ),
                 read.part,
             )

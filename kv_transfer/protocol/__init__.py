@@ -1,0 +1,1 @@
+"""How two workers agree on what KV moves between them, without vLLM and torch."""
