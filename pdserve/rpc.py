@@ -17,6 +17,7 @@ from pdserve import errors, wire
 from pdserve.v1 import common_pb2
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Sequence
 
 ERROR_METADATA_KEY = "pdserve-error-bin"
@@ -93,12 +94,16 @@ def authorization(api_key: str) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """How this process reaches others: without TLS where there are no `credentials`, under the name
-    that their certificates have, and with a token that says what we are."""
+    """How this process connects to others.
+
+    `credentials` (gRPC) and `context` (sessions) are None without TLS; `peer_name` is the name in
+    the others' certificates, if it is not the host; `token` is the worker token.
+    """
 
     credentials: grpc.ChannelCredentials | None = None
     peer_name: str = ""
     token: str = field(default="", repr=False)
+    context: ssl.SSLContext | None = None
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

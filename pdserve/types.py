@@ -329,9 +329,12 @@ class KvEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker as it registers. `instance_id` changes at every start of its process; `settings` are
-    what else of its engine bears on speed; `debug_address` is its HTTP face's, "" where it has
-    none."""
+    """A worker as it registers.
+
+    `instance_id` changes at every start of its process. `address` serves gRPC (control), and
+    `session_address` the sessions of routers. `settings` are what else of its engine bears on
+    speed; `debug_address` is its HTTP listener's, or "".
+    """
 
     worker_id: str
     instance_id: str
@@ -346,6 +349,7 @@ class WorkerInfo:
     engine: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     debug_address: str = ""
+    session_address: str = ""
 
 
 @lean

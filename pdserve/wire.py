@@ -339,6 +339,7 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
         engine=info.engine,
         settings=dict(info.settings),
         debug_address=info.debug_address,
+        session_address=info.session_address,
     )
 
 
@@ -380,6 +381,7 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
         engine=message.engine,
         settings=dict(message.settings),
         debug_address=message.debug_address,
+        session_address=message.session_address,
     )
 
 

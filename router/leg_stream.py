@@ -10,7 +10,6 @@ from pdserve.v1 import worker_pb2 as w
 from router.leg import LegKind
 
 if TYPE_CHECKING:
-    from pdserve._lanes import Lane
     from router.flight import Flight
     from router.leg import Leg
     from router.member import Charge, Member
@@ -83,14 +82,6 @@ class LegStream:
             self.on_delta(StreamDelta(0, (token_id,), text))
         elif not self._buffer.push_token(token_id, text):
             self._flight.cut_off()
-        elif self._buffer.lane is not None:
-            self._take_lane(self._buffer.lane)
-
-    def _take_lane(self, lane: Lane) -> None:
-        """From here to the end of the leg, or to another leg, a token changes nothing but text."""
-        assert self._stream_id is not None, "what was submitted speaks"
-        lane.tokens = self._handoff.tokens
-        self._flight.fleet.link(self._member).take_lane(self._stream_id, lane)
 
     def export(self, transfer_id: str) -> None:
         """Ask for the leg's end, with its KV kept."""

@@ -156,7 +156,7 @@ class Cluster:
 
     def busy(self, *names: str) -> list[str]:
         """Those of the named workers that have a stream open."""
-        return [x for x in names if self.workers[x].worker.open_streams]
+        return [x for x in names if self.workers[x].service.open_streams]
 
     def faults(self, name: str, faults: FakeFaults) -> None:
         """Scripts the faults of one worker's engine from now on."""
@@ -173,7 +173,7 @@ class Cluster:
     async def kill(self, name: str) -> None:
         """A worker breaks off: no drain, every stream and transfer cut."""
         server = self.workers.pop(name)
-        await server.worker.close()
+        await server.service.close()
         await server.stop()
 
     async def add(
@@ -272,7 +272,7 @@ class Cluster:
     async def _leaks(self) -> dict[str, str]:
         leaks = {}
         for name, server in self.workers.items():
-            worker, ledger = server.worker, server.worker.ledger()
+            worker, ledger = server.service, server.service.ledger()
             if worker.open_streams or not ledger.is_empty:
                 leaks[name] = f"{worker.open_streams} streams, {ledger}"
             load = worker.load()

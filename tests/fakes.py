@@ -1,4 +1,4 @@
-"""A worker whose every delta is sent by the test, over a real gRPC server on port 0, and a router
+"""A worker whose every delta is sent by the test, over a real session on port 0, and a router
 over such workers."""
 
 from __future__ import annotations
@@ -7,11 +7,9 @@ import asyncio
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import grpc.aio
-
-from pdserve import rpc, wire
+from pdserve import framing, rpc, wire
 from pdserve.errors import InvalidRequest
 from pdserve.failure_config import DetectionConfig
 from pdserve.types import (
@@ -28,11 +26,13 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from router.coordinator import Coordinator
 from router.fleet import Fleet
-from router.worker_link import LinkSettings
+from router.fleet.connection import ConnectionSettings
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    import grpc.aio
 
     from pdserve.capability import CapabilityKey
     from pdserve.errors import PdserveError
@@ -83,48 +83,50 @@ class ScriptedWorker(WorkerServicer):
         self.load: WorkerLoad | None = None
         self.accepts_hello = True
         self.hellos = 0
-        self.messages = 0  # after the hello
         self.refused = asyncio.Event()
         self.ended = asyncio.Event()
         self._submits: asyncio.Queue[w.Submit] = asyncio.Queue()
         self._cancels: asyncio.Queue[int] = asyncio.Queue()
-        self._frames: asyncio.Queue[w.StepFrame | None] = asyncio.Queue()
+        self._session: _ScriptedSession | None = None
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[ScriptedWorker]:
-        """Listen on port 0 and know the address."""
+        """Listen on free ports and know the addresses."""
         server = rpc.make_server()
         add_WorkerServicer_to_server(self, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        self.info = replace(self.info, address=f"127.0.0.1:{port}")
+        loop = asyncio.get_running_loop()
+        sessions = await loop.create_server(lambda: _ScriptedSession(self), "127.0.0.1", 0)
+        session_port = sessions.sockets[0].getsockname()[1]
+        self.info = replace(
+            self.info,
+            address=f"127.0.0.1:{port}",
+            session_address=f"127.0.0.1:{session_port}",
+        )
         try:
             yield self
         finally:
+            sessions.close()
+            self.break_link()
             await server.stop(None)
 
-    async def Attach(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[w.Command],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[w.StepFrame]:
-        first = await anext(request_iterator)
+    def greeted(self, session: _ScriptedSession, hello: w.Hello) -> None:
+        """A router has opened a session."""
         self.hellos += 1
-        if not self.accepts_hello or first.hello.instance_id != self.info.instance_id:
+        if not self.accepts_hello or hello.instance_id != self.info.instance_id:
             self.refused.set()
             error = InvalidRequest(f"this is instance {self.info.instance_id}", field="instance_id")
-            await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
-        await context.send_initial_metadata(())
-        self._frames = asyncio.Queue()
-        reader = asyncio.create_task(self._read(request_iterator))
-        try:
-            if self.load is not None:
-                yield w.StepFrame(load=wire.load_to_pb(self.load))
-            while (frame := await self._frames.get()) is not None:
-                yield frame
-        finally:
-            reader.cancel()
-            await asyncio.wait([reader])
+            session.send(w.StepFrame(closed=wire.error_to_pb(error)))
+            session.transport.close()
+            return
+        self._session = session
+        session.send(w.StepFrame(load=None if self.load is None else wire.load_to_pb(self.load)))
+
+    def lost(self, session: _ScriptedSession) -> None:
+        """A session has ended."""
+        if self._session is session:
+            self._session = None
             self.open.clear()
             self.ended.set()
 
@@ -138,13 +140,8 @@ class ScriptedWorker(WorkerServicer):
     ) -> w.DrainResponse:
         return w.DrainResponse(drained=not self.open)
 
-    async def _read(self, commands: AsyncIterator[w.Command]) -> None:
-        async for command in commands:
-            self.messages += 1
-            for one in command.batch.commands if command.HasField("batch") else [command]:
-                self._take(one)
-
-    def _take(self, command: w.Command) -> None:
+    def take(self, command: w.Command) -> None:
+        """A command after the hello."""
         if command.HasField("submit"):
             self.open[command.submit.stream_id] = command.submit
             self._submits.put_nowait(command.submit)
@@ -182,7 +179,8 @@ class ScriptedWorker(WorkerServicer):
 
     def send_frame(self, frame: w.StepFrame) -> None:
         """Send a frame as it is."""
-        self._frames.put_nowait(frame)
+        if self._session is not None:
+            self._session.send(frame)
 
     def send(
         self,
@@ -220,8 +218,34 @@ class ScriptedWorker(WorkerServicer):
         )
 
     def break_link(self) -> None:
-        """End the router's stream."""
-        self._frames.put_nowait(None)
+        """End the router's session."""
+        if self._session is not None:
+            self._session.transport.close()
+
+
+class _ScriptedSession(asyncio.Protocol):
+    """One session of a scripted worker."""
+
+    def __init__(self, worker: ScriptedWorker) -> None:
+        self._worker = worker
+        self._parser = framing.FrameParser(w.Command)
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        for command in self._parser.feed(data):
+            if command.HasField("hello"):
+                self._worker.greeted(self, command.hello)
+            else:
+                self._worker.take(command)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._worker.lost(self)
+
+    def send(self, frame: w.StepFrame) -> None:
+        self.transport.write(framing.pack(frame))
 
 
 class Stack:
@@ -269,7 +293,7 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """`clock` and `detection` are the fleet's, which by default finds nobody hanging; `options` go
     to the coordinator. Ends by asserting that nothing leaked."""
-    settings = LinkSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
+    settings = ConnectionSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
     async with AsyncExitStack() as exits:
         for worker in workers:
             await exits.enter_async_context(worker.serving())

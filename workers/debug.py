@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.kv_metrics import Labelled
     from pdserve.types import WorkerInfo
-    from workers.worker import Worker
+    from workers.service import WorkerService
 
     Message = MutableMapping[str, Any]
     Answer = tuple[int, bytes, bytes]  # status, content type, body
@@ -32,7 +32,7 @@ _JSON = b"application/json"
 class DebugApp:
     """An ASGI application; no state of its own."""
 
-    def __init__(self, worker: Worker, describe: Callable[[], WorkerInfo]) -> None:
+    def __init__(self, worker: WorkerService, describe: Callable[[], WorkerInfo]) -> None:
         self._worker = worker
         self._describe = describe
         self._metrics = KvMetrics(self._reports)

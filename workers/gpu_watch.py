@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from pdserve.failure_config import GpuConfig
     from pdserve.v1 import worker_pb2 as w
-    from workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -32,39 +31,21 @@ def fault_of(gpus: Sequence[w.GpuHealth], limits: GpuConfig) -> str:
     return ""
 
 
-class GpuWatch:
-    """Owns one task, ended by `stop`, and none where there is no GPU."""
+async def watch_gpus(
+    limits: GpuConfig,
+    report: Callable[[str], None],
+    look: Callable[[], list[w.GpuHealth]] = gpu_health,
+) -> None:
+    """Call `report` with the fault of a GPU, and with "" when it is gone, until cancelled.
 
-    def __init__(
-        self,
-        worker: Worker,
-        limits: GpuConfig,
-        changed: Callable[[], None],
-        look: Callable[[], list[w.GpuHealth]] = gpu_health,
-    ) -> None:
-        """`changed` is called when the worker's `unhealthy` has changed."""
-        self._worker = worker
-        self._limits = limits
-        self._changed = changed
-        self._look = look
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        if self._limits.look_s:
-            self._task = asyncio.create_task(self._run(), name="gpu-watch")
-
-    async def stop(self) -> None:
-        """Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-
-    async def _run(self) -> None:
-        # NVML can take its time on a machine with many GPUs.
-        while gpus := await asyncio.to_thread(self._look):
-            fault = fault_of(gpus, self._limits)
-            if fault != self._worker.unhealthy:
-                logger.warning("%s", fault or "the GPUs are well again")
-                self._worker.unhealthy = fault
-                self._changed()
-            await asyncio.sleep(self._limits.look_s)
+    Return at once if there is no GPU.
+    """
+    reported = ""
+    # NVML can take its time on a machine with many GPUs.
+    while gpus := await asyncio.to_thread(look):
+        fault = fault_of(gpus, limits)
+        if fault != reported:
+            logger.warning("%s", fault or "the GPUs are well again")
+            reported = fault
+            report(fault)
+        await asyncio.sleep(limits.look_s)

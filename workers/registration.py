@@ -1,7 +1,7 @@
-"""Keeps a worker registered with the routers that it was told of.
+"""Keeps a worker registered with its routers.
 
-register ──► renew every third of the lease ──► register again when the router does not know us
-   └─ refused: fatal                 └─ router away: try on, with growing pauses
+register ──► renew every third of the lease ──► register again if the router does not know us
+   └─ refused: fatal                 └─ router away: retry, with growing pauses
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _REFUSALS = (
 
 
 class RegistrationRefused(ConfigError):
-    """A router will not have this worker; the message has its reason."""
+    """A router refused this worker; the message has its reason."""
 
 
-class LoadSource(Protocol):
+class StateSource(Protocol):
     """What a renewal reports."""
 
     @property
@@ -62,14 +62,14 @@ class LoadSource(Protocol):
 
 @dataclass(slots=True)
 class Backoff:
-    """Growing pauses with jitter, so that workers do not come back to a router all at once."""
+    """Growing pauses with jitter, so that workers do not all return to a router at once."""
 
     min_s: float = 0.1
     max_s: float = 5.0
     _next_s: float = 0.0
 
     def pause_s(self) -> float:
-        """The next pause."""
+        """Return the next pause."""
         self._next_s = min(self.max_s, max(self.min_s, self._next_s * 2))
         return self._next_s * random.uniform(0.5, 1.0)
 
@@ -78,31 +78,30 @@ class Backoff:
 
 
 class Registration:
-    """One worker at one router. State: one task, and whether the router knows us. `kv_key` is
-    shared with the router, so that it can make capabilities for this worker's KV."""
+    """One worker at one router. State: whether the router knows it, and as what."""
 
     def __init__(
         self,
         address: str,
         info: WorkerInfo,
-        source: LoadSource,
+        source: StateSource,
         *,
-        kv_key: CapabilityKey | None = None,
-        dialer: rpc.Dialer = rpc.PLAIN,
+        kv_key: CapabilityKey | None,
+        dialer: rpc.Dialer,
     ) -> None:
-        self._dialer = dialer
         self.address = address
         self.registered = asyncio.Event()
-        self._info = self._told = info
-        self._source = source
+        self._dialer = dialer
         self._kv_key = kv_key
-        self._nudged = asyncio.Event()
-        self._is_heard = False
-        self._untold: list[asyncio.Future[None]] = []
+        self._info = self._registered_info = info
+        self._source = source
+        self._due = asyncio.Event()
+        self._is_reachable = False
+        self._waiters: list[asyncio.Future[None]] = []
         self._backoff = Backoff()
 
     async def run(self) -> NoReturn:
-        """Registers and renews until cancelled. Raises RegistrationRefused."""
+        """Register and renew until cancelled. Raises RegistrationRefused."""
         async with self._dialer.open_channel(self.address) as channel:
             stub = RegistryStub(channel)
             while True:
@@ -114,27 +113,25 @@ class Registration:
                 finally:
                     self.registered.clear()
 
-    def nudge(self) -> None:
-        """Renews now: something that the router should know has changed."""
-        self._nudged.set()
+    def renew(self) -> None:
+        """Renew now."""
+        self._due.set()
 
-    async def told(self) -> None:
-        """Waits until the router knows what is so now, or could not be told; at once where it is
-        away. Has no deadline."""
-        if self.registered.is_set() and self._is_heard:
-            told = asyncio.get_running_loop().create_future()
-            self._untold.append(told)
-            self.nudge()
-            await told
+    async def renewed(self) -> None:
+        """Renew and wait for the answer or the failure; return at once if the router is away."""
+        if self.registered.is_set() and self._is_reachable:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            self.renew()
+            await waiter
 
-    def announce(self, info: WorkerInfo) -> None:
-        """Registers anew, as `info`."""
+    def change_info(self, info: WorkerInfo) -> None:
+        """Register again, as `info`."""
         self._info = info
-        self._nudged.set()
+        self._due.set()
 
     async def deregister(self) -> None:
-        """Tells the router that the worker leaves; its lease ends anyway where that fails. Call it
-        once `run` has ended."""
+        """Leave the router, once `run` has ended. If that fails, the lease ends by itself."""
         request = w.DeregisterRequest(
             worker_id=self._info.worker_id, instance_id=self._info.instance_id
         )
@@ -147,7 +144,7 @@ class Registration:
                 logger.warning("leaving router %s failed: %s", self.address, error.code().name)
 
     async def _register(self, stub: RegistryAsyncStub) -> float:
-        """Tries until the router takes us; returns the lease in seconds."""
+        """Try until the router accepts; return the lease in seconds."""
         while True:
             info = self._info
             request = wire.registration_to_pb(info, self._kv_key)
@@ -161,41 +158,39 @@ class Registration:
                         f"router {self.address} refused this worker: {reason.message}",
                         field=reason.field,
                     ) from error
-                await self._wait_for_router(error)
+                await self._back_off(error)
             else:
                 self._backoff.reset()
-                self._told = info
+                self._registered_info = info
                 return reply.lease_s
 
     async def _renew(self, stub: RegistryAsyncStub, lease_s: float) -> None:
-        """Keeps the lease alive; returns when the router does not know us any more, or not as what
-        we are now."""
-        self._is_heard = True
-        while self._told is self._info:
-            if self._is_heard:
+        """Keep the lease; return when the worker has to register again."""
+        self._is_reachable = True
+        while True:
+            if self._is_reachable:
                 await self._pause(lease_s / 3)
-            if self._told is not self._info:
+            if self._registered_info is not self._info:
                 return
-            untold, self._untold = self._untold, []
-            failure: grpc.aio.AioRpcError | None = None
-            request = self._renewal()
+            waiters, self._waiters = self._waiters, []
             try:
-                reply = await stub.Renew(request, timeout=_RPC_S, metadata=self._dialer.metadata)
+                reply = await stub.Renew(
+                    self._renewal(), timeout=_RPC_S, metadata=self._dialer.metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                self._is_reachable = False
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    logger.info("router %s does not know us: registering again", self.address)
+                    return
+                await self._back_off(error)
+            else:
+                self._is_reachable = True
                 lease_s = reply.lease_s
                 self._backoff.reset()
-            except grpc.aio.AioRpcError as error:
-                failure = error
             finally:
-                for told in untold:
-                    if not told.done():
-                        told.set_result(None)
-            self._is_heard = failure is None
-            if failure is None:
-                continue
-            if failure.code() is grpc.StatusCode.NOT_FOUND:
-                logger.info("router %s does not know us: registering again", self.address)
-                return
-            await self._wait_for_router(failure)
+                for waiter in waiters:
+                    if not waiter.done():
+                        waiter.set_result(None)
 
     def _renewal(self) -> w.RenewRequest:
         load, kv = self._source.load(), self._source.kv_report()
@@ -212,12 +207,12 @@ class Registration:
     async def _pause(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
-                await self._nudged.wait()
+                await self._due.wait()
         except TimeoutError:
             return
-        self._nudged.clear()
+        self._due.clear()
 
-    async def _wait_for_router(self, error: grpc.aio.AioRpcError) -> None:
+    async def _back_off(self, error: grpc.aio.AioRpcError) -> None:
         pause_s = self._backoff.pause_s()
         logger.warning(
             "router %s: %s (%s); next try in %.1f s",
@@ -230,25 +225,31 @@ class Registration:
 
 
 class Registrations:
-    """One worker at all its routers. `refused` gets the error of the first router that refuses."""
+    """One worker at all its routers. `refused` gets the error of the first router that refuses.
+
+    `kv_key` is shared with the routers, to make capabilities for this worker's KV.
+    """
 
     def __init__(
         self,
         addresses: Iterable[str],
-        info: WorkerInfo,
-        source: LoadSource,
         *,
         kv_key: CapabilityKey | None = None,
         dialer: rpc.Dialer = rpc.PLAIN,
     ) -> None:
         self.refused: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._all = [
-            Registration(address, info, source, kv_key=kv_key, dialer=dialer)
-            for address in addresses
-        ]
+        self._kv_key = kv_key
+        self._dialer = dialer
+        self._addresses = tuple(addresses)
+        self._all: list[Registration] = []
         self._tasks: list[asyncio.Task[NoReturn]] = []
 
-    def start(self) -> None:
+    def start(self, info: WorkerInfo, source: StateSource) -> None:
+        """Register in the background."""
+        self._all = [
+            Registration(address, info, source, kv_key=self._kv_key, dialer=self._dialer)
+            for address in self._addresses
+        ]
         for registration in self._all:
             task = asyncio.create_task(
                 registration.run(), name=f"registration-{registration.address}"
@@ -257,24 +258,26 @@ class Registrations:
             self._tasks.append(task)
 
     async def registered(self) -> None:
-        """Waits until every router knows the worker."""
+        """Wait until every router knows the worker."""
         for registration in self._all:
             await registration.registered.wait()
 
-    def nudge(self) -> None:
+    def renew(self) -> None:
+        """Report the worker's state to every router now."""
         for registration in self._all:
-            registration.nudge()
+            registration.renew()
 
-    async def told(self) -> None:
-        """Waits until every router that can be reached knows what is so now. Has no deadline."""
-        await asyncio.gather(*(registration.told() for registration in self._all))
+    async def renewed(self) -> None:
+        """Report the state and wait until every router that can be reached knows it."""
+        await asyncio.gather(*(registration.renewed() for registration in self._all))
 
-    def announce(self, info: WorkerInfo) -> None:
+    def change_info(self, info: WorkerInfo) -> None:
+        """Register with every router again, as `info`."""
         for registration in self._all:
-            registration.announce(info)
+            registration.change_info(info)
 
     async def stop(self) -> None:
-        """Stops renewing and leaves every router that knew us. Idempotent."""
+        """Stop renewing and leave every router that knows the worker. Idempotent."""
         known = [x for x in self._all if x.registered.is_set()]
         for task in self._tasks:
             task.cancel()
@@ -283,8 +286,6 @@ class Registrations:
         await asyncio.gather(*(x.deregister() for x in known))
 
     def _ended(self, task: asyncio.Task[NoReturn]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception()
+        error = None if task.cancelled() else task.exception()
         if error is not None and not self.refused.done():
             self.refused.set_result(error)

@@ -1,4 +1,4 @@
-"""One worker: its engine, its gRPC server and its registrations, started and stopped in order."""
+"""A worker: its engine, its listeners and its registrations, started and stopped in order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve import rpc
-from pdserve.access.guard import Party, guards
-from pdserve.access.tls import dialer, server_credentials
+from pdserve import framing, rpc
+from pdserve.access.guard import Party, make_guard
+from pdserve.access.tls import dialer, server_context, server_credentials
 from pdserve.capability import CapabilityKey
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.tracing import open_tracing
@@ -24,13 +24,12 @@ from pdserve.types import Role, WorkerInfo
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from pdserve.web_server import WebServer, bind
+from workers.control import ControlService
 from workers.debug import DebugApp
 from workers.engines import make_engine
-from workers.frame_port import FramePort
-from workers.gpu_watch import GpuWatch
+from workers.gpu_watch import watch_gpus
 from workers.registration import Registrations
-from workers.servicer import WorkerService
-from workers.worker import MAX_FRAMES, Worker
+from workers.service import WorkerService
 
 if TYPE_CHECKING:
     import socket
@@ -42,17 +41,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRPC_STOP_S = 2.0
-# A role that nobody settles in this time is given up: whoever wanted it is gone.
+# A role change that nobody settles in this time is undone: the router that asked for it is gone.
 SETTLE_S = 60.0
 _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
 class WorkerServer:
-    """Owns everything of a worker. `start` once, then `stop`; all in one event loop.
+    """Owns everything of a worker. Call `start` once, then `stop`, in one event loop.
 
-    The instance id, minted here, tells one life of a worker from the next. `kv_key`, minted here
-    too, is what its routers make capabilities with; it is None where KV cannot leave. `engine` and
-    `instance_id` are for tests; without them the configuration says which.
+    `instance_id` changes at every start. `kv_key` is what routers make KV capabilities
+    with; None if KV cannot leave this worker. Tests give `engine` and `instance_id`.
     """
 
     def __init__(
@@ -61,31 +59,41 @@ class WorkerServer:
         *,
         engine: Engine | None = None,
         instance_id: str | None = None,
-        max_frames: int = MAX_FRAMES,
+        max_unsent_bytes: int = framing.MAX_UNSENT_BYTES,
     ) -> None:
         self.instance_id = instance_id or uuid.uuid4().hex
-        is_ours = config.role is not Role.AGGREGATED and config.kv.connector == "pdserve"
-        self.kv_key = CapabilityKey.generate() if is_ours else None
+        has_own_kv = config.role is not Role.AGGREGATED and config.kv.connector == "pdserve"
+        self.kv_key = CapabilityKey.generate() if has_own_kv else None
         self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.instance_id[:6]}"
-        engine = engine or make_engine(
-            config, self.instance_id, worker_id=self.worker_id, kv_key=self.kv_key
-        )
-        self.worker = Worker(engine, config.role, max_frames=max_frames)
         self.info: WorkerInfo
-        self.frames: FramePort | None = None
+        # Done when an operator asked over the network that the process end.
+        self.told_to_stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._config = config
         self._stack = AsyncExitStack()
         self._health = health.aio.HealthServicer()
-        self._registrations: Registrations | None = None
         self._unsettled: asyncio.TimerHandle | None = None
         self._is_stopping = False
-        # Done when somebody asked over the network that the process end.
-        self.told_to_stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._dialer = dialer(config.access)
+        self._guard = make_guard(config.access, shared_with=Party.ROUTER)
+        self._registrations = Registrations(config.routers, kv_key=self.kv_key, dialer=self._dialer)
+        self._tracing = open_tracing(
+            config.otlp_endpoint, service="pdserve-worker", instance=self.worker_id
+        )
+        self.service = WorkerService(
+            engine
+            or make_engine(config, self.instance_id, worker_id=self.worker_id, kv_key=self.kv_key),
+            config.role,
+            self.instance_id,
+            routers=self._registrations,
+            guard=self._guard,
+            tracing=self._tracing,
+            max_unsent_bytes=max_unsent_bytes,
+        )
 
     async def start(self) -> WorkerInfo:
-        """Loads the model, serves, and begins to register; nothing is left behind when it raises.
+        """Load the model, serve, and begin to register. Nothing is left behind on an error.
 
-        Raises ConfigError for an address that cannot be had, and what the engine's start raises.
+        Raises ConfigError for an address that cannot be used, and what the engine's start raises.
         """
         try:
             return await self._start()
@@ -94,162 +102,153 @@ class WorkerServer:
             raise
 
     async def _start(self) -> WorkerInfo:
-        access = self._config.access
-        dials, credentials = dialer(access), server_credentials(access.tls)
-        tracing = open_tracing(
-            self._config.otlp_endpoint, service="pdserve-worker", instance=self.worker_id
-        )
-        if tracing is not None:
-            self.worker.tracing = tracing
-            self._stack.push_async_callback(asyncio.to_thread, tracing.close)
-        self._stack.push_async_callback(self.worker.close)
-        engine = await self.worker.start()
-        server = rpc.make_server(guards(access, shared_with=Party.ROUTER))
-        host, port = self._config.host, self._config.port
+        config = self._config
+        if self._tracing is not None:
+            self._stack.push_async_callback(asyncio.to_thread, self._tracing.close)
+        self._stack.push_async_callback(self.service.close)
+        engine = await self.service.start()
+        session_address = await self._listen_for_sessions()
+        server = rpc.make_server(() if self._guard is None else (self._guard,))
+        credentials = server_credentials(config.access.tls)
         try:
-            port = rpc.listen(server, _join(host, port), credentials)
+            port = rpc.listen(server, _join(config.host, config.port), credentials)
         except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {host} port {port}", field="port") from error
-        if credentials is None:
-            self.frames = FramePort(host)
-            # Behind the gRPC server's end: what is queued for routers goes out before.
-            self._stack.callback(self.frames.stop)
-            await self.frames.start()
+            raise ConfigError(
+                f"cannot listen on {config.host} port {config.port}", field="port"
+            ) from error
         debug = self._bind_debug()
-        self.info = self._describe(engine, _join(host, port), _address_of(debug))
-        add_WorkerServicer_to_server(WorkerService(self), server)
+        self.info = self._describe(
+            engine, _join(config.host, port), session_address, _address_of(debug)
+        )
+        add_WorkerServicer_to_server(ControlService(self.service, self), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         await server.start()
         self._stack.push_async_callback(server.stop, GRPC_STOP_S)
-        await self._say_serving(True)
+        await self._report_health(is_serving=True)
         if debug is not None:
-            web = WebServer(DebugApp(self.worker, lambda: self.info), debug)
+            web = WebServer(DebugApp(self.service, lambda: self.info), debug)
             self._stack.push_async_callback(web.stop)
             await web.start()
-        self._registrations = Registrations(
-            self._config.routers, self.info, self.worker, kv_key=self.kv_key, dialer=dials
-        )
+        self._registrations.start(self.info, self.service)
         self._stack.push_async_callback(self._registrations.stop)
-        self.worker.on_change = self._registrations.nudge
-        self.worker.tell_routers = self._registrations.told
-        self._registrations.start()
-        watch = GpuWatch(self.worker, self._config.gpu, self._registrations.nudge)
-        self._stack.push_async_callback(watch.stop)
-        watch.start()
+        if config.gpu.look_s:
+            watch = asyncio.create_task(
+                watch_gpus(config.gpu, self.service.set_unhealthy), name="gpu-watch"
+            )
+            self._stack.push_async_callback(_cancel, watch)
         return self.info
 
+    async def _listen_for_sessions(self) -> str:
+        host, loop = self._config.host, asyncio.get_running_loop()
+        context = server_context(self._config.access.tls)
+        try:
+            server = await loop.create_server(self.service.new_session, host, 0, ssl=context)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}: {error.strerror or error}", field="host"
+            ) from error
+        self._stack.callback(server.close)
+        return _address_of(server.sockets[0])
+
     async def registered(self) -> None:
-        """Waits until every router knows this worker."""
-        assert self._registrations is not None
+        """Wait until every router knows this worker."""
         await self._registrations.registered()
 
     @property
     def failed(self) -> asyncio.Future[BaseException]:
         """Gets the error of an engine that died."""
-        return self.worker.failed
+        return self.service.failed
 
     @property
     def refused(self) -> asyncio.Future[BaseException]:
-        """Gets the error of a router that will not have this worker."""
-        assert self._registrations is not None
+        """Gets the error of a router that refused this worker."""
         return self._registrations.refused
 
     async def drain(self, timeout_s: float, *, stop: bool = False) -> tuple[bool, int]:
-        """Takes no new work, tells the routers so, and waits for what is open; what does not end in
-        time goes on elsewhere: (whether nothing is left, how many streams that were). With `stop`
-        there is no way back, and `told_to_stop` is done at the end."""
+        """Empty the worker: see `WorkerService.drain`. With `stop` it cannot be undone, and
+        `told_to_stop` is done at the end."""
         self._is_stopping |= stop
-        await self._say_serving(False)
-        drained, moved = await self.worker.drain(timeout_s)
+        await self._report_health(is_serving=False)
+        drained, moved = await self.service.drain(timeout_s)
         if not drained:
             logger.warning(
                 "not drained after %g s: %d streams, ledger %s",
                 timeout_s,
-                self.worker.open_streams,
-                self.worker.ledger(),
+                self.service.open_streams,
+                self.service.ledger(),
             )
         if stop and not self.told_to_stop.done():
             self.told_to_stop.set_result(None)
         return drained, moved
 
     async def undrain(self) -> None:
-        """Takes work again. Raises Unavailable where the worker is to stop."""
+        """Take requests again. Raises Unavailable if the worker is to stop."""
         if self._is_stopping:
             raise Unavailable("this worker is stopping")
-        self.worker.end_drain()
-        await self._say_serving(True)
-        self._nudge()
+        self.service.end_drain()
+        await self._report_health(is_serving=True)
 
-    async def _say_serving(self, is_serving: bool) -> None:
+    async def _report_health(self, *, is_serving: bool) -> None:
         reply = health_pb2.HealthCheckResponse
         for name in ("", _SERVICE):
             await self._health.set(name, reply.SERVING if is_serving else reply.NOT_SERVING)
 
     async def set_role(self, role: Role, drain_timeout_s: float) -> tuple[float, int]:
-        """Ends all work and registers in another role, which is to be settled; how long that took
-        and how many streams went on elsewhere. Raises InvalidRequest and Unavailable."""
+        """Empty the worker and register in another role, which the router has to settle. Return the
+        seconds that took and how many streams were moved. Raises InvalidRequest and Unavailable."""
         began = time.monotonic()
-        try:
-            moved = await self.worker.change_role(role, drain_timeout_s)
-        except BaseException:
-            self._nudge()
-            raise
-        self._announce()
+        moved = await self.service.change_role(role, drain_timeout_s)
+        self._register_role()
         loop = asyncio.get_running_loop()
         self._unsettled = loop.call_later(SETTLE_S, self.settle_role, False)
         return time.monotonic() - began, moved
 
     def settle_role(self, keep: bool) -> bool:
-        """Takes work again, in the new role, or in the former where it is not to be kept. False
-        where there was nothing to settle."""
+        """Take requests again, in the new role or in the former one. Return False if there is no
+        role change to settle."""
         if self._unsettled is not None:
             self._unsettled.cancel()
             self._unsettled = None
-        if not self.worker.roles.settle(keep=keep):
+        if not self.service.settle_role(keep=keep):
             return False
         if keep:
-            logger.info("worker %s is a %s worker now", self.worker_id, self.worker.role)
-            self._nudge()
+            logger.info("worker %s is a %s worker now", self.worker_id, self.service.role)
         else:
-            logger.warning("worker %s stays a %s worker", self.worker_id, self.worker.role)
-            self._announce()
+            logger.warning("worker %s stays a %s worker", self.worker_id, self.service.role)
+            self._register_role()
         return True
 
-    def _announce(self) -> None:
-        self.info = replace(self.info, role=self.worker.role)
-        if self._registrations is not None:
-            self._registrations.announce(self.info)
-
-    def _nudge(self) -> None:
-        if self._registrations is not None:
-            self._registrations.nudge()
+    def _register_role(self) -> None:
+        self.info = replace(self.info, role=self.service.role)
+        self._registrations.change_info(self.info)
 
     async def stop(self) -> None:
-        """Leaves the routers, lets what is queued for them go out, and ends all else. Idempotent.
+        """Leave the routers, send what is queued for them, and end everything. Idempotent.
 
-        Drain first, for a stop that nobody notices.
+        Drain first for a stop that no client notices.
         """
         if self._unsettled is not None:
             self._unsettled.cancel()
-        if self._registrations is not None:
-            await self._registrations.stop()
-        self.worker.close_sessions()
+        await self._registrations.stop()
+        self.service.close_sessions()
         await self._stack.aclose()
 
     def _bind_debug(self) -> socket.socket | None:
         host = self._config.debug_host
         return bind(host, self._config.debug_port, key="debug_port") if host else None
 
-    def _describe(self, engine: EngineInfo, address: str, debug_address: str) -> WorkerInfo:
-        role = self.worker.role
+    def _describe(
+        self, engine: EngineInfo, address: str, session_address: str, debug_address: str
+    ) -> WorkerInfo:
         return WorkerInfo(
             worker_id=self.worker_id,
             instance_id=self.instance_id,
-            role=role,
+            role=self.service.role,
             model=engine.model,
             address=address,
+            session_address=session_address,
             kv=engine.kv,
             block_size=engine.block_size,
             total_blocks=engine.total_blocks,
@@ -261,8 +260,13 @@ class WorkerServer:
         )
 
 
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
 def _share_of_machine(gpus: Sequence[int]) -> dict[str, str]:
-    """GPUs only where some are the worker's own."""
+    """Return the cores of this worker, and its GPUs if some are its own."""
     named = {"gpus": ",".join(map(str, gpus))} if gpus else {}
     return {"cores": str(len(os.sched_getaffinity(0))), **named}
 

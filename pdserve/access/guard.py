@@ -19,10 +19,11 @@ import grpc.aio
 from pdserve import rpc
 from pdserve.access.token import read_token
 from pdserve.api_keys import digest_in, digest_of
-from pdserve.errors import PermissionDenied, Unauthenticated
+from pdserve.errors import PdserveError, PermissionDenied, Unauthenticated
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    import asyncio
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from pdserve.access.config import AccessConfig
 
@@ -55,6 +56,8 @@ _SERVICES = {
     "pdserve.v1.Worker": frozenset({Party.ROUTER}),
     "pdserve.v1.Admin": frozenset({Party.ADMIN}),
 }
+# A session is no gRPC method, and is guarded as if it were one.
+SESSION = "/pdserve.v1.Worker/Session"
 _METHODS = {
     "/pdserve.v1.Registry/ListWorkers": frozenset({Party.WORKER, Party.ADMIN}),
     "/pdserve.v1.Worker/GetStatus": frozenset({Party.ROUTER, Party.ADMIN}),
@@ -90,38 +93,73 @@ class Guard(grpc.aio.ServerInterceptor):
 
     async def check(self, context: Context, method: str, parties: frozenset[Party]) -> None:
         """Ends the RPC unless its caller is one of `parties`."""
-        roles, has_shown = self._roles(context)
+        facts = context.auth_context()
+        uris = [bytes(raw).decode("ascii", "replace") for raw in facts.get("peer_uri", ())]
+        tokens = [
+            value.partition(" ")[2].strip()
+            for name, value in context.invocation_metadata() or ()
+            if name == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer "
+        ]
+        try:
+            self.check_caller(
+                method,
+                parties,
+                uris=uris,
+                tokens=tokens,
+                has_shown=bool(facts.get("x509_pem_cert")),
+                peer=context.peer(),
+            )
+        except PdserveError as error:
+            await rpc.abort(context, error)
+
+    def check_session(self, transport: asyncio.BaseTransport, token: str) -> None:
+        """Check who opens a session. Raises Unauthenticated or PermissionDenied."""
+        certificate = transport.get_extra_info("peercert")
+        names = certificate.get("subjectAltName", ()) if certificate else ()
+        self.check_caller(
+            SESSION,
+            _SERVICES["pdserve.v1.Worker"],
+            uris=[value for kind, value in names if kind == "URI"],
+            tokens=[token] if token else [],
+            has_shown=bool(certificate),
+            peer=str(transport.get_extra_info("peername")),
+        )
+
+    def check_caller(
+        self,
+        method: str,
+        parties: frozenset[Party],
+        *,
+        uris: Iterable[str],
+        tokens: Sequence[str],
+        has_shown: bool,
+        peer: str,
+    ) -> None:
+        """Raises Unauthenticated or PermissionDenied unless the caller is one of `parties`.
+
+        `uris` are the URIs of its certificate; `has_shown` is True if it has one.
+        """
+        roles: set[Party] = set()
+        for uri in uris:
+            name = uri.removeprefix(_ROLE_URI)
+            roles |= {party for party in Party if party.value == name}
+        for token in tokens:
+            digest = digest_of(token)
+            roles |= {x for known, x in self._known if hmac.compare_digest(known, digest)}
         if roles & parties:
             return
         who = " or ".join(sorted(parties)) or "nobody"
         name = method.removeprefix("/")
-        self._log(name, context)
-        if not has_shown:
-            await rpc.abort(context, Unauthenticated(f"{name} is for {who}: show who you are"))
-        await rpc.abort(context, PermissionDenied(f"{name} is for {who} alone"))
+        self._log(name, peer)
+        if not (has_shown or tokens):
+            raise Unauthenticated(f"{name} is for {who}: show who you are")
+        raise PermissionDenied(f"{name} is for {who} alone")
 
-    def _roles(self, context: Context) -> tuple[set[Party], bool]:
-        """What the caller is, and whether it has shown anything at all."""
-        roles: set[Party] = set()
-        facts = context.auth_context()
-        for raw in facts.get("peer_uri", ()):
-            role = bytes(raw).decode("ascii", "replace").removeprefix(_ROLE_URI)
-            roles |= {party for party in Party if party.value == role}
-        has_shown = bool(facts.get("x509_pem_cert"))
-        for name, value in context.invocation_metadata() or ():
-            if name == "authorization" and isinstance(value, str):
-                has_shown = True
-                scheme, _, secret = value.partition(" ")
-                digest = digest_of(secret.strip())
-                if scheme.lower() == "bearer":
-                    roles |= {x for known, x in self._known if hmac.compare_digest(known, digest)}
-        return roles, has_shown
-
-    def _log(self, name: str, context: Context) -> None:
+    def _log(self, name: str, peer: str) -> None:
         now = time.monotonic()
         if now - self._logged_at > _LOG_EVERY_S:
             self._logged_at = now
-            logger.warning("%s was refused to %s", name, context.peer())
+            logger.warning("%s was refused to %s", name, peer)
 
     def _guarded(self, handler: Handler, method: str, parties: frozenset[Party]) -> Handler:
         async def unary(request: object, context: Context) -> object:
@@ -151,12 +189,18 @@ class Guard(grpc.aio.ServerInterceptor):
         return guarded
 
 
+def make_guard(access: AccessConfig, *, shared_with: Party, at: str = "access") -> Guard | None:
+    """Return the guard of a server, or None if no roles are configured. Raises ConfigError."""
+    if not access.asks_for_roles:
+        return None
+    file = access.worker_token_file
+    token = read_token(file, f"{at}.worker_token_file") if file else ""
+    return Guard(token, access.admin_keys, shared_with)
+
+
 def guards(
     access: AccessConfig, *, shared_with: Party, at: str = "access"
 ) -> tuple[grpc.aio.ServerInterceptor, ...]:
-    """The guard of a server, or none where nothing is asked for. Raises ConfigError."""
-    if not access.asks_for_roles:
-        return ()
-    file = access.worker_token_file
-    token = read_token(file, f"{at}.worker_token_file") if file else ""
-    return (Guard(token, access.admin_keys, shared_with),)
+    """Return the guard of a server as interceptors for gRPC. Raises ConfigError."""
+    guard = make_guard(access, shared_with=shared_with, at=at)
+    return () if guard is None else (guard,)

@@ -61,19 +61,36 @@ def tls_dialer(
     credentials = grpc.ssl_channel_credentials(
         ca, None if pair is None else pair.key, None if pair is None else pair.chain
     )
-    return Dialer(credentials, peer_name, token)
+    context = ssl.create_default_context(cadata=None if ca is None else ca.decode("ascii"))
+    if pair is not None:
+        context.load_cert_chain(cert_file, key_file)
+    return Dialer(credentials, peer_name, token, context)
+
+
+def server_context(tls: TlsConfig, at: str = "access.tls") -> ssl.SSLContext | None:
+    """Return the context of a socket that listens for sessions, or None without TLS. Raises
+    ConfigError naming the key."""
+    ca_file = tls.ca_file if tls.is_mutual else ""
+    return _listening(tls.cert_file, tls.key_file, ca_file, at) if tls.cert_file else None
 
 
 def http_context(tls: HttpTlsConfig, at: str = "access.http_tls") -> ssl.SSLContext | None:
-    """What the HTTP face listens with; None without TLS. Raises ConfigError naming the key."""
+    """Return the context of the HTTP listener, or None without TLS. Raises ConfigError naming the
+    key."""
     if not tls.cert_file:
         return None
-    read_pair(tls.cert_file, tls.key_file, at, as_server=True)
+    context = _listening(tls.cert_file, tls.key_file, tls.ca_file, at)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _listening(cert_file: str, key_file: str, ca_file: str, at: str) -> ssl.SSLContext:
+    """With `ca_file`, clients need a certificate that it has signed."""
+    read_pair(cert_file, key_file, at, as_server=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    context.load_cert_chain(tls.cert_file, tls.key_file)
-    if tls.ca_file:
-        context.load_verify_locations(cadata=read_ca(tls.ca_file, f"{at}.ca_file").decode("ascii"))
+    context.load_cert_chain(cert_file, key_file)
+    if ca_file:
+        context.load_verify_locations(cadata=read_ca(ca_file, f"{at}.ca_file").decode("ascii"))
         context.verify_mode = ssl.CERT_REQUIRED
     return context

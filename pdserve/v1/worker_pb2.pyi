@@ -55,7 +55,7 @@ class KvEndpoint(_message.Message):
     def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., sequential: _Optional[bool] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address")
+    __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address", "session_address")
     class SettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class WorkerInfo(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DEBUG_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     instance_id: str
     role: Role
@@ -89,7 +90,8 @@ class WorkerInfo(_message.Message):
     engine: str
     settings: _containers.ScalarMap[str, str]
     debug_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ...) -> None: ...
+    session_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., address: _Optional[str] = ..., kv: _Optional[_Union[KvEndpoint, _Mapping]] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ..., debug_address: _Optional[str] = ..., session_address: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("num_waiting_reqs", "num_running_reqs", "kv_cache_usage", "free_blocks", "progress", "has_work", "step_allowance_s")
@@ -364,34 +366,26 @@ class WorkerEntry(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., lease_remaining_s: _Optional[float] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., steps: _Optional[_Union[StepCosts, _Mapping]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "batch", "export")
+    __slots__ = ("hello", "submit", "cancel", "export")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
-    BATCH_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
-    batch: Batch
     export: Export
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., batch: _Optional[_Union[Batch, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ...) -> None: ...
-
-class Batch(_message.Message):
-    __slots__ = ("commands",)
-    COMMANDS_FIELD_NUMBER: _ClassVar[int]
-    commands: _containers.RepeatedCompositeFieldContainer[Command]
-    def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("router_id", "instance_id", "takes_frames_apart")
+    __slots__ = ("router_id", "instance_id", "token")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
-    TAKES_FRAMES_APART_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     instance_id: str
-    takes_frames_apart: bool
-    def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., takes_frames_apart: _Optional[bool] = ...) -> None: ...
+    token: str
+    def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("stream_id", "request_id", "prompt_token_ids", "sampling", "resume_token_ids", "prefill", "decode", "aggregated", "deadline_s", "forks", "probe", "traceparent")
@@ -470,16 +464,18 @@ class Export(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("deltas", "load", "tokens", "steps")
+    __slots__ = ("deltas", "load", "tokens", "steps", "closed")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[StreamDelta]
     load: WorkerLoad
     tokens: PlainTokens
     steps: StepMoments
-    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ...) -> None: ...
+    closed: _common_pb2.Error
+    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class StepMoments(_message.Message):
     __slots__ = ("prefill", "decode")

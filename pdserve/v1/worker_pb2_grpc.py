@@ -232,7 +232,8 @@ class Registry:
 
 
 class WorkerStub:
-    """Served by a worker.
+    """Control of a worker. Requests travel over the session instead: one connection per router to
+    WorkerInfo.session_address, see Command and StepFrame.
     """
 
     def __init__(self, channel):
@@ -241,11 +242,6 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Attach = channel.stream_stream(
-                '/pdserve.v1.Worker/Attach',
-                request_serializer=pdserve_dot_v1_dot_worker__pb2.Command.SerializeToString,
-                response_deserializer=pdserve_dot_v1_dot_worker__pb2.StepFrame.FromString,
-                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/pdserve.v1.Worker/GetStatus',
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.GetStatusRequest.SerializeToString,
@@ -279,17 +275,9 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Served by a worker.
+    """Control of a worker. Requests travel over the session instead: one connection per router to
+    WorkerInfo.session_address, see Command and StepFrame.
     """
-
-    def Attach(self, request_iterator, context):
-        """The one long-lived stream per router and worker. Commands go down in order; each engine step
-        comes up as one StepFrame for all requests of this router. When the stream ends, the worker
-        cancels every request that came over it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -336,11 +324,6 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attach': grpc.stream_stream_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.Command.FromString,
-                    response_serializer=pdserve_dot_v1_dot_worker__pb2.StepFrame.SerializeToString,
-            ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.GetStatusRequest.FromString,
@@ -380,35 +363,9 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Served by a worker.
+    """Control of a worker. Requests travel over the session instead: one connection per router to
+    WorkerInfo.session_address, see Command and StepFrame.
     """
-
-    @staticmethod
-    def Attach(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/pdserve.v1.Worker/Attach',
-            pdserve_dot_v1_dot_worker__pb2.Command.SerializeToString,
-            pdserve_dot_v1_dot_worker__pb2.StepFrame.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def GetStatus(request,

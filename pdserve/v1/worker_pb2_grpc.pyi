@@ -88,17 +88,14 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
 def add_RegistryServicer_to_server(servicer: RegistryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WorkerStub:
-    """Served by a worker."""
+    """Control of a worker. Requests travel over the session instead: one connection per router to
+    WorkerInfo.session_address, see Command and StepFrame.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
-    Attach: _grpc.StreamStreamMultiCallable[_worker_pb2.Command, _worker_pb2.StepFrame]
-    """The one long-lived stream per router and worker. Commands go down in order; each engine step
-    comes up as one StepFrame for all requests of this router. When the stream ends, the worker
-    cancels every request that came over it.
-    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """No new work; returns when the last request and the last held block are gone. What has not ended
@@ -116,14 +113,11 @@ class WorkerStub:
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
-    """Served by a worker."""
+    """Control of a worker. Requests travel over the session instead: one connection per router to
+    WorkerInfo.session_address, see Command and StepFrame.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Attach: _aio.StreamStreamMultiCallable[_worker_pb2.Command, _worker_pb2.StepFrame]  # type: ignore[assignment]
-    """The one long-lived stream per router and worker. Commands go down in order; each engine step
-    comes up as one StepFrame for all requests of this router. When the stream ends, the worker
-    cancels every request that came over it.
-    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """No new work; returns when the last request and the last held block are gone. What has not ended
@@ -140,18 +134,9 @@ class WorkerAsyncStub(WorkerStub):
     SettleRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]  # type: ignore[assignment]
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    """Served by a worker."""
-
-    @_abc_1.abstractmethod
-    def Attach(
-        self,
-        request_iterator: _MaybeAsyncIterator[_worker_pb2.Command],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_worker_pb2.StepFrame], _abc.AsyncIterator[_worker_pb2.StepFrame]]:
-        """The one long-lived stream per router and worker. Commands go down in order; each engine step
-        comes up as one StepFrame for all requests of this router. When the stream ends, the worker
-        cancels every request that came over it.
-        """
+    """Control of a worker. Requests travel over the session instead: one connection per router to
+    WorkerInfo.session_address, see Command and StepFrame.
+    """
 
     @_abc_1.abstractmethod
     def GetStatus(

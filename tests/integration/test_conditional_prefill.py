@@ -74,7 +74,7 @@ async def test_prefill_goes_where_everybody_waits_least() -> None:
         assert (first.predicted_ttft_s, first.first_token_source) == (0.0, "prefill")
 
         held = await decoding(cluster, 4)
-        worker = cluster.workers["decode-0"].worker
+        worker = cluster.workers["decode-0"].service
         before = worker.open_streams
         harmful = asyncio.create_task(ask(cluster, 1500))
         await cluster.until(lambda: worker.open_streams > before)

@@ -14,7 +14,7 @@ from router import migration
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
 from tests.integration.test_role_flips import under_load
-from workers import drain
+from workers import service
 from workers.fake_settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -91,14 +91,14 @@ async def test_what_has_nowhere_to_go_waits_for_a_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other worker is drained too, and comes back while the stream is to move."""
-    monkeypatch.setattr(drain, "MOVE_S", WAIT_S)
+    monkeypatch.setattr(service, "MOVE_S", WAIT_S)
     monkeypatch.setattr(migration, "EXPORT_S", 0.05)
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         cluster.faults(idle, FakeFaults())
         assert await command(cluster, "drain", idle) == 0
         draining = asyncio.create_task(command(cluster, "drain", busy, "--timeout", "0", "--force"))
-        await cluster.until(lambda: cluster.workers[busy].worker.is_moving)
+        await cluster.until(lambda: cluster.workers[busy].service.is_moving)
         assert not asking.done()
         assert await command(cluster, "undrain", idle) == 0
         assert_same(await asking, cluster.expected(PROMPT, LONG))

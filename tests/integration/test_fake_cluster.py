@@ -148,7 +148,7 @@ class TestCancellation:
         async with Cluster(prefill=1, decode=1) as cluster:
             cluster.faults("prefill-0", FakeFaults(stalled=True))
             asking = asyncio.create_task(cluster.ask(PROMPT, LONG))
-            decode = cluster.workers["decode-0"].worker
+            decode = cluster.workers["decode-0"].service
             await cluster.until(lambda: decode.ledger().in_flight_blocks)
             asking.cancel()
             await asyncio.wait({asking})

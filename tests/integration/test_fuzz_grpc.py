@@ -183,11 +183,11 @@ async def test_no_order_of_control_calls_breaks_a_worker() -> None:
         assert {(name, ok) for name in CONTROL} <= seen
         assert {name for name, code in seen if code is not ok} == {*CONTROL} - {"Undrain"}
         server.settle_role(keep=False)
-        if server.worker.role is Role.PREFILL:
+        if server.service.role is Role.PREFILL:
             await server.set_role(Role.DECODE, 1.0)
             server.settle_role(keep=True)
         await server.undrain()
         await cluster.until_state("decode-0", "ready")
         answer = await cluster.ask([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
         assert len(answer.token_ids) == 4
-        assert server.worker.cache.watchers == 1  # the router's
+        assert server.service.cache.watchers == 1  # the router's

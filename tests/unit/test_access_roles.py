@@ -11,7 +11,7 @@ import aiohttp
 import grpc
 import pytest
 
-from pdserve import rpc
+from pdserve import framing, rpc
 from pdserve.access.config import AccessConfig, HttpTlsConfig, RouterAccessConfig, TlsConfig
 from pdserve.access.guard import Party, allowed
 from pdserve.access.tls import tls_dialer
@@ -19,7 +19,7 @@ from pdserve.api_keys import hash_key
 from pdserve.client import Client
 from pdserve.config import RouterConfig, WorkerConfig
 from pdserve.rpc import Dialer
-from pdserve.types import SamplingParams
+from pdserve.types import SamplingParams, WorkerInfo
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import generation_pb2, worker_pb2
 from pdserve.v1 import worker_pb2 as w
@@ -48,7 +48,7 @@ def test_every_method_that_we_serve_is_for_somebody() -> None:
                 who = allowed(f"/{service.full_name}/{method.name}")
                 assert who is None or who, method.full_name
     assert allowed("/pdserve.v1.Generation/Generate") is None
-    assert allowed("/pdserve.v1.Worker/Attach") == {Party.ROUTER}
+    assert allowed("/pdserve.v1.Worker/WatchCache") == {Party.ROUTER}
     assert allowed("/somebody.Else/Entirely") == frozenset()
 
 
@@ -73,9 +73,12 @@ async def stack(
         yield server, addresses.grpc, addresses.http, worker_server
 
 
-async def may(dialer: Dialer, router: str, worker: str) -> set[str]:
+async def may(dialer: Dialer, router: str, info: WorkerInfo) -> set[str]:
     """The methods that a caller gets into, whatever they then say of an empty request."""
-    async with dialer.open_channel(router) as channel, dialer.open_channel(worker) as other:
+    async with (
+        dialer.open_channel(router) as channel,
+        dialer.open_channel(info.address) as other,
+    ):
         registry, admin, at_worker = RegistryStub(channel), AdminStub(channel), WorkerStub(other)
         values: dict[str, Any] = {"metadata": dialer.metadata, "timeout": WAIT_S}
         calls: dict[str, Awaitable[Any]] = {
@@ -88,7 +91,6 @@ async def may(dialer: Dialer, router: str, worker: str) -> set[str]:
             "ListWorkers": registry.ListWorkers(w.ListWorkersRequest(), **values),
             "Explain": admin.Explain(a.ExplainRequest(request_id="?"), **values).read(),
             "ChangeRole": admin.ChangeRole(a.ChangeRoleRequest(), **values),
-            "Attach": attach(at_worker, dialer),
             "WatchCache": at_worker.WatchCache(w.WatchCacheRequest(), **values).read(),
             "GetStatus": at_worker.GetStatus(w.GetStatusRequest(), **values),
             "Drain": at_worker.Drain(w.DrainRequest(timeout_s=-1), **values),
@@ -97,13 +99,27 @@ async def may(dialer: Dialer, router: str, worker: str) -> set[str]:
         }
         codes = {name: await code_of(call) for name, call in calls.items()}
     assert not {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN} & set(codes.values()), codes
-    return {name for name, code in codes.items() if code not in (DENIED, UNKNOWN)}
+    into = {name for name, code in codes.items() if code not in (DENIED, UNKNOWN)}
+    return into | ({"Session"} if await opens_session(dialer, info) else set())
 
 
-async def attach(stub: WorkerStub, dialer: Dialer) -> None:
-    call = stub.Attach(metadata=dialer.metadata, timeout=WAIT_S)
-    await call.write(w.Command())
-    await call.read()
+async def opens_session(dialer: Dialer, info: WorkerInfo) -> bool:
+    """Whether the worker accepts a session of this caller."""
+    host, _, port = info.session_address.rpartition(":")
+    hello = w.Hello(router_id="r", instance_id=info.instance_id, token=dialer.token)
+    try:
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=dialer.context)
+    except OSError:
+        return False
+    try:
+        writer.write(framing.pack(w.Command(hello=hello)))
+        size = int.from_bytes(await reader.readexactly(4), "big")
+        frame = w.StepFrame.FromString(await reader.readexactly(size))
+    except (OSError, asyncio.IncompleteReadError):
+        return False
+    finally:
+        writer.close()
+    return not frame.HasField("closed")
 
 
 async def code_of(call: Awaitable[Any]) -> grpc.StatusCode:
@@ -115,7 +131,7 @@ async def code_of(call: Awaitable[Any]) -> grpc.StatusCode:
 
 
 WORKERS = {"ListModels", "Register", "Renew", "Deregister", "ListWorkers"}
-ROUTERS = {"ListModels", "Attach", "WatchCache", "GetStatus", "Drain", "SetRole", "SettleRole"}
+ROUTERS = {"ListModels", "Session", "WatchCache", "GetStatus", "Drain", "SetRole", "SettleRole"}
 ADMINS = {"ListModels", "ListWorkers", "Explain", "ChangeRole", "GetStatus", "Drain"}
 
 
@@ -135,18 +151,19 @@ async def test_a_certificate_opens_what_its_role_is_for_and_no_more(tmp_path: Pa
     http = HttpTlsConfig(cert_file=files["router"].cert, key_file=files["router"].key)
     access = RouterAccessConfig(tls=tls["router"], http_tls=http)
     async with stack(access, AccessConfig(tls=tls["worker"])) as (_, router, url, worker):
-        address = worker.info.address
-        assert await may(dialers["client"], router, address) == {"ListModels"}
-        assert await may(dialers["worker"], router, address) == WORKERS
-        assert await may(dialers["router"], router, address) == ROUTERS
-        assert await may(dialers["admin"], router, address) == ADMINS
+        info = worker.info
+        assert await may(dialers["client"], router, info) == {"ListModels"}
+        assert await may(dialers["worker"], router, info) == WORKERS
+        assert await may(dialers["router"], router, info) == ROUTERS
+        assert await may(dialers["admin"], router, info) == ADMINS
         # Nobody speaks to either without a certificate of the CA.
         for stranger in (
             rpc.PLAIN,
             tls_dialer(ca_file=ca.path),
             tls_dialer(ca_file=ca.path, cert_file=foreign.cert, key_file=foreign.key),
         ):
-            for to in (router, address):
+            assert not await opens_session(stranger, info)
+            for to in (router, info.address):
                 async with stranger.open_channel(to) as channel:
                     call = GenerationStub(channel).ListModels(
                         generation_pb2.ListModelsRequest(), timeout=WAIT_S
@@ -173,11 +190,11 @@ async def test_without_certificates_a_shared_token_does_the_same(tmp_path: Path)
     }
     async with stack(RouterAccessConfig(**values), AccessConfig(**values)) as found:
         _, router, _, worker = found
-        address = worker.info.address
-        assert await may(rpc.PLAIN, router, address) == {"ListModels"}
-        assert await may(Dialer(token="a-guess"), router, address) == {"ListModels"}
-        assert await may(Dialer(token=TOKEN), router, address) == WORKERS | ROUTERS
-        assert await may(Dialer(token=ADMIN_KEY), router, address) == ADMINS
+        info = worker.info
+        assert await may(rpc.PLAIN, router, info) == {"ListModels"}
+        assert await may(Dialer(token="a-guess"), router, info) == {"ListModels"}
+        assert await may(Dialer(token=TOKEN), router, info) == WORKERS | ROUTERS
+        assert await may(Dialer(token=ADMIN_KEY), router, info) == ADMINS
         other = tmp_path / "other"
         other.write_text(TOKEN[::-1])
         intruder = WorkerServer(

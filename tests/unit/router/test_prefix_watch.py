@@ -23,9 +23,9 @@ from tests.fakes import MODEL, worker_info
 from tests.patience import WAIT_S
 from workers.cache_feed import CacheFeed
 from workers.cache_mirror import CacheChange, CacheMirror
+from workers.control import ControlService
 from workers.fake_engine import FakeEngine
-from workers.servicer import WorkerService
-from workers.worker import Worker
+from workers.service import WorkerService
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -45,13 +45,12 @@ async def no_task_left() -> AsyncIterator[None]:
     assert [name for name in names if name.startswith(("watch-", "prefix-"))] == []
 
 
-class Service(WorkerService):
+class Service(ControlService):
     """Loses the updates that it is told to lose, and garbles one where it has something to garble
     it with."""
 
-    def __init__(self, worker: Worker, info: WorkerInfo) -> None:
-        self.server = SimpleNamespace(worker=worker, info=info, instance_id=info.instance_id)
-        super().__init__(self.server)  # type: ignore[arg-type]
+    def __init__(self, service: WorkerService, info: WorkerInfo) -> None:
+        super().__init__(service, SimpleNamespace(info=info))  # type: ignore[arg-type]
         self.losing = 0
         self.lost = 0
         self.garble = b""
@@ -72,7 +71,7 @@ class WatchedWorker:
     """A worker whose cache the test changes, prompt by prompt."""
 
     def __init__(self, name: str, instance_id: str) -> None:
-        self.worker = Worker(FakeEngine(MODEL), Role.AGGREGATED)
+        self.worker = WorkerService(FakeEngine(MODEL), Role.AGGREGATED, instance_id)
         self.mirror = CacheMirror(MODEL.name, SIZE)
         self.keys: dict[bytes, None] = {}
         self._name, self._instance_id = name, instance_id
@@ -211,7 +210,7 @@ async def test_a_worker_that_starts_again_is_known_by_its_new_cache_alone() -> N
             watches.open(a.member)
             await until(lambda: depth(watches, "a", 1, 2) == 2)
             # Another life of the worker stands where this watch expects the first.
-            a.service.server.instance_id = "e2"
+            a.worker.instance_id = "e2"
             a.worker.cache.close()
             await until(lambda: watches.resyncs["broken"] > 2)
             assert depth(watches, "a", 1, 2) == 0

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
-from pdserve import rpc, wire
+from pdserve import framing, rpc, wire
 from pdserve.config import KvConfig, WorkerConfig
-from pdserve.types import ModelInfo, Role, SamplingParams, StreamDelta
+from pdserve.types import ErrorInfo, ModelInfo, Role, SamplingParams, StreamDelta
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import (
     RegistryServicer,
@@ -23,7 +23,6 @@ from tests.patience import WAIT_S
 from workers.fake_engine import FakeEngine
 from workers.fake_settings import FakeKv, FakeSettings, FakeTiming
 from workers.server import WorkerServer
-from workers.worker import MAX_FRAMES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -121,7 +120,7 @@ def fake_engine(instance_id: str, *, timing: FakeTiming | None = None) -> FakeEn
 
 def engine_of(server: WorkerServer) -> FakeEngine:
     """The fake engine behind a worker, for faults."""
-    engine = server.worker._engine
+    engine = server.service._engine
     assert isinstance(engine, FakeEngine)
     return engine
 
@@ -132,7 +131,7 @@ async def a_worker(
     *,
     registry: FakeRegistry | None = None,
     timing: FakeTiming | None = None,
-    max_frames: int = MAX_FRAMES,
+    max_unsent_bytes: int = framing.MAX_UNSENT_BYTES,
     engine: Engine | None = None,
     **values: Any,
 ) -> AsyncIterator[WorkerServer]:
@@ -143,13 +142,16 @@ async def a_worker(
         engine = engine or fake_engine(f"{role}-instance", timing=timing)
         config = worker_config(role, router=router, **values)
         server = WorkerServer(
-            config, engine=engine, instance_id=f"{role}-instance", max_frames=max_frames
+            config,
+            engine=engine,
+            instance_id=f"{role}-instance",
+            max_unsent_bytes=max_unsent_bytes,
         )
         await server.start()
         try:
             await server.registered()
             yield server
-            assert (await server.worker.drain(WAIT_S))[0], server.worker.ledger()
+            assert (await server.service.drain(WAIT_S))[0], server.service.ledger()
         finally:
             await server.stop()
 
@@ -163,49 +165,62 @@ def deltas_of(frame: w.StepFrame) -> list[StreamDelta]:
     return sorted(deltas, key=lambda delta: delta.stream_id)
 
 
-class RouterSide:
-    """One attached stream. State: what each stream has said, and why the stream ended."""
+class RouterSide(asyncio.Protocol):
+    """A router's end of one session. State: what each stream has said, and the end of the session:
+    the error it was closed with, or None."""
 
     def __init__(self, server: WorkerServer | w.WorkerInfo, router_id: str = "router-1") -> None:
         info = server.info if isinstance(server, WorkerServer) else server
-        self.address, self.instance_id = info.address, info.instance_id
+        self.address, self.instance_id, self.session_address = (
+            info.address,
+            info.instance_id,
+            info.session_address,
+        )
         self.router_id = router_id
         self.frames: list[w.StepFrame] = []
         self.deltas: dict[int, list[StreamDelta]] = {}
-        self.ended: asyncio.Future[grpc.StatusCode]
+        self.ended: asyncio.Future[ErrorInfo | None]
+        self._parser = framing.FrameParser(w.StepFrame)
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> RouterSide:
         await self.open()
         await self.hello(self.instance_id)
-        async with asyncio.timeout(WAIT_S):
-            await self.call.initial_metadata()
+        await self.until(lambda: self.frames or self.ended.done())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def open(self, *, listen: bool = True) -> None:
-        self.ended = asyncio.get_running_loop().create_future()
+    async def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.ended = loop.create_future()
         self._channel = rpc.open_channel(self.address)
-        self.call = WorkerStub(self._channel).Attach()
-        if listen:
-            self.listen()
-
-    def listen(self) -> None:
-        """Begins to read frames."""
-        self._reader = asyncio.create_task(self._read(), name="router-side")
+        host, _, port = self.session_address.rpartition(":")
+        self.transport, _ = await loop.create_connection(lambda: self, host, int(port))
 
     async def close(self) -> None:
-        self.call.cancel()
-        await asyncio.wait({self._reader})
+        self.transport.abort()
+        await self.ended
         await self._channel.close()
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._parser.feed(data):
+            self.frames.append(frame)
+            for delta in deltas_of(frame):
+                self.deltas.setdefault(delta.stream_id, []).append(delta)
+        self._changed.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        error = self.frames[-1].closed if self.frames else None
+        self.ended.set_result(wire.error_from_pb(error) if error and error.code else None)
+        self._changed.set()
 
     async def hello(self, instance_id: str) -> None:
         await self.send(w.Command(hello=w.Hello(router_id=self.router_id, instance_id=instance_id)))
 
     async def send(self, command: w.Command) -> None:
-        await self.call.write(command)
+        self.transport.write(framing.pack(command))
 
     async def submit(
         self,
@@ -262,18 +277,6 @@ class RouterSide:
                 status = await self.status()
                 if not status.open_streams and wire.ledger_from_pb(status.ledger).is_empty:
                     return
-
-    async def _read(self) -> None:
-        try:
-            async for frame in self.call:
-                self.frames.append(frame)
-                for delta in deltas_of(frame):
-                    self.deltas.setdefault(delta.stream_id, []).append(delta)
-                self._changed.set()
-        except (grpc.aio.AioRpcError, asyncio.CancelledError):
-            pass
-        self.ended.set_result(await self.call.code())
-        self._changed.set()
 
 
 def error_of(deltas: list[StreamDelta]) -> tuple[str, str]:

@@ -7,12 +7,11 @@ import asyncio
 import pytest
 
 from pdserve.failure_config import GpuConfig
-from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from tests.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.unit.workers.router_side import a_worker
-from workers.gpu_watch import GpuWatch, fault_of
+from workers.gpu_watch import fault_of, watch_gpus
 
 WELL = w.GpuHealth(index=0, temperature_c=60, memory_used_bytes=60, memory_total_bytes=80)
 LIMITS = GpuConfig(look_s=0.001, max_temperature_c=90, max_ecc_errors=2, min_free_memory_bytes=10)
@@ -46,10 +45,8 @@ async def test_a_worker_is_out_while_its_gpu_is_not_well() -> None:
     """The router knows at once, and gives it nothing."""
     gpus = [w.GpuHealth(index=0, temperature_c=99)]
     async with Cluster(prefill=1, decode=2) as cluster:
-        server = cluster.workers["decode-0"]
-        assert server._registrations is not None
-        watch = GpuWatch(server.worker, LIMITS, server._registrations.nudge, lambda: gpus)
-        watch.start()
+        service = cluster.workers["decode-0"].service
+        watch = asyncio.create_task(watch_gpus(LIMITS, service.set_unhealthy, lambda: gpus))
         await cluster.until_state("decode-0", "suspended")
         assert (await cluster.entries())["decode-0"].unhealthy == "GPU 0 is at 99 degrees"
         answer = await cluster.ask([20, 21, 22])
@@ -57,18 +54,12 @@ async def test_a_worker_is_out_while_its_gpu_is_not_well() -> None:
         assert answer.receipt.decode_worker == "decode-1"
         gpus[:] = [WELL]
         await cluster.until_state("decode-0", "ready")
-        await watch.stop()
+        watch.cancel()
 
 
-async def test_where_there_is_no_gpu_nobody_looks_for_long() -> None:
-    async with Cluster(aggregated=1) as cluster:
-        worker = cluster.workers["aggregated-0"].worker
-        assert worker.role is Role.AGGREGATED
-        watch = GpuWatch(worker, LIMITS, lambda: None, list)
-        watch.start()
-        async with asyncio.timeout(WAIT_S):
-            await asyncio.wait([t for t in asyncio.all_tasks() if t.get_name() == "gpu-watch"])
-        await watch.stop()
+async def test_without_a_gpu_the_watch_ends() -> None:
+    async with asyncio.timeout(WAIT_S):
+        await watch_gpus(LIMITS, lambda _: None, list)
 
 
 async def test_a_worker_says_which_gpus_are_its_own() -> None:

@@ -47,9 +47,9 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 async def begin(
     stack: AsyncExitStack, source: Source, *addresses: str, kv_key: CapabilityKey | None = None
 ) -> Registrations:
-    registrations = Registrations(addresses, INFO, source, kv_key=kv_key)
+    registrations = Registrations(addresses, kv_key=kv_key)
     stack.push_async_callback(registrations.stop)
-    registrations.start()
+    registrations.start(INFO, source)
     return registrations
 
 
@@ -105,13 +105,13 @@ async def test_it_renews_with_its_load_and_without_one_it_does_not_know(
     assert (router.renewals[-1].worker_id, router.renewals[-1].instance_id) == ("d0", "e1")
 
 
-async def test_a_nudge_renews_at_once(stack: AsyncExitStack) -> None:
+async def test_a_change_is_reported_at_once(stack: AsyncExitStack) -> None:
     router, source = FakeRegistry(lease_s=3000.0), Source()
     address = await stack.enter_async_context(router.serving())
     registrations = await begin(stack, source, address)
     await registrations.registered()
     source.is_draining = True
-    registrations.nudge()
+    registrations.renew()
     await router.until(lambda: router.renewals)
     assert router.renewals[0].draining
 
@@ -124,14 +124,14 @@ async def test_routers_are_told_once_they_have_answered_or_are_away(stack: Async
         await registrations.registered()
     routers[0].answers.clear()
     source.is_draining = True
-    telling = asyncio.create_task(registrations.told())
+    telling = asyncio.create_task(registrations.renewed())
     await routers[0].until(lambda: routers[0].renewals)
     assert routers[0].renewals[0].draining
     assert not telling.done()
     routers[0].answers.set()
     async with asyncio.timeout(WAIT_S):
         await telling
-        await registrations.told()
+        await registrations.renewed()
     assert (len(routers[0].renewals), routers[1].renewals) == (2, [])
 
 

@@ -92,7 +92,7 @@ async def test_health_follows_drain_and_death() -> None:
         assert await get(server, "/healthz") == (200, {"status": "ok"})
         await server.drain(WAIT_S)
         assert await get(server, "/healthz") == (200, {"status": "draining"})
-        server.worker._on_failure(RuntimeError("the test says so"))
+        server.service._on_failure(RuntimeError("the test says so"))
         assert await get(server, "/healthz") == (503, {"status": "failed"})
 
 

@@ -56,7 +56,7 @@ async def test_nixl_asks_for_no_right_so_there_is_no_key(monkeypatch: pytest.Mon
     monkeypatch.setattr("workers.engines.find_spec", lambda name: name)
     server = WorkerServer(NIXL)
     assert server.kv_key is None
-    engine = server.worker._engine
+    engine = server.service._engine
     assert isinstance(engine, VllmEngine)
     kv = engine._settings.kv
     assert kv == KvSettings(server.instance_id, {"kv_lease_duration": 2}, "nixl", "::1")
@@ -80,7 +80,7 @@ async def test_the_engine_asks_for_capabilities_of_the_key_and_name_that_routers
     worker_id: str,
 ) -> None:
     server = WorkerServer(WorkerConfig(worker_id=worker_id, role=Role.PREFILL, engine="vllm"))
-    engine = server.worker._engine
+    engine = server.service._engine
     assert isinstance(engine, VllmEngine)
     assert engine._settings.kv is not None
     settings = from_extra_config(engine._settings.kv.extra)

@@ -14,10 +14,10 @@ from pdserve.rpc import PLAIN
 from router.attention import TICK_S, Attention
 from router.background import Background
 from router.breaker import BreakerLimits
+from router.fleet.connection import WorkerConnection, connect_over_tcp
 from router.pool import CloseLink, OpenLink, WorkerPool
 from router.quarantine import Quarantine
 from router.token_gaps import token_gaps
-from router.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from pdserve.rpc import Dialer
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
+    from router.fleet.connection import Connect, ConnectionSettings
     from router.member import Member
     from router.pool import PoolAction
     from router.prefix import PrefixWatcher
-    from router.worker_link import LinkSettings
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,9 @@ class Fleet:
         quarantine_s: float = 60.0,
         watches: PrefixWatcher | None = None,
         detection: DetectionConfig | None = None,
-        link_settings: LinkSettings | None = None,
+        link_settings: ConnectionSettings | None = None,
         dialer: Dialer = PLAIN,
+        connect: Connect | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._detection = detection = detection or DetectionConfig()
@@ -59,12 +60,13 @@ class Fleet:
         self.pool = WorkerPool(lease_s, limits)
         self.quarantine = Quarantine(quarantine_s, detection.failures)
         self.dialer = dialer
+        self._connect = connect or connect_over_tcp(dialer)
         self._router_id = router_id
         self.watches = watches
         self._link_settings = link_settings
         self._clock = clock
         self._attention = Attention(clock)
-        self._links: dict[Member, WorkerLink] = {}
+        self._links: dict[Member, WorkerConnection] = {}
         # They outlive the members, for a count must not fall.
         self.gaps = token_gaps()
         self._closing: set[asyncio.Task[None]] = set()
@@ -98,7 +100,7 @@ class Fleet:
         with True where that may cost something, with False where there is time."""
         self._on_moving.append(on_moving)
 
-    def link(self, member: Member) -> WorkerLink:
+    def link(self, member: Member) -> WorkerConnection:
         """The link of a member that is not lost."""
         return self._links[member]
 
@@ -206,12 +208,13 @@ class Fleet:
         for action in actions:
             match action:
                 case OpenLink(member):
-                    link = WorkerLink(
+                    link = WorkerConnection(
                         member,
                         router_id=self._router_id,
                         observer=self,
                         settings=self._link_settings,
-                        dialer=self.dialer,
+                        connect=self._connect,
+                        token=self.dialer.token,
                         gaps=self.gaps.of(member.info.model.name),
                     )
                     self._links[member] = link

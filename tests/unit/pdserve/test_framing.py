@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import InvalidRequest
-from pdserve.frames import TOKEN_BYTES, MessageParser, Offer, offer_in, pack
-from pdserve.rpc import MAX_MESSAGE_BYTES
+from pdserve.framing import MAX_FRAME_BYTES, FrameParser, pack
 from pdserve.v1 import worker_pb2 as w
-
-OFFER = Offer(4711, bytes(TOKEN_BYTES))
 
 
 def frame(texts: list[str]) -> w.StepFrame:
@@ -29,7 +25,7 @@ def frame(texts: list[str]) -> w.StepFrame:
 def test_frames_come_whole_and_in_order(frames: list[w.StepFrame], cuts: list[int]) -> None:
     data = b"".join(map(pack, frames))
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    parser = MessageParser(w.StepFrame)
+    parser = FrameParser(w.StepFrame)
     found = []
     for start, end in itertools.pairwise(places):
         found += parser.feed(data[start:end])
@@ -37,36 +33,12 @@ def test_frames_come_whole_and_in_order(frames: list[w.StepFrame], cuts: list[in
 
 
 @pytest.mark.parametrize(
-    "data", [b"\0\0\0\x03\xff\xff\xff", (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big")]
+    "data", [b"\0\0\0\x03\xff\xff\xff", (MAX_FRAME_BYTES + 1).to_bytes(4, "big")]
 )
 def test_what_is_no_frame_is_refused(data: bytes) -> None:
-    parser = MessageParser(w.StepFrame)
+    parser = FrameParser(w.StepFrame)
     whole = frame(["a"])
     found = parser.feed(pack(whole) + data)
     assert next(found) == whole
     with pytest.raises(InvalidRequest):
         next(found)
-
-
-def test_an_offer_is_read_as_it_was_made_and_is_not_shown() -> None:
-    for offer in (OFFER, replace(OFFER, takes_commands=False)):
-        assert offer_in([("other", "x"), *offer.metadata]) == offer
-    assert offer_in([("other", "x")]) is None
-    assert offer_in(None) is None
-    assert "token" not in repr(OFFER)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("pdserve-frames-port", "0"),
-        ("pdserve-frames-port", "65536"),
-        ("pdserve-frames-port", "x"),
-        ("pdserve-frames-token-bin", b"short"),
-    ],
-)
-def test_half_an_offer_is_refused(change: tuple[str, str | bytes]) -> None:
-    with pytest.raises(InvalidRequest):
-        offer_in(dict([*OFFER.metadata, change]).items())
-    with pytest.raises(InvalidRequest):
-        offer_in([x for x in OFFER.metadata if x[0] != change[0]])

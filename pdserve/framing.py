@@ -1,0 +1,89 @@
+"""Frames of the session between a router and a worker: one protobuf message after its length.
+
+The length is 4 bytes, big-endian. `Command` and `StepFrame` of protos/pdserve/v1/worker.proto say
+what the messages mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from pdserve.errors import InvalidRequest
+from pdserve.v1 import worker_pb2 as w
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterator
+
+MAX_FRAME_BYTES = 64 << 20
+# A peer that reads slower than we write is dropped beyond this.
+MAX_UNSENT_BYTES = 16 << 20
+# Seconds without an answer after which the kernel gives up a peer whose machine is gone.
+_PEER_TIMEOUT_S = 15
+
+_LENGTH = struct.Struct(">I")
+
+M = TypeVar("M", w.StepFrame, w.Command)
+
+
+def pack(message: w.StepFrame | w.Command) -> bytes:
+    """Return the bytes of one frame. Raises ValueError above MAX_FRAME_BYTES."""
+    body = message.SerializeToString()
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameParser(Generic[M]):
+    """Turns a byte stream into messages of `kind`. State: the bytes of an incomplete frame."""
+
+    def __init__(self, kind: type[M]) -> None:
+        self._kind: type[M] = kind
+        self._rest = bytearray()
+        self._missing = 0  # bytes that the incomplete frame, or its length, still needs
+
+    def feed(self, data: bytes) -> Iterator[M]:
+        """Yield the messages that are complete now. Raises InvalidRequest for a malformed frame."""
+        if self._rest:
+            self._rest += data
+            self._missing -= len(data)
+            if self._missing > 0:
+                return
+            data, self._rest = bytes(self._rest), bytearray()
+        at, end = 0, _LENGTH.size
+        while len(data) >= end:
+            (size,) = _LENGTH.unpack_from(data, at)
+            if size > MAX_FRAME_BYTES:
+                raise InvalidRequest(
+                    f"a frame of {size} bytes exceeds the limit of {MAX_FRAME_BYTES}", field="frame"
+                )
+            end += size
+            if len(data) < end:
+                break
+            try:
+                message = self._kind.FromString(data[at + _LENGTH.size : end])
+            except DecodeError:
+                name = self._kind.DESCRIPTOR.name
+                raise InvalidRequest(f"the frame is not a {name}", field="frame") from None
+            at, end = end, end + _LENGTH.size
+            yield message
+        self._rest += data[at:]
+        self._missing = end - len(data)
+
+
+def detect_dead_peer(transport: asyncio.BaseTransport) -> None:
+    """Make the kernel close the connection if the peer's machine stops answering."""
+    sock: socket.socket | None = transport.get_extra_info("socket")
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # options differ between systems
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PEER_TIMEOUT_S // 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PEER_TIMEOUT_S // 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_TIMEOUT_S * 1000)

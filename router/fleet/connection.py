@@ -1,0 +1,345 @@
+"""The connection of this router to one worker: commands go out, step frames come in.
+
+The worker sends one frame an engine step for all requests of this router. Each delta goes to the
+sink of its request at once, without a task. When the connection breaks, every sink is told, and the
+connection is opened again, with growing pauses, until it is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+from pdserve import framing, rpc, wire
+from pdserve.cost_wire import moments_from_pb
+from pdserve.errors import InvalidRequest, Overloaded, PdserveError, WorkerFailed, from_info
+from pdserve.v1 import worker_pb2 as w
+from router.histograms import Histogram
+from router.token_gaps import BOUNDS_S, Pace
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from pdserve.step_moments import StepMoments
+    from pdserve.types import StreamDelta, WorkerInfo, WorkerLoad
+    from router.member import Member
+
+    Connect = Callable[[WorkerInfo, Callable[[], asyncio.Protocol]], Awaitable[object]]
+
+logger = logging.getLogger(__name__)
+
+
+class DeltaSink(Protocol):
+    """Receives the deltas of one request. Called from the reader, so it must not block."""
+
+    def on_delta(self, delta: StreamDelta) -> None:
+        """The next delta; none follows one with a finish reason."""
+        ...
+
+    def on_token(self, token_id: int, text: str) -> None:
+        """A delta with one token and nothing else: the common case."""
+        ...
+
+    def on_lost(self, error: PdserveError) -> None:
+        """The request ended without a last delta."""
+        ...
+
+
+class ConnectionObserver(Protocol):
+    """Is told what happens to a connection. `detached` comes before the sinks hear of a break."""
+
+    def attached(self, member: Member) -> None: ...
+
+    def detached(self, member: Member) -> None: ...
+
+    def reported(self, member: Member, load: WorkerLoad) -> None: ...
+
+    def measured(self, member: Member, steps: StepMoments) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSettings:
+    """`max_unsent_bytes` of commands may wait for a worker that does not read."""
+
+    attach_timeout_s: float = 5.0
+    backoff_min_s: float = 0.05
+    backoff_max_s: float = 2.0
+    max_unsent_bytes: int = framing.MAX_UNSENT_BYTES
+
+
+def connect_over_tcp(dialer: rpc.Dialer) -> Connect:
+    """Return a function that connects a protocol to a worker's session address, with TLS if
+    `dialer` has a context."""
+
+    async def connect(info: WorkerInfo, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        host, _, port = info.session_address.rpartition(":")
+        host = host.strip("[]")
+        server_name = None if dialer.context is None else dialer.peer_name or host
+        await asyncio.get_running_loop().create_connection(
+            make_protocol, host, int(port), ssl=dialer.context, server_hostname=server_name
+        )
+
+    return connect
+
+
+class WorkerConnection:
+    """State: the open requests of one worker by stream id. Owns one task, ended by `close`."""
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        router_id: str,
+        observer: ConnectionObserver,
+        connect: Connect,
+        token: str = "",
+        settings: ConnectionSettings | None = None,
+        gaps: Histogram | None = None,
+    ) -> None:
+        """`gaps` records the time between the tokens of a request."""
+        self._member = member
+        self._pace = Pace(gaps or Histogram(BOUNDS_S))
+        self._hello = w.Hello(router_id=router_id, instance_id=member.info.instance_id, token=token)
+        self._observer = observer
+        self._connect = connect
+        self._settings = settings or ConnectionSettings()
+        self._sinks: dict[int, DeltaSink] = {}
+        self._last_stream_id = 0
+        self._session: _Session | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self.frames = 0  # received so far, over all sessions
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._sinks)
+
+    def start(self) -> None:
+        """Connect in the background."""
+        self._task = asyncio.create_task(self._run(), name=f"worker-{self._member.worker_id}")
+
+    def submit(self, command: w.Command, sink: DeltaSink, forks: Sequence[DeltaSink] = ()) -> int:
+        """Send a submit command under a new stream id and return the id; those of its forks follow.
+
+        Raises WorkerFailed if the connection is down, Overloaded if the worker does not read.
+        """
+        submit = command.submit
+        submit.stream_id = self._last_stream_id + 1
+        for stream_id, fork in enumerate(submit.forks, start=submit.stream_id + 1):
+            fork.stream_id = stream_id
+        self._last_stream_id += 1 + len(forks)
+        self._send(command)
+        self._sinks.update(enumerate((sink, *forks), start=submit.stream_id))
+        return submit.stream_id
+
+    def export(self, stream_id: int, transfer_id: str) -> None:
+        """Ask the worker to end a request and keep its KV for whoever presents `transfer_id`.
+
+        Unknown streams are ignored. Raises as `submit`.
+        """
+        if stream_id in self._sinks:
+            export = w.Export(stream_id=stream_id, transfer_id=transfer_id)
+            self._send(w.Command(export=export))
+
+    def cancel(self, stream_id: int, *, ended: bool = False) -> None:
+        """Stop a request; its sink hears nothing more. Unknown streams are ignored.
+
+        `ended` is for a prefill whose last delta has come, to release the blocks that it holds.
+        """
+        known = self._sinks.pop(stream_id, None) is not None
+        if not (known or ended) or self._session is None:
+            return
+        try:
+            self._send(w.Command(cancel=w.Cancel(stream_id=stream_id)))
+        except Overloaded as error:
+            # A cancel must not be lost. The worker cancels every request of a session that ends.
+            self.drop(WorkerFailed(error.message))
+
+    def drop(self, error: WorkerFailed) -> None:
+        """Fail all open requests with `error` now and connect again. The worker cancels them."""
+        session = self._session
+        self._detach(error)
+        if session is not None:
+            session.abort()
+
+    def close(self, reason: str) -> asyncio.Task[None] | None:
+        """Fail all open requests with `reason` and stay closed. Return the task to wait for."""
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+        self._detach(WorkerFailed(reason))
+        return self._task
+
+    def _send(self, command: w.Command) -> None:
+        if self._session is None:
+            raise WorkerFailed(f"worker {self._member.worker_id} is not attached")
+        if self._session.unsent_bytes > self._settings.max_unsent_bytes:
+            raise Overloaded(f"worker {self._member.worker_id} does not read its commands")
+        self._session.send(command)
+
+    def _detach(self, error: WorkerFailed) -> None:
+        if self._session is None:
+            return
+        self._session = None
+        self._observer.detached(self._member)
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.on_lost(error)
+
+    async def _run(self) -> None:
+        settings = self._settings
+        pause_s = settings.backoff_min_s
+        while True:
+            session = _Session(self._hello, self._on_frame)
+            try:
+                error = await self._serve(session)
+            finally:
+                session.abort()
+            level = logging.WARNING if session.is_welcome else logging.DEBUG
+            logger.log(level, "%s", error.message)
+            self._detach(error)
+            pause_s = settings.backoff_min_s if session.is_welcome else pause_s * 2
+            pause_s = min(pause_s, settings.backoff_max_s)
+            # Jitter, so that routers do not all return to a worker at the same moment.
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+    async def _serve(self, session: _Session) -> WorkerFailed:
+        """Open one session and wait for its end; return why it ended."""
+        name = f"worker {self._member.worker_id}"
+        try:
+            async with asyncio.timeout(self._settings.attach_timeout_s):
+                await self._connect(self._member.info, lambda: session)
+                await session.welcomed
+            await session.ended
+            return WorkerFailed(f"{name} closed the connection")
+        except TimeoutError:
+            return WorkerFailed(f"{name} did not answer in {self._settings.attach_timeout_s:g} s")
+        except OSError as error:
+            return WorkerFailed(f"{name} cannot be reached: {error}")
+        except PdserveError as error:
+            return WorkerFailed(f"{name} closed the connection: {error.message}")
+        except Exception:
+            logger.exception("%s sent what could not be handled", name)
+            return WorkerFailed(f"{name} sent what could not be handled")
+
+    def _on_frame(self, session: _Session, frame: w.StepFrame) -> None:
+        if self._is_closed:
+            return
+        if not session.is_welcome:  # the first frame accepts the hello
+            session.welcome()
+            self._session = session
+            self._observer.attached(self._member)
+        self.frames += 1
+        if frame.HasField("load"):
+            self._observer.reported(self._member, wire.load_from_pb(frame.load))
+        if frame.HasField("steps"):
+            self._observer.measured(self._member, moments_from_pb(frame.steps))
+        sinks = self._sinks
+        if frame.tokens.stream_ids:
+            self._on_tokens(frame.tokens)
+        for message in frame.deltas:
+            sink = sinks.get(message.stream_id)
+            if sink is None:
+                continue
+            delta = wire.delta_from_pb(message)
+            if delta.finish_reason is not None:
+                del sinks[message.stream_id]
+            sink.on_delta(delta)
+        if not sinks:
+            self._pace.rest()
+
+    def _on_tokens(self, tokens: w.PlainTokens) -> None:
+        # Read each list once: every access to a field of a message makes a new object.
+        stream_ids, token_ids, texts = tokens.stream_ids, tokens.token_ids, tokens.texts
+        if not len(stream_ids) == len(token_ids) == len(texts):
+            raise InvalidRequest("its lists differ in length", field="tokens")
+        self._pace.took(asyncio.get_running_loop().time(), len(stream_ids))
+        sinks = self._sinks
+        for stream_id, token_id, text in zip(stream_ids, token_ids, texts, strict=True):
+            sink = sinks.get(stream_id)
+            if sink is not None:
+                sink.on_token(token_id, text)
+
+
+class _Session(asyncio.Protocol):
+    """One connection. `welcomed` is done when the worker has accepted the hello, `ended` when the
+    connection is gone; both get the error if there is one."""
+
+    def __init__(self, hello: w.Hello, on_frame: Callable[[_Session, w.StepFrame], None]) -> None:
+        self._hello = hello
+        self._on_frame = on_frame
+        self._parser = framing.FrameParser(w.StepFrame)
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._outgoing: list[bytes] = []
+        self._outgoing_bytes = 0
+        self.is_welcome = False
+        self.welcomed: asyncio.Future[None] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of commands that the kernel has not taken."""
+        assert self._transport is not None
+        return self._outgoing_bytes + self._transport.get_write_buffer_size()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclass of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+        framing.detect_dead_peer(transport)
+        self._transport.write(framing.pack(w.Command(hello=self._hello)))
+
+    def welcome(self) -> None:
+        self.is_welcome = True
+        if not self.welcomed.done():
+            self.welcomed.set_result(None)
+
+    def send(self, command: w.Command) -> None:
+        """Send a command. The commands of one turn of the event loop go out in one write."""
+        self._outgoing.append(framing.pack(command))
+        self._outgoing_bytes += len(self._outgoing[-1])
+        if len(self._outgoing) == 1:
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(self._outgoing))
+        self._outgoing.clear()
+        self._outgoing_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        try:
+            for frame in self._parser.feed(data):
+                if frame.HasField("closed"):
+                    raise from_info(wire.error_from_pb(frame.closed))
+                self._on_frame(self, frame)
+                if self.ended.done():
+                    return  # the frame made the router drop this session
+        except Exception as error:  # noqa: BLE001 - the connection's task reports it
+            self._end(error)
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self.welcomed.done():
+            self.welcomed.set_exception(error or ConnectionError("it closed the connection"))
+        if not self.ended.done():
+            if error is None:
+                self.ended.set_result(None)
+            else:
+                self.ended.set_exception(error)
+        for future in (self.welcomed, self.ended):
+            if not future.cancelled():
+                future.exception()  # a session that nobody waits for any more reports nothing
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        self._end(None)

@@ -1,0 +1,675 @@
+"""One engine and the routers that it works for.
+
+A router opens a session: one connection over which its commands come in order, and over which it
+gets one frame an engine step for all its requests. Stream ids are the router's own; the engine gets
+ids that are unique in this process. State changes are synchronous; only draining waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol, cast
+
+from pdserve import framing, wire
+from pdserve.cost_wire import moments_to_pb
+from pdserve.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    PdserveError,
+    Unavailable,
+    WorkerFailed,
+)
+from pdserve.failure_config import MOVE_S, UNPIN_S
+from pdserve.types import Role
+from pdserve.v1 import common_pb2 as c
+from pdserve.v1 import worker_pb2 as w
+from workers.cache_feed import CacheFeed
+from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase
+from workers.submissions import deadline_s, work_from_pb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kv_transfer.snapshot import KvState
+    from pdserve.access.guard import Guard
+    from pdserve.tracing import Span, Tracing
+    from pdserve.types import KvLedger, KvReport, PhaseReport, StreamDelta, WorkerLoad
+    from workers.cache_feed import CacheWatcher
+    from workers.engine import Engine, EngineInfo
+
+logger = logging.getLogger(__name__)
+
+# A router closes a connection that does not say hello, and one that has not read all after `close`.
+HELLO_S = 10.0
+LINGER_S = 5.0
+# Routers take a worker that says nothing for several of these for stalled.
+BEAT_S = 0.5
+# Least time between two reports of step costs to one router.
+STEPS_PERIOD_S = 0.5
+# How long a drain waits for routers to learn of it. One that answers does so in milliseconds.
+ANNOUNCE_S = 1.0
+# How often routers are told, while a drain moves requests, what is left.
+_MOVE_PERIOD_S = 0.5
+# The engine does not say when a lease ends, so the ledger is polled.
+_LEDGER_POLL_S = 0.02
+# Ended prefills that a session remembers, to release their blocks on a late cancel.
+_MAX_HELD = 4096
+
+
+class Routers(Protocol):
+    """How a worker tells its routers that its state has changed."""
+
+    def renew(self) -> None:
+        """Report the state soon."""
+        ...
+
+    async def renewed(self) -> None:
+        """Report the state and wait until every router that can be reached knows it."""
+        ...
+
+
+class NoRouters:
+    """For a worker that does not register."""
+
+    def renew(self) -> None: ...
+
+    async def renewed(self) -> None: ...
+
+
+class RoleState(StrEnum):
+    """A worker takes requests while SERVING, and only the router's probe while PROVING.
+
+    serving ── change_role ──► draining ── empty ──► proving ── settle(keep) ──► serving, new role
+                                  │ not empty            │ settle(not keep)
+                                  └──────────────────────┴──► serving, former role
+    """
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    PROVING = "proving"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    session: Session
+    router_stream_id: int
+    is_prefill: bool
+    timer: asyncio.TimerHandle | None
+    span: Span | None
+
+
+class WorkerService:
+    """State: sessions by router, open streams by engine stream id, the role, and the drain.
+
+    `failed` gets the error of an engine that died.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        role: Role,
+        instance_id: str,
+        *,
+        routers: Routers | None = None,
+        guard: Guard | None = None,
+        tracing: Tracing | None = None,
+        max_unsent_bytes: int = framing.MAX_UNSENT_BYTES,
+    ) -> None:
+        self.instance_id = instance_id
+        self.role = role
+        self.role_state = RoleState.SERVING
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.cache = CacheFeed()
+        self.exported = 0  # streams that another worker took over with their KV
+        self.is_moving = False  # routers should move the open streams to other workers
+        self.unhealthy = ""  # what is wrong with the machine
+        self.guard = guard
+        self.max_unsent_bytes = max_unsent_bytes
+        self.connections: set[Session] = set()  # open, also those without a hello
+        self._engine = engine
+        self._routers = routers or NoRouters()
+        self._tracing = tracing
+        self._former_role = role
+        self._has_kv = False
+        self._sessions: dict[str, Session] = {}
+        self._streams: dict[int, _Stream] = {}
+        self._ids = itertools.count(1)
+        self._is_draining = False
+        self._is_announcing = False
+        self._is_closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> EngineInfo:
+        """Start the engine. Raises what that raises."""
+        self._engine.on_cache(self.cache.changed)
+        info = await self._engine.start(self._on_step, self._on_failure)
+        self._has_kv = info.kv is not None
+        return info
+
+    def new_session(self) -> Session:
+        """Return the protocol of a new connection, for `loop.create_server`."""
+        return Session(self)
+
+    # What is reported.
+
+    @property
+    def is_draining(self) -> bool:
+        """True if routers should send no new requests."""
+        return self._is_draining or self.role_state is not RoleState.SERVING
+
+    @property
+    def open_streams(self) -> int:
+        return len(self._streams)
+
+    def load(self) -> WorkerLoad | None:
+        return self._engine.load()
+
+    def ledger(self) -> KvLedger:
+        return self._engine.ledger()
+
+    def kv_state(self) -> KvState | None:
+        return self._engine.kv_state()
+
+    def kv_report(self) -> KvReport | None:
+        """Return the KV transfer figures, or None if this worker moves no KV."""
+        state = self.kv_state()
+        return None if state is None else state.report()
+
+    def set_unhealthy(self, reason: str) -> None:
+        """Tell routers what is wrong with this machine; "" if it is well again."""
+        self.unhealthy = reason
+        self._routers.renew()
+
+    # Sessions.
+
+    def attach(self, session: Session) -> None:
+        """Accept a session. An older one of the same router is closed. Raises Unavailable."""
+        if self._is_closing:
+            raise Unavailable("this worker is closing")
+        older = self._sessions.get(session.router_id)
+        if older is not None:
+            older.close(Unavailable(f"router {session.router_id} opened another session"))
+            self.detach(older)
+        self._sessions[session.router_id] = session
+        session.reported_load = load = self.load()
+        frame = w.StepFrame(load=None if load is None else wire.load_to_pb(load))
+        self._add_step_costs(session, frame)
+        session.send(frame)
+
+    def detach(self, session: Session) -> None:
+        """Cancel all requests of a session that has ended. Idempotent."""
+        if self._sessions.get(session.router_id) is session:
+            del self._sessions[session.router_id]
+            self._routers.renew()  # a restarted router does not know this worker yet
+        for stream_id in list(session.engine_ids):
+            self.cancel(session, stream_id)
+
+    def watch_cache(self, router_id: str) -> CacheWatcher:
+        """Watch the prefix cache until `cache.leave`. Raises Unavailable, and Overloaded if too
+        many routers watch."""
+        if self._is_closing:
+            raise Unavailable("this worker is closing")
+        return self.cache.watch(router_id)
+
+    # Requests.
+
+    def submit(self, session: Session, submit: w.Submit) -> None:
+        """Give a request to the engine, or end it with the error that refuses it."""
+        router_ids = [submit.stream_id, *(fork.stream_id for fork in submit.forks)]
+        stream_ids = [next(self._ids) for _ in router_ids]
+        try:
+            if len({*router_ids}) < len(router_ids) or session.engine_ids.keys() & {*router_ids}:
+                raise InvalidRequest("stream_id is in use in this session", field="stream_id")
+            self._check_accepts(submit)
+            work = work_from_pb(submit, stream_ids=stream_ids, role=self.role, has_kv=self._has_kv)
+            seconds = deadline_s(submit)
+        except PdserveError as error:
+            for router_id in router_ids:
+                self._refuse(session, router_id, error)
+            return
+        is_prefill = isinstance(work.phase, PrefillPhase)
+        for router_id, stream_id in zip(router_ids, stream_ids, strict=True):
+            timer = span = None
+            if seconds is not None:
+                loop = asyncio.get_running_loop()
+                timer = loop.call_later(seconds, self._expire, stream_id, seconds)
+            if self._tracing is not None:
+                span = self._tracing.begin(
+                    _SPAN_NAMES[type(work.phase)],
+                    submit.traceparent,
+                    {
+                        "pdserve.request_id": work.request_id,
+                        "pdserve.prompt_tokens": len(work.prompt_token_ids),
+                        "pdserve.resumed_tokens": len(work.resume_token_ids),
+                    },
+                )
+            session.engine_ids[router_id] = stream_id
+            self._streams[stream_id] = _Stream(session, router_id, is_prefill, timer, span)
+        self._idle.clear()
+        try:
+            self._engine.submit(work)
+        except Exception:
+            logger.exception("request %s could not be submitted", work.request_id)
+            for router_id in router_ids:
+                self._refuse(session, router_id, InternalError("the worker failed on this request"))
+
+    def _check_accepts(self, submit: w.Submit) -> None:
+        is_probe = self.role_state is RoleState.PROVING and submit.probe
+        # What routers send before they know of a drain was placed in good faith.
+        is_open = self._is_announcing or not self.is_draining
+        if self._is_closing or not (is_open or (is_probe and not self._is_draining)):
+            raise Unavailable("this worker is draining")
+
+    def _refuse(self, session: Session, router_stream_id: int, error: PdserveError) -> None:
+        self.cancel(session, router_stream_id)
+        session.send(_error_frame(router_stream_id, error))
+
+    def cancel(self, session: Session, router_stream_id: int) -> None:
+        """Stop a request without a last delta, or release what an ended prefill holds. Unknown
+        streams are ignored."""
+        stream_id = session.engine_ids.get(router_stream_id)
+        if stream_id is not None:
+            self._forget(stream_id)
+        else:
+            stream_id = session.held.pop(router_stream_id, None)
+        if stream_id is not None:
+            self._engine.cancel(stream_id)
+
+    def export(self, session: Session, export: w.Export) -> None:
+        """End a request whose KV another worker will fetch. Unknown streams are ignored."""
+        stream_id = session.engine_ids.get(export.stream_id)
+        if stream_id is not None:
+            self._engine.export(stream_id, export.transfer_id)
+
+    def _on_step(self, deltas: Sequence[StreamDelta]) -> None:
+        """Send each router one frame with what this step made for its requests."""
+        load = self._engine.load()
+        load_pb = None if load is None else wire.load_to_pb(load)
+        frames: dict[Session, w.StepFrame] = {}
+        plain: dict[Session, list[tuple[int, int, str]]] = {}
+        for delta in deltas:
+            stream = self._streams.get(delta.stream_id)
+            if stream is None:
+                continue
+            session = stream.session
+            frame = frames.get(session)
+            if frame is None:
+                frame = frames[session] = w.StepFrame(load=load_pb)
+            if wire.is_plain(delta):
+                row = (stream.router_stream_id, delta.token_ids[0], delta.text)
+                plain.setdefault(session, []).append(row)
+                continue
+            message = wire.delta_to_pb(delta)
+            message.stream_id = stream.router_stream_id
+            frame.deltas.append(message)
+            if delta.finish_reason is not None:
+                if stream.is_prefill or delta.exported_tokens:
+                    session.hold(stream.router_stream_id)
+                self.exported += delta.exported_tokens > 0
+                self._forget(delta.stream_id, last=delta)
+        for session, frame in frames.items():
+            session.reported_load = load
+            if session in plain:
+                frame.tokens.CopyFrom(wire.plain_to_pb(plain[session]))
+            self._add_step_costs(session, frame)
+            session.send(frame)
+
+    def _add_step_costs(self, session: Session, frame: w.StepFrame) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - session.steps_reported_at < STEPS_PERIOD_S:
+            return
+        moments = self._engine.step_moments()
+        if moments is not None and (moments.prefill.steps or moments.decode.steps):
+            session.steps_reported_at = now
+            frame.steps.CopyFrom(moments_to_pb(moments))
+
+    def beat(self, session: Session) -> None:
+        """Send a sign of life if the router waits for requests, or if the load has changed: what a
+        router cancelled leaves the engine some time later."""
+        load = self.load()
+        if session.engine_ids or load != session.reported_load:
+            session.reported_load = load
+            session.send(w.StepFrame(load=None if load is None else wire.load_to_pb(load)))
+
+    def _on_failure(self, error: BaseException) -> None:
+        self._is_draining = True
+        failure = WorkerFailed("the worker's engine died")
+        for stream_id, stream in list(self._streams.items()):
+            self._forget(stream_id, error=failure)
+            stream.session.send(_error_frame(stream.router_stream_id, failure))
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    def _expire(self, stream_id: int, seconds: float) -> None:
+        stream = self._streams[stream_id]
+        error = DeadlineExceeded(f"the request did not end within its {seconds:.3g} s")
+        self._forget(stream_id, error=error)
+        self._engine.cancel(stream_id)
+        stream.session.send(_error_frame(stream.router_stream_id, error))
+
+    def _forget(
+        self,
+        stream_id: int,
+        *,
+        last: StreamDelta | None = None,
+        error: PdserveError | None = None,
+    ) -> None:
+        stream = self._streams.pop(stream_id)
+        if stream.span is not None:
+            _end_span(stream.span, last, error)
+        del stream.session.engine_ids[stream.router_stream_id]
+        if stream.timer is not None:
+            stream.timer.cancel()
+        if not self._streams:
+            self._idle.set()
+
+    # Drain and role.
+
+    async def drain(self, timeout_s: float) -> tuple[bool, int]:
+        """Take no new requests and empty the worker: see `_empty`."""
+        was_open, self._is_draining = not self.is_draining, True
+        return await self._empty(timeout_s, "this worker is draining", announce=was_open)
+
+    def end_drain(self) -> None:
+        """Take new requests again. Raises Unavailable if the engine died or the worker closes."""
+        if self._is_closing or self.failed.done():
+            raise Unavailable("this worker is stopping")
+        self._is_draining = False
+        self._routers.renew()
+
+    async def change_role(self, role: Role, drain_timeout_s: float) -> int:
+        """Empty the worker, then take the other role in state PROVING. Return how many streams
+        were moved.
+
+        Raises InvalidRequest for a role that the worker cannot take, and Unavailable while a change
+        is under way or if blocks stay pinned; the role is unchanged then.
+        """
+        if self.role_state is not RoleState.SERVING:
+            raise Unavailable(
+                f"this worker is {self.role_state} a change of its role", retry_after_s=1.0
+            )
+        if Role.AGGREGATED in (role, self.role):
+            raise InvalidRequest(
+                f"a worker cannot change from {self.role} to {role}, only between prefill and "
+                f"decode",
+                field="role",
+            )
+        if role is self.role:
+            raise InvalidRequest(f"this worker's role is {role} already", field="role")
+        self.role_state = RoleState.DRAINING
+        try:
+            is_empty, moved = await self._empty(
+                drain_timeout_s, "this worker changes its role", announce=not self._is_draining
+            )
+            if not is_empty:
+                raise Unavailable(f"blocks are still pinned: {self.ledger()}")
+        except BaseException:
+            self.role_state = RoleState.SERVING
+            self._routers.renew()
+            raise
+        self._former_role, self.role = self.role, role
+        self.role_state = RoleState.PROVING
+        return moved
+
+    def settle_role(self, *, keep: bool) -> bool:
+        """End PROVING, in the new role or in the former one. Return False if nothing is to be
+        settled."""
+        if self.role_state is not RoleState.PROVING:
+            return False
+        if not keep:
+            self.role = self._former_role
+        self.role_state = RoleState.SERVING
+        self._routers.renew()
+        return True
+
+    async def _empty(self, timeout_s: float, reason: str, *, announce: bool) -> tuple[bool, int]:
+        """Empty the worker. Return whether no stream is open and no block is pinned, and how many
+        streams other workers took over.
+
+        First routers learn that the worker drains (if `announce`); meanwhile what they send is
+        taken. Then streams may end by themselves for `timeout_s`. Then routers move those that are
+        left. What they did not move ends with an error, on which they go on elsewhere.
+        """
+        before = self.exported
+        until = asyncio.get_running_loop().time() + timeout_s
+        if announce:
+            self._is_announcing = True
+            try:
+                await asyncio.wait_for(self._routers.renewed(), ANNOUNCE_S)
+            except TimeoutError:
+                pass  # a router that hangs finds this worker draining later
+            finally:
+                self._is_announcing = False
+        if await self._is_empty_by(until):
+            return True, self.exported - before
+        if not self.is_draining:  # the drain was ended meanwhile
+            return False, 0
+        moved = self.exported - before + self.open_streams
+        if await self._moved():
+            return True, moved
+        self.end_streams(Unavailable(reason))
+        return await self._is_empty_by(asyncio.get_running_loop().time() + UNPIN_S), moved
+
+    async def _moved(self) -> bool:
+        """Ask routers to move all open streams; return whether nothing is left in time."""
+        now = asyncio.get_running_loop().time
+        until = now() + MOVE_S
+        self.is_moving = True
+        try:
+            while now() < until:
+                self._routers.renew()
+                if await self._is_empty_by(now() + _MOVE_PERIOD_S):
+                    return True
+        finally:
+            self.is_moving = False
+        return False
+
+    async def _is_empty_by(self, until: float) -> bool:
+        try:
+            async with asyncio.timeout_at(until):
+                while not (self._idle.is_set() and self.ledger().is_empty):
+                    await self._idle.wait()
+                    await asyncio.sleep(_LEDGER_POLL_S)
+        except TimeoutError:
+            return not self._streams and self.ledger().is_empty
+        return True
+
+    def end_streams(self, error: Unavailable) -> None:
+        """End all open streams with `error`, and release what ended prefills hold."""
+        for stream in list(self._streams.values()):
+            self._refuse(stream.session, stream.router_stream_id, error)
+        for session in self._sessions.values():
+            for stream_id in session.held.values():
+                self._engine.cancel(stream_id)
+            session.held.clear()
+
+    def close_sessions(self) -> None:
+        """Close every session once what is queued for it is sent, and accept no new one."""
+        self._is_draining = self._is_closing = True
+        self.cache.close()
+        for session in list(self.connections):
+            session.close()
+
+    async def close(self) -> None:
+        """Cancel what is left and end the engine. Idempotent."""
+        self.close_sessions()
+        closed = [session.closed for session in self.connections]
+        for session in list(self.connections):
+            self.detach(session)
+        await self._engine.close()
+        if closed:
+            await asyncio.wait(closed)  # what was queued has been sent, or LINGER_S have passed
+
+
+class Session(asyncio.Protocol):
+    """One connection of a router.
+
+    State: engine stream ids by the router's stream ids, also of ended prefills that may hold blocks
+    (`held`), and what the router was last told of load and step costs. A router that does not read
+    is dropped when `max_unsent_bytes` wait for it.
+    """
+
+    def __init__(self, service: WorkerService) -> None:
+        self.router_id = ""
+        self.engine_ids: dict[int, int] = {}
+        self.held: OrderedDict[int, int] = OrderedDict()
+        self.reported_load: WorkerLoad | None = None
+        self.steps_reported_at = -math.inf
+        self._service = service
+        self._parser = framing.FrameParser(w.Command)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None  # for the hello, beats, or the end
+        self._sent_at = 0.0
+        self._transport: asyncio.Transport
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclass of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+        framing.detect_dead_peer(transport)
+        self._service.connections.add(self)
+        self._timer = self._loop.call_later(
+            HELLO_S, self.close, InvalidRequest("no hello came", field="hello")
+        )
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for command in self._parser.feed(data):
+                if self._transport.is_closing():
+                    return
+                self._take(command)
+        except PdserveError as error:
+            self.close(error)
+        except Exception:
+            logger.exception("the session of router %s failed", self.router_id or "?")
+            self.close(InternalError("the worker could not handle a command"))
+
+    def _take(self, command: w.Command) -> None:
+        kind = command.WhichOneof("command")
+        if not self.router_id and kind != "hello":
+            raise InvalidRequest("the first command must be hello", field="command")
+        match kind:
+            case "hello" if not self.router_id:
+                self._greet(command.hello)
+            case "submit":
+                self._service.submit(self, command.submit)
+            case "cancel":
+                self._service.cancel(self, command.cancel.stream_id)
+            case "export":
+                self._service.export(self, command.export)
+            case _:
+                raise InvalidRequest(f"unexpected command {kind}", field="command")
+
+    def _greet(self, hello: w.Hello) -> None:
+        if self._service.guard is not None:
+            self._service.guard.check_session(self._transport, hello.token)
+        if not hello.router_id:
+            raise InvalidRequest("hello.router_id is missing", field="hello.router_id")
+        if hello.instance_id != self._service.instance_id:
+            raise InvalidRequest(
+                f"this worker's instance is {self._service.instance_id}", field="hello.instance_id"
+            )
+        self.router_id = hello.router_id
+        self._beat_in(BEAT_S)
+        self._service.attach(self)
+
+    def send(self, frame: w.StepFrame) -> None:
+        """Send a frame. Nothing happens once the connection closes."""
+        if self._transport.is_closing():
+            return
+        self._sent_at = self._loop.time()
+        self._transport.write(framing.pack(frame))
+        if self._transport.get_write_buffer_size() > self._service.max_unsent_bytes:
+            logger.warning("router %s does not read its frames: dropped", self.router_id)
+            self._transport.abort()
+
+    def hold(self, router_stream_id: int) -> None:
+        """Remember a prefill that has ended: a cancel may still come for the blocks that it holds.
+
+        Only the latest are remembered; the blocks of others are released when their lease ends.
+        """
+        self.held[router_stream_id] = self.engine_ids[router_stream_id]
+        if len(self.held) > _MAX_HELD:
+            self.held.popitem(last=False)
+
+    def close(self, error: PdserveError | None = None) -> None:
+        """Send what is queued and the error, then close. Later calls do nothing."""
+        if self._transport.is_closing():
+            return
+        if error is not None:
+            self.send(w.StepFrame(closed=wire.error_to_pb(error)))
+        self._transport.close()
+        self._stop_timer()
+        self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._service.connections.discard(self)
+        self.closed.set_result(None)
+        if self.router_id:
+            self._service.detach(self)
+
+    def _beat_in(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self._loop.call_later(seconds, self._beat)
+
+    def _beat(self) -> None:
+        silent_s = self._loop.time() - self._sent_at
+        if silent_s >= BEAT_S:
+            self._service.beat(self)
+            silent_s = 0.0
+        self._beat_in(BEAT_S - silent_s)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _error_frame(router_stream_id: int, error: PdserveError) -> w.StepFrame:
+    delta = w.StreamDelta(
+        stream_id=router_stream_id,
+        finish_reason=c.FINISH_REASON_ERROR,
+        error=wire.error_to_pb(error),
+    )
+    return w.StepFrame(deltas=[delta])
+
+
+_SPAN_NAMES = {
+    PrefillPhase: "prefill_leg",
+    DecodePhase: "decode_leg",
+    AggregatedPhase: "aggregated_leg",
+}
+
+
+def _end_span(span: Span, last: StreamDelta | None, error: PdserveError | None) -> None:
+    """`last` is the engine's last delta; without one, `error` ended the stream, or a cancel."""
+    if last is None:
+        span.end(error or Cancelled("the router cancelled it"))
+        return
+    if last.report is not None:
+        _add_phases(span, last.report)
+    span.end(last.error)
+
+
+def _add_phases(span: Span, report: PhaseReport) -> None:
+    """Add a child span for each phase. Reports have durations only: phases follow one another from
+    the start, and decoding ends with the span."""
+    at_s = 0.0
+    transfer_s = 0.0 if report.transfer is None else report.transfer.transfer_s
+    phases = (("queue", report.queue_s), ("prefill", report.prefill_s), ("kv_transfer", transfer_s))
+    for name, seconds in phases:
+        if seconds:
+            span.phase(name, at_s, seconds)
+            at_s += seconds
+    if report.decode_s:
+        span.phase("decode", max(at_s, span.elapsed_s() - report.decode_s), report.decode_s)
