@@ -14,7 +14,6 @@ class TransferCounters:
     push_s: float = 0.0
     received_bytes: int = 0
     # Of these, what this worker copied by itself (kv_transfer/taking.py).
-    taken_blocks: int = 0
     # Making digests, as source and as target; not those that a copy makes on its way.
     digest_s: float = 0.0
     # Chunks that came here and did not have their digest.
@@ -24,6 +23,5 @@ class TransferCounters:
     # Connections of others that were ended before they were a worker's, or for what they said.
     dropped_links: int = 0
     # Asked for without a right to it.
-    refused_capabilities: int = 0
     # Asked for a second time, too late, or with blocks that do not fit.
     refused_grants: int = 0

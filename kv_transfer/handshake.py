@@ -13,12 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a worker says of itself in a handshake. Its `worker_id` counts where capabilities are
-    checked."""
+    """What a worker says of itself in a handshake."""
 
     instance_id: str
     compatibility: str
-    worker_id: str = ""
 
 
 def hello_of(
@@ -31,7 +29,6 @@ def hello_of(
         producer_instance_id,
         identity.compatibility,
         [offer for offer in offers if offer is not None],
-        identity.worker_id,
     )
 
 

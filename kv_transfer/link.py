@@ -31,7 +31,6 @@ from kv_transfer.stream import Stream
 from kv_transfer.transport.base import (
     LocalKv,
     SourceChannel,
-    Takes,
     Talks,
     TargetChannel,
     Transport,
@@ -103,13 +102,10 @@ class Link:
         self._writer: threading.Thread | None = None
         self.source: SourceChannel | None = None
         self.target: TargetChannel | None = None
-        self.takes: Takes | None = None  # the target, where it can
         self.peer_instance_id = ""
-        self.peer_id = ""
         self.peer_address = ""  # host:port of the other end's socket
         self.is_dialled = False  # by us, as the target
         self.opened_at = time.monotonic()
-        self.strikes = 0  # wrong capabilities that the peer has presented
         self.is_blamed = False  # the peer sent what makes no sense
         self.downgrades: list[str] = []
         self.reason = ""  # why it is down
@@ -306,8 +302,7 @@ class Link:
         if answer.instance_id != producer_instance_id:
             raise HandshakeRefused("the source has been restarted")
         self.peer_instance_id = answer.instance_id
-        target = self._transports[answer.transport].target(self._local, slot, wire)
-        self.target, self.takes = target, target if isinstance(target, Takes) else None
+        self.target = self._transports[answer.transport].target(self._local, slot, wire)
         sock.settimeout(None)
 
     def _serve(self, sock: socket.socket, identity: Identity) -> None:
@@ -323,7 +318,7 @@ class Link:
         if refusal is not None or self.source is None:
             self._stream.write(encode(Refusal(refusal or "")))
             raise HandshakeRefused(refusal or "")
-        self.peer_instance_id, self.peer_id = hello.instance_id, hello.worker_id
+        self.peer_instance_id = hello.instance_id
         self._stream.write(encode(Welcome(identity.instance_id, self.source.name)))
         sock.settimeout(None)
 

@@ -1,7 +1,7 @@
 """A worker's links to its peers, and the two tables of transfers that move over them.
 
 The tables (source.py, target.py) decide; `Links` owns the listener and the links, has that done
-(pushing.py, publishing.py), and tells them what peers said. Threads: one accepting, two a link, and
+(pushing.py), and tells them what peers said. Threads: one accepting, two a link, and
 vLLM's own, which comes in through worker.py. One lock is held around the tables and the state here.
 """
 
@@ -20,7 +20,6 @@ from kv_transfer.counters import TransferCounters
 from kv_transfer.deciding import Deciding
 from kv_transfer.digest import NO_DIGEST, Sampler
 from kv_transfer.errors import KvTransferError, ProtocolError
-from kv_transfer.guard import Guard, keep_few
 from kv_transfer.link import Link, LinkTimeouts
 from kv_transfer.listener import Listener
 from kv_transfer.messages import (
@@ -33,16 +32,14 @@ from kv_transfer.messages import (
     Fail,
     Grant,
     Message,
-    Taken,
 )
-from kv_transfer.publishing import Publishing
 from kv_transfer.pushing import Pushing
 from kv_transfer.snapshot import KvSnapshot, account_of, link_views, totals_of, transfer_views
 from kv_transfer.source import SourceTable
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from kv_transfer.handshake import Identity
     from kv_transfer.layout import PagePart
@@ -52,9 +49,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Connections that have not completed the handshake: each has a thread.
+MAX_STRANGERS = 256
+
 # How long a copy may take to end when its link has been closed: it is bound by memory then.
 COPY_END_S = 30.0
-_FROM_TARGET = (Grant, Again, Cancel, Ack, Taken)
+_FROM_TARGET = (Grant, Again, Cancel, Ack)
 _FROM_SOURCE = (Chunk, Done, Fail, Alive)
 
 
@@ -81,8 +81,6 @@ class Links:
         self._released: set[str] = set()
         self.counters = TransferCounters()
         self._pushing = Pushing(self, Sampler(settings.digest))
-        self._publishing = Publishing(self, settings, instance_id, transports)
-        self._guard = Guard(settings, instance_id, self.counters)
         self._listener = Listener(settings.host)
         self._closing = False
 
@@ -114,7 +112,6 @@ class Links:
             grant_wait_s=self._settings.lease_s,
             alive_s=self._settings.receive_timeout_s / 4,
             by_token=local.region.block_size > 0,
-            publish_blocks=self._publishing.max_blocks(local),
         )
         self._listener.start(self._serve, self._tick_idle)
 
@@ -226,8 +223,6 @@ class Links:
 
     def _from_target(self, link: Link, message: Message, now: float) -> None:
         match message:
-            case Grant() | Cancel() | Taken() if fail := self._refusal(link, message):
-                self.lock.queued(link).send_next(fail)
             case Grant():
                 self._granted(link, message, now)
                 return
@@ -237,8 +232,6 @@ class Links:
                 self.do_source(self.sources.again(link, transfer_id, first, now))
             case Ack(transfer_id):
                 self.do_source(self.sources.ack(link, transfer_id))
-            case Taken():
-                self._taken(message)
         self.lock.wakes()
 
     def _from_source(self, link: Link, message: Message, now: float) -> None:
@@ -257,22 +250,6 @@ class Links:
         self.do_source(actions)
         if self._released:
             self.lock.wakes()
-
-    def _taken(self, taken: Taken) -> None:
-        local, _ = self._registered()
-        if taken.blocks > local.region.geometry.num_blocks:
-            raise ProtocolError(f"{taken.blocks} blocks were taken, more than there are")
-        actions = self.sources.taken(taken.transfer_id)
-        if actions:
-            self.counters.pushed_blocks += taken.blocks
-            self.counters.pushed_bytes += local.region.size_bytes(taken.blocks)
-        self.do_source(actions)
-
-    def _refusal(self, link: Link, message: Grant | Cancel | Taken) -> Fail | None:
-        # What the link was given it may always give back: its target waits for that.
-        if isinstance(message, Cancel) and self.sources.granted_over(link, message.transfer_id):
-            return None
-        return self._guard.refusal(link, message)
 
     def on_down(self, link: Link, reason: str) -> None:
         """On whichever thread found out."""
@@ -373,10 +350,6 @@ class Links:
                     self.lock.queued(link).send_next(Fail(transfer_id, reason))
                 case src.SendAlive(link, transfer_id):
                     self.lock.queued(link).send_next(Alive([transfer_id]))
-                case src.Publish():
-                    self.lock.later(self._publishing.due(action, self._registered()[0].region))
-                case src.Withdraw(transfer_id):
-                    self._publishing.withdraw(transfer_id)
                 case src.Release(request_id):
                     self._released.add(request_id)
 
@@ -388,8 +361,8 @@ class Links:
                     self.lock.queued(link).send(grant)
                 case tgt.SendAgain(link, transfer_id, first):
                     self.lock.queued(link).send(Again(transfer_id, first))
-                case tgt.SendCancel(link, transfer_id, capability):
-                    self.lock.queued(link).send(Cancel(transfer_id, capability))
+                case tgt.SendCancel(link, transfer_id):
+                    self.lock.queued(link).send(Cancel(transfer_id))
                 case tgt.SendAck(link, transfer_id):
                     self.lock.queued(link).send(Ack(transfer_id))
                 case tgt.DropLink(link):
@@ -399,3 +372,10 @@ class Links:
         if self._local is None or self._identity is None:
             raise KvTransferError("the KV cache is not registered yet")
         return self._local, self._identity
+
+
+def keep_few(links: Collection[Link]) -> None:
+    """Close the oldest link without a handshake if there are MAX_STRANGERS of them."""
+    strangers = [link for link in links if link.is_stranger]
+    if len(strangers) >= MAX_STRANGERS:
+        min(strangers, key=lambda link: link.opened_at).close("too many unfinished handshakes")

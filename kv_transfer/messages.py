@@ -2,7 +2,7 @@
 bit that flips in a token id or a block id must not pass for another.
 
 A link joins one target worker (it dialled, it receives KV) and one source worker. On connecting:
-target → Hello, source → Welcome or Refusal. Then target → Grant, Again, Cancel, Ack, Taken; source
+target → Hello, source → Welcome or Refusal. Then target → Grant, Again, Cancel, Ack; source
 → Chunk (with the payload behind it where the transport sends bytes on the link), Done, Fail, Alive.
 Either end → Inner, which is the transport's own.
 
@@ -10,6 +10,7 @@ PROTOCOL_VERSION history: 1 first version. 2 Hello names its worker; Grant and C
 capability. 3 Chunk has a digest; Again; Grant says which heads, and how many readers; messages
 have a CRC. 4 msgspec writes them. 5 Grant says the size of its blocks, Chunk how many tokens move.
 6 Taken; Grant may be suspect; shm tells where the source's own memory is. 7 Grant is never suspect.
+8 No capabilities; no Taken.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import msgspec
 from kv_transfer.errors import ProtocolError
 from kv_transfer.reshard import Span
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 4 << 20
 # Of a peer that has not introduced itself, less is taken.
 MAX_HANDSHAKE_BYTES = 64 << 10
@@ -49,8 +50,7 @@ class Message(
         return type(self).__name__.lower()
 
     def __repr__(self) -> str:
-        # A capability is a right to whoever reads it.
-        shown = (f"{k}={getattr(self, k)!r}" for k in self.__struct_fields__ if k != "capability")
+        shown = (f"{k}={getattr(self, k)!r}" for k in self.__struct_fields__)
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
@@ -65,7 +65,6 @@ class Hello(Message, frozen=True):
     producer_instance_id: str
     compatibility: str
     offers: list[dict[str, Any]]
-    worker_id: str = ""
 
 
 class Welcome(Message, frozen=True):
@@ -83,17 +82,16 @@ class Refusal(Message, frozen=True):
 
 class Grant(Message, frozen=True):
     """The target has reserved `block_ids` for tokens [first_block * block_size, num_tokens) of the
-    request. This is the credit: nothing is sent before it. `capability` is the router's word that
-    the target may have them. `heads` says which KV heads, of those that lie in the source's pages:
-    the first, how many, and how many lie before them in the target's pages; empty for whole pages
-    that hold the same on both sides. So many `readers` of the target ask this source rank.
-    `block_size` is how many tokens a block of the target's has; 0 where it is the source's."""
+    request. This is the credit: nothing is sent before it. `heads` says which KV heads, of those
+    that lie in the source's pages: the first, how many, and how many lie before them in the
+    target's pages; empty for whole pages that hold the same on both sides. So many `readers` of the
+    target ask this source rank. `block_size` is how many tokens a block of the target's has; 0
+    where it is the source's."""
 
     transfer_id: str
     first_block: Count
     num_tokens: Count
     block_ids: list[Count]
-    capability: str = ""
     heads: list[Count] = []
     readers: Count = 1
     block_size: Count = 0
@@ -118,22 +116,12 @@ class Cancel(Message, frozen=True):
     """The target no longer wants it. The source answers Fail behind its last chunk."""
 
     transfer_id: str
-    capability: str = ""
 
 
 class Ack(Message, frozen=True):
     """The target has every byte: the source may free the blocks."""
 
     transfer_id: str
-
-
-class Taken(Message, frozen=True):
-    """The target has copied `blocks` by itself, of a transfer that lay ready (board.py): the source
-    may free them. `capability` as in Grant."""
-
-    transfer_id: str
-    blocks: Count
-    capability: str = ""
 
 
 class Chunk(Message, frozen=True):
@@ -206,7 +194,7 @@ def kinds_of(*classes: type[Message]) -> Kinds:
 
 
 _KINDS = kinds_of(
-    Hello, Welcome, Refusal, Grant, Again, Cancel, Ack, Taken, Chunk, Done, Fail, Alive, Inner
+    Hello, Welcome, Refusal, Grant, Again, Cancel, Ack, Chunk, Done, Fail, Alive, Inner
 )
 _WRITER = msgspec.msgpack.Encoder()
 

@@ -1,18 +1,12 @@
 """Pages of a KV cache straight to a socket and from it, without a copy in user space on either
-side: in C where the extension was built (_wire.c), else in Python, with the same bytes."""
+side."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import LinkClosed
-
-try:
-    from kv_transfer import _wire as compiled
-except ImportError:  # installed where there was no C compiler
-    compiled = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,36 +35,18 @@ def send_pieces(sock: socket.socket, pieces: Sequence[memoryview], flags: int = 
     return total
 
 
-def send_in_python(
+def send_pages(
     sock: socket.socket, head: bytes, region: KvRegion, block_ids: list[int], flags: int
 ) -> int:
-    """See `send_pages`."""
+    """Send the head and the pages of the blocks, layer by layer. Return the number of bytes sent:
+    all of them, or with MSG_DONTWAIT as many as the kernel takes. Raises LinkClosed, and
+    KvTransferError if an id is no block."""
     return send_pieces(sock, [memoryview(head), *region.pages(block_ids)], flags)
 
 
-def send_in_c(
-    sock: socket.socket, head: bytes, region: KvRegion, block_ids: list[int], flags: int
-) -> int:
-    """See `send_pages`."""
-    where, g = region.pages_at(block_ids), region.geometry
-    try:
-        return compiled.send_pages(sock.fileno(), head, flags, *where, g.num_layers, g.page_bytes)
-    except BlockingIOError as error:
-        raise LinkClosed(_READS_NOTHING) from error
-
-
-def receive_in_python(wire: Wire, region: KvRegion, block_ids: list[int]) -> None:
-    """See `receive_pages`."""
+def receive_pages(wire: Wire, region: KvRegion, block_ids: list[int]) -> None:
+    """Fill the pages of the blocks, layer by layer. Raises as `send_pages`."""
     receive_all(wire, region.pages(block_ids))
-
-
-def receive_in_c(wire: Wire, region: KvRegion, block_ids: list[int]) -> None:
-    """See `receive_pages`."""
-    where, g = region.pages_at(block_ids), region.geometry
-    size = region.size_bytes(len(block_ids))
-    ahead = wire.take_ahead(size)
-    if compiled.receive_pages(wire.sock.fileno(), ahead, *where, g.num_layers, g.page_bytes) < size:
-        raise LinkClosed(_CLOSED)
 
 
 def receive_all(wire: Wire, pieces: Sequence[memoryview]) -> None:
@@ -105,14 +81,3 @@ def _advance(pieces: list[memoryview], at: int, count: int) -> int:
         count -= size
         at += 1
     return at
-
-
-Send = Callable[[socket.socket, bytes, "KvRegion", list[int], int], int]
-Receive = Callable[["Wire", "KvRegion", list[int]], None]
-
-# Sends the head and the pages of the blocks, layer by layer; returns when the kernel has every
-# byte, or, with MSG_DONTWAIT among the flags, when it takes no more: how many bytes went. Raises
-# LinkClosed, and KvTransferError where an id is no block.
-send_pages: Send = send_in_python if compiled is None else send_in_c
-# Fills the pages of the blocks, layer by layer. Raises as `send_pages`.
-receive_pages: Receive = receive_in_python if compiled is None else receive_in_c

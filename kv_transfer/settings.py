@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.digest import DigestMode
-from pdserve.capability import CapabilityKey
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ _SIZES = {
     "nccl_budget_bytes": (1, 1 << 40),
     "nccl_max_ctas": (1, 32),
 }
-MAX_WORKER_ID = 256
 # In the place of transports: those that suit where the KV cache is.
 AUTO = "auto"
 # Those that move a cache in GPU memory, and those that move one in host memory, best first.
@@ -40,12 +38,7 @@ ON_HOST = ("shm", "tcp")
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """Times in seconds, sizes in bytes; checked at birth, ConfigError names the key.
-
-    With `kv_key`, a transfer must come with a capability that was made with it for this worker, see
-    pdserve/capability.py; `require_capability` False turns that off. Without a key nothing is
-    checked: then whoever reaches `host` and guesses a transfer's id can have its KV.
-    """
+    """Times in seconds, sizes in bytes; checked at birth, ConfigError names the key."""
 
     host: str = "127.0.0.1"
     # In order of preference; AUTO alone, or names.
@@ -77,17 +70,6 @@ class KvSettings:
     nccl_max_ctas: int = 4
     nccl_init_timeout_s: float = 20.0
     nccl_library: str = ""
-    # This worker's name in capabilities, its peers' rights and its own.
-    worker_id: str = ""
-    # In the extra config it may be written in hexadecimal.
-    kv_key: CapabilityKey | None = None
-    # None: where there is a key.
-    require_capability: bool | None = None
-
-    @property
-    def checks_capabilities(self) -> bool:
-        """Whether a transfer must come with a capability."""
-        return self.kv_key is not None and self.require_capability is not False
 
     @property
     def device_bytes(self) -> int:
@@ -119,19 +101,6 @@ class KvSettings:
             raise _refuse("transports", f"must be {AUTO!r} alone, or names without it")
         if not isinstance(self.nccl_library, str):
             raise _refuse("nccl_library", "must be the path of a file")
-        self._check_rights()
-
-    def _check_rights(self) -> None:
-        if not isinstance(self.worker_id, str) or len(self.worker_id) > MAX_WORKER_ID:
-            raise _refuse("worker_id", f"must be a name of at most {MAX_WORKER_ID} characters")
-        if not isinstance(self.kv_key, CapabilityKey | None):
-            raise _refuse("kv_key", "must be a key")
-        if not isinstance(self.require_capability, bool | None):
-            raise _refuse("require_capability", "must be true or false")
-        if self.require_capability and self.kv_key is None:
-            raise _refuse("require_capability", "needs a kv_key to check with")
-        if self.checks_capabilities and not self.worker_id:
-            raise _refuse("worker_id", "must be given with kv_key")
 
 
 def _refuse(name: str, problem: str) -> ConfigError:
@@ -149,9 +118,4 @@ def from_extra_config(config: Mapping[str, Any]) -> KvSettings:
         values["transports"] = tuple(values["transports"])
     if values.get("digest") in tuple(DigestMode):
         values["digest"] = DigestMode(values["digest"])
-    if isinstance(values.get("kv_key"), str):
-        try:
-            values["kv_key"] = CapabilityKey.from_hex(values["kv_key"])
-        except ValueError as error:
-            raise _refuse("kv_key", f"is none: {error}") from None
     return KvSettings(**values)

@@ -154,7 +154,7 @@ def link_views(links: Iterable[Link], now: float) -> Iterator[LinkView]:
             side=TARGET if link.is_dialled else SOURCE,
             state=state,
             transport=link.transport,
-            peer=link.peer_id,
+            peer=link.peer_instance_id,
             peer_instance_id=link.peer_instance_id,
             address=link.peer_address,
             age_s=now - link.opened_at,
@@ -193,5 +193,5 @@ def _sent_bytes(reader: Reader[Link], geometry: KvGeometry, block_size: int) -> 
 
 
 def peer_of(link: Link) -> str:
-    """The other worker's name; its address where it has told none."""
-    return link.peer_id or link.peer_address
+    """The other worker's instance id, or its address until it has told one."""
+    return link.peer_instance_id or link.peer_address

@@ -7,7 +7,6 @@ returns the work to do; the caller holds one lock around them.
 
     EXPECTED ──grant──► GRANTED ──all pushed──► SENT ──ack──► gone
         │                  ▲ └────── again ──────┘
-        ├── ended before any grant, small: published ──taken──► gone
         └────── cancel, abort, preemption beyond repair, link down, lease end ──────► gone
 
 "Queued" is not "sent": blocks are released only after the last copy returned (`end_copy`).
@@ -60,13 +59,11 @@ class SourceTable(Generic[LinkT]):
         grant_wait_s: float,
         alive_s: float,
         by_token: bool = False,
-        publish_blocks: int = 0,
     ) -> None:
         """`by_token`: single tokens can be taken from the cache, so that the target's blocks may be
-        of another size. A transfer of `publish_blocks` at most is published when it is ready."""
+        of another size."""
         self._shard = shard
         self._by_token = by_token
-        self._publish_blocks = publish_blocks
         self.block_size = shard.block_size
         self._chunk_blocks = max(1, chunk_blocks)
         self._lease_s = lease_s
@@ -141,7 +138,7 @@ class SourceTable(Generic[LinkT]):
         if not held or transfer.is_closed:
             return self._close(transfer, "the prefill was aborted")
         transfer.lease_end = now + self._lease_s
-        return [*transfer.publish(self._publish_blocks), *self._pump(transfer, now)]
+        return self._pump(transfer, now)
 
     def preempt(self, transfer_id: str) -> None:
         """The engine takes the request's blocks away. What was copied stays copied; what is queued
@@ -229,13 +226,6 @@ class SourceTable(Generic[LinkT]):
         transfer.readers.remove(reader)
         transfer.acknowledged += 1
         if transfer.acknowledged < transfer.num_readers:
-            return []
-        return self._close(transfer, "finished")
-
-    def taken(self, transfer_id: str) -> list[SourceAction[LinkT]]:
-        """A target has copied what was published. What was granted since, that reader ends."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or not transfer.is_published:
             return []
         return self._close(transfer, "finished")
 
@@ -335,7 +325,7 @@ class SourceTable(Generic[LinkT]):
             reader.part = self._shard.part_of(grant.heads)
         except KvTransferError as error:
             return self._close(transfer, str(error))
-        return [*transfer.withdraw(), *self._pump(transfer, now)]
+        return self._pump(transfer, now)
 
     def _pump(self, transfer: SourceTransfer[LinkT], now: float) -> list[SourceAction[LinkT]]:
         actions: list[SourceAction[LinkT]] = []
@@ -361,7 +351,7 @@ class SourceTable(Generic[LinkT]):
         self, transfer: SourceTransfer[LinkT], reason: str, *, but: LinkT | None = None
     ) -> list[SourceAction[LinkT]]:
         """Tells every reader but the one over the link `but`."""
-        actions: list[SourceAction[LinkT]] = [*transfer.withdraw()]
+        actions: list[SourceAction[LinkT]] = []
         if not transfer.is_closed:
             actions += [
                 SendFail(reader.link, transfer.transfer_id, reason)

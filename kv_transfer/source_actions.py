@@ -69,30 +69,4 @@ class Release:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """The KV of the first `num_tokens` tokens lies in `block_ids` until the transfer is withdrawn:
-    a target may take it without asking."""
-
-    transfer_id: str
-    num_tokens: int
-    block_ids: list[int]
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw:
-    """What was published lies there no longer. Comes before a Release, and is to be done before."""
-
-    transfer_id: str
-
-
-SourceAction = (
-    PushChunk[LinkT]
-    | SendDone[LinkT]
-    | SendFail[LinkT]
-    | SendAlive[LinkT]
-    | Publish
-    | Withdraw
-    | Release
-)
+SourceAction = PushChunk[LinkT] | SendDone[LinkT] | SendFail[LinkT] | SendAlive[LinkT] | Release

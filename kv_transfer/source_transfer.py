@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Generic
 
-from kv_transfer.source_actions import LinkT, Publish, PushChunk, Withdraw
+from kv_transfer.source_actions import LinkT, PushChunk
 
 if TYPE_CHECKING:
     from kv_transfer.layout import PagePart
@@ -82,7 +82,6 @@ class SourceTransfer(Generic[LinkT]):
     held: bool = False
     lease_end: float | None = None
     release_due: bool = False
-    is_published: bool = False
 
     @property
     def state(self) -> SourceState:
@@ -115,19 +114,6 @@ class SourceTransfer(Generic[LinkT]):
         if grant.readers != self.num_readers or not grant.readers:
             return f"{grant.readers} readers, and {self.num_readers} before"
         return ""
-
-    def publish(self, max_blocks: int) -> list[Publish]:
-        """What nobody has been granted lies there for whoever comes, unless it is too much."""
-        is_little = 0 < len(self.block_ids) <= max_blocks and self.ready_tokens
-        if self.num_readers or not (is_little and self.token_ids):
-            return []
-        self.is_published = True
-        return [Publish(self.transfer_id, self.ready_tokens, self.block_ids, self.token_ids)]
-
-    def withdraw(self) -> list[Withdraw]:
-        """The reverse, where it was published."""
-        was_published, self.is_published = self.is_published, False
-        return [Withdraw(self.transfer_id)] if was_published else []
 
     def queue(
         self, reader: Reader[LinkT], block_size: int, chunk_blocks: int

@@ -55,7 +55,6 @@ class SendCancel(Generic[LinkT]):
 
     link: LinkT
     transfer_id: str
-    capability: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +208,6 @@ class TargetTable(Generic[LinkT]):
         self._transfers[transfer_id] = TargetTransfer(request_id, shares)
         return [SendGrant(link, grant) for link, grant, _ in grants]
 
-    def take(self, request_id: str, token_ids: tuple[int, ...], report: TransferReport) -> None:
-        """The blocks were filled from what lay ready at the source: nothing was granted."""
-        self._outcomes.append(Received(request_id, token_ids, report))
-
     def refuse(self, request_id: str, reason: str, code: str = InvalidRequest.code) -> None:
         """The load of this request fails before it begins: nothing is granted to anybody."""
         self._outcomes.append(Failed(request_id, reason, code))
@@ -356,7 +351,7 @@ class TargetTable(Generic[LinkT]):
 
     def _cancel(self, share: Share[LinkT], now: float) -> TargetAction[LinkT]:
         share.cancel_until = now + self.cancel_timeout_s
-        return SendCancel(share.link, share.transfer_id, share.grant.capability)
+        return SendCancel(share.link, share.transfer_id)
 
     def _damaged(self, share: Share[LinkT], chunk: Chunk, now: float) -> list[TargetAction[LinkT]]:
         share.digest_mismatches += 1
@@ -395,6 +390,8 @@ class TargetTable(Generic[LinkT]):
             return
         del self._transfers[share.transfer_id]
         if transfer.failure is None and transfer.report is not None:
-            self.take(transfer.request_id, transfer.token_ids, transfer.report)
+            self._outcomes.append(
+                Received(transfer.request_id, transfer.token_ids, transfer.report)
+            )
         elif transfer.failure is not None:
             self._outcomes.append(transfer.failure)

@@ -10,7 +10,6 @@ from operator import attrgetter
 from typing import Any
 
 from pdserve import types as t
-from pdserve.capability import CapabilityKey
 from pdserve.errors import InvalidRequest, PdserveError
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
@@ -383,22 +382,3 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
         debug_address=message.debug_address,
         session_address=message.session_address,
     )
-
-
-def registration_to_pb(info: t.WorkerInfo, kv_key: CapabilityKey | None) -> w.RegisterRequest:
-    return w.RegisterRequest(
-        worker=worker_to_pb(info), kv_key=b"" if kv_key is None else kv_key.reveal()
-    )
-
-
-def registration_from_pb(
-    message: w.RegisterRequest,
-) -> tuple[t.WorkerInfo, CapabilityKey | None]:
-    """The worker, and the key to its KV where it has one."""
-    info = worker_from_pb(message.worker)
-    if not message.kv_key:
-        return info, None
-    try:
-        return info, CapabilityKey(message.kv_key)
-    except ValueError as error:
-        raise InvalidRequest(f"kv_key: {error}", field="kv_key") from error

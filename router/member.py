@@ -14,7 +14,6 @@ from router.progress import ProgressWatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.capability import CapabilityKey
     from pdserve.kv_pairs import KvKind
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
@@ -54,10 +53,10 @@ class Member:
     `reserved_blocks` are KV blocks promised to requests placed here, `foreign_blocks` those that
     other routers' requests were last seen to hold. `load`, `kv` and `steps`
     (what its steps cost) are None until the worker has reported them. `lease_end` is on the pool's
-    clock; for a lost member it is when it was lost. With `kv_key` the router makes capabilities for
-    the worker's KV. `suspended` is what the `breaker` said when it was last asked; `unhealthy` what
-    the worker finds wrong with its machine; `gone` why it was lost; `replaced` has the instance ids
-    of its earlier starts. It is put into `changed` when what it can be given may be another.
+    clock; for a lost member it is when it was lost. `suspended` is what the `breaker` said when it
+    was last asked; `unhealthy` what the worker finds wrong with its machine; `gone` why it was
+    lost; `replaced` has the instance ids of its earlier starts. It is put into `changed` when what
+    it can be given may be another.
     """
 
     info: WorkerInfo
@@ -72,7 +71,6 @@ class Member:
     reserved_blocks: int = 0
     foreign_blocks: int = 0
     kv: KvReport | None = None
-    kv_key: CapabilityKey | None = None
     steps: StepMoments | None = None
     suspended: bool = False
     unhealthy: str = ""

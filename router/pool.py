@@ -23,7 +23,6 @@ from router.member import Member, MemberState
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdserve.capability import CapabilityKey
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, ModelInfo, WorkerInfo, WorkerLoad
     from router.placement.values import Candidate
@@ -70,9 +69,7 @@ class WorkerPool:
     )
     _models: dict[str, ModelInfo] | None = field(default=None, init=False, repr=False)
 
-    def register(
-        self, info: WorkerInfo, now: float, *, kv_key: CapabilityKey | None = None
-    ) -> list[PoolAction]:
+    def register(self, info: WorkerInfo, now: float) -> list[PoolAction]:
         """Take a worker in, or renew it where this very start of it is known.
 
         Raises InvalidRequest, naming the field, where it cannot serve beside the others, or where a
@@ -85,7 +82,7 @@ class WorkerPool:
                 f"worker {info.worker_id}: a later start of it has registered", field="worker_id"
             )
         if known is not None and not known.lost:
-            if known.info == info and known.kv_key == kv_key:
+            if known.info == info:
                 known.lease_end = now + self.lease_s
                 return []
             actions = self._lose(known, now, "it registered anew")
@@ -95,7 +92,6 @@ class WorkerPool:
             info,
             now + self.lease_s,
             self.changed(info.model.name),
-            kv_key=kv_key,
             breaker=Breaker(self.breaker_limits),
         )
         if known is not None:

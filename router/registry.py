@@ -45,8 +45,8 @@ class Registry(RegistryServicer):
         self, request: w.RegisterRequest, context: Context
     ) -> w.RegisterResponse:
         try:
-            info, kv_key = wire.registration_from_pb(request)
-            self._fleet.register(info, kv_key, draining=request.draining)
+            info = wire.worker_from_pb(request.worker)
+            self._fleet.register(info, draining=request.draining)
         except InvalidRequest as error:
             await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
         return w.RegisterResponse(lease_s=self._fleet.lease_s)

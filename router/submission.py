@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import time
 from typing import TYPE_CHECKING
 
 from pdserve import deadline as deadlines
 from pdserve import wire
-from pdserve.capability import Capability, WorkerStart, mint
 from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
@@ -19,10 +16,6 @@ if TYPE_CHECKING:
 
 # A deadline that has just passed must not read as none.
 LEAST_DEADLINE_S = 0.001
-# A capability lives as long as its request, yet no longer than this.
-MAX_CAPABILITY_S = 600.0
-# By which the clocks of two machines may differ.
-CLOCK_SKEW_S = 5.0
 # What a submission does not have from the one before it.
 _OF_ONE_LEG = ("phase", "resume_token_ids", "forks")
 
@@ -66,7 +59,6 @@ class SubmissionBuilder:
         decode.transfer_id = transfer_id
         decode.producer_addresses.extend(source.info.kv.addresses)
         decode.producer_instance_id = source.info.instance_id
-        decode.capability = self._capability(transfer_id, source, target)
         decode.kv_handle = kv_handle
         decode.live = live
         return command
@@ -76,21 +68,6 @@ class SubmissionBuilder:
         command = self._start(resume)
         command.submit.aggregated.SetInParent()
         return command
-
-    def _capability(self, transfer_id: str, source: Member, target: Member) -> str:
-        if source.kv_key is None:
-            return ""
-        left_s = deadlines.remaining(self._deadline)
-        life_s = MAX_CAPABILITY_S if left_s is None else left_s + CLOCK_SKEW_S
-        return mint(
-            source.kv_key,
-            Capability(
-                transfer_id,
-                WorkerStart(source.worker_id, source.info.instance_id),
-                WorkerStart(target.worker_id, target.info.instance_id),
-                math.ceil(time.time() + min(life_s, MAX_CAPABILITY_S)),
-            ),
-        )
 
     def _start(self, resume: Sequence[int]) -> w.Command:
         # Made where it is: to put one message into another copies the prompt once more.

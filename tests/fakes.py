@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     import grpc.aio
 
-    from pdserve.capability import CapabilityKey
     from pdserve.errors import PdserveError
     from pdserve.types import TransferReport
     from router.member import Member
@@ -72,13 +71,11 @@ class ScriptedWorker(WorkerServicer):
     """Records what it is told and says what the test tells it to.
 
     `open` holds the streams that it has neither finished nor seen cancelled. `refused` and `ended`
-    are set when a Hello was refused and when the router's stream was over. It registers with
-    `kv_key` where the test gives it one.
+    are set when a Hello was refused and when the router's stream was over.
     """
 
     def __init__(self, worker_id: str, role: Role, **changes: Any) -> None:
         self.info = worker_info(worker_id, role, **changes)
-        self.kv_key: CapabilityKey | None = None
         self.open: dict[int, w.Submit] = {}
         self.load: WorkerLoad | None = None
         self.accepts_hello = True
@@ -269,7 +266,7 @@ class Stack:
 
     async def join(self, *workers: ScriptedWorker) -> None:
         for worker in workers:
-            self.fleet.register(worker.info, worker.kv_key)
+            self.fleet.register(worker.info)
         for worker in workers:
             await self.until_state(worker, "ready")
 

@@ -57,8 +57,7 @@ class PrefillPhase:
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """Receive KV and first token from the worker at `producer_addresses`, then go on. `capability`
-    is the router's word to that worker that this one may have them; "" where it asks for none.
+    """Receive KV and first token from the worker at `producer_addresses`, then go on.
     Where the handoff is in turn there is `kv_handle`, which the prefill's last delta said, and the
     token is one of `resume_token_ids`. With `live` the source has decoded all of
     `resume_token_ids`: the KV of all before the last of them comes, and no token."""
@@ -66,7 +65,6 @@ class DecodePhase:
     transfer_id: str
     producer_addresses: tuple[str, ...]
     producer_instance_id: str
-    capability: str = field(default="", repr=False)
     kv_handle: bytes = field(default=b"", repr=False)
     live: bool = False
 

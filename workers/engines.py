@@ -14,32 +14,24 @@ from pdserve.types import ModelInfo, Role
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pdserve.capability import CapabilityKey
     from pdserve.config import KvConfig, WorkerConfig
     from workers.engine import Engine
 
 
-def make_engine(
-    config: WorkerConfig,
-    instance_id: str,
-    *,
-    worker_id: str = "",
-    kv_key: CapabilityKey | None = None,
-) -> Engine:
-    """An engine that is not started yet. With `kv_key` it gives its KV for capabilities made with
-    it alone; the fake engine asks for none. Raises ConfigError naming the key at fault."""
+def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
+    """Make the configured engine, not started. Raises ConfigError naming the key at fault."""
     if config.engine == "fake":
         return _make_fake(config, instance_id)
-    return _make_vllm(config, instance_id, {"worker_id": worker_id, "kv_key": kv_key})
+    return _make_vllm(config, instance_id)
 
 
-def _make_vllm(config: WorkerConfig, instance_id: str, rights: dict[str, Any]) -> Engine:
+def _make_vllm(config: WorkerConfig, instance_id: str) -> Engine:
     from workers.vllm_engine import VllmEngine
     from workers.vllm_settings import KvSettings, VllmSettings
 
     kv = None
     if config.role is not Role.AGGREGATED:
-        kv = KvSettings(instance_id, _extra(config.kv, rights), config.kv.connector, config.kv.host)
+        kv = KvSettings(instance_id, _extra(config.kv), config.kv.connector, config.kv.host)
     return VllmEngine(
         VllmSettings(
             model_path=str(config.model_path),
@@ -51,14 +43,13 @@ def _make_vllm(config: WorkerConfig, instance_id: str, rights: dict[str, Any]) -
     )
 
 
-def _extra(kv: KvConfig, rights: dict[str, Any]) -> dict[str, Any]:
+def _extra(kv: KvConfig) -> dict[str, Any]:
     """What the connector itself is told. Raises ConfigError where it is not installed."""
     if kv.connector == "nixl":
         if find_spec("nixl") is None:
             raise ConfigError("kv.connector: the package nixl is missing", field="kv.connector")
         return {"kv_lease_duration": math.ceil(kv.lease_s)}
-    ours = {name: value for name, value in asdict(kv).items() if name != "connector"}
-    return {**ours, **rights}
+    return {name: value for name, value in asdict(kv).items() if name != "connector"}
 
 
 def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:

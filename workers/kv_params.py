@@ -47,8 +47,8 @@ def _at_once(work: Work) -> dict[str, Any]:
     match work.phase:
         case PrefillPhase(transfer_id):
             part = SourceParams(transfer_id)
-        case DecodePhase(transfer_id, addresses, instance_id, capability, live=live):
-            part = TargetParams(transfer_id, addresses, instance_id, capability, live=live)
+        case DecodePhase(transfer_id, addresses, instance_id, live=live):
+            part = TargetParams(transfer_id, addresses, instance_id, live=live)
     params = TransferParams(part, work.resume_token_ids).to_dict()
     parse(params)
     return params

@@ -23,7 +23,6 @@ from pdserve.v1.worker_pb2_grpc import RegistryStub
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdserve.capability import CapabilityKey
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
 
@@ -86,13 +85,11 @@ class Registration:
         info: WorkerInfo,
         source: StateSource,
         *,
-        kv_key: CapabilityKey | None,
         dialer: rpc.Dialer,
     ) -> None:
         self.address = address
         self.registered = asyncio.Event()
         self._dialer = dialer
-        self._kv_key = kv_key
         self._info = self._registered_info = info
         self._source = source
         self._due = asyncio.Event()
@@ -147,7 +144,7 @@ class Registration:
         """Try until the router accepts; return the lease in seconds."""
         while True:
             info = self._info
-            request = wire.registration_to_pb(info, self._kv_key)
+            request = w.RegisterRequest(worker=wire.worker_to_pb(info))
             request.draining = self._source.is_draining
             try:
                 reply = await stub.Register(request, timeout=_RPC_S, metadata=self._dialer.metadata)
@@ -225,20 +222,15 @@ class Registration:
 
 
 class Registrations:
-    """One worker at all its routers. `refused` gets the error of the first router that refuses.
-
-    `kv_key` is shared with the routers, to make capabilities for this worker's KV.
-    """
+    """One worker at all its routers. `refused` gets the error of the first router that refuses."""
 
     def __init__(
         self,
         addresses: Iterable[str],
         *,
-        kv_key: CapabilityKey | None = None,
         dialer: rpc.Dialer = rpc.PLAIN,
     ) -> None:
         self.refused: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._kv_key = kv_key
         self._dialer = dialer
         self._addresses = tuple(addresses)
         self._all: list[Registration] = []
@@ -247,8 +239,7 @@ class Registrations:
     def start(self, info: WorkerInfo, source: StateSource) -> None:
         """Register in the background."""
         self._all = [
-            Registration(address, info, source, kv_key=self._kv_key, dialer=self._dialer)
-            for address in self._addresses
+            Registration(address, info, source, dialer=self._dialer) for address in self._addresses
         ]
         for registration in self._all:
             task = asyncio.create_task(

@@ -17,7 +17,6 @@ from grpc_reflection.v1alpha import reflection
 from pdserve import framing, rpc
 from pdserve.access.guard import Party, make_guard
 from pdserve.access.tls import dialer, server_context, server_credentials
-from pdserve.capability import CapabilityKey
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.tracing import open_tracing
 from pdserve.types import Role, WorkerInfo
@@ -49,8 +48,7 @@ _SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 class WorkerServer:
     """Owns everything of a worker. Call `start` once, then `stop`, in one event loop.
 
-    `instance_id` changes at every start. `kv_key` is what routers make KV capabilities
-    with; None if KV cannot leave this worker. Tests give `engine` and `instance_id`.
+    `instance_id` changes at every start. Tests give `engine` and `instance_id`.
     """
 
     def __init__(
@@ -62,8 +60,6 @@ class WorkerServer:
         max_unsent_bytes: int = framing.MAX_UNSENT_BYTES,
     ) -> None:
         self.instance_id = instance_id or uuid.uuid4().hex
-        has_own_kv = config.role is not Role.AGGREGATED and config.kv.connector == "pdserve"
-        self.kv_key = CapabilityKey.generate() if has_own_kv else None
         self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.instance_id[:6]}"
         self.info: WorkerInfo
         # Done when an operator asked over the network that the process end.
@@ -75,13 +71,12 @@ class WorkerServer:
         self._is_stopping = False
         self._dialer = dialer(config.access)
         self._guard = make_guard(config.access, shared_with=Party.ROUTER)
-        self._registrations = Registrations(config.routers, kv_key=self.kv_key, dialer=self._dialer)
+        self._registrations = Registrations(config.routers, dialer=self._dialer)
         self._tracing = open_tracing(
             config.otlp_endpoint, service="pdserve-worker", instance=self.worker_id
         )
         self.service = WorkerService(
-            engine
-            or make_engine(config, self.instance_id, worker_id=self.worker_id, kv_key=self.kv_key),
+            engine or make_engine(config, self.instance_id),
             config.role,
             self.instance_id,
             routers=self._registrations,

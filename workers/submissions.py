@@ -64,9 +64,8 @@ def _phase(submit: w.Submit, role: Role, *, has_kv: bool) -> Phase:
                 _present("decode.transfer_id", submit.decode.transfer_id),
                 _addresses(submit.decode.producer_addresses),
                 _present("decode.producer_instance_id", submit.decode.producer_instance_id),
-                submit.decode.capability,
-                submit.decode.kv_handle,
-                submit.decode.live,
+                kv_handle=submit.decode.kv_handle,
+                live=submit.decode.live,
             )
         case "aggregated":
             phase = AggregatedPhase()

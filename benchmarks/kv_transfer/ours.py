@@ -7,7 +7,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.copying import WORDS
 from kv_transfer.digest import DigestMode
 from kv_transfer.errors import KvTransferError
 from kv_transfer.handshake import Identity
@@ -103,7 +102,6 @@ class OurTarget:
         self._half = _half(way, TARGET, cache, geometry)
         self._transport, _ = WAYS[way]
         self._source = ""
-        self._is_warm = False
 
     def facts(self) -> Any:
         return None
@@ -112,20 +110,7 @@ class OurTarget:
         self._source = facts
 
     def arm(self, trip: Trip) -> None:
-        """Two workers that have met: the first trip ever makes the link and the mappings."""
-        if not self._is_warm and self._transport == "shm" and WORDS:
-            self._is_warm = True
-            self._wait_mapped()
-
-    def _wait_mapped(self) -> None:
-        links, end = self._half.links, time.monotonic() + ARRIVAL_S
-        while time.monotonic() < end:
-            with links.lock:
-                takes = links.link_to(self._source, SOURCE).takes
-            if takes is not None and takes.wait_mapped(ARRIVAL_S):
-                return
-            time.sleep(0.001)  # it is being dialled
-        raise KvTransferError("the source's memory was not mapped")
+        pass
 
     def go(self, trip: Trip) -> float | None:
         half, name, ids = self._half, f"t{trip.number}", trip.target_ids

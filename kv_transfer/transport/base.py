@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping
 
-    from kv_transfer.board import Found, Ready
     from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion, SharedMemory
     from kv_transfer.messages import Chunk, Message
@@ -108,44 +107,6 @@ class Talks(Protocol):
     def told(self, body: bytes) -> None:
         """The other end's, on the link's reader thread, when no `receive` runs: `receive` reads its
         own. Must not wait."""
-        ...
-
-
-@runtime_checkable
-class Takes(Protocol):
-    """A receiving end that can copy what lies ready at its source, where nobody has to run for that
-    (kv_transfer/board.py)."""
-
-    def wait_mapped(self, timeout_s: float) -> bool:
-        """Whether the source's memory is here within that time. Until then nothing is found."""
-        ...
-
-    def find(self, transfer_id: str) -> Found | None:
-        """The transfer, if it lies ready. From any thread, as `take`."""
-        ...
-
-    def take(self, found: Found, source_ids: list[int], own_ids: list[int]) -> int | None:
-        """Copies blocks; the digest of what was copied, where it is due. None where what was found
-        did not stay there until the copy's end, whose bytes are then worth nothing. Raises
-        KvTransferError, having copied nothing, where an id is no block."""
-        ...
-
-
-@runtime_checkable
-class Publishes(Protocol):
-    """A transport over which a target takes by itself what lies ready at a source. The caller holds
-    one lock around these."""
-
-    def publish_blocks(self, local: LocalKv) -> int:
-        """So many blocks are little enough for that; 0 where it cannot be."""
-        ...
-
-    def publish(self, ready: Ready) -> None:
-        """From now on targets may take it, if there is room to say so."""
-        ...
-
-    def withdraw(self, transfer_id: str) -> None:
-        """When it returns no target will believe any more that it has it."""
         ...
 
 

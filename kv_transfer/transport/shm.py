@@ -3,24 +3,18 @@ into it.
 
 Only the granted blocks are written, each copy under a WriteFence, so a target that gave up knows
 when its memory is its own again.
-
-Each tells the other where its memory is. What a source has ready before anybody asks for it, and
-that is little, the target copies by itself (kv_transfer/board.py): no message, and nobody to wake.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.board import Board
-from kv_transfer.copying import WORDS
 from kv_transfer.digest import DIGEST_DUE, NO_DIGEST
 from kv_transfer.errors import LinkClosed, UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, PeerMemory, WriteFence, boot_id, parts_of
-from kv_transfer.messages import Chunk, Inner, encode, pack
+from kv_transfer.messages import Chunk, encode
 from kv_transfer.transport.base import (
     LocalKv,
     SourceChannel,
@@ -29,16 +23,12 @@ from kv_transfer.transport.base import (
     Wire,
 )
 from kv_transfer.transport.by_token import placed, taken
-from kv_transfer.transport.shm_target import CacheAt, ShmTarget
 
 if TYPE_CHECKING:
-    from kv_transfer.board import Ready
     from kv_transfer.layout import PagePart
     from kv_transfer.tokens import TokenOrder
 
 _MAX_SLOT = 1 << 62
-# No larger transfer is taken by a target's step: it would stand too long.
-TAKEN_BYTES = 4 << 20
 
 
 def _order(local: KvRegion, block_size: int, geometry: KvGeometry) -> TokenOrder | None:
@@ -93,15 +83,31 @@ class ShmSource:
         self._peer.close()
 
 
+class ShmTarget:
+    """The receiving end: the bytes are in place before their message comes."""
+
+    name = "shm"
+
+    def __init__(self, fence: WriteFence) -> None:
+        self._fence = fence
+
+    def receive(
+        self, chunk: Chunk, block_ids: list[int] | None, part: PagePart | None = None
+    ) -> None:
+        return
+
+    def idle(self) -> bool:
+        return self._fence.seal()
+
+    def close(self) -> None:
+        pass
+
+
 class ShmTransport:
     """Works between processes of one user on one running kernel."""
 
     name = "shm"
     lost_slots = 0
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._board: Board | None = None
 
     def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
         if local.shared is None:
@@ -120,7 +126,7 @@ class ShmTransport:
     def target(self, local: LocalKv, slot: int, wire: Wire) -> TargetChannel:
         if local.shared is None:
             raise TransportUnavailable("the KV cache is not in shared memory")
-        return ShmTarget(local.region, WriteFence(local.shared.fd, slot))
+        return ShmTarget(WriteFence(local.shared.fd, slot))
 
     def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
         if offer.get("boot_id") != boot_id():
@@ -144,38 +150,7 @@ class ShmTransport:
             UnsupportedLayout,
         ) as error:
             raise TransportUnavailable(f"cannot map the target's memory: {error}") from error
-        if local.shared is not None and self.publish_blocks(local):
-            memory = self._known_board().memory
-            told = CacheAt(
-                local.shared.path,
-                local.shared.inode,
-                local.shared.size,
-                local.region.geometry.to_list(),
-                memory.path,
-                memory.inode,
-            )
-            wire.post(Inner(pack(told)))
         return ShmSource(local.region, peer, slot, wire)
 
-    def publish_blocks(self, local: LocalKv) -> int:
-        if local.shared is None or not WORDS:
-            return 0
-        return TAKEN_BYTES // local.region.geometry.block_bytes
-
-    def publish(self, ready: Ready) -> None:
-        self._known_board().publish(ready)
-
-    def withdraw(self, transfer_id: str) -> None:
-        if self._board is not None:
-            self._board.withdraw(transfer_id)
-
-    def _known_board(self) -> Board:
-        with self._lock:
-            if self._board is None:
-                self._board = Board()
-            return self._board
-
     def close(self) -> None:
-        with self._lock:
-            if self._board is not None:
-                self._board.close()
+        pass

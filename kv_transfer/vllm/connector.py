@@ -160,7 +160,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         transport.check(settings, self._transports, self._region)
         worker.register(
             LocalKv(self._region, shared),
-            Identity(self._kv_transfer_config.engine_id, key, settings.worker_id),
+            Identity(self._kv_transfer_config.engine_id, key),
             shard,
         )
         names = tuple(each.name for each in self._transports)

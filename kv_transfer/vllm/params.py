@@ -6,8 +6,8 @@ the first token over:
 
 Prefill side: {"role": "source", "transfer_id": str}
 Decode side:  {"role": "target", "transfer_id": str, "producer_addresses": ["host:port", ...],
-"producer_instance_id": str, "capability": str}, the last only where the source checks it. The
-addresses are those of the source's tensor-parallel ranks, in their order. Either, or neither role:
+"producer_instance_id": str}. The addresses are those of the source's
+tensor-parallel ranks, in their order. Either, or neither role:
 {"resume": [token, ...]}, the tokens generated elsewhere already. With that the decode side may have
 {"live": true}, where the source has decoded those tokens. Nothing else may be in it.
 
@@ -16,14 +16,14 @@ samples the first token again, so that its answer is whole and the prefill side'
 
 Prefill side: {"do_remote_decode": true}, with a "transfer_id" where the proxy makes it
 Decode side:  {"do_remote_prefill": true, "transfer_id": str, "producer_addresses": ["host:port",
-...], "producer_instance_id": str, "prompt_digest": str, "capability": str}, which is what the
-prefill side's answer says; the last two may be left out. Keys that are null count as left out.
+...], "producer_instance_id": str, "prompt_digest": str}, which is what the prefill side's
+answer says; the last may be left out. Keys that are null count as left out.
 """
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,7 @@ class SourceParams:
 @dataclass(frozen=True, slots=True)
 class TargetParams:
     """This request's KV and first token come from the worker whose ranks are at
-    `producer_addresses`; with `resample` the KV alone, and the token is sampled here. `capability`
-    is the right to them (pdserve/capability.py), "" where the source asks for none.
+    `producer_addresses`; with `resample` the KV alone, and the token is sampled here.
     `prompt_digest`, where given, is of the prompt that the KV is of. With `live` the source has
     decoded as far as this request is resumed: KV comes for all before the last token, and no
     token."""
@@ -59,7 +58,6 @@ class TargetParams:
     transfer_id: str
     producer_addresses: tuple[str, ...]
     producer_instance_id: str
-    capability: str = field(default="", repr=False)
     resample: bool = False
     prompt_digest: str = ""
     live: bool = False
@@ -80,7 +78,6 @@ _KEYS: dict[type, frozenset[str]] = {
             "transfer_id",
             "producer_addresses",
             "producer_instance_id",
-            "capability",
             "prompt_digest",
             "live",
         },
@@ -115,8 +112,6 @@ class TransferParams:
                     "producer_addresses": list(part.producer_addresses),
                     "producer_instance_id": part.producer_instance_id,
                 }
-                if part.capability:
-                    out["capability"] = part.capability
                 if part.prompt_digest:
                     out["prompt_digest"] = part.prompt_digest
                 if part.live:
@@ -159,7 +154,6 @@ def _target(params: Mapping[str, Any], *, resample: bool) -> TargetParams:
         _text(params, "transfer_id"),
         _addresses(params, "producer_addresses"),
         _text(params, "producer_instance_id"),
-        _text(params, "capability") if "capability" in params else "",
         resample,
         _text(params, "prompt_digest") if "prompt_digest" in params else "",
         _flag(params, "live"),

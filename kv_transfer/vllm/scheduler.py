@@ -203,7 +203,6 @@ class SchedulerHalf:
                     part.transfer_id,
                     part.producer_addresses,
                     part.producer_instance_id,
-                    part.capability,
                 )
             )
             return
@@ -222,7 +221,6 @@ class SchedulerHalf:
                 first,
                 wanted,
                 ids,
-                part.capability,
             )
         )
 
@@ -357,7 +355,6 @@ class SchedulerHalf:
                     part.transfer_id,
                     part.producer_addresses,
                     part.producer_instance_id,
-                    part.capability,
                 )
             )
         elif request_id in self._in_flight:

@@ -66,7 +66,6 @@ class TargetStart:
     first_block: int
     num_tokens: int
     block_ids: list[int]
-    capability: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,6 @@ class Unneeded:
     transfer_id: str
     producer_addresses: tuple[str, ...]  # by tensor-parallel rank
     producer_instance_id: str
-    capability: str = field(default="", repr=False)
 
 
 @dataclass

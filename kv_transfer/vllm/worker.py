@@ -14,10 +14,7 @@ from kv_transfer import target as tgt
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.links import Links
 from kv_transfer.messages import Grant
-from kv_transfer.taking import STEP_BYTES, Taker
 from kv_transfer.vllm.step import Arrival, WorkerOutput
-from pdserve.capability import WorkerStart
-from pdserve.errors import TransferCorrupted
 from pdserve.types import ErrorInfo
 
 if TYPE_CHECKING:
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from kv_transfer.handshake import Identity
     from kv_transfer.protocol.plan import Shard
     from kv_transfer.settings import KvSettings
-    from kv_transfer.taking import Took
     from kv_transfer.transport.base import LocalKv, Transport
     from kv_transfer.vllm.step import StepMetadata, TargetStart, Unneeded
 
@@ -39,9 +35,7 @@ class WorkerHalf:
         self, settings: KvSettings, instance_id: str, transports: Sequence[Transport]
     ) -> None:
         self.links = Links(settings, instance_id, transports)
-        self._me = WorkerStart(settings.worker_id, instance_id)
         self._shard: Shard | None = None
-        self._taker: Taker | None = None
         self._output = WorkerOutput()
         self.resumed: dict[str, list[int]] = {}
 
@@ -61,7 +55,6 @@ class WorkerHalf:
     def register(self, local: LocalKv, identity: Identity, shard: Shard) -> None:
         """The KV cache exists: take connections from now on."""
         self._shard = shard
-        self._taker = Taker(self._me, local.region, shard.block_size)
         self.links.register(local, identity, shard)
 
     def before_step(self, metadata: StepMetadata) -> None:
@@ -72,7 +65,6 @@ class WorkerHalf:
         self.resumed.clear()
         self.resumed.update(metadata.resumed)
         links = self.links
-        took = self._take_ready(metadata)
         with links.lock:
             sources, targets = links.sources, links.targets
             for expected in metadata.expected:
@@ -88,7 +80,7 @@ class WorkerHalf:
                     )
                 )
             for s in metadata.starts:
-                self._start(s, took.get(s.request_id), now)
+                self._start(s, now)
             for request_id, reason in metadata.refused.items():
                 targets.refuse(request_id, reason)
             for transfer_id in metadata.released:
@@ -132,41 +124,9 @@ class WorkerHalf:
             sent = self.links.take_released()
         return sent, received, failed
 
-    def _take_ready(self, metadata: StepMetadata) -> dict[str, Took]:
-        """By request, as much as a step may copy."""
-        took: dict[str, Took] = {}
-        left = STEP_BYTES
-        # A copy may still read blocks that were just taken away, and were given to a start.
-        for start in [] if metadata.preempted else metadata.starts:
-            one = self._take(start) if left > 0 else None
-            if one is not None:
-                took[start.request_id] = one
-                left -= one.size_bytes
-        return took
-
-    def _take(self, start: TargetStart) -> Took | None:
-        """Copies what lies ready, without the lock; into blocks that are nobody else's."""
+    def _start(self, start: TargetStart, now: float) -> None:
+        """Grants the blocks to each rank of the source that holds heads of this rank."""
         links, shard, addresses = self.links, self._known_shard(), start.producer_addresses
-        with links.lock:
-            if self._taker is None or start.transfer_id in links.targets:
-                return None
-            try:
-                reads = shard.reads(len(addresses), start.transfer_id)
-            except UnsupportedLayout:
-                return None  # `_start` says so
-            if len(reads) != 1:
-                return None
-            link = links.link_to(addresses[reads[0].producer_rank], start.producer_instance_id)
-        return self._taker.take(link, start, reads[0])
-
-    def _start(self, start: TargetStart, took: Took | None, now: float) -> None:
-        """Grants the blocks to each rank of the source that holds heads of this rank, unless they
-        are filled by now."""
-        links, shard, addresses = self.links, self._known_shard(), start.producer_addresses
-        if took is not None:
-            self._took(start, took)
-            self._decline(start, shard.declines(len(addresses), start.transfer_id))
-            return
         try:
             reads = shard.reads(len(addresses), start.transfer_id)
         except UnsupportedLayout as error:
@@ -180,7 +140,6 @@ class WorkerHalf:
                     start.first_block,
                     start.num_tokens,
                     start.block_ids,
-                    start.capability,
                     list(read.heads),
                     read.readers,
                     shard.block_size,
@@ -192,26 +151,11 @@ class WorkerHalf:
         links.start(start.request_id, grants, now)
         self._decline(start, shard.declines(len(addresses), start.transfer_id))
 
-    def _took(self, start: TargetStart, took: Took) -> None:
-        """Nothing is granted: the blocks are filled, or what the source has is damaged."""
-        links, counters = self.links, self.counters
-        counters.digest_s += took.digest_s
-        counters.digest_mismatches += took.mismatches
-        if took.report is not None:
-            counters.taken_blocks += took.report.blocks
-            links.targets.take(start.request_id, took.token_ids, took.report)
-            links.lock.handed(took.link).send(took.message)
-        else:
-            reason = f"{took.message.blocks} blocks were damaged as they were taken, and again"
-            links.targets.refuse(start.request_id, reason, TransferCorrupted.code)
-            links.do_target([tgt.SendCancel(took.link, start.transfer_id, start.capability)])
-        links.lock.wakes()
-
     def _decline(self, of: TargetStart | Unneeded, ranks: Iterable[int]) -> None:
         """Tells these ranks of the source that nothing will be asked of them."""
         for rank in ranks:
             link = self.links.link_to(of.producer_addresses[rank], of.producer_instance_id)
-            cancel = tgt.SendCancel(link, of.transfer_id, of.capability)
+            cancel = tgt.SendCancel(link, of.transfer_id)
             self.links.do_target([cancel])
 
     def _known_shard(self) -> Shard:

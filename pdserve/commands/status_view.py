@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NOT_KNOWN = "-"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _INSTANCE_ID_SHOWN = 8
-_REFUSED = ("refused_capabilities", "refused_grants", "dropped_links")
+_REFUSED = ("refused_grants", "dropped_links")
 
 
 def show(address: str, found: dict[str, list[Row]], console: Console | None = None) -> None:

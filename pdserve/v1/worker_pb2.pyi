@@ -172,14 +172,12 @@ class GpuHealth(_message.Message):
     def __init__(self, index: _Optional[int] = ..., name: _Optional[str] = ..., temperature_c: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., ecc_errors: _Optional[int] = ..., utilization_percent: _Optional[int] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "kv_key", "draining")
+    __slots__ = ("worker", "draining")
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    KV_KEY_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
-    kv_key: bytes
     draining: bool
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., kv_key: _Optional[bytes] = ..., draining: _Optional[bool] = ...) -> None: ...
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("lease_s",)
@@ -430,20 +428,18 @@ class PrefillPhase(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class DecodePhase(_message.Message):
-    __slots__ = ("transfer_id", "producer_addresses", "producer_instance_id", "capability", "kv_handle", "live")
+    __slots__ = ("transfer_id", "producer_addresses", "producer_instance_id", "kv_handle", "live")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
-    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     producer_addresses: _containers.RepeatedScalarFieldContainer[str]
     producer_instance_id: str
-    capability: str
     kv_handle: bytes
     live: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., producer_addresses: _Optional[_Iterable[str]] = ..., producer_instance_id: _Optional[str] = ..., capability: _Optional[str] = ..., kv_handle: _Optional[bytes] = ..., live: _Optional[bool] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., producer_addresses: _Optional[_Iterable[str]] = ..., producer_instance_id: _Optional[str] = ..., kv_handle: _Optional[bytes] = ..., live: _Optional[bool] = ...) -> None: ...
 
 class AggregatedPhase(_message.Message):
     __slots__ = ()

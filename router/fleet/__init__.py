@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import TracebackType
 
-    from pdserve.capability import CapabilityKey
     from pdserve.rpc import Dialer
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
@@ -120,13 +119,11 @@ class Fleet:
         """The clock that leases are counted on."""
         return self._attention.now()
 
-    def register(
-        self, info: WorkerInfo, kv_key: CapabilityKey | None = None, *, draining: bool = False
-    ) -> None:
+    def register(self, info: WorkerInfo, *, draining: bool = False) -> None:
         """Raises InvalidRequest where the worker cannot serve beside the others."""
         known = self.pool.members.get(info.worker_id)
         now = self.lease_now()
-        actions = self.pool.register(info, now, kv_key=kv_key)
+        actions = self.pool.register(info, now)
         self.pool.renew(info.worker_id, info.instance_id, now, load=None, draining=draining)
         self._apply(actions)
         if known is not self.pool.members[info.worker_id]:

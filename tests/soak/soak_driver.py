@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdserve.capability import Capability, mint
+
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.rig import BLOCK_SIZE
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.capability import CapabilityKey, WorkerStart
+
 from tests.patience import WAIT_S
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ HEAVY = frozenset({"torch", "vllm", "transformers"})
 TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "pdserve": (frozenset(), frozenset()),
     "kv_transfer": (
-        frozenset({"pdserve.types", "pdserve.errors", "pdserve.capability"}),
+        frozenset({"pdserve.types", "pdserve.errors"}),
         frozenset({"torch", "vllm"}),
     ),
     "workers": (frozenset({"pdserve", "kv_transfer"}), HEAVY),

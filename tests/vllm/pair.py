@@ -10,7 +10,7 @@ from pdserve.types import FinishReason, SamplingParams
 from workers.engine import DecodePhase, PrefillPhase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pdserve.types import PositionLogprobs
     from tests.vllm.engines import Answer, EngineProcess
@@ -42,14 +42,12 @@ def joined(*parts: Answer) -> Joined:
 
 @dataclass(slots=True)
 class Pair:
-    """`instance_id` is the prefill engine's; `last` holds the parts of the last answer. `mint`
-    makes the capability of a transfer, where the prefill engine asks for one."""
+    """`instance_id` is the prefill engine's; `last` holds the parts of the last answer."""
 
     prefill: EngineProcess
     decode: EngineProcess
     instance_id: str
     last: list[Answer] = field(default_factory=list)
-    mint: Callable[[str], str] = lambda transfer_id: ""
 
     def submit(
         self,
@@ -61,8 +59,7 @@ class Pair:
     ) -> tuple[int, int]:
         """Both at once, as the coordinator does; returns (prefill stream, decode stream)."""
         transfer_id = f"t{next(_TRANSFERS)}"
-        capability = self.mint(transfer_id)
-        source = DecodePhase(transfer_id, self.prefill.addresses, self.instance_id, capability)
+        source = DecodePhase(transfer_id, self.prefill.addresses, self.instance_id)
         return (
             self.prefill.submit(prompt, sampling, PrefillPhase(transfer_id), resume=resume),
             self.decode.submit(prompt, sampling, source, resume=resume, fork_seeds=fork_seeds),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.counters import TransferCounters
 from kv_transfer.handshake import Identity
 from kv_transfer.protocol.plan import Shard
 from kv_transfer.settings import KvSettings
@@ -104,7 +103,7 @@ class Worker:
         self.half = WorkerHalf(self.settings, self.instance_id, self.transports)
         self.half.register(
             local,
-            Identity(self.instance_id, self.compatibility, self.settings.worker_id),
+            Identity(self.instance_id, self.compatibility),
             self.shard or Shard(1, self.shape.page_bytes, BLOCK_SIZE),
         )
 
@@ -157,7 +156,7 @@ class Worker:
     def start(
         self, source: Worker | str, transfer_id: str, block_ids: list[int], tokens: int, **rest: Any
     ) -> None:
-        """The decode engine has reserved blocks. `rest`: first_block, instance id, capability."""
+        """The decode engine has reserved blocks. `rest`: first_block, instance id."""
         address = source if isinstance(source, str) else source.half.address
         instance_id = rest.pop("instance_id", "" if isinstance(source, str) else source.instance_id)
         first = rest.pop("first_block", 0)
@@ -171,7 +170,6 @@ class Worker:
                     first,
                     tokens,
                     block_ids,
-                    rest.pop("capability", ""),
                 )
             ],
             **rest,
@@ -255,28 +253,6 @@ def by_name(name: str, loopback: Transport) -> Callable[[], Transport]:
         "nccl": NcclWorld().transport,
     }
     return made[name]
-
-
-def can_take(target: Worker, address: str, instance_id: str) -> bool:
-    """Whether the target has mapped what the source has."""
-    links = target.half.links
-    with links.lock:
-        link = links.link_to(address, instance_id)
-    return link.takes is not None and link.takes.wait_mapped(0.0)
-
-
-def join(source: Worker, target: Worker) -> None:
-    """One transfer between the two over shm, whose trace is wiped out, but for blocks 0 and 1; from
-    then on the target can take what lies ready."""
-    target.start(source, "join", [0, 1], 8)
-    source.prefill("join", [0, 1], 8)
-    settle(source, target)
-    until(lambda: can_take(target, source.half.address, source.instance_id), source, target)
-    for worker in (source, target):
-        worker.half.links.counters = worker.half.links._guard._counters = TransferCounters()
-        worker.sent.clear()
-        worker.ended.clear()
-        worker.arrivals.clear()
 
 
 def settle(source: Worker, target: Worker) -> None:

@@ -54,7 +54,6 @@ class Request:
     link: SimLink | None = None
     started: bool = False
     unneeded: bool = False
-    found: src.Publish | None = None  # its target takes it by itself
     copied: int = 0
     outdated: src.PushChunk[SimLink] | None = None  # a copy that the source will not count
     outcomes: list[tgt.TargetOutcome] = field(default_factory=list)

@@ -32,11 +32,9 @@ from kv_transfer.messages import (
     Fail,
     Grant,
     Message,
-    Taken,
 )
 from kv_transfer.protocol.plan import Shard
 from kv_transfer.source import SourceTable
-from pdserve.types import TransferReport
 from tests.unit.kv_transfer.simulation import Content, Engine, Job, Request, SimLink
 
 BLOCK = 4
@@ -73,9 +71,7 @@ class World(RuleBasedStateMachine):
             grant_wait_s=20.0,
             alive_s=5.0,
             by_token=True,
-            publish_blocks=3,
         )
-        self.board: dict[str, src.Publish] = {}
         self.size = BLOCK
         self.targets: tgt.TargetTable[SimLink] = tgt.TargetTable(RECEIVE_S, CANCEL_S)
         self.links: list[SimLink] = []
@@ -117,11 +113,6 @@ class World(RuleBasedStateMachine):
                     link.urgent.append(Fail(tid, reason))
                 case src.SendAlive(link, tid):
                     link.urgent.append(Alive([tid]))
-                case src.Publish(tid):
-                    assert tid not in self.board
-                    self.board[tid] = action
-                case src.Withdraw(tid):
-                    del self.board[tid]
                 case src.Release(request_id):
                     self.release(self.requests[request_id.removeprefix("p-")])
 
@@ -129,7 +120,6 @@ class World(RuleBasedStateMachine):
         assert request.held, "a release of blocks that nobody held"
         request.released += 1
         assert request.released == 1, "released twice"
-        assert request.tid not in self.board, "released while a target may take it"
         busy = [link.busy for link in self.links if link.busy is not None]
         assert all(b.transfer_id != request.tid for b in busy), "released under a copy"
         self.overwrite(request)
@@ -287,9 +277,9 @@ class World(RuleBasedStateMachine):
             self.overwrite(request)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.where(started=False, unneeded=False, found=None))
+    @precondition(lambda self: self.where(started=False, unneeded=False))
     def start(self, data: Any) -> None:
-        self.start_now(self.pick(data, self.where(started=False, unneeded=False, found=None)))
+        self.start_now(self.pick(data, self.where(started=False, unneeded=False)))
 
     def start_now(self, request: Request) -> None:
         request.started, request.link = True, self.link()
@@ -297,47 +287,12 @@ class World(RuleBasedStateMachine):
             self.targets.start("d-" + request.tid, [(request.link, request.grant, None)], self.now)
         )
 
-    @rule(data=st.data())
-    @precondition(lambda self: self.ready())
-    def find(self, data: Any) -> None:
-        """A target's step sees that the transfer lies ready."""
-        request = self.pick(data, self.ready())
-        request.found, request.link = self.board[request.tid], self.link()
-
-    @rule(data=st.data())
-    @precondition(lambda self: any(r.found for r in self.where(started=False)))
-    def take(self, data: Any) -> None:
-        """It has copied, whatever lay there by then, and looks whether that is the transfer's."""
-        request = self.pick(data, [r for r in self.where(started=False) if r.found])
-        found, request.found = request.found, None
-        assert found is not None
-        assert request.link is not None
-        skipped = request.first_block * BLOCK
-        tokens = cells(found.block_ids, BLOCK)[skipped : request.tokens]
-        for cell, place in zip(tokens, cells(request.target_blocks, BLOCK)):  # noqa: B905
-            self.target_memory[place] = self.source_memory.get(cell, GARBAGE)
-        if self.board.get(request.tid) is not found:
-            self.start_now(request)
-            return
-        request.started = True
-        blocks = len(request.target_blocks)
-        report = TransferReport(0.1, 0.1, 0, blocks, "sim")
-        self.targets.take("d-" + request.tid, found.token_ids, report)
-        if request.link.target_up:
-            request.link.to_source.append(Taken(request.tid, blocks))
-        self.report()
-
-    def ready(self) -> list[Request]:
-        """What a target can take by itself."""
-        waiting = self.where(started=False, unneeded=False, found=None, block_size=BLOCK)
-        return [r for r in waiting if r.tid in self.board]
-
     # One rule for all that goes wrong, so that things go wrong now and then, not most of the time.
     @rule(data=st.data(), kind=st.sampled_from(MISHAPS))
     @precondition(lambda self: self.links)
     def mishap(self, data: Any, kind: str) -> None:
         running = self.where(prefill=Engine.RUNNING)
-        waiting = self.where(started=False, unneeded=False, found=None)
+        waiting = self.where(started=False, unneeded=False)
         loading = self.where(started=True, outcomes=[])
         if kind == "abort" and running:
             self.end(self.pick(data, running), held=False)
@@ -425,8 +380,6 @@ class World(RuleBasedStateMachine):
                 self.do_source(self.sources.cancel(link, tid))
             case Ack(tid):
                 self.do_source(self.sources.ack(link, tid))
-            case Taken(tid):
-                self.do_source(self.sources.taken(tid))
 
     def again(self, link: SimLink, tid: str, first: int) -> None:
         actions = self.sources.again(link, tid, first, self.now)

@@ -19,7 +19,6 @@ KV = {
         "pushed_bytes": 3 * 1024**3,
         "received_bytes": 12.0,
         "failures": 5.0,
-        "refused_capabilities": 1.0,
         "refused_grants": 1.0,
         "dropped_links": 1.0,
     },
@@ -77,7 +76,7 @@ def test_load_and_kv_plane_have_a_row_a_worker() -> None:
     lines = printed(row())
     load = "prefill-0 prefill ready demo 1 0 25% 2 (64 tok) 2 h"
     assert cells(lines, "prefill-0", 0) == load.split()
-    kv = "prefill-0 7 4 3 1 2 shm, 1 tcp 3 GiB 5 3"
+    kv = "prefill-0 7 4 3 1 2 shm, 1 tcp 3 GiB 5 2"
     assert cells(lines, "prefill-0", 1) == kv.split()
     assert lines[-1] == "  prefill-0 (instance id 01234567): http://127.0.0.1:9/debug/kv"
     assert not [line for line in lines if "cannot exchange" in line]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from pdserve import types as t
 from pdserve import wire
-from pdserve.capability import KEY_BYTES, CapabilityKey
 from pdserve.errors import InvalidRequest, Overloaded, from_info
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
@@ -241,20 +240,6 @@ def test_incomplete_worker_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         wire.worker_from_pb(message)
     assert caught.value.field == f"worker.{name}"
-
-
-@pytest.mark.parametrize("key", [None, CapabilityKey(b"k" * KEY_BYTES)])
-def test_a_registration_has_the_worker_and_its_key(key: CapabilityKey | None) -> None:
-    info = wire.worker_from_pb(complete_worker())
-    assert wire.registration_from_pb(wire.registration_to_pb(info, key)) == (info, key)
-
-
-def test_a_key_of_another_length_is_refused_and_not_repeated() -> None:
-    message = w.RegisterRequest(worker=complete_worker(), kv_key=b"short")
-    with pytest.raises(InvalidRequest) as caught:
-        wire.registration_from_pb(message)
-    assert caught.value.field == "kv_key"
-    assert "short" not in caught.value.message
 
 
 def test_a_kv_report_survives_the_wire() -> None:

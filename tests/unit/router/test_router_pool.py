@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pdserve.capability import KEY_BYTES, CapabilityKey
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role, WorkerLoad
 from router.canaries import half_open_worker
@@ -78,17 +77,6 @@ def test_so_many_earlier_starts_are_remembered(pool: WorkerPool) -> None:
     for number in range(REMEMBERED_STARTS + 5):
         pool.register(worker_info("d", Role.DECODE, instance_id=f"e{number}"), now=1.0)
     assert len(pool.members["d"].replaced) == REMEMBERED_STARTS
-
-
-def test_another_key_under_the_same_instance_id_is_another_start(pool: WorkerPool) -> None:
-    info, key = worker_info("p", Role.PREFILL), CapabilityKey(b"k" * KEY_BYTES)
-    pool.register(info, now=0.0, kv_key=key)
-    assert pool.register(info, now=1.0, kv_key=CapabilityKey(b"k" * KEY_BYTES)) == []
-    other = CapabilityKey(b"o" * KEY_BYTES)
-    close, open_ = pool.register(info, now=2.0, kv_key=other)
-    assert isinstance(close, CloseLink)
-    assert isinstance(open_, OpenLink)
-    assert pool.members["p"].kv_key == other
 
 
 def test_a_lease_that_runs_out_loses_the_worker_and_then_its_memory(pool: WorkerPool) -> None:

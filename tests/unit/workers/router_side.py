@@ -46,7 +46,6 @@ class FakeRegistry(RegistryServicer):
     refusal: str = ""
     forget: bool = False
     registered: list[w.WorkerInfo] = field(default_factory=list)
-    kv_keys: list[bytes] = field(default_factory=list)
     renewals: list[w.RenewRequest] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -61,7 +60,6 @@ class FakeRegistry(RegistryServicer):
         if self.refusal:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
         self.registered.append(request.worker)
-        self.kv_keys.append(request.kv_key)
         self.forget = False
         self.changed.set()
         return w.RegisterResponse(lease_s=self.lease_s)

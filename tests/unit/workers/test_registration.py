@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve import wire
-from pdserve.capability import CapabilityKey
 from pdserve.types import KvLedger, KvReport, ModelInfo, Role, WorkerInfo, WorkerLoad
 from tests.unit.workers.router_side import WAIT_S, FakeRegistry
 from workers.registration import Backoff, RegistrationRefused, Registrations
@@ -44,10 +43,8 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
-async def begin(
-    stack: AsyncExitStack, source: Source, *addresses: str, kv_key: CapabilityKey | None = None
-) -> Registrations:
-    registrations = Registrations(addresses, kv_key=kv_key)
+async def begin(stack: AsyncExitStack, source: Source, *addresses: str) -> Registrations:
+    registrations = Registrations(addresses)
     stack.push_async_callback(registrations.stop)
     registrations.start(INFO, source)
     return registrations
@@ -63,23 +60,6 @@ async def test_it_registers_with_every_router_and_leaves_every_router(
     assert [wire.worker_from_pb(x.registered[0]) for x in routers] == [INFO, INFO]
     await registrations.stop()
     assert [x.left for x in routers] == [["d0"], ["d0"]]
-
-
-async def test_every_router_gets_the_key_each_time_and_no_log_does(
-    stack: AsyncExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG")
-    routers, key = [FakeRegistry(lease_s=0.03), FakeRegistry()], CapabilityKey.generate()
-    addresses = [await stack.enter_async_context(x.serving()) for x in routers]
-    registrations = await begin(stack, Source(), *addresses, kv_key=key)
-    await registrations.registered()
-    await routers[0].until(lambda: routers[0].renewals)
-    routers[0].forget = True
-    await routers[0].until(lambda: len(routers[0].kv_keys) == 2)
-    assert routers[0].kv_keys == [key.reveal()] * 2
-    assert routers[1].kv_keys == [key.reveal()]
-    assert key.reveal().hex() not in caplog.text
-    assert repr(key.reveal()) not in caplog.text
 
 
 async def test_it_renews_with_the_figures_of_its_kv_plane(stack: AsyncExitStack) -> None:
