@@ -81,7 +81,7 @@ proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
 		|| { echo "pdserve/v1 is not what protos/ generates: run make proto" >&2; exit 1; }
 
 docs: $(STAMP) ## generate docs/configuration.md from the schema
-	$(BIN)/python -m pdserve.config_docs
+	$(BIN)/python -m pdserve.config
 
 bench: $(STAMP) ## compare 1P1D with two aggregated workers on a shipped trace
 	$(BIN)/pdserve bench compare --arms 1P1D,2A --trace chat --kv-cache-mib 512 $(ARGS)

@@ -1,313 +1,578 @@
-"""Every configuration key, with its default and its sentence. docs/configuration.md and
-`pdserve config` are generated from here.
+"""The configuration: every key with its type, bounds, default and description.
 
-One file serves `pdserve up`, `pdserve router` and `pdserve worker`: each reads its own section.
+One YAML file serves `pdserve up`, `pdserve router` and `pdserve worker`; each reads its own
+section. `docs/configuration.md` and the output of `pdserve config` are generated from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping  # noqa: TC003 - the schema reads annotations at run time
+import ipaddress
+import re
+import textwrap
+import typing
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pdserve.access.config import AccessConfig, RouterAccessConfig
-from pdserve.access.strict import check_router, check_worker
-from pdserve.config_schema import check, key, parse, read_file, refuse, section
-from pdserve.config_schema import overlay as overlay_keys
-from pdserve.failure_config import DetectionConfig, FallbackConfig, GpuConfig
-from pdserve.role_config import RolesConfig
-from pdserve.tenant_config import TenantConfig  # noqa: TC001 - read at run time
+import msgspec
+import yaml
+from msgspec import Meta, Struct
+
+from pdserve.api_keys import is_hash
+from pdserve.errors import ConfigError
 from pdserve.types import Role
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
-POLICIES = (
-    *("always_local", "least_loaded", "power_of_two", "prefix_aware", "round_robin"),
-    "slo_aware",
-)
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "pdserve-demo"
 
+# Time that a drain may take after its streams have moved away: routers place them elsewhere, and
+# blocks become free at the next engine step, or after a fence of their transport.
+MOVE_S = 10.0
+UNPIN_S = 30.0
 
-@dataclass(frozen=True, slots=True)
-class SloConfig:
-    """What clients were promised. Admission acts on it, and of the policies `slo_aware`."""
-
-    ttft_s: float = key(
-        1.0, "Seconds from a request's arrival to its first token.", minimum=0.001, maximum=3600
-    )
-    tpot_s: float = key(0.1, "Seconds between two tokens.", minimum=0.0001, maximum=3600)
-    refuse_beyond: float = key(
-        5.0,
-        "Interactive requests are refused once their first token is predicted later than so many "
-        "times `ttft_s`, and whoever would make gaps longer than so many times `tpot_s` waits; 0 "
-        "does neither.",
-        minimum=0,
-        maximum=1000,
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
+_DAY_S = 86400
 
 
-@dataclass(frozen=True, slots=True)
-class RouterConfig:
-    """The router: its two faces and what it admits."""
+def doc(text: str) -> Meta:
+    return Meta(description=text)
 
-    http_host: str = key("127.0.0.1", "Address of the HTTP face.", not_empty=True)
-    http_port: int = key(
-        8000, "Port of the HTTP face; 0 takes a free one.", minimum=0, maximum=65535
-    )
-    shared_http_port: int = key(
-        0,
-        "Port at which every router of this machine that names it serves HTTP too: a connection "
-        "is given to one of them. 0 for none.",
-        minimum=0,
-        maximum=65535,
-    )
-    grpc_host: str = key(
-        "127.0.0.1", "Address of the gRPC face, which workers use too.", not_empty=True
-    )
-    grpc_port: int = key(
-        8001, "Port of the gRPC face; 0 takes a free one.", minimum=0, maximum=65535
-    )
-    policy: str = key("slo_aware", "How requests are placed on workers.", choices=POLICIES)
-    prefix_max_blocks: int = key(
-        2_000_000,
-        "Most KV blocks in the index of the workers' prefix caches, about 100 bytes each. 0: no "
-        "index.",
-        minimum=0,
-    )
-    decision_log_size: int = key(
-        1024, "Placement decisions kept for `pdserve explain`; 0 keeps none.", minimum=0
-    )
-    max_running_requests: int = key(256, "Requests placed on workers at one time.", minimum=1)
-    max_queued_requests: int = key(
-        1024, "Requests that may wait; one more is refused with 429.", minimum=0
-    )
-    batch_share: float = key(
-        0.75,
-        "Most of the running requests that may be of the batch class.",
-        minimum=0.0,
-        maximum=1.0,
-    )
-    prefill_chunks_ahead: int = key(
-        2,
-        "Chunks of prompts that a worker is given ahead, or one longer prompt; the others wait in "
-        "the router's order. 0 gives it all at once.",
-        minimum=0,
-    )
-    tenants: tuple[TenantConfig, ...] = key(
-        (), "Whom the router serves, by API key; without any, everyone."
-    )
-    request_timeout_s: float = key(
-        600.0, "Deadline of a request that names none.", minimum=0.001, maximum=86400
-    )
-    lease_s: float = key(
-        5.0,
-        "How long a worker that has stopped renewing is still believed to live.",
-        minimum=0.1,
-        maximum=3600,
-    )
-    quarantine_s: float = key(
-        60.0,
-        "How long a prefill and a decode worker are kept apart when KV between them came damaged "
-        "twice; 0 never does.",
-        minimum=0,
-        maximum=86400,
-    )
-    max_body_bytes: int = key(
-        8 * 1024 * 1024, "Largest HTTP body or gRPC message taken from a client.", minimum=1024
-    )
-    access: RouterAccessConfig = section(
-        RouterAccessConfig, "Who may connect, and as what; API keys are those of `tenants`."
-    )
-    roles: RolesConfig = section(RolesConfig, "When workers are moved between prefill and decode.")
-    max_connections: int = key(
-        16_384,
-        "HTTP connections at one time, fewer where the limit of open files does not allow them; "
-        "one more gets 503.",
-        minimum=1,
-    )
-    detection: DetectionConfig = section(
-        DetectionConfig, "When a worker that lives is given no work."
-    )
-    otlp_endpoint: str = key(
-        "", "Where spans go by OTLP over gRPC, as `http://host:4317`; empty makes none."
-    )
-    trace_share: float = key(
-        1.0, "Share of the requests without a `traceparent` that is traced.", minimum=0, maximum=1
-    )
-    fallback: FallbackConfig = section(
-        FallbackConfig, "What is computed again when a worker fails, and when to give up."
-    )
-    stop_grace_s: float = key(
-        10.0, "How long running requests may go on after a stop was asked for.", minimum=0
-    )
-    slo: SloConfig = section(
-        SloConfig,
-        "What clients were promised: it decides who is taken, `slo_aware` places by it, "
-        "`pdserve status` judges.",
-    )
-    log_level: str = key("info", "Least level that is logged.", choices=LOG_LEVELS)
+
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], doc("Lowest level that is logged.")
+]
+Text = Annotated[str, Meta(min_length=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Amount = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=_DAY_S)]
+Duration = Annotated[float, Meta(ge=0.001, le=_DAY_S)]
+Lease = Annotated[float, Meta(ge=0.1, le=3600)]
+
+
+class _Invalid(ConfigError, ValueError):
+    """A ConfigError that msgspec reports with the path of the section that raised it."""
+
+
+def _invalid(key: str, reason: str) -> NoReturn:
+    raise _Invalid(f"{key}: {reason}", field=key)
+
+
+def refuse(dotted: str, reason: str) -> NoReturn:
+    """Raise ConfigError for a key or a command-line option."""
+    raise ConfigError(f"{dotted}: {reason}" if dotted else reason, field=dotted)
+
+
+class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+
+def is_exposed(host: str) -> bool:
+    """Return True if other machines can reach a server that listens at `host`."""
+    try:
+        return not ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def _require_auth(hosts: list[str], missing: list[str]) -> None:
+    if missing:
+        where, keys = ", ".join(dict.fromkeys(hosts)), "; ".join(dict.fromkeys(missing))
+        _invalid("access.require_auth", f"other machines can reach {where}; set {keys}")
+
+
+def _check_otlp(endpoint: str) -> None:
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        _invalid("otlp_endpoint", f"must begin with http:// or https://, not {endpoint!r}")
+
+
+class TlsConfig(_Section, frozen=True):
+    """TLS of gRPC and of sessions between routers and workers. Enabled by `cert_file`."""
+
+    cert_file: Annotated[
+        str, doc("PEM file: this process's certificate and its chain. Empty: no TLS.")
+    ] = ""
+    key_file: Annotated[str, doc("PEM file: the private key of `cert_file`, not encrypted.")] = ""
+    ca_file: Annotated[
+        str, doc("PEM file: CAs that sign the peers' certificates. Empty: public CAs.")
+    ] = ""
+    require_client_cert: Annotated[
+        bool,
+        doc(
+            "With `ca_file`: accept only clients with a certificate that it signed. A URI in the "
+            "certificate gives the role: `urn:pdserve:role:worker`, `...:router` or `...:admin`. "
+            "Without one the caller is a client."
+        ),
+    ] = True
+    peer_name: Annotated[
+        str, doc("Name in the peers' certificates. Empty: the host that is dialled.")
+    ] = ""
 
     def __post_init__(self) -> None:
-        check(self)
+        _check_tls_files(self)
+
+    @property
+    def is_mutual(self) -> bool:
+        """True if every caller must present a certificate."""
+        return bool(self.ca_file) and self.require_client_cert
+
+
+class HttpTlsConfig(_Section, frozen=True):
+    """TLS of HTTP. Enabled by `cert_file`."""
+
+    cert_file: Annotated[
+        str, doc("PEM file: the server's certificate and its chain. Empty: no TLS.")
+    ] = ""
+    key_file: Annotated[str, doc("PEM file: the private key of `cert_file`, not encrypted.")] = ""
+    ca_file: Annotated[
+        str, doc("PEM file: CAs. If set, clients must present a certificate of theirs.")
+    ] = ""
+
+    def __post_init__(self) -> None:
+        _check_tls_files(self)
+
+
+def _check_tls_files(tls: TlsConfig | HttpTlsConfig) -> None:
+    if bool(tls.cert_file) != bool(tls.key_file):
+        missing = "key_file" if tls.cert_file else "cert_file"
+        _invalid(missing, "cert_file and key_file must be set together")
+    if tls.ca_file and not tls.cert_file:
+        _invalid("cert_file", "is required because ca_file is set")
+
+
+class AccessConfig(_Section, frozen=True):
+    """Who may connect to a process, and with which role."""
+
+    require_auth: Annotated[
+        bool,
+        doc(
+            "Refuse to start if an address that other machines can reach accepts unauthenticated "
+            "callers."
+        ),
+    ] = False
+    tls: Annotated[TlsConfig, doc("TLS of gRPC and of sessions.")] = TlsConfig()
+    worker_token_file: Annotated[
+        str,
+        doc(
+            "File with a secret that workers and routers share. Use it where certificates do not "
+            "give roles."
+        ),
+    ] = ""
+    admin_keys: Annotated[
+        tuple[str, ...], doc("Hashes (`pdserve config hash-key`) of the keys of administrators.")
+    ] = ()
+
+    def __post_init__(self) -> None:
+        _check_hashes("admin_keys", self.admin_keys)
+        if self.admin_keys and not (self.tls.is_mutual or self.worker_token_file):
+            _invalid(
+                "admin_keys",
+                "needs worker_token_file, or tls.ca_file with client certificates: workers must "
+                "authenticate too once roles are checked",
+            )
+
+    @property
+    def asks_for_roles(self) -> bool:
+        """True if callers must authenticate for anything but public requests."""
+        return self.tls.is_mutual or bool(self.worker_token_file) or bool(self.admin_keys)
+
+
+class RouterAccessConfig(AccessConfig, frozen=True):
+    """Access to a router, which serves HTTP too."""
+
+    http_tls: Annotated[HttpTlsConfig, doc("TLS of HTTP.")] = HttpTlsConfig()
+
+
+def _check_hashes(key: str, hashes: tuple[str, ...]) -> None:
+    for i, text in enumerate(hashes):
+        if not is_hash(text):
+            # The value may be a key put here by mistake, so it is not repeated.
+            _invalid(f"{key}[{i}]", "must be a hash that `pdserve config hash-key` printed")
+
+
+class TenantConfig(_Section, frozen=True):
+    """A tenant: its API keys and its limits."""
+
+    name: Annotated[str, doc("Name of the tenant in metrics.")] = ""
+    keys: Annotated[
+        tuple[str, ...], doc("Hashes of its API keys (`pdserve config hash-key`).")
+    ] = ()
+    weight: Annotated[
+        float, Meta(ge=0.001, le=1e6), doc("Its share of the service while requests are queued.")
+    ] = 1.0
+    requests_per_minute: Annotated[Amount, doc("Requests a minute. 0: no limit.")] = 0.0
+    tokens_per_minute: Annotated[
+        Amount, doc("Tokens a minute, prompts and expected answers. 0: no limit.")
+    ] = 0.0
+    max_concurrent_requests: Annotated[
+        Count, doc("Requests queued and running at a time. 0: no limit.")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            _invalid("name", "must not be empty")
+        _check_hashes("keys", self.keys)
+
+
+class SloConfig(_Section, frozen=True):
+    """Latency targets. Admission and the policy `slo_aware` use them."""
+
+    ttft_s: Annotated[float, Meta(ge=0.001, le=3600), doc("Seconds to the first token (TTFT).")] = (
+        1.0
+    )
+    tpot_s: Annotated[float, Meta(ge=0.0001, le=3600), doc("Seconds a token after it (TPOT).")] = (
+        0.1
+    )
+    refuse_beyond: Annotated[
+        float,
+        Meta(ge=0, le=1000),
+        doc(
+            "Reject an interactive request if its predicted TTFT exceeds `refuse_beyond × ttft_s`. "
+            "Queue it if its predicted TPOT exceeds `refuse_beyond × tpot_s`. 0 disables both."
+        ),
+    ] = 5.0
+
+
+class RolesConfig(_Section, frozen=True):
+    """When the router moves workers between prefill and decode."""
+
+    auto: Annotated[
+        bool,
+        doc(
+            "Change roles by load. Otherwise only `pdserve role` does. Enable it on one router "
+            "only."
+        ),
+    ] = False
+    interval_s: Annotated[
+        float, Meta(ge=0.001, le=3600), doc("Seconds between two looks at the loads.")
+    ] = 1.0
+    window_s: Annotated[Duration, doc("Time constant of the average load.")] = 30.0
+    min_load: Annotated[
+        float, Meta(ge=0, le=100), doc("Change nothing while both phases are loaded less.")
+    ] = 0.7
+    min_improvement: Annotated[
+        float, Meta(ge=0.01, le=1), doc("Share by which the load of the busier phase must fall.")
+    ] = 0.15
+    dwell_s: Annotated[Seconds, doc("Seconds for which another split must be better.")] = 30.0
+    settle_s: Annotated[Seconds, doc("Pause after a role change, or after workers changed.")] = 60.0
+    failure_pause_s: Annotated[
+        float, Meta(ge=0, le=3600), doc("Pause after a failed role change; doubles up to an hour.")
+    ] = 60.0
+    drain_timeout_s: Annotated[
+        Seconds, doc("Seconds after which a worker's streams are moved.")
+    ] = 30.0
+
+
+class DetectionConfig(_Section, frozen=True):
+    """When a worker that is alive gets no work."""
+
+    stall_s: Annotated[
+        float,
+        Meta(ge=0, le=3600),
+        doc(
+            "Seconds without a step after which a busy worker's requests continue elsewhere; more "
+            "while a step is expected to take longer. 0: never."
+        ),
+    ] = 2.0
+    failures: Annotated[Positive, doc("Consecutive failures that eject a worker or a pair.")] = 3
+    suspend_s: Annotated[
+        Seconds,
+        doc(
+            "Seconds of the first ejection, after which a probe decides; doubles while probes "
+            "fail. 0: never eject."
+        ),
+    ] = 10.0
+    max_suspend_s: Annotated[Seconds, doc("Longest ejection in seconds.")] = 120.0
+    probe_s: Annotated[
+        Seconds,
+        doc(
+            "Probe a pair of workers after so many seconds without a transfer between them. 0: no "
+            "probes; requests of clients try ejected workers."
+        ),
+    ] = 60.0
+
+
+class FallbackConfig(_Section, frozen=True):
+    """The retry policy: what is computed again when a worker fails."""
+
+    max_fallbacks: Annotated[int, Meta(ge=0, le=1000), doc("Retries of one request.")] = 16
+    progress_tokens: Annotated[
+        Positive, doc("Tokens after which the retry policy starts from its first step.")
+    ] = 16
+    tokens_per_s: Annotated[
+        Amount,
+        doc(
+            "Retry budget of a model: prompt and output tokens computed again a second, on "
+            "average. Requests beyond it fail with 503. 0: no limit."
+        ),
+    ] = 20000.0
+    burst_s: Annotated[Duration, doc("Seconds of the budget usable at once.")] = 30.0
+    live_kv: Annotated[bool, doc("Move the KV cache of a stream that leaves a healthy worker.")] = (
+        True
+    )
+
+
+class RouterConfig(_Section, frozen=True):
+    """The router: its listeners, admission and placement."""
+
+    http_host: Annotated[Text, doc("Address of the HTTP listener.")] = "127.0.0.1"
+    http_port: Annotated[Port, doc("Port of the HTTP listener; 0 takes a free one.")] = 8000
+    shared_http_port: Annotated[
+        Port,
+        doc(
+            "A port that several routers of one machine share: each connection goes to one of "
+            "them. 0: none."
+        ),
+    ] = 0
+    grpc_host: Annotated[Text, doc("Address of the gRPC listener, for clients and workers.")] = (
+        "127.0.0.1"
+    )
+    grpc_port: Annotated[Port, doc("Port of the gRPC listener; 0 takes a free one.")] = 8001
+    policy: Annotated[
+        Literal[
+            "always_local",
+            "least_loaded",
+            "power_of_two",
+            "prefix_aware",
+            "round_robin",
+            "slo_aware",
+        ],
+        doc("How workers are chosen for a request."),
+    ] = "slo_aware"
+    prefix_max_blocks: Annotated[
+        Count, doc("Capacity of the prefix index in KV blocks, about 100 bytes each. 0: none.")
+    ] = 2_000_000
+    decision_log_size: Annotated[Count, doc("Placement decisions kept for `pdserve explain`.")] = (
+        1024
+    )
+    max_running_requests: Annotated[Positive, doc("Requests running on workers at a time.")] = 256
+    max_queued_requests: Annotated[
+        Count, doc("Requests that may wait. More are rejected with 429.")
+    ] = 1024
+    batch_share: Annotated[
+        float, Meta(ge=0, le=1), doc("Share of the running requests that batch may use.")
+    ] = 0.75
+    prefill_chunks_ahead: Annotated[
+        Count, doc("Prompt chunks a worker is given ahead. 0: all at once.")
+    ] = 2
+    tenants: Annotated[
+        tuple[TenantConfig, ...], doc("Tenants by API key. Without any, every caller is served.")
+    ] = ()
+    request_timeout_s: Annotated[Duration, doc("Deadline of a request that gives none.")] = 600.0
+    lease_s: Annotated[Lease, doc("Lease of a worker. One that does not renew it is lost.")] = 5.0
+    quarantine_s: Annotated[
+        Seconds,
+        doc(
+            "Seconds for which a pair of workers is ejected after KV between them was damaged "
+            "twice. 0: never."
+        ),
+    ] = 60.0
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024), doc("Largest HTTP body or gRPC message of a client.")
+    ] = 8 * 1024 * 1024
+    access: Annotated[
+        RouterAccessConfig, doc("Who may connect. API keys of clients are under `tenants`.")
+    ] = RouterAccessConfig()
+    roles: Annotated[RolesConfig, doc("The autoscaler of roles.")] = RolesConfig()
+    max_connections: Annotated[
+        Positive, doc("HTTP connections at a time. More are rejected with 503.")
+    ] = 16_384
+    detection: Annotated[DetectionConfig, doc("When a worker that is alive gets no work.")] = (
+        DetectionConfig()
+    )
+    otlp_endpoint: Annotated[
+        str, doc("OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.")
+    ] = ""
+    trace_share: Annotated[
+        float, Meta(ge=0, le=1), doc("Share of requests traced without a `traceparent`.")
+    ] = 1.0
+    fallback: Annotated[FallbackConfig, doc("The retry policy.")] = FallbackConfig()
+    stop_grace_s: Annotated[Amount, doc("Seconds that open requests have after SIGTERM.")] = 10.0
+    slo: Annotated[SloConfig, doc("Latency targets.")] = SloConfig()
+    log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
         names = [tenant.name for tenant in self.tenants]
         hashes = [text for tenant in self.tenants for text in tenant.keys]
         if len(set(names)) != len(names):
-            refuse("tenants", "names one twice")
+            _invalid("tenants", "two tenants have the same name")
         if len(set(hashes)) != len(hashes):
-            refuse("tenants", "has one key twice")
+            _invalid("tenants", "two tenants have the same key")
         if self.shared_http_port and self.shared_http_port in (self.http_port, self.grpc_port):
-            refuse("shared_http_port", "must be another than http_port and grpc_port")
+            _invalid("shared_http_port", "must differ from http_port and grpc_port")
         _check_otlp(self.otlp_endpoint)
-        check_router(self)
+        if self.access.require_auth:
+            self._check_authentication()
+
+    def _check_authentication(self) -> None:
+        access, tls, missing = self.access, self.access.tls, list[str]()
+        hosts = [host for host in (self.http_host, self.grpc_host) if is_exposed(host)]
+        if is_exposed(self.http_host):
+            if not (self.tenants or access.http_tls.ca_file):
+                missing.append("tenants (API keys)")
+            if not access.http_tls.cert_file:
+                missing.append("access.http_tls.cert_file")
+        if is_exposed(self.grpc_host):
+            if not (self.tenants or tls.is_mutual):
+                missing.append("tenants (API keys)")
+            if not tls.cert_file:
+                missing.append("access.tls.cert_file")
+            if not (tls.is_mutual or access.worker_token_file):
+                missing.append("access.tls.ca_file or access.worker_token_file (workers)")
+            if not (tls.is_mutual or access.admin_keys):
+                missing.append("access.tls.ca_file or access.admin_keys (administrators)")
+        _require_auth(hosts, missing)
 
 
-@dataclass(frozen=True, slots=True)
-class KvConfig:
+class KvConfig(_Section, frozen=True):
     """How KV blocks travel between workers."""
 
-    connector: str = key(
-        "pdserve",
-        "What moves KV: pdserve's own connector, or vLLM's NixlConnector, which needs the package "
-        "`nixl`, takes of these keys `host` and `lease_s` alone, and asks for no rights.",
-        choices=("pdserve", "nixl"),
-    )
-    host: str = key(
-        "127.0.0.1", "Address at which the other workers reach this one's KV.", not_empty=True
-    )
-    transports: tuple[str, ...] = key(
-        ("auto",),
-        "Transports offered, the preferred one first; `auto` alone takes shm and tcp for a KV "
-        "cache in host memory, nccl for one on a GPU, as far as the machine has them.",
-        choices=("auto", "shm", "tcp", "nccl"),
-        not_empty=True,
-    )
-    lease_s: float = key(
-        30.0,
-        "How long a prefill worker holds finished blocks for a decode worker that is silent.",
-        minimum=0.1,
-        maximum=3600,
-    )
-    receive_timeout_s: float = key(
-        30.0,
-        "How long a decode worker waits between two signs of life of a transfer.",
-        minimum=0.1,
-        maximum=3600,
-    )
-    digest: str = key(
-        "auto",
-        "Which chunks a prefill worker sends with a digest, for the decode worker to check: all, "
-        "one in sixteen, or none; auto is all. KV in GPU memory travels without digests.",
-        choices=("auto", "always", "sampled", "off"),
-    )
-    staging_slots: int = key(
-        4,
-        "With nccl: staging slots a direction, in GPU memory beside the KV cache.",
-        minimum=2,
-        maximum=256,
-    )
-    staging_slot_bytes: int = key(
-        32 << 20,
-        "Size of a staging slot; it must hold a block of all layers.",
-        minimum=1,
-        maximum=1 << 32,
-    )
-    nccl_budget_bytes: int = key(
-        512 << 20,
-        "GPU memory that all NCCL communicators may hold together, beside the KV cache.",
-        minimum=1,
-        maximum=1 << 40,
-    )
-    nccl_max_ctas: int = key(
-        4, "Thread blocks that one NCCL communicator may use.", minimum=1, maximum=32
-    )
-    nccl_init_timeout_s: float = key(
-        20.0,
-        "How long two workers may take to make an NCCL communicator.",
-        minimum=0.1,
-        maximum=3600,
-    )
-    nccl_library: str = key("", "NCCL's library file; empty takes the one that torch brings.")
+    connector: Annotated[
+        Literal["pdserve", "nixl"],
+        doc(
+            "`pdserve`, or vLLM's NixlConnector, which needs the package `nixl`, uses only `host` "
+            "and `lease_s`, and does not authenticate."
+        ),
+    ] = "pdserve"
+    host: Annotated[Text, doc("Address at which other workers reach this one's KV.")] = "127.0.0.1"
+    transports: Annotated[
+        tuple[Literal["auto", "shm", "tcp", "nccl"], ...],
+        Meta(min_length=1),
+        doc(
+            "Transports, the preferred one first. `auto` takes shm and tcp for a KV cache in host "
+            "memory, and nccl for one on a GPU."
+        ),
+    ] = ("auto",)
+    lease_s: Annotated[
+        Lease, doc("Seconds for which a prefill worker keeps blocks for a silent decode worker.")
+    ] = 30.0
+    receive_timeout_s: Annotated[
+        Lease, doc("Seconds a decode worker waits between two messages of a transfer.")
+    ] = 30.0
+    digest: Annotated[
+        Literal["auto", "always", "sampled", "off"],
+        doc(
+            "Chunks that are sent with a digest: all, one in 16, or none. `auto` is all. KV on "
+            "GPUs is sent without."
+        ),
+    ] = "auto"
+    staging_slots: Annotated[
+        int, Meta(ge=2, le=256), doc("nccl: staging slots a direction, in GPU memory.")
+    ] = 4
+    staging_slot_bytes: Annotated[
+        int, Meta(ge=1, le=1 << 32), doc("nccl: size of a slot, at least one block.")
+    ] = 32 << 20
+    nccl_budget_bytes: Annotated[
+        int, Meta(ge=1, le=1 << 40), doc("nccl: GPU memory of all communicators.")
+    ] = 512 << 20
+    nccl_max_ctas: Annotated[
+        int, Meta(ge=1, le=32), doc("nccl: thread blocks of a communicator.")
+    ] = 4
+    nccl_init_timeout_s: Annotated[Lease, doc("nccl: seconds to make a communicator.")] = 20.0
+    nccl_library: Annotated[
+        str, doc("nccl: path of the library. Empty: the one that torch ships.")
+    ] = ""
 
     def __post_init__(self) -> None:
-        check(self)
         if len(set(self.transports)) != len(self.transports):
-            refuse("transports", f"names one twice: {', '.join(self.transports)}")
+            _invalid("transports", f"has a duplicate: {', '.join(self.transports)}")
         if "auto" in self.transports and len(self.transports) > 1:
-            refuse("transports", "has `auto` beside others; give it alone")
+            _invalid("transports", "`auto` must be the only entry")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class GpuConfig(_Section, frozen=True):
+    """Limits of GPU health beyond which a worker takes no more work."""
+
+    look_s: Annotated[Seconds, doc("Seconds between two checks. 0: none.")] = 10.0
+    max_temperature_c: Annotated[Count, doc("Highest temperature in degrees. 0: no limit.")] = 95
+    max_ecc_errors: Annotated[
+        Count, doc("Most uncorrected memory errors since the driver was loaded.")
+    ] = 0
+    min_free_memory_bytes: Annotated[Count, doc("Least free GPU memory, beside the engine's.")] = 0
+
+
+class WorkerConfig(_Section, frozen=True):
     """One worker: an engine in one role."""
 
-    worker_id: str = key("", "Name of the worker; empty takes one from role and process.")
-    role: Role = key(Role.AGGREGATED, "What the worker does with a request.")
-    engine: str = key(
-        "vllm", "Engine: vLLM, or a scripted one without a model.", choices=("vllm", "fake")
+    worker_id: Annotated[str, doc("Name of the worker. Empty: made from role and process id.")] = ""
+    role: Annotated[Role, doc("Which phases the worker runs.")] = Role.AGGREGATED
+    engine: Annotated[
+        Literal["vllm", "fake"], doc("vLLM, or a fake engine that needs no model weights.")
+    ] = "vllm"
+    model: Annotated[Text, doc("Directory of the model, or `demo` for the one shipped.")] = (
+        DEMO_MODEL
     )
-    model: str = key(
-        DEMO_MODEL, "Directory of the model, or `demo` for the one shipped.", not_empty=True
-    )
-    model_name: str = key(
-        "", "Name under which the model is served; empty takes the directory's name."
-    )
-    host: str = key("127.0.0.1", "Address at which the router reaches the worker.", not_empty=True)
-    port: int = key(0, "Port of the worker; 0 takes a free one.", minimum=0, maximum=65535)
-    debug_host: str = key(
-        "127.0.0.1", "Address of the HTTP face for metrics and debugging; empty for none."
-    )
-    debug_port: int = key(0, "Port of that face; 0 takes a free one.", minimum=0, maximum=65535)
-    routers: tuple[str, ...] = key(
-        ("127.0.0.1:8001",), "gRPC addresses of the routers to register with.", not_empty=True
-    )
-    cores: tuple[int, ...] = key(
-        (), "CPU cores the engine is pinned to; empty pins to none.", minimum=0
-    )
-    gpus: tuple[int, ...] = key(
-        (),
-        "GPUs that the engine may use, by NVML's index; empty leaves it all that are visible.",
-        minimum=0,
-    )
-    kv: KvConfig = section(KvConfig, "How KV blocks travel between workers.")
-    gpu: GpuConfig = section(
-        GpuConfig, "What a worker's GPUs may be like before it takes no more work."
-    )
-    access: AccessConfig = section(AccessConfig, "Who may connect, and as what.")
-    engine_args: Mapping[str, object] = key(
-        {}, "Passed on to vLLM's engine arguments, under vLLM's names."
-    )
-    otlp_endpoint: str = key(
-        "", "Where spans go by OTLP over gRPC, as `http://host:4317`; empty makes none."
-    )
-    drain_timeout_s: float = key(
-        30.0,
-        "How long streams on a stopping worker have before they go on elsewhere.",
-        minimum=0,
-    )
-    log_level: str = key("info", "Least level that is logged.", choices=LOG_LEVELS)
+    model_name: Annotated[
+        str, doc("Name under which the model is served. Empty: the directory's name.")
+    ] = ""
+    host: Annotated[Text, doc("Address at which routers reach the worker.")] = "127.0.0.1"
+    port: Annotated[Port, doc("Port of the worker; 0 takes a free one.")] = 0
+    debug_host: Annotated[
+        str, doc("Address of the HTTP listener for metrics and debugging. Empty: none.")
+    ] = "127.0.0.1"
+    debug_port: Annotated[Port, doc("Port of that listener; 0 takes a free one.")] = 0
+    routers: Annotated[
+        tuple[str, ...],
+        Meta(min_length=1),
+        doc("gRPC addresses (host:port) of the routers to register with."),
+    ] = ("127.0.0.1:8001",)
+    cores: Annotated[
+        tuple[Count, ...], doc("CPU cores to pin the engine to. Empty: not pinned.")
+    ] = ()
+    gpus: Annotated[
+        tuple[Count, ...],
+        doc("GPUs that the engine may use, by NVML index. Empty: all visible ones."),
+    ] = ()
+    kv: Annotated[KvConfig, doc("How KV blocks travel between workers.")] = KvConfig()
+    gpu: Annotated[GpuConfig, doc("Limits of GPU health.")] = GpuConfig()
+    access: Annotated[AccessConfig, doc("Who may connect.")] = AccessConfig()
+    engine_args: Annotated[
+        dict[str, object], doc("Engine arguments of vLLM, under vLLM's names.")
+    ] = {}
+    otlp_endpoint: Annotated[
+        str, doc("OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.")
+    ] = ""
+    drain_timeout_s: Annotated[
+        Amount, doc("Seconds after which the streams of a stopping worker are moved.")
+    ] = 30.0
+    log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
-        check(self)
         _check_otlp(self.otlp_endpoint)
         for address in self.routers:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
-                refuse("routers", f"must be host:port addresses, not {address!r}")
+                _invalid("routers", f"must be host:port addresses, not {address!r}")
         if len(set(self.cores)) != len(self.cores):
-            refuse("cores", "names one core twice")
-        check_worker(self)
+            _invalid("cores", "has a duplicate")
+        if self.access.require_auth:
+            self._check_authentication()
+
+    def _check_authentication(self) -> None:
+        tls, missing = self.access.tls, list[str]()
+        hosts = [host for host in (self.host, self.debug_host) if host and is_exposed(host)]
+        remote = [host for x in self.routers if is_exposed(host := x.rpartition(":")[0])]
+        if is_exposed(self.host) or remote:
+            if not tls.cert_file:
+                missing.append("access.tls.cert_file")
+            if not (tls.is_mutual or self.access.worker_token_file):
+                missing.append("access.tls.ca_file or access.worker_token_file")
+        if self.debug_host and is_exposed(self.debug_host):
+            missing.append("debug_host to a loopback address or empty (it has no authentication)")
+        if self.kv.connector == "nixl" and is_exposed(self.kv.host):
+            hosts.append(self.kv.host)
+            missing.append("kv.connector to pdserve (nixl has no authentication)")
+        _require_auth([*hosts, *remote], missing)
 
     @property
     def model_path(self) -> Path:
-        """The model's directory. Raises ConfigError where it holds no model."""
+        """The model's directory. Raises ConfigError if it holds no model."""
         if self.model == DEMO_MODEL:
-            # Imported late: reading a configuration needs no model.
             from pdserve.demo import MODEL_DIR
 
-            path = Path(MODEL_DIR)
+            path = MODEL_DIR
         else:
             path = Path(self.model).expanduser().resolve()
         if not (path / "config.json").is_file():
@@ -316,76 +581,307 @@ class WorkerConfig:
 
     @property
     def served_model_name(self) -> str:
-        """The name that clients ask for."""
         if self.model_name:
             return self.model_name
         return DEMO_MODEL_NAME if self.model == DEMO_MODEL else Path(self.model).name
 
 
-@dataclass(frozen=True, slots=True)
-class UpConfig:
-    """`pdserve up`: which processes to start together."""
+class UpConfig(_Section, frozen=True):
+    """What `pdserve up` starts."""
 
-    prefill: int = key(1, "Prefill workers to start.", minimum=0, maximum=1024)
-    decode: int = key(1, "Decode workers to start.", minimum=0, maximum=1024)
-    aggregated: int = key(
-        0, "Workers to start that prefill and decode alike.", minimum=0, maximum=1024
-    )
-    routers: int = key(
-        1,
-        "Routers to start side by side. The first has the ports of `router`, each other one those "
-        "10 above the one before it.",
-        minimum=1,
-        maximum=16,
-    )
-    cores_per_worker: int = key(
-        0, "CPU cores for each worker; 0 shares out those there are.", minimum=0
-    )
-    gpus_per_worker: int = key(
-        0,
-        "GPUs for each worker, none twice; 0 gives each as many as its tensor_parallel_size, some "
-        "the same ones where there are too few. Without GPUs, or a vLLM for them, of no effect.",
-        minimum=0,
-    )
-    start_timeout_s: float = key(
-        300.0, "How long all processes may take to become ready.", minimum=1, maximum=86400
-    )
-    max_restarts: int = key(
-        5, "Times a worker that dies is started again before `up` gives up.", minimum=0
-    )
-    ready_file: str = key(
-        "", "File to write once all are ready: addresses, process ids and first roles, as JSON."
-    )
-    run_dir: str = key("", "Directory for the processes' logs; empty makes one.")
+    prefill: Annotated[int, Meta(ge=0, le=1024), doc("Prefill workers.")] = 1
+    decode: Annotated[int, Meta(ge=0, le=1024), doc("Decode workers.")] = 1
+    aggregated: Annotated[int, Meta(ge=0, le=1024), doc("Workers that run both phases.")] = 0
+    routers: Annotated[
+        int,
+        Meta(ge=1, le=16),
+        doc("Routers. The first has the ports of `router`, each further one ports 10 higher."),
+    ] = 1
+    cores_per_worker: Annotated[Count, doc("CPU cores of each worker. 0: an equal share.")] = 0
+    gpus_per_worker: Annotated[
+        Count, doc("GPUs of each worker. 0: its tensor_parallel_size, shared if there are too few.")
+    ] = 0
+    start_timeout_s: Annotated[
+        float, Meta(ge=1, le=_DAY_S), doc("Seconds until all processes must be ready.")
+    ] = 300.0
+    max_restarts: Annotated[Count, doc("Restarts of a process that dies before `up` gives up.")] = 5
+    ready_file: Annotated[
+        str, doc("JSON file written once all are ready: addresses, process ids and roles.")
+    ] = ""
+    run_dir: Annotated[str, doc("Directory for logs. Empty: a temporary one.")] = ""
 
     def __post_init__(self) -> None:
-        check(self)
         if bool(self.prefill) != bool(self.decode):
-            lacking = "decode" if self.prefill else "prefill"
-            refuse(lacking, "must be at least 1 where the other of prefill and decode is")
+            missing = "decode" if self.prefill else "prefill"
+            _invalid(missing, "must be at least 1: prefill and decode workers need each other")
         if not self.prefill + self.decode + self.aggregated:
-            refuse("prefill", "no worker at all was asked for")
+            _invalid("prefill", "at least one worker is required")
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(_Section, frozen=True):
     """The whole file."""
 
-    up: UpConfig = section(UpConfig, "What `pdserve up` starts.")
-    router: RouterConfig = section(RouterConfig, "The router: its two faces and what it admits.")
-    worker: WorkerConfig = section(
-        WorkerConfig,
-        "A worker. `pdserve up` makes every worker after this one and chooses `worker_id`, "
-        "`role`, `port`, `debug_port`, `routers` and `cores` itself.",
+    up: Annotated[UpConfig, doc("What `pdserve up` starts.")] = UpConfig()
+    router: Annotated[RouterConfig, doc("The router: its listeners, admission and placement.")] = (
+        RouterConfig()
     )
+    worker: Annotated[
+        WorkerConfig,
+        doc(
+            "A worker. `pdserve up` copies this section for each worker and sets `worker_id`, "
+            "`role`, `port`, `debug_port`, `routers`, `cores` and `gpus`."
+        ),
+    ] = WorkerConfig()
+
+
+# Reading
+
+_T = TypeVar("_T")
 
 
 def load_config(path: Path | None, changes: Mapping[str, object]) -> Config:
-    """The file at `path`, or nothing, under `changes` (dotted keys). Raises ConfigError."""
+    """Return the file at `path`, or the defaults, with `changes` (by dotted key) applied. Raises
+    ConfigError."""
     raw = read_file(path) if path is not None else {}
-    return parse(Config, overlay_keys(raw, changes))
+    return parse(Config, overlay(raw, changes))
 
 
-def _check_otlp(endpoint: str) -> None:
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        refuse("otlp_endpoint", f"must begin with http:// or https://, not {endpoint!r}")
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key written twice. Plain YAML silently keeps the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            name = self.construct_object(key_node, deep=True)
+            if not isinstance(name, Hashable):
+                continue  # the base class refuses it
+            if name in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"{name}: is written twice (line {line})", field=str(name))
+            seen.add(name)
+        return typing.cast("dict[Any, Any]", super().construct_mapping(node, deep))
+
+
+def read_yaml(text: str, source: str) -> dict[str, object]:
+    """Return the mapping in `text`. Raises ConfigError."""
+    try:
+        loaded = yaml.load(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{source} must hold a mapping of keys, not {type(loaded).__name__}")
+    return loaded
+
+
+def read_file(path: Path) -> dict[str, object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    return read_yaml(text, str(path))
+
+
+def overlay(raw: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
+    """Return a copy of `raw` with each dotted key of `changes` set."""
+    result = dict(raw)
+    for dotted, value in changes.items():
+        head, _, rest = dotted.partition(".")
+        if not rest:
+            result[head] = value
+            continue
+        inner = result.get(head, {})
+        if not isinstance(inner, Mapping):
+            refuse(head, f"must be a mapping, not {inner!r}")
+        result[head] = overlay(inner, {rest: value})
+    return result
+
+
+def to_mapping(section: Struct) -> dict[str, object]:
+    """Return the section as plain values, which `parse` reads back."""
+    built = msgspec.to_builtins(section, builtin_types=(tuple,))
+    plain: dict[str, object] = msgspec.json.decode(msgspec.json.encode(built))
+    return plain
+
+
+def parse(cls: type[_T], raw: object, at: str = "") -> _T:
+    """Return `raw` as the section `cls`. Raises ConfigError with the dotted key, under `at`."""
+    try:
+        return msgspec.convert(raw, cls)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at ")
+        dotted = ".".join(x for x in (at, path.rpartition("$")[2].strip("`.")) if x)
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            reason = cause.message.removeprefix(f"{cause.field}: ")
+            refuse(".".join(x for x in (dotted, cause.field) if x), reason)
+        _explain(cls, text, dotted, at)
+
+
+_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "empty",
+}
+
+
+def _explain(cls: type[object], text: str, dotted: str, at: str) -> NoReturn:
+    """Raise msgspec's message `text` in the words of a configuration file."""
+    inside = re.sub(r"\[[^]]*\]", "[]", dotted.removeprefix(at).lstrip("."))
+    if unknown := re.match(r"Object contains unknown field `(.*)`", text):
+        known = _struct_at(cls, inside)
+        refuse(f"{dotted}.{unknown[1]}".lstrip("."), f"unknown key; keys are {', '.join(known)}")
+    if text.startswith("Invalid enum value"):
+        names = {key.dotted: key for key in all_keys(cls)}
+        choices = names[inside.removesuffix("[]")].choices
+        refuse(dotted, f"must be one of {', '.join(choices)}, not {text.split()[-1]}")
+    text = re.sub(r"`(?:array|str)` of length >= 1", "not empty", text)
+    text = re.sub(r"`(\w+)`", lambda match: _NAMES.get(match[1], match[1]), text)
+    refuse(dotted, text.replace("Expected", "must be").replace(", got", ", not"))
+
+
+def _struct_at(cls: type[object], dotted: str) -> tuple[str, ...]:
+    hint: Any = cls
+    for name in dotted.split(".") if dotted else ():
+        hint = _bare(typing.get_type_hints(hint)[name.removesuffix("[]")])
+        hint = _bare(typing.get_args(hint)[0]) if name.endswith("[]") else hint
+    return tuple(getattr(hint, "__struct_fields__", ()))
+
+
+# Documentation
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key as documentation shows it. `default` is as YAML loads it."""
+
+    dotted: str
+    type_name: str
+    default: object
+    description: str
+    choices: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        more = f" One of: {', '.join(self.choices)}." if self.choices else ""
+        return self.description + more
+
+
+def _bare(hint: Any) -> Any:
+    return _bare(hint.__origin__) if typing.get_origin(hint) is Annotated else hint
+
+
+def _fields(cls: Any) -> Iterator[tuple[str, Any, str, object]]:
+    """Yield name, type, description and default of each field."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for spec in msgspec.structs.fields(cls):
+        hint = hints[spec.name]
+        texts = [x.description for x in getattr(hint, "__metadata__", ()) if x.description]
+        default = spec.default
+        if default is msgspec.NODEFAULT:
+            default = spec.default_factory() if callable(spec.default_factory) else ""
+        yield spec.name, _bare(hint), texts[-1] if texts else "", default
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Struct)
+
+
+def _items(hint: Any) -> Any:
+    return _bare(typing.get_args(hint)[0])
+
+
+def all_keys(cls: type[object] = Config, at: str = "") -> Iterator[Key]:
+    """Yield every key below `cls`; those of list items as `name[].key`."""
+    for name, hint, description, default in _fields(cls):
+        dotted = f"{at}{name}"
+        if _is_section(hint):
+            yield from all_keys(hint, f"{dotted}.")
+            continue
+        is_list = typing.get_origin(hint) is tuple
+        item = _items(hint) if is_list else hint
+        choices = typing.get_args(item) if typing.get_origin(item) is Literal else ()
+        if isinstance(item, type) and issubclass(item, Enum):
+            choices = tuple(member.value for member in item)
+        plain = msgspec.to_builtins(default)
+        kind = _type_name(item)
+        yield Key(
+            dotted,
+            f"list of {kind}" if is_list else kind,
+            list(plain) if is_list else plain,
+            description,
+            choices,
+        )
+        if is_list and _is_section(item):
+            yield from all_keys(item, f"{dotted}[].")
+
+
+def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is dict or _is_section(hint):
+        return "mapping"
+    return {int: "integer", float: "number", bool: "boolean"}.get(hint, "string")
+
+
+def as_yaml(config: Config | None = None) -> str:
+    """Return a configuration file with every key under its description."""
+    return "\n".join(_yaml_section(Config, to_mapping(config or Config()), "")) + "\n"
+
+
+def _yaml_section(cls: Any, values: Any, indent: str) -> Iterator[str]:
+    sections = []
+    choices = {key.dotted: key.sentence for key in all_keys(cls)}
+    for name, hint, description, _ in _fields(cls):
+        if _is_section(hint):
+            sections.append((name, hint, description))
+            continue
+        yield from _comment(choices[name], indent)
+        yield f"{indent}{name}: {_flow(values[name])}"
+    for name, hint, description in sections:
+        if not indent and name != sections[0][0]:
+            yield ""
+        yield from _comment(description, indent)
+        yield f"{indent}{name}:"
+        yield from _yaml_section(hint, values[name], indent + "  ")
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    prefix = f"{indent}# "
+    return textwrap.wrap(text, 100, initial_indent=prefix, subsequent_indent=prefix)
+
+
+def _flow(value: object) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000)
+    return text.removesuffix("...\n").strip()
+
+
+_INTRO = """\
+# Configuration
+
+One YAML file (`--config FILE`) serves `pdserve up`, `pdserve router` and `pdserve worker`; each
+reads its own section. `--set KEY=VALUE` sets any key on the command line and overrides the file.
+The options in `--help` do the same for the most common keys. Unknown keys, wrong types and values
+out of bounds are refused with the name of the key. `pdserve config` prints a file with every key.
+"""
+
+
+def as_markdown() -> str:
+    """Return the text of docs/configuration.md."""
+    parts = [_INTRO]
+    for name, hint, description, _ in _fields(Config):
+        parts += [f"## `{name}`\n", f"{description}\n", "| key | type | default | meaning |"]
+        parts.append("|---|---|---|---|")
+        for key in all_keys(hint, f"{name}."):
+            cells = (f"`{key.dotted}`", key.type_name, f"`{_flow(key.default)}`", key.sentence)
+            parts.append(f"| {' | '.join(cells)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    path = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+    path.write_text(as_markdown(), encoding="utf-8")

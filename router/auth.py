@@ -11,7 +11,7 @@ from pdserve.errors import Unauthenticated
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdserve.tenant_config import TenantConfig
+    from pdserve.config import TenantConfig
 
 # Digests are looked up by their first bytes, which tell nothing of a key, and compared in a time
 # that does not depend on the rest.

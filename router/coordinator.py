@@ -12,8 +12,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from pdserve.config import FallbackConfig
 from pdserve.errors import Cancelled, PdserveError, Unavailable
-from pdserve.failure_config import FallbackConfig
 from router.admission import Admission, AdmissionLimits, bid_of
 from router.answer import AnswerStream
 from router.booking import Booker

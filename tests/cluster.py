@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from pdserve import rpc
 from pdserve.client import Client
-from pdserve.config import KvConfig, RouterConfig, SloConfig, WorkerConfig
-from pdserve.failure_config import DetectionConfig
+from pdserve.config import DetectionConfig, KvConfig, RouterConfig, SloConfig, WorkerConfig
 from pdserve.types import Role, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub

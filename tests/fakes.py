@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from pdserve import framing, rpc, wire
+from pdserve.config import DetectionConfig
 from pdserve.errors import InvalidRequest
-from pdserve.failure_config import DetectionConfig
 from pdserve.types import (
     FinishReason,
     KvEndpoint,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.types import ModelInfo, Role
@@ -49,7 +50,8 @@ def _extra(kv: KvConfig) -> dict[str, Any]:
         if find_spec("nixl") is None:
             raise ConfigError("kv.connector: the package nixl is missing", field="kv.connector")
         return {"kv_lease_duration": math.ceil(kv.lease_s)}
-    return {name: value for name, value in asdict(kv).items() if name != "connector"}
+    keys = msgspec.structs.asdict(kv)
+    return {name: value for name, value in keys.items() if name != "connector"}
 
 
 def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:

@@ -11,7 +11,7 @@ from workers.gpu_health import gpu_health
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.failure_config import GpuConfig
+    from pdserve.config import GpuConfig
     from pdserve.v1 import worker_pb2 as w
 
 logger = logging.getLogger(__name__)

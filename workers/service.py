@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, cast
 
 from pdserve import framing, wire
+from pdserve.config import MOVE_S, UNPIN_S
 from pdserve.cost_wire import moments_to_pb
 from pdserve.errors import (
     Cancelled,
@@ -27,7 +28,6 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
-from pdserve.failure_config import MOVE_S, UNPIN_S
 from pdserve.types import Role
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w

@@ -237,8 +237,7 @@ def _plans(arms: Sequence[Arm], args: argparse.Namespace, cores: int) -> list[Ar
     from benchmarks.compare.arms import arm_changes
     from benchmarks.compare.session import ArmPlan
     from pdserve.commands.options import api_key_from, changes_from, http_tls_from
-    from pdserve.config import load_config
-    from pdserve.config_schema import to_mapping
+    from pdserve.config import load_config, to_mapping
 
     promised = {"ttft": args.slo_ttft, "tpot": args.slo_tpot}
     slo = {f"router.slo.{name}_s": x / 1000 for name, x in promised.items() if x is not None}

@@ -22,8 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.errors import BenchError
 from benchmarks.processes import Child, free_port
-from pdserve.config import WorkerConfig
-from pdserve.config_schema import parse
+from pdserve.config import WorkerConfig, parse
 from pdserve.up.cores import share_cores
 
 if TYPE_CHECKING:

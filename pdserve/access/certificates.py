@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.config_schema import refuse
+from pdserve.config import refuse
 
 _TURNS = 8  # more than any handshake takes
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from pdserve.access.config import AccessConfig
+    from pdserve.config import AccessConfig
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Details = grpc.HandlerCallDetails

@@ -12,7 +12,7 @@ from pdserve.access.token import read_token
 from pdserve.rpc import PLAIN, Dialer
 
 if TYPE_CHECKING:
-    from pdserve.access.config import AccessConfig, HttpTlsConfig, TlsConfig
+    from pdserve.config import AccessConfig, HttpTlsConfig, TlsConfig
 
 
 def server_credentials(tls: TlsConfig, at: str = "access.tls") -> grpc.ServerCredentials | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.access.certificates import read
-from pdserve.config_schema import refuse
+from pdserve.config import refuse
 
 MIN_CHARS = 32
 

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve.commands.options import add_config_options, config_from
-from pdserve.config_docs import as_yaml
+from pdserve.config import as_yaml
 
 if TYPE_CHECKING:
     import argparse

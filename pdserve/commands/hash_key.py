@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve.api_keys import hash_key, new_key
-from pdserve.config_schema import refuse
+from pdserve.config import refuse
 
 if TYPE_CHECKING:
     import argparse

@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdserve.config import Config, load_config
-from pdserve.config_schema import keys, read_yaml, refuse, sections
+from pdserve.config import Config, all_keys, load_config, read_yaml, refuse
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
-    from pdserve.config_schema import KeyInfo
+    from pdserve.config import Key
     from pdserve.rpc import Dialer
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for it
@@ -30,14 +29,6 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
 
 
-def all_keys(cls: type[object] = Config, at: str = "") -> Iterator[tuple[str, KeyInfo]]:
-    """Every dotted key of the configuration."""
-    for info in keys(cls):
-        yield f"{at}{info.name}", info
-    for name, nested, _ in sections(cls):
-        yield from all_keys(nested, f"{at}{name}.")
-
-
 def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
     """Add `--config`, `--set` and each flag of `flags`, which stands for the dotted key it maps
     to. An option that is not given leaves the file's value."""
@@ -51,7 +42,7 @@ def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]
         metavar="KEY=VALUE",
         help="set any configuration key, such as router.lease_s=3; may be repeated",
     )
-    known = dict(all_keys())
+    known = {key.dotted: key for key in all_keys()}
     for flag, dotted in flags.items():
         info = known[dotted]
         default = ",".join(map(str, x)) if isinstance(x := info.default, list) else info.default
@@ -60,7 +51,7 @@ def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]
             flag,
             dest=dotted,
             **_value(info),
-            help=info.doc.removesuffix(".").replace("%", "%%") + note,
+            help=info.description.removesuffix(".").replace("%", "%%") + note,
         )
 
 
@@ -150,7 +141,7 @@ def changes_from(args: argparse.Namespace) -> dict[str, object]:
     return changes
 
 
-def _value(info: KeyInfo) -> dict[str, Any]:
+def _value(info: Key) -> dict[str, Any]:
     if info.type_name == "boolean":
         return {"action": "store_const", "const": True}
     if info.type_name == "string" and info.choices:
@@ -158,7 +149,7 @@ def _value(info: KeyInfo) -> dict[str, Any]:
     return {"type": _reader(info), "metavar": _metavar(info)}
 
 
-def _reader(info: KeyInfo) -> Callable[[str], object]:
+def _reader(info: Key) -> Callable[[str], object]:
     if info.type_name == "list of integer":
         return _integers
     if info.type_name.startswith("list"):
@@ -174,7 +165,7 @@ def _integers(text: str) -> list[int]:
     return [int(word) for word in _words(text)]
 
 
-def _metavar(info: KeyInfo) -> str:
+def _metavar(info: Key) -> str:
     if info.type_name.startswith("list"):
         return "A,B"
     return {"integer": "N", "number": "SECONDS"}.get(info.type_name, "TEXT")

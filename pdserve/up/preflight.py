@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING
 
-from pdserve.config_schema import refuse
+from pdserve.config import refuse
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:

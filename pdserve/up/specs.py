@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.config import WorkerConfig
-from pdserve.config_schema import refuse, to_mapping
-from pdserve.failure_config import MOVE_S, UNPIN_S
+from msgspec.structs import replace
+
+from pdserve.config import MOVE_S, UNPIN_S, WorkerConfig, refuse, to_mapping
 from pdserve.types import Role
 from pdserve.up.cores import share_cores
 from pdserve.up.gpus import memory_share, share_gpus
@@ -127,7 +127,7 @@ def _gpu_shares(config: Config, workers: int, gpus: Sequence[int]) -> list[tuple
     )
 
 
-def _with_memory_share(args: Mapping[str, object], share: float | None) -> Mapping[str, object]:
+def _with_memory_share(args: dict[str, object], share: float | None) -> dict[str, object]:
     if share is None or any(name in args for name in _OF_MEMORY):
         return args
     return {**args, "gpu_memory_utilization": share}

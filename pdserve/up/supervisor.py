@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from pdserve.access.tls import dialer
-from pdserve.config_schema import refuse
+from pdserve.config import refuse
 from pdserve.up import ready_file, specs
 from pdserve.up import supervision as sv
 from pdserve.up.gpus import gpus_for

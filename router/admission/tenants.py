@@ -13,7 +13,7 @@ from router.admission.promises import GRACE_S, MAX_PROMISES, MAX_RETRY_AFTER_S, 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdserve.tenant_config import TenantConfig
+    from pdserve.config import TenantConfig
     from router.admission.limits import Bid
 
 # A bucket holds what its rate fills in so long, and at least one request.

@@ -7,8 +7,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Self
 
+from pdserve.config import DetectionConfig
 from pdserve.errors import WorkerFailed
-from pdserve.failure_config import DetectionConfig
 from pdserve.kv_pairs import unpaired
 from pdserve.rpc import PLAIN
 from router.attention import TICK_S, Attention

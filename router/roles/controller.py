@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from pdserve.types import Role
 
 if TYPE_CHECKING:
-    from pdserve.role_config import RolesConfig
+    from pdserve.config import RolesConfig
 
 # Ready workers of a role that come or go, by this share of them, make a new beginning.
 CHANGED = 0.1

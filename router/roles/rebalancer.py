@@ -13,7 +13,7 @@ from router.roles.rules import other_role
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pdserve.role_config import RolesConfig
+    from pdserve.config import RolesConfig
     from router.member import Member
     from router.roles.flips import Flips
     from router.roles.watcher import RoleWatcher

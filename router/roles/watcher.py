@@ -14,7 +14,7 @@ from router.roles.rules import spare_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from pdserve.role_config import RolesConfig
+    from pdserve.config import RolesConfig
     from pdserve.types import Role
     from router.cost.book import CostBook
     from router.fleet import Fleet

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from pdserve.cli import main
+from pdserve.config import DetectionConfig, FallbackConfig
 from pdserve.errors import PdserveError
-from pdserve.failure_config import DetectionConfig, FallbackConfig
 from pdserve.types import FinishReason, Role, SamplingParams
 from tests.cluster import WAIT_S, Answer, Cluster
 from workers.fake_settings import FakeFaults

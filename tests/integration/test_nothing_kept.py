@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from pdserve.config import DetectionConfig
 from pdserve.errors import PdserveError
-from pdserve.failure_config import DetectionConfig
 from pdserve.types import Role, SamplingParams
 from router import pool
 from router.cost import book, meter

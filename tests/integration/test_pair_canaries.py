@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.config import DetectionConfig
 from pdserve.errors import DeadlineExceeded
-from pdserve.failure_config import DetectionConfig
 from router.canaries import Canaries
 from tests.cluster import Cluster
 from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from dataclasses import replace
 
-from pdserve.role_config import RolesConfig
+from pdserve.config import RolesConfig
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_fake_cluster import PLAIN, PROMPT
 from tests.integration.test_role_flips import metrics, role_of, under_load

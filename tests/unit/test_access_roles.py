@@ -12,12 +12,18 @@ import grpc
 import pytest
 
 from pdserve import framing, rpc
-from pdserve.access.config import AccessConfig, HttpTlsConfig, RouterAccessConfig, TlsConfig
 from pdserve.access.guard import Party, allowed
 from pdserve.access.tls import tls_dialer
 from pdserve.api_keys import hash_key
 from pdserve.client import Client
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import (
+    AccessConfig,
+    HttpTlsConfig,
+    RouterAccessConfig,
+    RouterConfig,
+    TlsConfig,
+    WorkerConfig,
+)
 from pdserve.rpc import Dialer
 from pdserve.types import SamplingParams, WorkerInfo
 from pdserve.v1 import admin_pb2 as a

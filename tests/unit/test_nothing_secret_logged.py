@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from pdserve.access.config import AccessConfig, RouterAccessConfig
 from pdserve.api_keys import hash_key
 from pdserve.client import Client
-from pdserve.config import RouterConfig, WorkerConfig
+from pdserve.config import (
+    AccessConfig,
+    RouterAccessConfig,
+    RouterConfig,
+    TenantConfig,
+    WorkerConfig,
+)
 from pdserve.errors import PdserveError
-from pdserve.tenant_config import TenantConfig
 from pdserve.types import Role, SamplingParams
 from router.main import RouterServer
 from tests.patience import WAIT_S

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from pdserve.config import RouterConfig
-from pdserve.failure_config import DetectionConfig
+from pdserve.config import DetectionConfig, RouterConfig
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from pdserve.v1 import worker_pb2 as w
 from tests.patience import HUNG_S, WAIT_S

@@ -11,14 +11,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 import pytest_asyncio
 
 from pdserve import rpc
 from pdserve.client import Client
-from pdserve.config import RouterConfig
-from pdserve.failure_config import DetectionConfig
-from pdserve.role_config import RolesConfig
+from pdserve.config import DetectionConfig, RolesConfig, RouterConfig
 from pdserve.types import Role, SamplingParams
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
@@ -306,7 +305,9 @@ async def test_a_router_moves_workers_after_the_load_and_loses_nothing(
 ) -> None:
     address, routers = elastic
     await routers.pop().stop()
-    router = RouterServer(replace(ELASTIC, grpc_port=int(address.rpartition(":")[2]), roles=QUICK))
+    router = RouterServer(
+        msgspec.structs.replace(ELASTIC, grpc_port=int(address.rpartition(":")[2]), roles=QUICK)
+    )
     await router.start()
     routers.append(router)
     long, short = replace(SAMPLING, max_tokens=48), replace(SAMPLING, max_tokens=2)

@@ -11,8 +11,7 @@ from benchmarks.compare import nixl
 from benchmarks.compare.nixl import described
 from benchmarks.compare.plain_serve import command, environment, options
 from benchmarks.errors import BenchError
-from pdserve.config import load_config
-from pdserve.config_schema import to_mapping
+from pdserve.config import load_config, to_mapping
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,8 @@ from benchmarks.errors import BenchError
 from benchmarks.grpc_target import GrpcTarget
 from benchmarks.spread import open_grpc, open_http
 from pdserve import rpc
-from pdserve.access.config import HttpTlsConfig, TlsConfig
 from pdserve.access.tls import http_context, server_credentials, tls_dialer
+from pdserve.config import HttpTlsConfig, TlsConfig
 from pdserve.v1 import generation_pb2, generation_pb2_grpc
 from tests.pki import Ca
 

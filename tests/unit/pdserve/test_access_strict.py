@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from pdserve.access.strict import is_exposed
 from pdserve.api_keys import hash_key
 from pdserve.commands import router as router_command
 from pdserve.commands import up as up_command
 from pdserve.commands.options import config_from
-from pdserve.config import Config
-from pdserve.config_schema import overlay, parse
+from pdserve.config import Config, is_exposed, overlay, parse
 from pdserve.errors import ConfigError
 from pdserve.up.specs import worker_configs
 

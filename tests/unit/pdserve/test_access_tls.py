@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.access.config import AccessConfig, HttpTlsConfig, RouterAccessConfig, TlsConfig
 from pdserve.access.tls import dialer, http_context, server_credentials, tls_dialer
 from pdserve.api_keys import hash_key
-from pdserve.config import Config
-from pdserve.config_schema import parse
+from pdserve.config import AccessConfig, Config, HttpTlsConfig, RouterAccessConfig, TlsConfig, parse
 from pdserve.errors import ConfigError
 from tests.pki import Ca
 

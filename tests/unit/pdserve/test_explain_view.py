@@ -99,7 +99,7 @@ def test_of_many_workers_the_best_are_shown_and_the_others_counted() -> None:
     ]
     values = {"policy": "least_loaded", "decode": "x3", "avoid": ["y"]}
     barred = [a.ExcludedPair(prefill="p1", decode="d1")]
-    many = a.PlacementDecision(candidates=candidates, barred=barred, **values)
+    many = a.PlacementDecision(candidates=candidates, excluded=barred, **values)
     lines = printed(many).splitlines()
     rows = [line.split()[0] for line in lines if line.startswith((" d", " x"))]
     assert rows == ["x3", *(f"d{i}" for i in range(39, 16, -1))]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.role_config import RolesConfig
+from pdserve.config import RolesConfig
 from pdserve.types import Role
 from router.roles.controller import Loads, Stance, begin, flipped, look
 

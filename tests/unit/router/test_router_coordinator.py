@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.config import FallbackConfig
 from pdserve.errors import (
     BudgetExhausted,
     InvalidRequest,
@@ -16,7 +17,6 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
-from pdserve.failure_config import FallbackConfig
 from pdserve.types import FinishReason, Role, SamplingParams, TransferReport, Usage
 from router.answer import AnswerDelta
 from tests.fakes import ScriptedWorker, running_stack

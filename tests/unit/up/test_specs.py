@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.config import Config, RouterConfig, UpConfig, WorkerConfig
-from pdserve.config_schema import parse
+from pdserve.config import MOVE_S, UNPIN_S, Config, RouterConfig, UpConfig, WorkerConfig, parse
 from pdserve.errors import ConfigError
-from pdserve.failure_config import MOVE_S, UNPIN_S
 from pdserve.types import Role
 from pdserve.up.cores import share_cores
 from pdserve.up.gpus import gpus_for, memory_share, share_gpus

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pdserve.failure_config import GpuConfig
+from pdserve.config import GpuConfig
 from pdserve.v1 import worker_pb2 as w
 from tests.cluster import Cluster
 from tests.patience import WAIT_S

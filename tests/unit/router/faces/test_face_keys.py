@@ -12,8 +12,8 @@ from scripted import ANSWER_TEXT, CHAT, chat
 
 from pdserve.api_keys import hash_key, new_key
 from pdserve.client import Client
+from pdserve.config import TenantConfig
 from pdserve.errors import Unauthenticated
-from pdserve.tenant_config import TenantConfig
 from router.auth import Keys
 
 if TYPE_CHECKING:

@@ -1,0 +1,124 @@
+"""The configuration refuses what is wrong by its dotted key, and its documents match it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.config import (
+    Config,
+    KvConfig,
+    RouterConfig,
+    WorkerConfig,
+    as_markdown,
+    as_yaml,
+    load_config,
+    parse,
+    read_yaml,
+    to_mapping,
+)
+from pdserve.errors import ConfigError
+from pdserve.types import Role
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "reason"),
+    [
+        ("router: {http_prot: 1}", "router.http_prot", "unknown key; keys are http_host"),
+        ("routers: {}", "routers", "unknown key; keys are up, router, worker"),
+        ("router: {http_port: 70000}", "router.http_port", "must be an integer <= 65535"),
+        ("router: {shared_http_port: 8001}", "router.shared_http_port", "must differ"),
+        ("router: {http_port: '80'}", "router.http_port", "must be an integer, not a string"),
+        ("router: {http_port: true}", "router.http_port", "must be an integer, not a boolean"),
+        ("router: {http_port: }", "router.http_port", "not empty"),
+        ("router: {lease_s: .nan}", "router.lease_s", "must be a number >= 0.1"),
+        ("router: {http_host: ''}", "router.http_host", "must be not empty"),
+        ("router: {log_level: loud}", "router.log_level", "one of debug, info, warning, error"),
+        ("router: 3", "router", "must be a mapping, not an integer"),
+        ("worker: {role: encode}", "worker.role", "one of prefill, decode, aggregated"),
+        ("worker: {kv: {transports: [rdma]}}", "worker.kv.transports[0]", "one of auto, shm, tcp"),
+        ("worker: {kv: {transports: []}}", "worker.kv.transports", "must be not empty"),
+        ("worker: {kv: {transports: [shm, shm]}}", "worker.kv.transports", "duplicate"),
+        ("worker: {kv: {transports: shm}}", "worker.kv.transports", "must be a list"),
+        ("worker: {routers: ['h:99999']}", "worker.routers", "host:port"),
+        ("worker: {cores: [-1]}", "worker.cores[0]", ">= 0"),
+        ("worker: {cores: [0, 0]}", "worker.cores", "duplicate"),
+        ("worker: {engine_args: [1]}", "worker.engine_args", "must be a mapping"),
+        ("up: {decode: 0}", "up.decode", "at least 1"),
+        ("up: {prefill: 0, decode: 0}", "up.prefill", "at least one worker"),
+        ("router: {http_port: 1, http_port: 2}", "http_port", "written twice"),
+        ("router: {tenants: [{name: a}, {weight: 1}]}", "router.tenants[1].name", "empty"),
+        ("router: {tenants: [{name: a, weight: 0}]}", "router.tenants[0].weight", ">= 0.001"),
+        ("router: {tenants: [{name: a}, {name: a}]}", "router.tenants", "the same name"),
+        ("router: {tenants: [{name: a, keys: [x]}]}", "router.tenants[0].keys[0]", "a hash"),
+        ("router: {tenants: [{name: a, color: red}]}", "router.tenants[0].color", "keys are name"),
+    ],
+)
+def test_refusals_name_the_dotted_key_and_the_reason(text: str, key: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, read_yaml(text, "test"))
+    assert caught.value.field == key
+    assert reason in caught.value.message
+    assert key in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "just words", "a: [", "\t- x", "{[1]: 2}"])
+def test_text_that_holds_no_mapping_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_yaml(text, "test")
+
+
+def test_a_missing_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml", {})
+
+
+def test_changes_lie_over_the_file_and_leave_its_other_keys(tmp_path: Path) -> None:
+    path = tmp_path / "pdserve.yaml"
+    path.write_text("router: {http_port: 1, lease_s: 7}\nworker: {engine_args: {seed: 3}}\n")
+    config = load_config(path, {"router.http_port": 2, "worker.kv.transports": ["tcp"]})
+    assert config.router == RouterConfig(http_port=2, lease_s=7.0)
+    assert config.worker.kv == KvConfig(transports=("tcp",))
+    assert config.worker.engine_args == {"seed": 3}
+
+
+def test_a_configuration_survives_its_way_through_plain_values() -> None:
+    worker = WorkerConfig(
+        role=Role.DECODE, cores=(1, 2), kv=KvConfig(transports=("tcp",)), engine_args={"a": [1]}
+    )
+    assert parse(WorkerConfig, to_mapping(worker)) == worker
+
+
+def test_the_demo_model_has_a_name_and_a_directory_lends_its_own() -> None:
+    assert WorkerConfig().served_model_name == "pdserve-demo"
+    assert WorkerConfig(model="/models/llama-8b/").served_model_name == "llama-8b"
+    assert WorkerConfig(model_name="chat").served_model_name == "chat"
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        _ = WorkerConfig(model=str(tmp_path)).model_path
+
+
+def test_the_printed_file_is_the_defaults() -> None:
+    assert parse(Config, read_yaml(as_yaml(), "printed")) == Config()
+
+
+def test_the_document_is_what_the_schema_says() -> None:
+    path = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert path.read_text(encoding="utf-8") == as_markdown(), "run `make docs`"
+
+
+def test_tenants_are_a_list_of_sections() -> None:
+    text = "router: {tenants: [{name: a, weight: 2.5}, {name: b, requests_per_minute: 60}]}"
+    config = parse(Config, read_yaml(text, "text"))
+    a, b = config.router.tenants
+    assert (a.name, a.weight, b.requests_per_minute) == ("a", 2.5, 60.0)
+    assert parse(Config, to_mapping(config)) == config
+
+
+def test_a_key_that_was_written_instead_of_its_hash_is_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, {"router": {"tenants": [{"name": "a", "keys": ["pd-secret"]}]}})
+    assert "pd-secret" not in caught.value.message
