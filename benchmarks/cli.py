@@ -1,180 +1,158 @@
-"""``pdserve bench``: replay traces, compare arms, convert and describe traces.
-
-Only the parser is made here; what a command needs is imported when it runs.
-"""
+"""`pdserve bench`: options and exit statuses. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.compare.cli import add_compare
-from benchmarks.options import (
-    SLO_METRICS,
-    TRACE_HELP,
-    fraction,
-    positive_float,
-    positive_int,
-    slo,
-    whole_number,
+from pdserve.commands.options import (
+    add_config_options,
+    add_dial_options,
+    api_key_from,
+    changes_from,
+    dialer_from,
+    http_tls_from,
 )
-from pdserve.commands.options import add_dial_options, api_key_from, dialer_from, http_tls_from
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
-    from benchmarks.result import ReplayResult
-    from benchmarks.run import ReplaySettings, RunObserver
-    from benchmarks.targets import Target
-    from benchmarks.workload import Shape
+    from benchmarks.compare.result import CompareResult
+    from benchmarks.compare.run import CompareSettings, VariantPlan
+    from benchmarks.progress import Progress
+    from benchmarks.replay import ReplayResult
 
-EXIT_OK, EXIT_FAILED_REQUESTS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
-
+OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130
 DEFAULT_URL = "http://127.0.0.1:8000"
-TICK_JITTERS = ("none", "uniform", "even")
-TIME_UNITS = ("s", "ms", "us", "ns", "iso")
-FORMATS = ("azure", "mooncake", "canonical")
+DEFAULT_VARIANTS = "1P1D,2A"
+# Metrics that can carry an SLO; benchmarks.metrics computes them.
+SLO_METRICS = ("ttft", "ttft_sched", "tpot", "tt2t", "e2e", "e2e_sched")
+_TRACE = "chat, code, longchat, the path of a file, or several joined by + (default: chat)"
+_Parsers = Any  # argparse has no public name for its subparsers
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``bench`` with its commands; each sets ``handler``, a function of the parsed arguments
-    that returns the exit status."""
-    bench = subparsers.add_parser("bench", help="replay traces of real traffic, and compare")
+def register(subparsers: _Parsers) -> None:
+    """Add `bench` with its commands. Each sets `handler`, which returns the exit status."""
+    bench = subparsers.add_parser("bench", help="replay traces, compare, break and simulate")
     commands = bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
-    _add_replay(commands)
-    add_compare(commands).set_defaults(handler=_compare)
-    _add_report(commands)
+    for add, run in (
+        (_add_replay, _replay),
+        (_add_compare, _compare),
+        (_add_report, _report),
+    ):
+        add(commands).set_defaults(handler=_guarded(run))
 
 
-def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    replay = commands.add_parser(
+def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Turn errors into a message and an exit status."""
+
+    def handler(args: argparse.Namespace) -> int:
+        from benchmarks.errors import BenchError, WarmupFailed
+
+        try:
+            return run(args)
+        except BenchError as error:
+            sys.stderr.write(f"pdserve bench: {error}\n")
+            return FAILED if isinstance(error, WarmupFailed) else BAD_INPUT
+        except KeyboardInterrupt:
+            sys.stderr.write("pdserve bench: interrupted\n")
+            return INTERRUPTED
+
+    return handler
+
+
+def run_async(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run on an event loop of its own."""
+    import asyncio
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+# -- replay
+
+
+def _add_replay(commands: _Parsers) -> argparse.ArgumentParser:
+    replay: argparse.ArgumentParser = commands.add_parser(
         "replay",
-        help="send a trace's requests when they are due and measure the answers",
-        description="Replay a trace open loop. Exit status: 0 if every request ended well, 1 if "
-        "one failed, 2 if the options or the trace are wrong.",
+        help="send the requests of a trace to an endpoint and measure the answers",
+        description="Send each request when it is due (open loop). Exit status: 0, 1 if a request "
+        "failed, 2 for wrong options or a malformed trace.",
     )
-    replay.set_defaults(handler=_replay)
-    replay.add_argument("--trace", default="chat", metavar="TRACE", help=TRACE_HELP)
     where = replay.add_mutually_exclusive_group()
     where.add_argument(
-        "--url",
-        metavar="URL,...",
-        help=f"OpenAI-compatible endpoint; requests go to several in turn (default: {DEFAULT_URL})",
+        "--url", metavar="URL,...", help=f"OpenAI endpoint, or several (default: {DEFAULT_URL})"
     )
-    where.add_argument(
-        "--grpc", metavar="HOST:PORT,...", help="pdserve's gRPC endpoint instead, or several"
-    )
+    where.add_argument("--grpc", metavar="HOST:PORT,...", help="pdserve's gRPC API instead")
     add_dial_options(replay)
     replay.add_argument("--model", help="served model (default: the only one)")
+    replay.add_argument("--vocab-size", type=_count, help="if the endpoint does not tell it")
+    replay.add_argument("--trace", default="chat", metavar="TRACE", help=_TRACE)
+    replay.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
+    _add_shape(replay)
+    speed = replay.add_mutually_exclusive_group()
+    speed.add_argument("--speedup", type=_positive, default=1.0, metavar="F", help="of arrivals")
+    speed.add_argument("--rate", type=_positive, metavar="R", help="mean requests/s instead")
     replay.add_argument(
-        "--vocab-size", type=positive_int, help="needed where the endpoint does not tell it"
+        "--tick-jitter",
+        choices=("none", "uniform", "even"),
+        default="uniform",
+        help="how to spread requests that the log rounded to one moment",
     )
-    _add_cut(replay)
-    _add_timing(replay)
-    out = replay.add_argument_group("what comes out")
-    out.add_argument(
+    replay.add_argument("--seed", type=_whole, default=0, help="for prompts and jitter")
+    replay.add_argument("--warmup", type=_whole, default=1, metavar="N", help="requests (1)")
+    replay.add_argument("--drain-timeout", type=_positive, default=300.0, metavar="S", help="(300)")
+    replay.add_argument(
         "--slo",
-        type=slo,
+        type=_slo,
         default={},
         metavar="METRIC=TIME,...",
-        help=f"limits, such as ttft=500ms,tpot=50ms; metrics: {', '.join(SLO_METRICS)}",
+        help=f"limits, such as ttft=500ms,tpot=50ms, on {', '.join(SLO_METRICS)}",
     )
-    out.add_argument("--out", type=Path, metavar="FILE", help="write every request's timeline here")
-    out.add_argument("--json", action="store_true", help="print the summary as JSON, not a table")
+    replay.add_argument("--out", type=Path, metavar="FILE", help="write all timelines there")
+    replay.add_argument("--json", action="store_true", help="print the summary as JSON")
+    return replay
 
 
-def _add_cut(replay: argparse.ArgumentParser) -> None:
-    cut = replay.add_argument_group("what is sent")
-    _add_shape(cut)
-    cut.add_argument("--seed", type=whole_number, default=0, help="of prompts and tick jitter")
-    cut.add_argument(
-        "--warmup",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="requests sent beforehand, one by one, and not measured (default: 1)",
-    )
-
-
-def _add_shape(cut: argparse._ArgumentGroup) -> None:
-    cut.add_argument("--limit", type=positive_int, metavar="N", help="only the first N requests")
-    cut.add_argument(
+def _add_shape(parser: argparse.ArgumentParser, default: Fraction | None = Fraction(1)) -> None:
+    note = "" if default else "; default: 1, on a CPU so that prompts have at most 512 on average"
+    parser.add_argument(
         "--scale-lengths",
-        type=fraction,
-        default=Fraction(1),
+        type=_fraction,
+        default=default,
         metavar="F",
-        help="multiply all lengths by F, such as 1/8 or 0.5",
+        help=f"multiply all lengths, such as 1/8{note}",
     )
-    cut.add_argument(
-        "--max-output-tokens", type=positive_int, metavar="N", help="cut longer outputs to N"
-    )
-    cut.add_argument(
-        "--max-total-tokens",
-        type=positive_int,
-        metavar="N",
-        help="drop requests whose input and output exceed N (default: what the model takes)",
-    )
-
-
-def _add_timing(replay: argparse.ArgumentParser) -> None:
-    when = replay.add_argument_group("when it is sent")
-    pace = when.add_mutually_exclusive_group()
-    pace.add_argument(
-        "--speedup", type=positive_float, default=1.0, metavar="X", help="divide all gaps by X"
-    )
-    pace.add_argument(
-        "--rate", type=positive_float, metavar="R", help="or by what makes R requests a second"
-    )
-    when.add_argument(
-        "--tick-jitter",
-        choices=TICK_JITTERS,
-        default="uniform",
-        help="how requests that a log rounded to one tick are spread over it (default: uniform)",
-    )
-    when.add_argument(
-        "--drain-timeout",
-        type=positive_float,
-        default=300.0,
-        metavar="SECONDS",
-        help="how long to wait for answers after the last request is due (default: 300)",
-    )
-
-
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    report = commands.add_parser(
-        "report",
-        help="print a result again, or make its report",
-        description="Derive the figures from the timelines of a result of replay or compare. "
-        "Exit status: 0, 2 if the file is no result, 3 if it is "
-        "of an invalid comparison.",
-    )
-    report.set_defaults(handler=_report)
-    report.add_argument("result", type=Path, metavar="FILE", help="what --out wrote")
-    report.add_argument("--html", type=Path, metavar="OUT", help="write a report (of a comparison)")
-    report.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("--max-output-tokens", type=_count, metavar="N", help="cut longer outputs")
+    parser.add_argument("--max-total-tokens", type=_count, metavar="N", help="drop longer requests")
 
 
 def _replay(args: argparse.Namespace) -> int:
-    return _refusing(lambda: _run_replay(args))
-
-
-def _run_replay(args: argparse.Namespace) -> int:
     import json
 
-    from rich.console import Console
+    from benchmarks.client import open_grpc, open_http
+    from benchmarks.errors import BenchError
+    from benchmarks.progress import Progress
+    from benchmarks.replay import ReplaySettings, run_replay, write_text
+    from benchmarks.report.tables import render_replay, stdout_console
+    from benchmarks.workload import Shape
 
-    from benchmarks.progress import ReplayProgress
-    from benchmarks.report import render_result, stdout_console
-    from benchmarks.result import write_result
-    from benchmarks.run import ReplaySettings
-
-    _check_writable(args.out)
+    if args.out is not None and not args.out.parent.is_dir():
+        raise BenchError(f"--out {args.out}: there is no directory {args.out.parent}")
     settings = ReplaySettings(
         trace=args.trace,
-        shape=_shape(args),
+        shape=Shape(
+            scale_lengths=args.scale_lengths,
+            max_output_tokens=args.max_output_tokens,
+            max_total_tokens=args.max_total_tokens,
+            limit=args.limit,
+        ),
         speedup=args.speedup,
         rate_per_s=args.rate,
         tick_jitter=args.tick_jitter,
@@ -185,89 +163,334 @@ def _run_replay(args: argparse.Namespace) -> int:
         model=args.model,
         vocab_size=args.vocab_size,
     )
-    with ReplayProgress(Console(stderr=True)) as progress:
-        result = _drive(settings, args, progress)
-    if args.out is not None:
-        write_result(result, args.out)
-    if args.json:
-        sys.stdout.write(json.dumps(result.to_json(with_records=False), indent=2) + "\n")
-    else:
-        render_result(result, stdout_console())
-    return EXIT_OK if result.summary().ok == len(result.records) else EXIT_FAILED_REQUESTS
 
-
-def _shape(args: argparse.Namespace) -> Shape:
-    from benchmarks.workload import Shape
-
-    return Shape(
-        scale_lengths=args.scale_lengths,
-        max_output_tokens=args.max_output_tokens,
-        max_total_tokens=args.max_total_tokens,
-        limit=args.limit,
-    )
-
-
-def _drive(
-    settings: ReplaySettings, args: argparse.Namespace, observer: RunObserver
-) -> ReplayResult:
-    """Replay on an event loop of its own."""
-    import asyncio
-
-    import uvloop
-
-    from benchmarks.run import run_replay
-
-    async def main() -> ReplayResult:
-        target = _open_target(args)
+    async def work(progress: Progress) -> ReplayResult:
+        if args.grpc is not None:
+            target = open_grpc(args.grpc, dialer_from(args), api_key_from(args))
+        else:
+            target = open_http(args.url or DEFAULT_URL, api_key_from(args), http_tls_from(args))
         try:
-            return await run_replay(settings, target, observer)
+            return await run_replay(settings, target, progress)
         finally:
             await target.aclose()
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main())
+    with Progress() as progress:
+        result: ReplayResult = run_async(work(progress))
+    if args.out is not None:
+        write_text(args.out, json.dumps(result.to_json(), separators=(",", ":")) + "\n")
+    if args.json:
+        sys.stdout.write(json.dumps(result.to_json(with_records=False), indent=2) + "\n")
+    else:
+        render_replay(result, stdout_console())
+    return OK if result.summary().ok == len(result.records) else FAILED
 
 
-def _open_target(args: argparse.Namespace) -> Target[Any]:
-    from benchmarks.spread import open_grpc, open_http
-
-    if args.grpc is not None:
-        return open_grpc(args.grpc, dialer_from(args))
-    return open_http(args.url or DEFAULT_URL, api_key_from(args), http_tls_from(args))
+# -- compare
 
 
-def _check_writable(path: Path | None) -> None:
-    """Refuse a result file that cannot be made before the time is spent that fills it."""
-    from benchmarks.errors import BenchError
-
-    if path is not None and not path.parent.is_dir():
-        raise BenchError(f"--out {path}: there is no directory {path.parent}")
+def _add_compare(commands: _Parsers) -> argparse.ArgumentParser:
+    compare: argparse.ArgumentParser = commands.add_parser(
+        "compare",
+        help="measure disaggregated and aggregated serving side by side",
+        description="Start each variant with as many cores and the same settings, send all the "
+        "same traffic in turns, and print figures with intervals. Exit status: 0, 2 for wrong "
+        "options or variants that differ, 3 if the run is invalid, 130 if interrupted.",
+    )
+    compare.add_argument(
+        *("--arms", "--variants"),
+        dest="variants",
+        metavar="V,...",
+        help=f"1P1D, 2A, name=2A, nixl (vLLM's own P/D), ... (default: {DEFAULT_VARIANTS})",
+    )
+    compare.add_argument(
+        *("--arm", "--variant"),
+        dest="endpoints",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="one more variant, such as a running OpenAI endpoint",
+    )
+    compare.add_argument(
+        *("--arm-set", "--variant-set"),
+        dest="variant_set",
+        action="append",
+        default=[],
+        metavar="NAME:KEY=VALUE",
+        help="a configuration key of one variant (add --differ)",
+    )
+    compare.add_argument("--differ", default="", metavar="SETTING,...", help="what may differ")
+    compare.add_argument("--baseline", metavar="NAME", help="for ratios (default: the last)")
+    compare.add_argument("--cores", type=_count, metavar="N", help="of each variant's workers")
+    compare.add_argument(
+        "--kv-cache-mib", type=_count, metavar="N", help="of each variant's workers together"
+    )
+    compare.add_argument("--restart", action="store_true", help="run only one variant at a time")
+    compare.add_argument("--api", choices=("grpc", "http"), help="(default: grpc if all have it)")
+    compare.add_argument("--url-model", metavar="NAME", help="model of endpoints")
+    compare.add_argument("--vocab-size", type=_count, help="if no variant tells it")
+    add_dial_options(compare)
+    compare.add_argument("--trace", default="chat", metavar="TRACE", help=_TRACE)
+    compare.add_argument("--rate", type=_positive, default=2.0, metavar="R", help="requests/s (2)")
+    compare.add_argument("--requests", type=_count, default=40, metavar="N", help="a round (40)")
+    compare.add_argument("--rounds", type=_whole, default=5, metavar="K", help="in turn (5)")
+    _add_shape(compare, None)
+    compare.add_argument("--seed", type=_whole, default=0)
+    compare.add_argument("--drain-timeout", type=_positive, default=60.0, metavar="S", help="(60)")
+    for metric in ("ttft", "tpot"):
+        compare.add_argument(
+            f"--slo-{metric}", type=_positive, metavar="MS", help="limit; routers are told too"
+        )
+    compare.add_argument(
+        "--sweep",
+        nargs="?",
+        type=_count,
+        const=8,
+        metavar="PROBES",
+        help="find the highest rate with 90 %% within the limits (8 probes a variant)",
+    )
+    compare.add_argument(
+        "--probe-seconds", type=_positive, default=15.0, metavar="S", help="of a probe (15)"
+    )
+    compare.add_argument("--out", type=Path, metavar="DIR", help="for result.json and report.html")
+    compare.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
+    compare.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_config_options(compare, {"--model": "worker.model", "--engine": "worker.engine"})
+    return compare
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from benchmarks.compare.cli import run
+    import tempfile
 
-    return _refusing(lambda: run(args))
+    from benchmarks.compare.result import from_json
+    from benchmarks.compare.run import run_compare
+    from benchmarks.errors import BenchError
+    from benchmarks.progress import Progress
+    from benchmarks.replay import read_json
+
+    settings, plans = prepare(args)
+    directory: Path | None = args.resume or args.out
+    before = from_json(read_json(args.resume / "result.json")) if args.resume else None
+    if directory is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(f"--out {directory}: {error.strerror or error}") from None
+    kept: list[CompareResult] = []
+
+    async def work(logs: Path, progress: Progress) -> None:
+        from contextlib import aclosing
+
+        results = run_compare(settings, plans, progress, directory=logs, before=before)
+        async with aclosing(results):  # type: ignore[type-var]
+            async for result in results:
+                kept[:] = [result]
+                if directory is not None:
+                    _write(result, directory)
+
+    is_interrupted = False
+    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made, Progress() as progress:
+        try:
+            run_async(work(directory / "logs" if directory else Path(made), progress))
+        except KeyboardInterrupt:
+            if not kept:
+                raise
+            is_interrupted = True
+    if directory is not None:
+        sys.stderr.write(f"{directory / 'result.json'}\n{directory / 'report.html'}\n")
+    code = _print_compare(kept[0], as_json=args.json)
+    if is_interrupted:
+        sys.stderr.write("pdserve bench: interrupted; these are the rounds so far\n")
+        return INTERRUPTED
+    return code
+
+
+def _write(result: CompareResult, directory: Path) -> None:
+    from benchmarks.compare import summary
+    from benchmarks.compare.result import to_json
+    from benchmarks.replay import write_text
+    from benchmarks.report.page import render_page
+
+    found = summary.to_json(summary.summarise_compare(result))
+    write_text(directory / "result.json", to_json(result, found))
+    write_text(directory / "report.html", render_page(result))
+
+
+def _print_compare(result: CompareResult, *, as_json: bool) -> int:
+    import json
+
+    from benchmarks.compare.summary import summarise_compare, to_json
+    from benchmarks.report.tables import render_compare, stdout_console
+
+    summary = summarise_compare(result)
+    if as_json:
+        sys.stdout.write(json.dumps(to_json(summary), indent=2) + "\n")
+    else:
+        render_compare(result, summary, stdout_console())
+    return INVALID if summary.validity.invalid else OK
+
+
+def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[VariantPlan]]:
+    """Check all options before anything is started. Raises BenchError and ConfigError."""
+    import os
+
+    from benchmarks.compare.run import CompareSettings, VariantPlan
+    from benchmarks.compare.variants import config_changes, parse_variants, share_cores
+    from benchmarks.errors import BenchError
+    from pdserve.config import load_config, to_mapping
+
+    default = "" if len(args.endpoints) > 1 else DEFAULT_VARIANTS
+    texts = [x for x in (args.variants or default).split(",") if x] + args.endpoints
+    variants = parse_variants(texts, args.variant_set)
+    names = [variant.name for variant in variants]
+    baseline = args.baseline or names[-1]
+    if baseline not in names:
+        raise BenchError(f"--baseline {baseline} is not a variant; there are {', '.join(names)}")
+    limits = {"ttft": args.slo_ttft, "tpot": args.slo_tpot}
+    slo_s = {name: limit / 1000 for name, limit in limits.items() if limit is not None}
+    if args.sweep and not slo_s:
+        raise BenchError("--sweep needs --slo-ttft or --slo-tpot")
+    if not args.rounds and not args.sweep:
+        raise BenchError("--rounds 0 measures nothing without --sweep")
+    needs_http = any(variant.needs_http for variant in variants)
+    if needs_http and args.api == "grpc":
+        raise BenchError("--api grpc: a URL or nixl is measured over HTTP, so all must be")
+    settings = CompareSettings(
+        trace=args.trace,
+        scale_lengths=args.scale_lengths,
+        max_output_tokens=args.max_output_tokens,
+        max_total_tokens=args.max_total_tokens,
+        rate_per_s=args.rate,
+        requests=args.requests,
+        rounds=args.rounds,
+        probes=args.sweep or 0,
+        probe_s=args.probe_seconds,
+        seed=args.seed,
+        drain_timeout_s=args.drain_timeout,
+        slo_s=slo_s,
+        baseline=baseline,
+        api="http" if needs_http else args.api or "grpc",
+        restart=args.restart,
+        differ=tuple(x for x in args.differ.split(",") if x),
+        endpoint_model=args.url_model,
+        vocab_size=args.vocab_size,
+    )
+    slo: dict[str, object] = {f"router.slo.{name}_s": x for name, x in slo_s.items()}
+    # Without limits no request is refused for being late.
+    slo["router.slo.refuse_beyond"] = 1.0 if slo else 0.0
+    common = slo | changes_from(args)
+    engine = load_config(args.config, common).worker.engine
+    kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20
+    cores = share_cores(variants, len(os.sched_getaffinity(0)), args.cores)
+    plans = []
+    for variant in variants:
+        config = None
+        if variant.url is None:
+            own = config_changes(
+                variant, cores=cores, kv_cache_bytes=kv_cache_bytes, engine=str(engine)
+            )
+            config = to_mapping(load_config(args.config, {**common, **own}))
+        plans.append(VariantPlan(variant, config, api_key_from(args), http_tls_from(args)))
+    return settings, plans
+
+
+# -- report
+
+
+def _add_report(commands: _Parsers) -> argparse.ArgumentParser:
+    report: argparse.ArgumentParser = commands.add_parser(
+        "report",
+        help="print a kept result again, or make its report",
+        description="Compute the figures from the timelines that replay or compare kept. Exit "
+        "status: 0, 2 if the file is no result, 3 if the comparison is invalid.",
+    )
+    report.add_argument("result", type=Path, metavar="FILE", help="what --out wrote")
+    report.add_argument("--html", type=Path, metavar="OUT", help="write report.html")
+    report.add_argument("--json", action="store_true", help="print the summary as JSON")
+    return report
 
 
 def _report(args: argparse.Namespace) -> int:
-    from benchmarks.compare.files import report
+    import json
 
-    def work() -> int:
-        return report(args.result, html=args.html, as_json=args.json)
+    from benchmarks.compare.result import from_json
+    from benchmarks.errors import BenchError
+    from benchmarks.replay import SCHEMA, parse_result, read_json, write_text
+    from benchmarks.report.page import render_page
+    from benchmarks.report.tables import render_replay, stdout_console
 
-    return _refusing(work)
-
-
-def _refusing(run: Callable[[], int]) -> int:
-    """Run a command; what it refuses is said on stderr, and becomes its exit status."""
-    from benchmarks.errors import BenchError, WarmupFailed
-
+    whole = read_json(args.result)
+    if isinstance(whole, dict) and whole.get("schema") == SCHEMA:
+        if args.html is not None:
+            raise BenchError(f"{args.result}: a single replay has no HTML report")
+        replay = parse_result(whole)
+        if args.json:
+            sys.stdout.write(json.dumps(replay.to_json(with_records=False), indent=2) + "\n")
+        else:
+            render_replay(replay, stdout_console())
+        return OK
     try:
-        return run()
+        result = from_json(whole)
     except BenchError as error:
-        sys.stderr.write(f"pdserve bench: {error}\n")
-        return EXIT_FAILED_REQUESTS if isinstance(error, WarmupFailed) else EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        sys.stderr.write("pdserve bench: interrupted; nothing was kept\n")
-        return EXIT_INTERRUPTED
+        raise BenchError(f"{args.result}: {error}") from None
+    if args.html is not None:
+        write_text(args.html, render_page(result))
+    return _print_compare(result, as_json=args.json)
+
+
+# -- values of options
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _whole(text: str, least: int = 0) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} up")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _fraction(text: str) -> Fraction:
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(0)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a factor such as 1/8 or 0.5")
+    return value
+
+
+def _slo(text: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, limit = part.partition("=")
+        if name not in SLO_METRICS:
+            known = ", ".join(SLO_METRICS)
+            raise argparse.ArgumentTypeError(f"unknown metric {name!r}; known are {known}")
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{name} is given twice")
+        for unit, factor in (("ms", 0.001), ("s", 1.0)):
+            if limit.endswith(unit):
+                value = _number(limit.removesuffix(unit))
+                if math.isfinite(value) and value > 0:
+                    found[name] = value * factor
+                    break
+        if name not in found:
+            raise argparse.ArgumentTypeError(
+                f"{part}: give a time above 0 with its unit, such as 500ms or 0.5s"
+            )
+    return found

@@ -1,37 +1,27 @@
-"""What the benchmarks refuse, and why."""
+"""Errors of the benchmarks, with messages for the person at the terminal."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 class BenchError(Exception):
-    """Bad input to a benchmark; the message says what is wrong and what to do."""
+    """The benchmark cannot run as asked: a wrong option, trace, endpoint or result file."""
 
 
 class TraceError(BenchError):
-    """A trace file that cannot be read as one, with the place in it.
+    """A trace file is malformed. The message names the file, the line and the field."""
 
-    ``line`` counts from 1; it is None where the file as a whole is wrong, and ``field`` is None
-    where a whole line is.
-    """
-
-    def __init__(
-        self, path: Path, message: str, *, line: int | None = None, field: str | None = None
-    ) -> None:
-        self.path = path
-        self.line = line
-        self.field = field
-        place = str(path) if line is None else f"{path}:{line}"
-        super().__init__(f"{place}: {message}" if field is None else f"{place}: {field}: {message}")
+    def __init__(self, path: object, message: str, line: int = 0, field: str = "") -> None:
+        where = f"{path}:{line}" if line else str(path)
+        super().__init__(f"{where}: {field}: {message}" if field else f"{where}: {message}")
 
 
 class WarmupFailed(BenchError):
-    """The endpoint failed a request before anything was measured."""
+    """A request sent before the measurement failed."""
 
 
 class TargetError(Exception):
-    """A request that its endpoint refused, broke off, or answered with the wrong length."""
+    """One request failed. `code` is the service's name for the error, "" if it gave none."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code

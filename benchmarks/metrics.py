@@ -1,20 +1,19 @@
-"""Latency, throughput and goodput: pure functions of request records.
+"""Latency, throughput and goodput, computed from request records.
 
 ============  ==================================================================================
-ttft          first token − sent
-ttft_sched    first token − scheduled: what a user who came on time saw, client lag included
-tpot          (last token − first token) / (tokens − 1); only for answers of 2 tokens or more
-tt2t          second token − first token: where prefill and decode are apart, the hand-off's cost,
-              which TPOT averages away
-e2e           last token − sent
-e2e_sched     last token − scheduled
+ttft          first token - sent
+ttft_sched    first token - scheduled: what a user saw who came on time, client lag included
+tpot          (last token - first token) / (tokens - 1); only for answers of 2 tokens or more
+tt2t          second token - first token: the cost of the hand-off, which TPOT averages away
+e2e           last token - sent
+e2e_sched     last token - scheduled
 icl           gaps between chunks, all requests pooled
-itl           gaps between tokens, pooled; only where every chunk brought one token
-lag           sent − scheduled
+itl           gaps between tokens, pooled; only if every chunk held one token
+lag           sent - scheduled
 ============  ==================================================================================
 
-Percentiles are of requests that ended well. The ``adjusted`` ones count every request that did not
-as infinitely slow, so that failing fast does not look fast.
+Percentiles are over requests that ended well. The `adjusted` ones count every other request as
+infinitely slow, so that failing fast does not look fast.
 """
 
 from __future__ import annotations
@@ -25,80 +24,58 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.receipts import ReceiptSummary, summarise_receipts
 from benchmarks.stats import Distribution, distribution
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from benchmarks.records import RequestRecord
 
 LAG_LIMIT_S: Final = 0.05
 LAG_SHARE_OF_TTFT: Final = 0.05
+PHASES: Final = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s")
+TOTALS: Final = ("transfer_bytes", "transfer_blocks", "cached_tokens")
 
 
-def ttft_s(record: RequestRecord) -> float | None:
-    """Sending to first token."""
-    return (
-        record.chunk_s[0] - record.sent_s if record.chunk_s and record.sent_s is not None else None
-    )
-
-
-def ttft_sched_s(record: RequestRecord) -> float | None:
-    """Due time to first token."""
-    return record.chunk_s[0] - record.scheduled_s if record.chunk_s else None
-
-
-def e2e_s(record: RequestRecord) -> float | None:
-    """Sending to last token."""
-    return (
-        record.chunk_s[-1] - record.sent_s if record.chunk_s and record.sent_s is not None else None
-    )
-
-
-def e2e_sched_s(record: RequestRecord) -> float | None:
-    """Due time to last token."""
-    return record.chunk_s[-1] - record.scheduled_s if record.chunk_s else None
-
-
-def tpot_s(record: RequestRecord) -> float | None:
-    """Mean time per token after the first."""
+def _tpot(record: RequestRecord) -> float | None:
     tokens = record.completion_tokens
     if not record.chunk_s or tokens is None or tokens < 2:
         return None
     return (record.chunk_s[-1] - record.chunk_s[0]) / (tokens - 1)
 
 
-def tt2t_s(record: RequestRecord) -> float | None:
-    """First token to second; 0 if one chunk brought both, None if chunks are not counted."""
+def _tt2t(record: RequestRecord) -> float | None:
+    """0 if one chunk brought both tokens, None if chunks do not tell what they hold."""
     if record.chunk_tokens is None or sum(record.chunk_tokens) < 2:
         return None
-    second = 0 if record.chunk_tokens[0] > 1 else 1
-    return record.chunk_s[second] - record.chunk_s[0]
+    return record.chunk_s[0 if record.chunk_tokens[0] > 1 else 1] - record.chunk_s[0]
 
 
-def lag_s(record: RequestRecord) -> float | None:
-    """Due time to sending."""
-    return None if record.sent_s is None else record.sent_s - record.scheduled_s
+def _from(start: str, chunk: int) -> Callable[[RequestRecord], float | None]:
+    def metric(record: RequestRecord) -> float | None:
+        begun_s = getattr(record, start)
+        return record.chunk_s[chunk] - begun_s if record.chunk_s and begun_s is not None else None
+
+    return metric
 
 
 PER_REQUEST: Final[Mapping[str, Callable[[RequestRecord], float | None]]] = {
-    "ttft": ttft_s,
-    "ttft_sched": ttft_sched_s,
-    "tpot": tpot_s,
-    "tt2t": tt2t_s,
-    "e2e": e2e_s,
-    "e2e_sched": e2e_sched_s,
+    "ttft": _from("sent_s", 0),
+    "ttft_sched": _from("scheduled_s", 0),
+    "tpot": _tpot,
+    "tt2t": _tt2t,
+    "e2e": _from("sent_s", -1),
+    "e2e_sched": _from("scheduled_s", -1),
 }
-"""The metrics that one request has one value of, in seconds; these can carry an SLO."""
+"""Metrics with one value a request, in seconds. These can carry an SLO."""
 
 NEED_TWO_TOKENS: Final = frozenset({"tpot", "tt2t"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloSummary:
-    """``attainment`` is the share of all requests scheduled that met every limit; ``goodput_per_s``
-    is their number over the window."""
+    """`attainment` is the share of all scheduled requests that met every limit, `goodput_per_s`
+    their number over the window."""
 
     limits_s: Mapping[str, float]
     attainment: float
@@ -106,12 +83,26 @@ class SloSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What a run comes to. Times in seconds, rates per second.
+class ReceiptSummary:
+    """The servers' own reports. Phases in seconds; counts are of requests."""
 
-    ``window_s`` runs from the first due time to the last token. ``latency`` and ``adjusted`` have
-    None for a metric that no request defines; ``itl`` is None, with ``itl_omitted`` saying why, if
-    some chunk held several tokens. ``degraded`` says why the client's own lateness spoils the run.
+    receipts: int
+    transferred: int
+    phases: Mapping[str, Distribution]
+    totals: Mapping[str, int]
+    prefill_workers: Mapping[str, int]
+    decode_workers: Mapping[str, int]
+    first_token_sources: Mapping[str, int]
+    fallbacks: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The figures of a run. Times in seconds, rates per second.
+
+    `window_s` runs from the first due time to the last token. `latency` and `adjusted` hold None
+    for a metric that no request defines. `itl` is None, with the reason in `itl_omitted`, if some
+    chunk held several tokens. `degraded` says why the client's own lateness spoils the run.
     """
 
     requests: int
@@ -138,14 +129,15 @@ class Summary:
 def summarise(
     records: Sequence[RequestRecord], slo_s: Mapping[str, float] | None = None
 ) -> Summary:
-    """Sum up a run's records; ``slo_s`` has a limit for some of :data:`PER_REQUEST`."""
+    """Sum up records. `slo_s` limits some of PER_REQUEST."""
     good = [record for record in records if record.status == "ok"]
-    window_s = _window_s(records)
     due = [record.scheduled_s for record in records]
+    last = [record.chunk_s[-1] for record in records if record.chunk_s]
+    window_s = max(last) - min(due) if last else 0.0
     latency = {name: distribution(_values(good, name)) for name in PER_REQUEST}
-    lag = distribution([lag for record in records if (lag := lag_s(record)) is not None])
+    lag = distribution([r.sent_s - r.scheduled_s for r in records if r.sent_s is not None])
     itl_omitted = _itl_omitted(good)
-    gaps = [gap for record in good for gap in _gaps(record)]
+    gaps = [later - earlier for r in good for earlier, later in pairwise(r.chunk_s)]
     return Summary(
         requests=len(records),
         ok=len(good),
@@ -165,15 +157,15 @@ def summarise(
         degraded=_degraded(lag, latency["ttft"]),
         slo=_slo(records, slo_s, window_s) if slo_s else None,
         errors=dict(Counter(record.error or "" for record in records if record.status != "ok")),
-        receipts=summarise_receipts([record.receipt for record in good if record.receipt]),
+        receipts=_receipts([record.receipt for record in good if record.receipt]),
     )
 
 
 def meets(record: RequestRecord, slo_s: Mapping[str, float]) -> bool:
-    """Whether a request ended well and kept every limit.
+    """Return True if a request ended well and met every limit.
 
-    A limit on later tokens is kept by an answer of one token, and missed where the endpoint's
-    chunks do not show when they came.
+    An answer of one token meets a limit on later tokens. An endpoint whose chunks do not tell when
+    tokens came misses it.
     """
     if record.status != "ok":
         return False
@@ -184,6 +176,12 @@ def meets(record: RequestRecord, slo_s: Mapping[str, float]) -> bool:
         if value is None or value > limit_s:
             return False
     return True
+
+
+def receipt_number(receipt: Mapping[str, object] | None, name: str) -> float:
+    """Return a number of a receipt, 0 if it lacks it."""
+    value = (receipt or {}).get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _values(records: Sequence[RequestRecord], name: str) -> list[float]:
@@ -200,28 +198,12 @@ def _adjusted(records: Sequence[RequestRecord], name: str) -> list[float]:
     return _values(good, name) + [math.inf] * missed
 
 
-def _gaps(record: RequestRecord) -> list[float]:
-    return [later - earlier for earlier, later in pairwise(record.chunk_s)]
-
-
 def _itl_omitted(good: Sequence[RequestRecord]) -> str | None:
-    uncounted = sum(record.chunk_tokens is None for record in good)
+    unknown = sum(record.chunk_tokens is None for record in good)
     several = sum(max(record.chunk_tokens or (1,)) > 1 for record in good)
-    if uncounted:
-        return (
-            f"chunks of {uncounted} requests do not tell how many tokens they hold; "
-            "those are left out of TT2T too"
-        )
-    if several:
-        return f"{several} requests had chunks of several tokens"
-    return None
-
-
-def _window_s(records: Sequence[RequestRecord]) -> float:
-    last_tokens = [record.chunk_s[-1] for record in records if record.chunk_s]
-    if not last_tokens:
-        return 0.0
-    return max(last_tokens) - min(record.scheduled_s for record in records)
+    if unknown:
+        return f"chunks of {unknown} requests do not tell how many tokens they hold"
+    return f"{several} requests had chunks of several tokens" if several else None
 
 
 def _per_s(amount: float, duration_s: float) -> float:
@@ -235,8 +217,8 @@ def _degraded(lag: Distribution | None, ttft: Distribution | None) -> str | None
     if lag.p99 <= limit_s:
         return None
     return (
-        f"the client sent late: lag p99 {lag.p99 * 1000:.0f} ms, over {limit_s * 1000:.0f} ms; "
-        "replay from a less busy machine or with a lower --speedup"
+        f"the client sent late: lag p99 {lag.p99 * 1000:.0f} ms, limit {limit_s * 1000:.0f} ms; "
+        "use a less busy machine or a lower rate"
     )
 
 
@@ -244,8 +226,30 @@ def _slo(
     records: Sequence[RequestRecord], slo_s: Mapping[str, float], window_s: float
 ) -> SloSummary:
     met = sum(meets(record, slo_s) for record in records)
-    return SloSummary(
-        limits_s=dict(slo_s),
-        attainment=met / len(records) if records else 0.0,
-        goodput_per_s=_per_s(met, window_s),
+    share = met / len(records) if records else 0.0
+    return SloSummary(limits_s=dict(slo_s), attainment=share, goodput_per_s=_per_s(met, window_s))
+
+
+def _receipts(receipts: Sequence[Mapping[str, object]]) -> ReceiptSummary | None:
+    if not receipts:
+        return None
+    phases = {}
+    for name in PHASES:
+        found = distribution([receipt_number(x, name) for x in receipts if name in x])
+        if found is not None:
+            phases[name] = found
+    fallbacks = (x for receipt in receipts for x in receipt.get("fallbacks") or ())  # type: ignore[attr-defined]
+    return ReceiptSummary(
+        receipts=len(receipts),
+        transferred=sum(receipt_number(x, "transfer_bytes") > 0 for x in receipts),
+        phases=phases,
+        totals={name: int(sum(receipt_number(x, name) for x in receipts)) for name in TOTALS},
+        prefill_workers=_tally(receipt.get("prefill_worker") for receipt in receipts),
+        decode_workers=_tally(receipt.get("decode_worker") for receipt in receipts),
+        first_token_sources=_tally(receipt.get("first_token_source") for receipt in receipts),
+        fallbacks=_tally(fallbacks),
     )
+
+
+def _tally(values: Iterable[object]) -> dict[str, int]:
+    return dict(sorted(Counter(str(value) for value in values if value).items()))

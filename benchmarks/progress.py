@@ -1,82 +1,81 @@
-"""What a person at a terminal sees while a replay runs."""
+"""Progress on standard error: one changing line on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Final, Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.status import Status as Spinner
 
     from benchmarks.records import Status
-    from benchmarks.targets import ServedModel
-    from benchmarks.workload import Workload
+
+EVERY_S: Final = 10.0
 
 
-@dataclass(slots=True)
-class Tally:
-    """Requests of one replay so far."""
+class Progress:
+    """What a benchmark does now. State: the current step, and the requests of one replay."""
 
-    sent: int = 0
-    ended: int = 0
-    failed: int = 0
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._spinner: Spinner | None = None
+        self._step = ""
+        self._said: set[str] = set()
+        self._next_s = time.monotonic() + EVERY_S
+        self._total = self._sent = 0
+        self._ended: Counter[str] = Counter()
 
-    def end(self, status: Status) -> None:
-        """One more has ended."""
-        self.ended += 1
-        self.failed += status != "ok"
-
-    def __str__(self) -> str:
-        running = f"{self.sent - self.ended} running"
-        return f"{running}, {self.failed} failed" if self.failed else running
-
-
-class ReplayProgress:
-    """A bar on a terminal, and a line about what is replayed anywhere. A context manager; the bar
-    is gone when it ends.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[detail]}"),
-            console=console,
-            transient=True,
-            # Drawing holds the interpreter; more often than this it would show in the lag.
-            refresh_per_second=4,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("preparing", total=None, detail="")
-        self._tally = Tally()
-
-    def __enter__(self) -> ReplayProgress:
-        self._bar.start()
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            # Drawing holds the interpreter lock; drawn more often it would delay requests.
+            self._spinner = self._console.status("", refresh_per_second=4)
+            self._spinner.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+        if self._spinner is not None:
+            self._spinner.stop()
 
-    def prepared(self, workload: Workload, model: ServedModel) -> None:
-        """Say what will be sent."""
-        for line in workload.cut.notes():
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-        self._bar.update(self._task, description=model.name, total=workload.cut.requests)
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def sent(self) -> None:
-        """Count a request sent."""
-        self._tally.sent += 1
+    def say_once(self, text: str) -> None:
+        """Print a line unless it was printed before."""
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
+
+    def step(self, text: str) -> None:
+        """A new step begins."""
+        self._step, self._total = text, 0
         self._show()
 
-    def finished(self, status: Status) -> None:
-        """Count a request ended."""
-        self._tally.end(status)
+    def begin(self, requests: int) -> None:
+        """A replay of so many requests begins."""
+        self._total, self._sent = requests, 0
+        self._ended.clear()
+
+    def sent(self) -> None:
+        self._sent += 1
+        self._show()
+
+    def ended(self, status: Status) -> None:
+        self._ended[status] += 1
         self._show()
 
     def _show(self) -> None:
-        self._bar.update(self._task, completed=self._tally.ended, detail=str(self._tally))
+        text = self._step
+        if self._total:
+            ended = self._ended.total()
+            text += f"{': ' if text else ''}{self._sent - ended} running, {ended} of {self._total}"
+            bad = ended - self._ended["ok"]
+            text += f" ended, {bad} failed" if bad else " ended"
+        if self._spinner is not None:
+            self._spinner.update(text)
+        elif time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + EVERY_S
+            self.say(text)

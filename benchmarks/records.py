@@ -1,7 +1,7 @@
-"""What is kept of one request, and how it is collected while the request runs.
+"""What is recorded of one request.
 
-Times are seconds since the run's start, on a monotonic clock, in whole microseconds once recorded,
-so that a record is the same after it was written and read.
+Times are seconds since the start of the run on a monotonic clock, rounded to microseconds, so that
+a record does not change when it is written and read.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from benchmarks.errors import TargetError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from benchmarks.client import Piece
+
 Status = Literal["ok", "failed", "timed_out"]
 
 
@@ -21,11 +23,10 @@ Status = Literal["ok", "failed", "timed_out"]
 class RequestRecord:
     """The timeline of one request.
 
-    ``index`` is its row in the trace. ``scheduled_s`` is when it was due, ``sent_s`` when it was
-    sent. ``chunk_s`` has the arrival of every piece of the stream that brought tokens, and
-    ``chunk_tokens`` how many each brought, or None where the endpoint does not tell. The lengths
-    asked for are ``input_tokens`` and ``output_tokens``; the counts that the endpoint reported are
-    None where it reported none. ``receipt`` is the server's own account of the phases, as it came.
+    `index` is its row in the trace, `scheduled_s` the time it was due. `chunk_s` holds the arrival
+    of each piece of the stream that brought tokens, `chunk_tokens` how many each brought (None if
+    the endpoint does not tell). `input_tokens` and `output_tokens` were requested; the counts the
+    endpoint reported may be None. `receipt` is the server's report on the phases.
     """
 
     index: int
@@ -45,23 +46,9 @@ class RequestRecord:
     receipt: Mapping[str, object] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What an endpoint says about a finished request; None where it does not say."""
-
-    prompt_tokens: int | None
-    completion_tokens: int
-    cached_tokens: int | None = None
-    receipt: Mapping[str, object] | None = None
-
-
 @dataclass(slots=True)
 class Timeline:
-    """Collects one request's record; changed only by the target that sends the request.
-
-    It ends as ``ok`` by :meth:`complete` or as ``failed`` by :meth:`fail`; a request of which
-    neither is heard is ``timed_out``.
-    """
+    """Collects the record of one request while it runs. It is `timed_out` until it ends."""
 
     index: int
     request_id: str
@@ -73,49 +60,51 @@ class Timeline:
     end_s: float | None = None
     status: Status = "timed_out"
     error: str | None = None
-    answer: Answer | None = None
+    usage: Mapping[str, int | None] = field(default_factory=dict)
+    receipt: Mapping[str, object] | None = None
     chunk_s: list[float] = field(default_factory=list)
-    _chunk_tokens: list[int | None] = field(default_factory=list)
+    chunk_tokens: list[int | None] = field(default_factory=list)
+    _is_last_empty: bool = False
 
-    def mark_sent(self) -> None:
-        """Note that the request goes out now."""
-        self.sent_s = self.now()
+    def add(self, piece: Piece) -> None:
+        """Note a piece of the stream at its arrival."""
+        self.usage = piece.usage or self.usage
+        self.receipt = piece.receipt or self.receipt
+        if piece.has_choice and piece.tokens != 0:
+            # Some servers send the finish reason with the last token and some after it. Without
+            # counts an empty last piece may be either; complete() decides by the usage.
+            self._is_last_empty = (
+                piece.tokens is None and not piece.text and piece.finish_reason is not None
+            )
+            self.chunk_s.append(self.now())
+            self.chunk_tokens.append(piece.tokens)
 
-    def add_chunk(self, at_s: float, tokens: int | None) -> None:
-        """Note a piece of the stream with ``tokens`` tokens in it, None if that is not known."""
-        self.chunk_s.append(at_s)
-        self._chunk_tokens.append(tokens)
+    def complete(self) -> None:
+        """Note a good end. Raises TargetError if the answer does not have the requested length.
 
-    def drop_last_chunk(self) -> None:
-        """Forget the last piece, which turned out to hold no token."""
-        self.chunk_s.pop()
-        self._chunk_tokens.pop()
-
-    def complete(self, answer: Answer) -> None:
-        """Note that the stream ended well; raises :class:`TargetError` if its length is wrong.
-
-        Every request asks for an exact number of tokens: a shorter answer would be a faster one,
-        so it is not counted as good.
+        Each request asks for an exact number of tokens: a shorter answer would look faster.
         """
-        self.answer = answer
-        if answer.completion_tokens != self.output_tokens:
+        made = self.usage.get("completion_tokens")
+        if made is None:
+            raise TargetError("no usage in the stream (stream_options.include_usage was ignored)")
+        if self._is_last_empty and len(self.chunk_s) > made:
+            self.chunk_s.pop()
+            self.chunk_tokens.pop()
+        if made != self.output_tokens:
             raise TargetError(
-                "wrong length: the endpoint did not keep to min_tokens = max_tokens with ignore_eos"
+                f"{made} tokens instead of {self.output_tokens}: the endpoint ignored min_tokens "
+                "or ignore_eos"
             )
         if not self.chunk_s:
             raise TargetError("no tokens in the stream")
-        self.end_s = self.now()
-        self.status = "ok"
+        self.end_s, self.status = self.now(), "ok"
 
     def fail(self, error: str) -> None:
-        """Note that the request failed, and why."""
-        self.end_s = self.now()
-        self.status = "failed"
-        self.error = error
+        """Note that the request failed."""
+        self.end_s, self.status, self.error = self.now(), "failed", error
 
     def record(self) -> RequestRecord:
-        """The record so far; a request that has not ended counts as timed out."""
-        answer = self.answer
+        """Return the record so far."""
         timed_out = self.status == "timed_out"
         return RequestRecord(
             index=self.index,
@@ -123,26 +112,22 @@ class Timeline:
             input_tokens=self.input_tokens,
             output_tokens=self.output_tokens,
             scheduled_s=round(self.scheduled_s, 6),
-            sent_s=_microseconds(self.sent_s),
+            sent_s=None if self.sent_s is None else round(self.sent_s, 6),
             chunk_s=tuple(round(at_s, 6) for at_s in self.chunk_s),
             chunk_tokens=self._counts(),
-            end_s=_microseconds(self.end_s),
+            end_s=None if self.end_s is None else round(self.end_s, 6),
             status=self.status,
             error="no end before the drain timeout" if timed_out else self.error,
-            prompt_tokens=None if answer is None else answer.prompt_tokens,
-            completion_tokens=None if answer is None else answer.completion_tokens,
-            cached_tokens=None if answer is None else answer.cached_tokens,
-            receipt=None if answer is None else answer.receipt,
+            prompt_tokens=self.usage.get("prompt_tokens"),
+            completion_tokens=self.usage.get("completion_tokens"),
+            cached_tokens=self.usage.get("cached_tokens"),
+            receipt=self.receipt,
         )
 
     def _counts(self) -> tuple[int, ...] | None:
-        known = [count for count in self._chunk_tokens if count is not None]
-        if len(known) == len(self._chunk_tokens):
+        known = [count for count in self.chunk_tokens if count is not None]
+        if len(known) == len(self.chunk_tokens):
             return tuple(known)
-        if self.answer is not None and self.answer.completion_tokens == len(self._chunk_tokens):
-            return (1,) * len(self._chunk_tokens)
+        if self.usage.get("completion_tokens") == len(self.chunk_tokens):
+            return (1,) * len(self.chunk_tokens)
         return None
-
-
-def _microseconds(at_s: float | None) -> float | None:
-    return None if at_s is None else round(at_s, 6)

@@ -1,106 +1,209 @@
-"""Open-loop replay: every request is sent when it is due, however late the answers are.
+"""Replay a trace against one endpoint, open loop.
 
-A closed loop that waits for answers before it sends hides a stall, because what would have been
-sent in it never is (Tene's "coordinated omission"). So the schedule here is absolute, and latency
-is also counted from the time a request was due.
+Each request is sent when it is due, however late earlier answers are. A closed loop would hide
+every stall, because the requests that fall into it are never sent (coordinated omission).
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
+import math
+import os
+import platform
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.errors import TargetError
-from benchmarks.records import Timeline
-from benchmarks.targets import PreparedT
+import psutil
+
+from benchmarks.errors import BenchError, TargetError, WarmupFailed
+from benchmarks.metrics import Summary, summarise
+from benchmarks.records import RequestRecord, Timeline
+from benchmarks.traces import load_trace
+from benchmarks.workload import (
+    PromptMaker,
+    Shape,
+    TickJitter,
+    due_times_s,
+    shape_workload,
+    speedup_for,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from benchmarks.records import RequestRecord, Status
-    from benchmarks.targets import Target
+    from benchmarks.client import Request, ServedModel, Target
+    from benchmarks.progress import Progress
+    from benchmarks.traces import Trace
 
-
-class Clock(Protocol):
-    """A monotonic clock, and the only way the replay waits."""
-
-    def now(self) -> float:
-        """Seconds since some fixed moment."""
-        ...
-
-    async def sleep_until(self, when_s: float) -> None:
-        """Return at ``when_s`` or, if that has passed, after other tasks had a turn."""
-        ...
+SCHEMA: Final = "pdserve.bench.replay/2"
 
 
-class MonotonicClock:
-    """The machine's monotonic clock."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """What is sent and when.
 
-    def now(self) -> float:
-        """Seconds of ``time.perf_counter``."""
-        return time.perf_counter()
+    `rate_per_s`, if given, sets `speedup` to reach that many requests a second on average. `model`
+    and `vocab_size` are needed if the endpoint does not tell them. `warmup` requests are sent one
+    by one before the clock starts; they share no prefix with the others.
+    """
 
-    async def sleep_until(self, when_s: float) -> None:
-        """Sleep to ``when_s``; a timer that fires early is slept again."""
-        await asyncio.sleep(0)
-        while (left_s := when_s - time.perf_counter()) > 0:  # noqa: ASYNC110 - time is the event
-            await asyncio.sleep(left_s)
+    trace: str
+    shape: Shape = field(default_factory=Shape)
+    speedup: float = 1.0
+    rate_per_s: float | None = None
+    tick_jitter: TickJitter = "uniform"
+    seed: int = 0
+    warmup: int = 1
+    drain_timeout_s: float = 300.0
+    slo_s: Mapping[str, float] = field(default_factory=dict)
+    model: str | None = None
+    vocab_size: int | None = None
 
 
-class Observer(Protocol):
-    """Is told how a replay goes on, between requests."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """One replay. All figures follow from `records`; `warmup` is not in them."""
 
-    def sent(self) -> None:
-        """A request went out."""
-        ...
+    created: str
+    trace: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    target: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    slo_s: Mapping[str, float] = field(default_factory=dict)
+    host: Mapping[str, Any]
+    records: tuple[RequestRecord, ...]
+    warmup: tuple[RequestRecord, ...] = ()
 
-    def finished(self, status: Status) -> None:
-        """A request ended."""
-        ...
+    def summary(self) -> Summary:
+        return summarise(self.records, self.slo_s)
+
+    def to_json(self, *, with_records: bool = True) -> dict[str, Any]:
+        """Return the settings, the summary and, if asked for, the timelines."""
+        whole = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in ("records", "warmup"):
+            rows = whole.pop(name)
+            if with_records:
+                whole[name] = [pack(record) for record in rows]
+        found = jsonable({"schema": SCHEMA, **whole, "summary": self.summary()})
+        assert isinstance(found, dict)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRequest(Generic[PreparedT]):
-    """A request ready to go, due ``due_s`` after the start. ``index`` is its row in the trace."""
-
-    index: int
-    request_id: str
-    due_s: float
-    input_tokens: int
-    output_tokens: int
-    prepared: PreparedT
+class _Planned:
+    timeline: Timeline
+    request: Request
 
 
-async def replay(
-    target: Target[PreparedT],
-    plan: Sequence[PlannedRequest[PreparedT]],
-    *,
-    drain_timeout_s: float,
-    clock: Clock,
-    observer: Observer,
-) -> list[RequestRecord]:
-    """Send each request of ``plan`` (in the order of their due times) when it is due.
+async def run_replay(
+    settings: ReplaySettings, target: Target, progress: Progress, *, trace: Trace | None = None
+) -> ReplayResult:
+    """Replay a trace. `trace` is the one named in the settings if it is already loaded.
 
-    Waits at most ``drain_timeout_s`` after the last one is due; what has not ended by then is
-    cancelled and recorded as timed out. Returns a record for every request, in the plan's order.
+    Raises BenchError for settings that do not fit the trace or the endpoint, and WarmupFailed.
+    Failures after the warm-up are in the result.
     """
-    start_s = clock.now()
+    trace = trace or load_trace(settings.trace)
+    model = await target.model(settings.model)
+    limits = [settings.shape.max_total_tokens, model.max_model_len]
+    most = min((x for x in limits if x is not None), default=None)
+    workload = shape_workload(trace, replace(settings.shape, max_total_tokens=most))
+    timing = {"tick_s": trace.meta.tick_s, "jitter": settings.tick_jitter, "seed": settings.seed}
+    due_s = due_times_s(workload.arrivals_s, **timing)  # type: ignore[arg-type]
+    if settings.rate_per_s is not None:
+        settings = replace(settings, speedup=speedup_for(due_s, settings.rate_per_s))
+    due_s = [at_s / settings.speedup for at_s in due_s]
+    ignored = f"; ignored fields: {', '.join(trace.ignored)}" if trace.ignored else ""
+    progress.say_once(f"trace {trace.meta.name} ({trace.meta.format} format{ignored})")
+    for line in workload.cut.notes():
+        progress.say_once(line)
 
-    def now() -> float:
-        return clock.now() - start_s
+    maker = _prompts(settings, trace, target, model, workload.block_size)
+    clock = _Clock()
 
-    timelines: list[Timeline] = []
+    def planned(name: str, index: int, row: Any, at_s: float) -> _Planned:
+        request_id = f"bench-{settings.seed}-{name}"
+        timeline = Timeline(index, request_id, row.input_tokens, row.output_tokens, at_s, clock.now)
+        prompt = maker.tokens(name, row)
+        return _Planned(timeline, target.prepare(model, request_id, prompt, row.output_tokens))
+
+    measured = [
+        planned(str(index), index, row, at_s)
+        for (index, row), at_s in zip(workload.rows, due_s, strict=True)
+    ]
+    warm = [
+        planned(f"warmup-{index}", index, replace(row, hash_ids=None), 0.0)
+        for index, row in workload.rows[: settings.warmup]
+    ]
+    await _warm_up(target, warm, settings.drain_timeout_s)
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    progress.begin(len(measured))
+    # The bodies live as long as the run: the collector need not look at them meanwhile.
+    gc.collect()
+    gc.freeze()
+    try:
+        await send_all(target, measured, settings.drain_timeout_s, clock, progress)
+    finally:
+        gc.unfreeze()
+    values = asdict(settings)
+    shape = values.pop("shape") | {"scale_lengths": str(settings.shape.scale_lengths)}
+    slo_s = values.pop("slo_s")
+    return ReplayResult(
+        created=created,
+        trace=asdict(trace.meta)
+        | {"digest": trace.digest(), "ignored_fields": list(trace.ignored)},
+        workload=asdict(workload.cut) | {"block_size": workload.block_size},
+        target={"kind": target.kind, "address": target.address} | asdict(model),
+        settings=values | shape,
+        slo_s=slo_s,
+        host=host_facts(),
+        records=tuple(x.timeline.record() for x in measured),
+        warmup=tuple(x.timeline.record() for x in warm),
+    )
+
+
+class _Clock:
+    """Seconds since `start`."""
+
+    def __init__(self) -> None:
+        self.start_s = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start_s
+
+    async def sleep_until(self, when_s: float) -> None:
+        """Let other tasks run, then sleep. A timer that fires early is slept again."""
+        await asyncio.sleep(0)
+        while (left_s := when_s - self.now()) > 0:  # noqa: ASYNC110 - time is the event
+            await asyncio.sleep(left_s)
+
+
+async def send_all(
+    target: Target,
+    plan: Sequence[_Planned],
+    drain_timeout_s: float,
+    clock: _Clock,
+    progress: Progress,
+) -> None:
+    """Send each request when it is due, and wait for the answers.
+
+    Requests that have not ended `drain_timeout_s` after the last one was due are cancelled.
+    """
+    clock.start_s = time.perf_counter()
     tasks: list[asyncio.Task[None]] = []
     try:
         for planned in plan:
-            await clock.sleep_until(start_s + planned.due_s)
-            timeline = _timeline(planned, now)
-            timelines.append(timeline)
-            tasks.append(asyncio.create_task(_send(target, planned, timeline, observer)))
-            observer.sent()
-        await _drain(tasks, clock, start_s + plan[-1].due_s + drain_timeout_s)
+            await clock.sleep_until(planned.timeline.scheduled_s)
+            tasks.append(asyncio.create_task(_send(target, planned, progress)))
+            progress.sent()
+        left_s = plan[-1].timeline.scheduled_s + drain_timeout_s - clock.now()
+        await asyncio.wait(tasks, timeout=max(0.0, left_s))
     finally:
         for task in tasks:
             task.cancel()
@@ -108,68 +211,140 @@ async def replay(
     for task in tasks:
         if not task.cancelled():
             task.result()
-    return [timeline.record() for timeline in timelines]
 
 
-async def warm_up(
-    target: Target[PreparedT],
-    plan: Sequence[PlannedRequest[PreparedT]],
-    *,
-    timeout_s: float,
-    clock: Clock,
-) -> list[RequestRecord]:
-    """Send requests one after the other, before anything is measured.
-
-    Stops at the first that does not end well within ``timeout_s``; its record is the last.
-    """
-    records: list[RequestRecord] = []
-    for planned in plan:
-        timeline = _timeline(planned, clock.now)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await target.send(planned.prepared, timeline)
-        except TargetError as error:
-            timeline.fail(str(error))
-        except TimeoutError:
-            timeline.fail(f"no end within {timeout_s:g} s")
-        records.append(timeline.record())
-        if timeline.status != "ok":
-            break
-    return records
-
-
-def _timeline(planned: PlannedRequest[PreparedT], now: Callable[[], float]) -> Timeline:
-    return Timeline(
-        index=planned.index,
-        request_id=planned.request_id,
-        input_tokens=planned.input_tokens,
-        output_tokens=planned.output_tokens,
-        scheduled_s=planned.due_s,
-        now=now,
-    )
-
-
-async def _send(
-    target: Target[PreparedT],
-    planned: PlannedRequest[PreparedT],
-    timeline: Timeline,
-    observer: Observer,
-) -> None:
+async def _send(target: Target, planned: _Planned, progress: Progress) -> None:
+    timeline = planned.timeline
+    timeline.sent_s = timeline.now()
     try:
-        await target.send(planned.prepared, timeline)
+        async for piece in target.stream(planned.request):
+            timeline.add(piece)
+        timeline.complete()
     except TargetError as error:
         timeline.fail(str(error))
     finally:
-        observer.finished(timeline.status)
+        progress.ended(timeline.status)
 
 
-async def _drain(tasks: Sequence[asyncio.Task[None]], clock: Clock, deadline_s: float) -> None:
-    """Return when all tasks have ended, or at ``deadline_s``."""
-    deadline = asyncio.create_task(clock.sleep_until(deadline_s))
-    ended = asyncio.create_task(asyncio.wait(tasks))
+async def _warm_up(target: Target, plan: Sequence[_Planned], timeout_s: float) -> None:
+    for number, planned in enumerate(plan, start=1):
+        timeline = planned.timeline
+        timeline.sent_s = timeline.now()
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for piece in target.stream(planned.request):
+                    timeline.add(piece)
+            timeline.complete()
+        except TargetError as error:
+            raise WarmupFailed(f"warm-up request {number} failed: {error}") from None
+        except TimeoutError:
+            raise WarmupFailed(f"warm-up request {number}: no end in {timeout_s:g} s") from None
+
+
+def _prompts(
+    settings: ReplaySettings,
+    trace: Trace,
+    target: Target,
+    model: ServedModel,
+    block_size: int | None,
+) -> PromptMaker:
+    vocab_size = settings.vocab_size or model.vocab_size
+    if vocab_size is None:
+        raise BenchError(
+            f"{target.address} does not tell the vocabulary size of {model.name}; give it with "
+            "--vocab-size (vocab_size in the model's config.json)"
+        )
+    return PromptMaker(
+        trace.digest(), seed=settings.seed, vocab_size=vocab_size, block_size=block_size
+    )
+
+
+# -- results as files
+
+
+def jsonable(value: object) -> object:
+    """Convert to what JSON holds: dataclasses to objects, infinities to null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: jsonable(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return str(value)
+
+
+def pack(record: RequestRecord) -> dict[str, Any]:
+    """Make JSON of a record: no empty fields, arrivals as the first one and gaps in microseconds,
+    chunk counts as 1 if each chunk held one token."""
+    values = {name: value for name, value in asdict(record).items() if value is not None}
+    arrivals = [round(at_s * 1e6) for at_s in values.pop("chunk_s")]
+    if arrivals:
+        values["chunk_us"] = [arrivals[0], *(b - a for a, b in pairwise(arrivals))]
+    if record.chunk_tokens is not None and set(record.chunk_tokens) == {1}:
+        values["chunk_tokens"] = 1
+    return values
+
+
+def unpack(values: Mapping[str, Any]) -> RequestRecord:
+    """Undo `pack`."""
+    known = dict(values)
+    at_us, arrivals = 0, []
+    for gap in known.pop("chunk_us", ()):
+        at_us += gap
+        arrivals.append(at_us / 1e6)
+    tokens = known.get("chunk_tokens")
+    if tokens is not None:
+        known["chunk_tokens"] = (1,) * len(arrivals) if tokens == 1 else tuple(tokens)
+    return RequestRecord(chunk_s=tuple(arrivals), **known)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; a reader sees the whole file or none. Raises BenchError."""
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        await asyncio.wait({deadline, ended}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (deadline, ended):
-            task.cancel()
-        await asyncio.gather(deadline, ended, return_exceptions=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def read_json(path: Path) -> Any:
+    """Raises BenchError if the file cannot be read or is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise BenchError(f"{path} is not JSON: {error}") from None
+
+
+def parse_result(whole: Any, read: Callable[[Any], Any] = unpack) -> ReplayResult:
+    """Undo `ReplayResult.to_json`. Raises BenchError."""
+    try:
+        values = {item.name: whole[item.name] for item in fields(ReplayResult)}
+        for name in ("records", "warmup"):
+            values[name] = tuple(read(item) for item in values[name])
+        return ReplayResult(**values)
+    except (KeyError, TypeError) as error:
+        raise BenchError(f"part of the result is missing or wrong: {error}") from None
+
+
+def host_facts() -> dict[str, Any]:
+    """Return what matters of this machine, and nothing that names it."""
+    cpu = platform.processor() or "unknown"
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            cpu = value.strip()
+            break
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }

@@ -1,20 +1,24 @@
-"""Means and percentiles, as numpy's "linear" method defines them, infinities included."""
+"""Percentiles and bootstrap intervals."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PERCENTILES: Final = (50, 90, 95, 99)
+RESAMPLES: Final = 2000
+MIN_ROUNDS: Final = 3  # an interval over fewer rounds says nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A sample's size, mean, percentiles and extremes, in the sample's unit."""
+    """Size, mean, percentiles and extremes of a sample, in the sample's unit."""
 
     count: int
     mean: float
@@ -26,34 +30,51 @@ class Distribution:
     max: float
 
 
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The ``percent`` percentile of a sorted, non-empty sample, linear between its neighbours.
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A median over rounds with its 95 % interval; no interval below `MIN_ROUNDS` rounds."""
 
-    Between a finite value and an infinite one it is infinite.
-    """
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    fraction = position - below
-    low = ordered[below]
-    if fraction == 0:
-        return low
-    high = ordered[below + 1]
-    return high if math.isinf(high) else low + (high - low) * fraction
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+def percentile(sample: Sequence[float], percent: float) -> float:
+    """Interpolate linearly. Where the sample holds infinities, take the next higher value."""
+    ordered = sorted(sample)
+    if math.isinf(ordered[-1]):
+        return ordered[math.ceil((len(ordered) - 1) * percent / 100)]
+    return float(np.percentile(ordered, percent))
 
 
 def distribution(sample: Sequence[float]) -> Distribution | None:
-    """Describe a sample; None if it is empty."""
+    """Return None for an empty sample."""
     if not sample:
         return None
-    ordered = sorted(sample)
-    p50, p90, p95, p99 = (percentile(ordered, percent) for percent in PERCENTILES)
-    return Distribution(
-        count=len(ordered),
-        mean=math.fsum(ordered) / len(ordered),
-        min=ordered[0],
-        p50=p50,
-        p90=p90,
-        p95=p95,
-        p99=p99,
-        max=ordered[-1],
-    )
+    p50, p90, p95, p99 = (percentile(sample, percent) for percent in (50, 90, 95, 99))
+    mean = math.fsum(sample) / len(sample)
+    return Distribution(len(sample), mean, min(sample), p50, p90, p95, p99, max(sample))
+
+
+def estimate(rounds: Sequence[float], key: str) -> Estimate | None:
+    """Return the median of one value a round, with an interval from resampled rounds.
+
+    Requests of one round influence each other, so whole rounds are drawn (block bootstrap; Efron
+    and Tibshirani, An Introduction to the Bootstrap, ch. 8). The same `key` draws the same.
+    """
+    if not rounds:
+        return None
+    middle = percentile(rounds, 50)
+    if len(rounds) < MIN_ROUNDS:
+        return Estimate(middle)
+    draw = np.random.default_rng(zlib.crc32(key.encode()))
+    drawn = draw.choice(np.asarray(rounds), (RESAMPLES, len(rounds)))
+    medians = np.median(drawn, axis=1).tolist()
+    return Estimate(middle, percentile(medians, 2.5), percentile(medians, 97.5))
+
+
+def ratio(rounds: Sequence[tuple[float, float]], key: str) -> Estimate | None:
+    """Return the median of one quotient a round; None if a quotient is not a finite number."""
+    if any(bottom == 0 or math.isinf(top) or math.isinf(bottom) for top, bottom in rounds):
+        return None
+    return estimate([top / bottom for top, bottom in rounds], key)

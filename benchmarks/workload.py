@@ -1,28 +1,33 @@
-"""Which requests of a trace are replayed, and how long they are made."""
+"""Which requests of a trace are sent, how long they are, when they are due, and their prompts."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from benchmarks.trace import Trace, TraceRequest
+    from benchmarks.traces import Trace, TraceRequest
+
+TickJitter = Literal["none", "uniform", "even"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """How a trace is cut to fit a model and a machine; applied in the order of the fields.
 
-    ``scale_lengths`` multiplies input and output lengths and the prefix block; outputs longer than
-    ``max_output_tokens`` are cut; rows of more than ``max_total_tokens`` are dropped; ``skip`` of
-    what is left are passed over (from its start again where it ends sooner); the next ``limit`` are
-    replayed.
+    `scale_lengths` multiplies lengths and the prefix block; longer outputs are cut to
+    `max_output_tokens`; rows over `max_total_tokens` are dropped; `skip` rows are passed over
+    (wrapping to the start of the trace); the next `limit` are sent.
     """
 
     scale_lengths: Fraction = Fraction(1)
@@ -34,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What shaping did to a trace; means are in tokens, ``*_before`` those of the whole trace."""
+    """What shaping did to a trace. Means are in tokens; `*_before` are of the whole trace."""
 
     rows: int
     requests: int
@@ -46,48 +51,47 @@ class Cut:
     mean_output: float
 
     def notes(self) -> list[str]:
-        """What a reader must know of it, in sentences."""
         lines = []
         if self.capped:
-            lines.append(f"cut the output of {self.capped} of {self.rows} requests")
+            lines.append(f"shortened the output of {self.capped} of {self.rows} requests")
         if self.dropped:
             lines.append(f"dropped {self.dropped} of {self.rows} requests that are too long")
         lines.append(
-            f"{self.requests} requests of {self.mean_input:.1f} input and {self.mean_output:.1f} "
-            f"output tokens on average (the trace: {self.rows} of {self.mean_input_before:.1f} and "
-            f"{self.mean_output_before:.1f})"
+            f"{self.requests} requests, mean {self.mean_input:.1f} input and "
+            f"{self.mean_output:.1f} output tokens (whole trace: {self.rows} requests, "
+            f"{self.mean_input_before:.1f} and {self.mean_output_before:.1f})"
         )
         return lines
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests to replay, each with its row number in the trace (from 0)."""
+    """The requests to send, each with its row number in the trace (from 0)."""
 
     rows: tuple[tuple[int, TraceRequest], ...]
     block_size: int | None
     cut: Cut
 
     @property
-    def requests(self) -> list[TraceRequest]:
-        """The requests alone, in the order of their arrival."""
-        return [row for _, row in self.rows]
+    def arrivals_s(self) -> list[float]:
+        return [row.arrival_s for _, row in self.rows]
 
 
 def shape_workload(trace: Trace, shape: Shape) -> Workload:
-    """Apply ``shape`` to ``trace``.
-
-    Raises :class:`BenchError` where nothing is left, or where scaling would leave no token to a
-    prefix block.
-    """
-    block_size = _scaled_block(trace, shape.scale_lengths)
-    scaled = [
-        _scale(row, shape.scale_lengths, trace.meta.block_size, block_size)
-        for row in trace.requests
+    """Apply `shape` to a trace. Raises BenchError if nothing is left."""
+    before, factor = trace.meta.block_size, shape.scale_lengths
+    block_size = None if before is None else round(before * factor)
+    if block_size == 0:
+        raise BenchError(
+            f"--scale-lengths {factor} leaves less than one token of a prefix block of {before}; "
+            f"use at least 1/{before}"
+        )
+    scaled = [_scale(row, factor, before, block_size) for row in trace.requests]
+    cap, total = shape.max_output_tokens, shape.max_total_tokens
+    fitted = [
+        row if cap is None else replace(row, output_tokens=min(row.output_tokens, cap))
+        for row in scaled
     ]
-    cap = shape.max_output_tokens
-    fitted = [row if cap is None else _cap_output(row, cap) for row in scaled]
-    total = shape.max_total_tokens
     kept = [
         (number, row)
         for number, row in enumerate(fitted)
@@ -95,69 +99,132 @@ def shape_workload(trace: Trace, shape: Shape) -> Workload:
     ]
     if not kept:
         raise BenchError(
-            f"no request of {trace.meta.name} fits {total} tokens; raise --max-total-tokens, or "
+            f"no request of {trace.meta.name} fits {total} tokens; raise --max-total-tokens or "
             "lower --scale-lengths"
         )
-    first = _first(len(kept), shape)
-    replayed = kept[first : None if shape.limit is None else first + shape.limit]
-    requests = [row for _, row in replayed]
-    return Workload(
-        rows=tuple(replayed),
-        block_size=block_size,
-        cut=Cut(
-            rows=len(trace.requests),
-            requests=len(requests),
-            capped=sum(before != after for before, after in zip(scaled, fitted, strict=True)),
-            dropped=len(fitted) - len(kept),
-            mean_input_before=_mean_input(trace.requests),
-            mean_output_before=_mean_output(trace.requests),
-            mean_input=_mean_input(requests),
-            mean_output=_mean_output(requests),
-        ),
+    first = shape.skip % max(1, len(kept) - (shape.limit or len(kept)) + 1)
+    sent = kept[first : None if shape.limit is None else first + shape.limit]
+    cut = Cut(
+        rows=len(trace.requests),
+        requests=len(sent),
+        capped=sum(a != b for a, b in zip(scaled, fitted, strict=True)),
+        dropped=len(fitted) - len(kept),
+        mean_input_before=_mean([row.input_tokens for row in trace.requests]),
+        mean_output_before=_mean([row.output_tokens for row in trace.requests]),
+        mean_input=_mean([row.input_tokens for _, row in sent]),
+        mean_output=_mean([row.output_tokens for _, row in sent]),
     )
+    return Workload(tuple(sent), block_size, cut)
 
 
-def _first(kept: int, shape: Shape) -> int:
-    """Where to begin, so that ``limit`` requests follow in the order of their arrival."""
-    return shape.skip % max(1, kept - (shape.limit or kept) + 1)
-
-
-def _scaled_block(trace: Trace, factor: Fraction) -> int | None:
-    before = trace.meta.block_size
-    if before is None:
-        return None
-    after = round(before * factor)
-    if after < 1:
-        raise BenchError(
-            f"--scale-lengths {factor} leaves less than a token of a {before}-token prefix block; "
-            f"use at least 1/{before}"
-        )
-    return after
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values)
 
 
 def _scale(
-    row: TraceRequest, factor: Fraction, block_before: int | None, block_after: int | None
+    row: TraceRequest, factor: Fraction, before: int | None, after: int | None
 ) -> TraceRequest:
-    """Scale one row; a row with block ids keeps exactly as many blocks as it has ids."""
-    output_tokens = max(1, round(row.output_tokens * factor))
-    if row.hash_ids is None or block_before is None or block_after is None:
+    """Scale one row. A row with block ids keeps exactly as many blocks as it has ids."""
+    if row.hash_ids is None or before is None or after is None:
         input_tokens = max(1, round(row.input_tokens * factor))
     else:
-        full = ceil(row.input_tokens / block_before) - 1
-        last = row.input_tokens - full * block_before
-        input_tokens = full * block_after + max(
-            1, round(Fraction(last * block_after, block_before))
-        )
+        full = ceil(row.input_tokens / before) - 1
+        last = row.input_tokens - full * before
+        input_tokens = full * after + max(1, round(Fraction(last * after, before)))
+    output_tokens = max(1, round(row.output_tokens * factor))
     return replace(row, input_tokens=input_tokens, output_tokens=output_tokens)
 
 
-def _cap_output(row: TraceRequest, cap: int) -> TraceRequest:
-    return replace(row, output_tokens=min(row.output_tokens, cap))
+def due_times_s(
+    arrivals_s: Sequence[float],
+    *,
+    speedup: float = 1.0,
+    tick_s: float | None = None,
+    jitter: TickJitter = "uniform",
+    seed: int = 0,
+) -> list[float]:
+    """Return the seconds from the start of the run at which each request is due.
+
+    A log that rounded its times to ticks would send a volley at each tick, and the tail of TTFT
+    would measure the rounding. So the requests of one tick are spread over it: at random
+    (`uniform`), evenly, or not at all. Their order does not change.
+    """
+    start_s = arrivals_s[0]
+    if tick_s is None or jitter == "none":
+        return [(at_s - start_s) / speedup for at_s in arrivals_s]
+    places = random.Random(f"tick jitter {seed}")
+    due: list[float] = []
+    first = 0
+    while first < len(arrivals_s):
+        at_s, after = arrivals_s[first], first
+        while after < len(arrivals_s) and arrivals_s[after] == at_s:
+            after += 1
+        count = after - first
+        width_s = tick_s if after == len(arrivals_s) else min(tick_s, arrivals_s[after] - at_s)
+        if jitter == "even":
+            shares = [index / count for index in range(count)]
+        else:
+            shares = sorted(places.random() for _ in range(count))
+        due.extend((at_s - start_s + share * width_s) / speedup for share in shares)
+        first = after
+    return due
 
 
-def _mean_input(rows: Sequence[TraceRequest]) -> float:
-    return sum(row.input_tokens for row in rows) / len(rows)
+def speedup_for(due_s: Sequence[float], rate_per_s: float) -> float:
+    """Return the factor that brings `due_s` to a mean rate. Raises BenchError for one moment."""
+    duration_s = due_s[-1] - due_s[0]
+    if duration_s <= 0:
+        raise BenchError("a rate needs two requests at different times; ask for more requests")
+    return rate_per_s * duration_s / (len(due_s) - 1)
 
 
-def _mean_output(rows: Sequence[TraceRequest]) -> float:
-    return sum(row.output_tokens for row in rows) / len(rows)
+class PromptMaker:
+    """Makes prompts of token ids that share prefixes exactly as far as the trace says.
+
+    The tokens of a block are a function of the trace's digest, the seed and the block's id
+    (SHAKE-256), so all processes make the same. The first two tokens are overwritten by the block's
+    number among the blocks seen after the same prefix: prompts that differ in a block differ in
+    its first token. State: those numbers. Rows asked for in the same order get the same prompts.
+    """
+
+    def __init__(self, digest: str, *, seed: int, vocab_size: int, block_size: int | None) -> None:
+        if vocab_size < 16:
+            raise BenchError(f"vocab_size is {vocab_size}; prompts need at least 16 token ids")
+        # Tokenizers keep special tokens at both ends of the vocabulary.
+        margin = min(1000, vocab_size // 8)
+        self._low, self._span = margin, vocab_size - 2 * margin
+        self._root = f"{digest}/{seed}"
+        self._block_size = block_size
+        self._children: dict[int, dict[str, tuple[int, int]]] = {}
+        self._nodes = 0
+        offset = hashlib.sha256(self._root.encode()).digest()[:8]
+        self._offset = int.from_bytes(offset, "little") % self._span
+
+    def tokens(self, name: str, row: TraceRequest) -> list[int]:
+        """Return the prompt of a row. `name` tells rows without block ids apart."""
+        if row.hash_ids is None or self._block_size is None:
+            return self._block(0, f"row/{name}", row.input_tokens)[1]
+        node = 0
+        prompt: list[int] = []
+        for hash_id in row.hash_ids:
+            left = min(self._block_size, row.input_tokens - len(prompt))
+            node, block = self._block(node, f"block/{hash_id}", left)
+            prompt += block
+        return prompt
+
+    def _block(self, parent: int, key: str, count: int) -> tuple[int, list[int]]:
+        siblings = self._children.setdefault(parent, {})
+        if key not in siblings:
+            self._nodes += 1
+            siblings[key] = (self._nodes, len(siblings))
+        node, number = siblings[key]
+        if number >= self._span**2:
+            raise BenchError(f"a vocabulary of {self._span} cannot tell {number} prompts apart")
+        raw = hashlib.shake_256(f"{self._root}/{key}".encode()).digest(4 * count)
+        words = np.frombuffer(raw, dtype="<u4").astype(np.uint64)
+        scaled = (words * np.uint64(self._span)) >> np.uint64(32)
+        block: list[int] = (scaled + np.uint64(self._low)).tolist()
+        block[0] = self._low + (number + self._offset) % self._span
+        if count > 1:
+            block[1] = self._low + (number // self._span + self._offset) % self._span
+        return node, block

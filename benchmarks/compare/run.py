@@ -1,49 +1,50 @@
-"""A comparison from settings to result: start the arms, warm them up, take turns, sweep."""
+"""Run a comparison: start the variants, warm up, measure rounds in turn, sweep the rate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping  # noqa: TC003 - dataclass fields
+import signal
+import time
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from math import ceil, sqrt
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from benchmarks.compare import plan as planning
-from benchmarks.compare.result import CompareResult, Measurement
-from benchmarks.compare.session import ArmPlan, Contender, Face, Session
-from benchmarks.compare.settings import KV_TOKENS, differences
-from benchmarks.compare.sweep import Probe, next_rate
+from benchmarks.client import GrpcTarget, HttpTarget, ServedModel, Target, open_http
+from benchmarks.compare.fairness import KV_TOKENS, ProcessorMeter, differences, settings_of
+from benchmarks.compare.nixl import NixlPair
+from benchmarks.compare.result import CompareResult, Kind, Measurement, VariantFacts
 from benchmarks.errors import BenchError
 from benchmarks.metrics import summarise
-from benchmarks.result import host_facts
-from benchmarks.run import ReplaySettings, run_replay
-from benchmarks.trace import load_trace
+from benchmarks.replay import ReplaySettings, host_facts, jsonable, run_replay
+from benchmarks.runner import WARMUP, alternate, in_turn
+from benchmarks.service import Service
+from benchmarks.traces import load_trace
 from benchmarks.workload import Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import ssl
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
-    from benchmarks.compare.plan import Replay
-    from benchmarks.records import Status
-    from benchmarks.replay import Clock
-    from benchmarks.result import ReplayResult
-    from benchmarks.targets import ServedModel
-    from benchmarks.trace import Trace
-    from benchmarks.workload import Workload
+    from benchmarks.compare.variants import Variant
+    from benchmarks.progress import Progress
+    from benchmarks.traces import Trace
 
-# Without a factor, lengths are halved on a processor until prompts are no longer than this on
-# average: a small machine then shows the traffic's shape in seconds.
+# Without --scale-lengths, lengths are halved on a CPU until prompts are no longer on average.
 CPU_MEAN_INPUT: Final = 512
+WARMUP_REQUESTS: Final = 8
+MAX_PROBE_REQUESTS: Final = 2000
+ATTAINMENT: Final = 0.9
+CLOSE: Final = 1.1  # a sweep ends when the passed and the failed rate are so close
+_SEEDS: Final = 10_000  # a kind of replay has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareSettings:
-    """Everything that decides what is compared, and how.
-
-    ``scale_lengths`` None is a power of a half where arms started here have no accelerator, else 1.
-    ``probes`` 0 makes no sweep; otherwise every arm has that many at the most.
-    """
+    """What is compared and how. `scale_lengths` None means: chosen by the device. `probes` is the
+    most that a sweep makes for each variant; 0 makes no sweep."""
 
     trace: str
     scale_lengths: Fraction | None = None
@@ -58,123 +59,198 @@ class CompareSettings:
     drain_timeout_s: float = 60.0
     slo_s: Mapping[str, float] = field(default_factory=dict)
     baseline: str
-    face: Face = "grpc"
+    api: Literal["grpc", "http"] = "grpc"
     restart: bool = False
-    meant_to_differ: tuple[str, ...] = ()
+    differ: tuple[str, ...] = ()
     endpoint_model: str | None = None
     vocab_size: int | None = None
 
 
-class CompareObserver(Protocol):
-    """Is told how a comparison goes on. Also a `RunObserver` of each of its replays."""
+@dataclass(frozen=True, slots=True)
+class VariantPlan:
+    """A variant and the whole configuration of its service; None for an endpoint, which is reached
+    with `api_key` and `tls`."""
 
-    def starting(self, name: str) -> None:
-        """An arm is being started."""
-        ...
+    variant: Variant
+    config: Mapping[str, Any] | None
+    api_key: str = field(default="", repr=False)
+    tls: ssl.SSLContext | bool = True
 
-    def started(self, name: str, ready_s: float | None) -> None:
-        """It serves."""
-        ...
 
-    def replaying(self, replay: Replay) -> None:
-        """A replay begins."""
-        ...
+class _Running:
+    """One variant: its processes, if they are started here, and the connection to it."""
 
-    def replayed(self, replay: Replay, result: ReplayResult) -> None:
-        """It ended."""
-        ...
+    def __init__(self, plan: VariantPlan, settings: CompareSettings, directory: Path) -> None:
+        self.name = plan.variant.name
+        self.facts: VariantFacts | None = None
+        self.served: ServedModel | None = None
+        self.service: Service | NixlPair | None = None
+        self.model = settings.endpoint_model if plan.config is None else None
+        self._plan = plan
+        self._api: Literal["grpc", "http"] = settings.api
+        if plan.config is not None:
+            make = NixlPair if plan.variant.is_nixl else Service
+            self.service = make(self.name, plan.config, directory / self.name)
+        self._target: Target | None = None
 
-    def prepared(self, workload: Workload, model: ServedModel) -> None:
-        """All bodies of a replay are built."""
-        ...
+    @property
+    def target(self) -> Target:
+        assert self._target is not None, f"{self.name} does not run"
+        return self._target
 
-    def sent(self) -> None:
-        """A request went out."""
-        ...
+    @property
+    def ready(self) -> Mapping[str, Any] | None:
+        return None if self.service is None else self.service.ready
 
-    def finished(self, status: Status) -> None:
-        """A request ended."""
-        ...
+    async def start(self) -> None:
+        """Start it and ask what it is. Raises BenchError."""
+        if self._target is not None:
+            return
+        begun = time.monotonic()
+        settings, ready_s = None, None
+        if self.service is not None:
+            await self.service.start()
+            ready_s = round(time.monotonic() - begun, 2)
+            settings = settings_of(await self.service.workers())
+        self._target = self._open()
+        self.served = await self._target.model(self.model)
+        self.facts = self.facts or VariantFacts(
+            name=self.name,
+            kind="endpoint" if self.service is None else "started",
+            api=self._api,
+            model=self.served.name,
+            settings=settings,
+            ready_s=ready_s,
+        )
+
+    def pause(self, *, is_driven: bool) -> None:
+        """Stop processes that would not wait quietly (NIXL's poll), and let them run in turn."""
+        if isinstance(self.service, NixlPair) and self.service.ready is not None:
+            self.service.signal(signal.SIGCONT if is_driven else signal.SIGSTOP)
+
+    async def stop(self) -> None:
+        target, self._target = self._target, None
+        if target is not None:
+            await target.aclose()
+        if self.service is not None:
+            await self.service.stop()
+
+    def _open(self) -> Target:
+        if self.service is None:
+            assert self._plan.variant.url is not None
+            return open_http(self._plan.variant.url, self._plan.api_key, self._plan.tls)
+        assert self.service.ready is not None
+        if self._api == "grpc":
+            return GrpcTarget(self.service.ready["grpc"])
+        return HttpTarget(self.service.ready["http"])
 
 
 async def run_compare(
     settings: CompareSettings,
-    arms: Sequence[ArmPlan],
-    observer: CompareObserver,
+    plans: Sequence[VariantPlan],
+    progress: Progress,
     *,
     directory: Path,
-    clock: Clock | None = None,
-) -> CompareResult:
-    """Compare ``arms``; their processes' files go to ``directory``.
+    before: CompareResult | None = None,
+) -> AsyncIterator[CompareResult]:
+    """Yield the result after each round and each probe; the last is complete.
 
-    Raises :class:`BenchError` where an arm does not start, or differs from another in a setting
-    that is not ``meant_to_differ``.
+    Logs go to `directory`. `before` is the incomplete result of the same comparison to continue.
+    Raises BenchError if a variant does not start or variants differ in a setting.
     """
     trace = load_trace(settings.trace)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    contenders = [Contender(x, settings.face, settings.endpoint_model, directory) for x in arms]
-    async with Session(contenders, restart=settings.restart) as session:
-        settings = await _start(settings, session, trace, observer)
-        driver = _Driver(settings, session, trace, observer, clock)
-        await driver.warm_up()
-        measurements = [*await driver.rounds(), *await driver.sweep()]
-        facts = tuple(contender.facts for contender in contenders if contender.facts is not None)
-    return CompareResult(
-        created=created,
-        trace=asdict(trace.meta) | {"digest": trace.digest()},
-        settings=asdict(settings) | {"scale_lengths": str(settings.scale_lengths)},
-        host=host_facts(),
-        slo_s=dict(settings.slo_s),
-        baseline=settings.baseline,
-        meant_to_differ=settings.meant_to_differ,
-        arms=facts,
-        measurements=tuple(measurements),
-    )
-
-
-async def _start(
-    settings: CompareSettings, session: Session, trace: Trace, observer: CompareObserver
-) -> CompareSettings:
-    """Start every arm and refuse those that are not alike; the settings with what that told."""
-    names = iter(session.contenders)
-    observer.starting(next(names))
-    async for contender in session.start():
-        assert contender.facts is not None
-        observer.started(contender.name, contender.facts.ready_s)
-        if (following := next(names, None)) is not None:
-            observer.starting(following)
-    facts = [c.facts for c in session.contenders.values() if c.facts is not None]
-    found = differences({x.name: x.settings for x in facts}, settings.meant_to_differ)
-    if found:
-        unlike = [difference.name for difference in found]
-        share = " (--kv-cache-mib gives each arm as much)" if unlike == [KV_TOKENS] else ""
-        raise BenchError(
-            "the arms are not alike, so nothing could be learnt from comparing them: "
-            f"{'; '.join(map(str, found))}{share}. If that is what you compare, say "
-            f"--differ {','.join(unlike)}"
+    running = {x.variant.name: _Running(x, settings, directory) for x in plans}
+    async with AsyncExitStack() as ending:
+        for each in running.values():
+            ending.push_async_callback(each.stop)
+        # One after the other, so that none is slowed down by another's start.
+        for each in running.values():
+            progress.step(f"starting {each.name}")
+            await each.start()
+            if each.facts is not None and each.facts.ready_s is not None:
+                progress.say(f"{each.name} is ready after {each.facts.ready_s:.1f} s")
+            if settings.restart:
+                await each.stop()
+        settings = _settled(settings, trace, list(running.values()))
+        result = CompareResult(
+            created=created,
+            trace=asdict(trace.meta) | {"digest": trace.digest()},
+            settings=_values(settings),
+            host=host_facts(),
+            slo_s=dict(settings.slo_s),
+            baseline=settings.baseline,
+            differ=settings.differ,
+            is_complete=False,
+            variants=tuple(x.facts for x in running.values() if x.facts is not None),
+            measurements=(),
         )
-    served = [c.served for c in session.contenders.values() if c.served is not None]
+        if before is not None:
+            result = _continued(before, result)
+        measuring = _Measuring(settings, running, trace, progress)
+        async for measured in measuring.all(result.measurements):
+            result = replace(result, measurements=measured)
+            yield result
+        yield replace(result, is_complete=True)
+
+
+def _values(settings: CompareSettings) -> dict[str, Any]:
+    return asdict(settings) | {"scale_lengths": str(settings.scale_lengths)}
+
+
+def _continued(before: CompareResult, now: CompareResult) -> CompareResult:
+    """Take the measurements of an interrupted run. Raises BenchError if its settings differ."""
+    if before.trace["digest"] != now.trace["digest"]:
+        raise BenchError(f"--resume: the kept result is of trace {before.trace['name']}")
+    kept_settings, settings = dict(before.settings), jsonable(now.settings)
+    assert isinstance(settings, dict)
+    for name, value in settings.items():
+        if value != kept_settings.get(name) and name not in ("rounds", "probes"):
+            raise BenchError(f"--resume: {name} is {value}, not {kept_settings.get(name)} as kept")
+    whole = len(now.variants)
+    counts = {m.number: 0 for m in before.measurements if m.kind == "round"}
+    for m in before.measurements:
+        if m.kind == "round":
+            counts[m.number] += 1
+    kept = [m for m in before.measurements if m.kind == "probe" or counts[m.number] == whole]
+    return replace(now, created=before.created, measurements=tuple(kept))
+
+
+def _settled(
+    settings: CompareSettings, trace: Trace, variants: Sequence[_Running]
+) -> CompareSettings:
+    """Refuse variants that are set differently, and fill in what depends on them."""
+    facts = [x.facts for x in variants if x.facts is not None]
+    found = differences({x.name: x.settings for x in facts}, settings.differ)
+    if found:
+        share = (
+            " (--kv-cache-mib shares a fixed amount between the workers of each)"
+            if any(x.name == KV_TOKENS for x in found)
+            else ""
+        )
+        raise BenchError(
+            f"the variants differ in {'; '.join(map(str, found))}{share}. If this is what you "
+            f"compare, add --differ {','.join(x.name for x in found)}"
+        )
+    served = [x.served for x in variants if x.served is not None]
     devices = {d for x in facts if x.settings for d in x.settings.of_workers.get("device", ())}
     scale = settings.scale_lengths
     if scale is None:
         is_on_cpu = any(x.settings for x in facts) and devices <= {"cpu"}
         scale = fitting_scale(trace) if is_on_cpu else Fraction(1)
-    limits = [settings.max_total_tokens, *(model.max_model_len for model in served)]
+    lengths = [settings.max_total_tokens, *(model.max_model_len for model in served)]
+    sizes = [model.vocab_size for model in served]
     return replace(
         settings,
         scale_lengths=scale,
-        # One vocabulary and one limit for all, so that every arm is sent the same.
-        vocab_size=settings.vocab_size or _least([model.vocab_size for model in served]),
-        max_total_tokens=_least(limits),
+        # One vocabulary and one limit for all, so that every variant is sent the same.
+        vocab_size=settings.vocab_size or min((x for x in sizes if x), default=None),
+        max_total_tokens=min((x for x in lengths if x), default=None),
     )
 
 
-def _least(values: Sequence[int | None]) -> int | None:
-    return min((value for value in values if value is not None), default=None)
-
-
 def fitting_scale(trace: Trace) -> Fraction:
-    """The largest power of a half that makes prompts short enough for a processor."""
+    """Return the largest power of 1/2 that brings prompts to `CPU_MEAN_INPUT` on average."""
     mean = sum(row.input_tokens for row in trace.requests) / len(trace.requests)
     scale = Fraction(1)
     while mean * scale > CPU_MEAN_INPUT:
@@ -183,115 +259,169 @@ def fitting_scale(trace: Trace) -> Fraction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Driver:
-    """Measures the arms of a session."""
+class Probe:
+    """One rate of a sweep, and the share of its requests that met every limit."""
 
-    settings: CompareSettings
-    session: Session
-    trace: Trace
-    observer: CompareObserver
-    clock: Clock | None
-
-    async def warm_up(self) -> None:
-        """Send each arm something that no figure is taken from."""
-        if self.settings.restart:
-            return
-        s = self.settings
-        for replay in planning.warmups(self._names, s.rate_per_s, s.requests, s.seed):
-            await self._measure(replay)
-
-    async def rounds(self) -> list[Measurement]:
-        """All rounds, the arms in turn."""
-        s = self.settings
-        planned = planning.rounds(self._names, s.rate_per_s, s.requests, s.rounds, s.seed)
-        return [await self._measure(replay) for replay in planned]
-
-    async def sweep(self) -> list[Measurement]:
-        """For each arm the probes that find its highest rate; the arms in turn."""
-        s = self.settings
-        probes: dict[str, list[Probe]] = {name: [] for name in self._names}
-        found = []
-        for number in range(s.probes):
-            for name in planning.in_turn(self._names, number):
-                rate = next_rate(probes[name], first=s.rate_per_s, limit=s.probes)
-                if rate is None:
-                    continue
-                replay = planning.probe(
-                    name, number, rate, requests=s.requests, least_s=s.probe_s, seed=s.seed
-                )
-                measurement = await self._measure(replay)
-                slo = summarise(measurement.records, s.slo_s).slo
-                assert slo is not None, "the command line refuses a sweep without limits"
-                probes[name].append(Probe(rate, slo.attainment))
-                found.append(measurement)
-        return found
+    rate_per_s: float
+    attainment: float
 
     @property
-    def _names(self) -> list[str]:
-        return list(self.session.contenders)
+    def passed(self) -> bool:
+        return self.attainment >= ATTAINMENT
 
-    async def _measure(self, replay: Replay) -> Measurement:
-        """Measure; once more where this client was late, which says nothing of the arm."""
-        found = await self._measure_once(replay)
-        if replay.kind == "warmup" or summarise(found.records).degraded is None:
+
+def bracket(probes: Sequence[Probe]) -> tuple[float | None, float | None]:
+    """Return the highest rate below every failure that passed, and the lowest that failed."""
+    failed = min((x.rate_per_s for x in probes if not x.passed), default=None)
+    below = [x.rate_per_s for x in probes if x.passed and (failed is None or x.rate_per_s < failed)]
+    return max(below, default=None), failed
+
+
+def next_rate(probes: Sequence[Probe], *, first: float, limit: int) -> float | None:
+    """Return the rate to try next, or None when the search is over.
+
+    DistServe (Zhong et al., OSDI 2024) compares systems by the highest rate at which 90 % of
+    requests meet both limits. The search doubles or halves until one probe passed and one failed,
+    then bisects their ratio.
+    """
+    if len(probes) >= limit:
+        return None
+    if not probes:
+        return first
+    passed, failed = bracket(probes)
+    if failed is None:
+        assert passed is not None
+        return passed * 2
+    if passed is None:
+        return failed / 2
+    return None if failed / passed <= CLOSE else sqrt(passed * failed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measuring:
+    settings: CompareSettings
+    running: Mapping[str, _Running]
+    trace: Trace
+    progress: Progress
+
+    async def all(self, before: tuple[Measurement, ...]) -> AsyncIterator[tuple[Measurement, ...]]:
+        """Yield all measurements so far after each round and each probe."""
+        s, names = self.settings, list(self.running)
+        found = [m for m in before if m.kind == "round"]
+        done = len({m.number for m in found})
+
+        async def measure(name: str, number: int) -> Measurement:
+            if number == WARMUP:
+                requests = max(2, min(WARMUP_REQUESTS, s.requests))
+                return await self._once(name, "round", WARMUP, s.rate_per_s, requests)
+            return await self._measure(name, "round", number, s.rate_per_s, s.requests)
+
+        async for _, of_round in alternate(
+            names, s.rounds, measure, first=done, warm_up=not s.restart
+        ):
+            found += of_round.values()
+            yield (*found, *(m for m in before if m.kind == "probe"))
+        found += [m for m in before if m.kind == "probe"]
+        probes: dict[str, list[Probe]] = {name: [] for name in names}
+        for m in found:
+            if m.kind == "probe":
+                probes[m.variant].append(self._probe(m))
+        for number in range(s.probes):
+            for name in in_turn(names, number):
+                rate = next_rate(probes[name], first=s.rate_per_s, limit=s.probes)
+                if rate is None or len(probes[name]) > number:
+                    continue
+                # Long enough that a queue has the time to grow.
+                enough = min(MAX_PROBE_REQUESTS, ceil(rate * s.probe_s))
+                m = await self._measure(name, "probe", number, rate, max(s.requests, enough))
+                probes[name].append(self._probe(m))
+                found.append(m)
+                yield tuple(found)
+
+    def _probe(self, measurement: Measurement) -> Probe:
+        slo = summarise(measurement.records, self.settings.slo_s).slo
+        assert slo is not None, "the command line refuses a sweep without limits"
+        return Probe(measurement.rate_per_s, slo.attainment)
+
+    async def _measure(
+        self, name: str, kind: Kind, number: int, rate: float, requests: int
+    ) -> Measurement:
+        """Measure; repeat once with other prompts if the client was late."""
+        found = await self._once(name, kind, number, rate, requests)
+        if summarise(found.records).degraded is None:
             return found
-        again = await self._measure_once(planning.repeat(replay))
+        again = await self._once(name, kind, number, rate, requests, is_repeat=True)
         return replace(again, repeated=True)
 
-    async def _measure_once(self, replay: Replay) -> Measurement:
-        contender, is_fresh = await self.session.ready(replay.arm)
-        self.observer.replaying(replay)
-        meter = self.session.meter(replay.arm)
+    async def _once(
+        self,
+        name: str,
+        kind: Kind,
+        number: int,
+        rate: float,
+        requests: int,
+        *,
+        is_repeat: bool = False,
+    ) -> Measurement:
+        s, variant = self.settings, self.running[name]
+        await self._make_ready(variant)
+        what = "warm-up" if number == WARMUP else f"{kind} {number + 1}"
+        of = f" of {s.rounds}" if kind == "round" and number != WARMUP else ""
+        self.progress.step(f"{what}{of}, {name}, {rate:.2f}/s")
+        idle = [x.ready for x in self.running.values() if x is not variant and x.ready is not None]
+        meter = ProcessorMeter(variant.ready, idle)
+        # Each replay has prompts that no prefix cache has seen, the same for every variant.
+        place = ("round", "probe").index(kind) if number != WARMUP else 2
+        seed = (3 * s.seed + place) * _SEEDS + max(0, number) + is_repeat * _SEEDS // 2
+        assert s.scale_lengths is not None
         result = await run_replay(
-            self._replay_settings(replay, is_fresh=is_fresh),
-            contender.target,
-            self.observer,
-            self.clock,
+            ReplaySettings(
+                trace=s.trace,
+                shape=Shape(
+                    scale_lengths=s.scale_lengths,
+                    max_output_tokens=s.max_output_tokens,
+                    max_total_tokens=s.max_total_tokens,
+                    skip=number * s.requests if kind == "round" and number != WARMUP else 0,
+                    limit=requests,
+                ),
+                rate_per_s=rate,
+                seed=seed,
+                warmup=WARMUP_REQUESTS if s.restart else 1,
+                drain_timeout_s=self._drain_s(kind),
+                model=variant.model,
+                vocab_size=s.vocab_size,
+            ),
+            variant.target,
+            self.progress,
             trace=self.trace,
         )
         use = meter.use()
-        changed = None if contender.stack is None else await contender.stack.changed()
-        self.observer.replayed(replay, result)
-        speedup: Any = result.settings["speedup"]
+        problem = None if variant.service is None else await variant.service.problem()
         return Measurement(
-            arm=replay.arm,
-            kind="probe" if replay.kind == "probe" else "round",
-            number=replay.number,
-            rate_per_s=replay.rate_per_s,
-            speedup=speedup,
+            variant=name,
+            kind=kind,
+            number=number,
+            rate_per_s=rate,
+            speedup=result.settings["speedup"],
             workload=result.workload,
             processor=use,
-            notes=() if changed is None else (changed,),
+            notes=() if problem is None else (problem,),
             records=result.records,
         )
 
-    def _drain_s(self, replay: Replay) -> float:
-        """How long answers are waited for. Whoever is not done when the slowest answer within the
-        limits would be has missed them, and of a probe no more than that is asked."""
+    async def _make_ready(self, variant: _Running) -> None:
+        if self.settings.restart:
+            for other in self.running.values():
+                await other.stop()
+            await variant.start()
+        for each in self.running.values():
+            each.pause(is_driven=each is variant)
+
+    def _drain_s(self, kind: Kind) -> float:
+        """A probe need not wait longer than the slowest answer within the limits takes."""
         s = self.settings
-        if replay.kind != "probe" or not {"ttft", "tpot"} <= set(s.slo_s):
+        if kind != "probe" or not {"ttft", "tpot"} <= set(s.slo_s):
             return s.drain_timeout_s
-        assert s.scale_lengths is not None
-        longest = max(row.output_tokens for row in self.trace.requests) * s.scale_lengths
+        longest = max(row.output_tokens for row in self.trace.requests) * (s.scale_lengths or 1)
         tokens = min(longest, s.max_output_tokens or longest)
         return min(s.drain_timeout_s, s.slo_s["ttft"] + float(tokens) * s.slo_s["tpot"] + 1.0)
-
-    def _replay_settings(self, replay: Replay, *, is_fresh: bool) -> ReplaySettings:
-        s = self.settings
-        assert s.scale_lengths is not None
-        return ReplaySettings(
-            trace=s.trace,
-            shape=Shape(
-                scale_lengths=s.scale_lengths,
-                max_output_tokens=s.max_output_tokens,
-                max_total_tokens=s.max_total_tokens,
-                skip=replay.skip,
-                limit=replay.requests,
-            ),
-            rate_per_s=replay.rate_per_s,
-            seed=replay.seed,
-            warmup=planning.WARMUP_REQUESTS if is_fresh else 1,
-            drain_timeout_s=self._drain_s(replay),
-            model=s.endpoint_model if self.session.contenders[replay.arm].stack is None else None,
-            vocab_size=s.vocab_size,
-        )

@@ -33,7 +33,7 @@ RUNS_ROUTER_CODE = ("benchmarks/simulate.py", "benchmarks/plan.py")
 # Puts faults into a worker's own process.
 HURTS_WORKERS = "benchmarks/chaos/faults.py"
 # Run vLLM or make a model by themselves, as what ours is measured against.
-RUNS_TORCH = ("benchmarks/compare/plain_serve.py",)
+RUNS_TORCH = ("benchmarks/compare/nixl.py",)
 
 
 def imports(path: Path) -> Iterator[tuple[int, str, bool]]:

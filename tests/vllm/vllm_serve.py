@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import psutil
 
-from benchmarks.processes import free_port
+from benchmarks.service import free_port
 from tests.patience import START_S, WAIT_S
 
 if TYPE_CHECKING:

@@ -1,22 +1,26 @@
-"""Results of comparisons as tests need them."""
+"""Comparisons and records as tests need them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.compare.processor import ProcessorUse
-from benchmarks.compare.result import ArmFacts, CompareResult, Measurement
-from benchmarks.compare.settings import ArmSettings
+from benchmarks.compare.result import (
+    CompareResult,
+    Measurement,
+    ProcessorUse,
+    VariantFacts,
+    VariantSettings,
+)
 from benchmarks.records import RequestRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 USE = ProcessorUse(
-    window_s=10.0, router_s=1.0, workers_s=8.0, client_s=0.5, idle_arms_s=0.1, others_s=0.2
+    window_s=10.0, router_s=1.0, workers_s=8.0, client_s=0.5, idle_s=0.1, others_s=0.2
 )
-SETTINGS = ArmSettings(
+SETTINGS = VariantSettings(
     workers={"aggregated": 2},
     cores=2,
     kv_cache_tokens=4096,
@@ -31,7 +35,7 @@ CUT = {
 }
 
 
-def receipt(*, moved: int = 0, prefill: str = "a-0", decode: str = "a-0") -> dict[str, Any]:
+def receipt(*, moved: int = 0) -> dict[str, Any]:
     return {
         "queue_s": 0.01,
         "prefill_s": 0.08,
@@ -41,18 +45,18 @@ def receipt(*, moved: int = 0, prefill: str = "a-0", decode: str = "a-0") -> dic
         "transfer_bytes": moved,
         "transfer_blocks": moved // 1024,
         "cached_tokens": 0,
-        "prefill_worker": prefill,
-        "decode_worker": decode,
+        "prefill_worker": "prefill-0",
+        "decode_worker": "decode-0",
         "first_token_source": "prefill",
         "fallbacks": [],
     }
 
 
 def record(
-    index: int, *, ttft_s: float, tpot_s: float = 0.05, lag_s: float = 0.0, **changes: Any
+    index: int = 0, *, ttft_s: float = 0.1, tpot_s: float = 0.05, **changes: Any
 ) -> RequestRecord:
-    """A request due `index` seconds in, answered with three tokens; `changes` are of the record."""
-    sent = index + lag_s
+    """A request due `index` seconds in, answered with three tokens."""
+    sent = changes.get("sent_s", float(index))
     chunks = tuple(round(sent + ttft_s + n * tpot_s, 6) for n in range(3))
     whole = RequestRecord(
         index=index,
@@ -74,16 +78,14 @@ def record(
 
 def failed(index: int) -> RequestRecord:
     nothing: dict[str, Any] = {"chunk_s": (), "chunk_tokens": (), "completion_tokens": None}
-    return record(
-        index, ttft_s=0.1, status="failed", error="HTTP 429: full", receipt=None, **nothing
-    )
+    return record(index, status="failed", error="HTTP 429: full", receipt=None, **nothing)
 
 
 def measured(
-    arm: str, number: int, records: Sequence[RequestRecord], **changes: Any
+    variant: str, number: int, records: Sequence[RequestRecord], **changes: Any
 ) -> Measurement:
     whole = Measurement(
-        arm=arm,
+        variant=variant,
         kind="round",
         number=number,
         rate_per_s=1.0,
@@ -95,33 +97,31 @@ def measured(
     return replace(whole, **changes)
 
 
-def rounds(arm: str, ttfts: Sequence[float], **changes: Any) -> list[Measurement]:
+def rounds(variant: str, ttfts: Sequence[float], **changes: Any) -> list[Measurement]:
     """One round for each TTFT, of four requests that all have it."""
     return [
-        measured(arm, number, [record(i, ttft_s=ttft, **changes) for i in range(4)])
+        measured(variant, number, [record(i, ttft_s=ttft, **changes) for i in range(4)])
         for number, ttft in enumerate(ttfts)
     ]
 
 
-def arm(name: str, **changes: Any) -> ArmFacts:
-    whole = ArmFacts(
-        name=name, kind="started", face="grpc", model="m", settings=SETTINGS, ready_s=8.0
+def variant(name: str, **changes: Any) -> VariantFacts:
+    whole = VariantFacts(
+        name=name, kind="started", api="grpc", model="m", settings=SETTINGS, ready_s=8.0
     )
     return replace(whole, **changes)
 
 
-def result(
-    measurements: Sequence[Measurement], arms: Sequence[ArmFacts] = (), **changes: Any
-) -> CompareResult:
-    """Arms `1P1D` and `2A`, unless others are given; ratios are to `2A`."""
+def result(measurements: Sequence[Measurement], **changes: Any) -> CompareResult:
+    """Variants `1P1D` and `2A` unless others are given; ratios are to `2A`."""
     whole = CompareResult(
         created="2026-01-02T03:04:05+00:00",
-        trace={"name": "chat"},
+        trace={"name": "chat", "digest": "d"},
         settings={"rate_per_s": 1.0, "rounds": 3, "requests": 4, "scale_lengths": "1/4"},
         host={"cpu": "a processor", "cores": 8, "memory_bytes": 1 << 34},
         slo_s={"ttft": 0.25, "tpot": 0.06},
         baseline="2A",
-        arms=tuple(arms) or (arm("1P1D"), arm("2A")),
+        variants=(variant("1P1D"), variant("2A")),
         measurements=tuple(measurements),
     )
     return replace(whole, **changes)

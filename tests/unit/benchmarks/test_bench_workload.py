@@ -1,113 +1,124 @@
-"""Shaping a trace, and the times at which its requests are due."""
+"""Cutting a trace, due times, and prompts that share what the trace says."""
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
-from benchmarks.schedule import TickJitter, due_times_s
-from benchmarks.trace import Trace, TraceMeta, TraceRequest
-from benchmarks.workload import Shape, shape_workload
-
-ROWS = (
-    TraceRequest(0.0, 100, 10),
-    TraceRequest(1.0, 900, 200),
-    TraceRequest(2.0, 50, 50),
-    TraceRequest(3.0, 300, 30),
-)
-TRACE = Trace(TraceMeta(name="t"), ROWS)
+from benchmarks.traces import Trace, TraceMeta, TraceRequest, load_trace
+from benchmarks.workload import PromptMaker, Shape, due_times_s, shape_workload, speedup_for
 
 
-def test_long_rows_are_dropped_and_said_to_be() -> None:
-    workload = shape_workload(TRACE, Shape(max_total_tokens=330))
-    assert [index for index, _ in workload.rows] == [0, 2, 3]
-    cut = workload.cut
-    assert (cut.rows, cut.requests, cut.dropped, cut.capped) == (4, 3, 1, 0)
-    assert (cut.mean_input_before, cut.mean_output_before) == (337.5, 72.5)
-    assert (cut.mean_input, cut.mean_output) == (150.0, 30.0)
-    assert cut.notes()[0] == "dropped 1 of 4 requests that are too long"
+def trace(*rows: tuple[int, int], block_size: int | None = None) -> Trace:
+    requests = tuple(TraceRequest(float(i), x, y) for i, (x, y) in enumerate(rows))
+    return Trace(TraceMeta(name="t", format="azure", block_size=block_size), requests)
 
 
-def test_scaling_comes_before_capping_before_dropping_before_the_limit() -> None:
-    shape = Shape(scale_lengths=Fraction(1, 10), max_output_tokens=5, max_total_tokens=35, limit=2)
-    workload = shape_workload(TRACE, shape)
-    assert workload.rows == ((0, TraceRequest(0.0, 10, 1)), (2, TraceRequest(2.0, 5, 5)))
-    assert (workload.cut.capped, workload.cut.dropped) == (1, 1)
+def test_lengths_are_scaled_then_cut_then_dropped_then_limited() -> None:
+    shape = Shape(scale_lengths=Fraction(1, 2), max_output_tokens=20, max_total_tokens=60, limit=2)
+    workload = shape_workload(trace((80, 100), (90, 10), (20, 30), (2, 1)), shape)
+    sent = [(number, x.input_tokens, x.output_tokens) for number, x in workload.rows]
+    assert sent == [(0, 40, 20), (1, 45, 5)]
+    assert (workload.cut.capped, workload.cut.dropped) == (1, 0)
+    with pytest.raises(BenchError, match="raise --max-total-tokens"):
+        shape_workload(trace((80, 100)), Shape(max_total_tokens=10))
 
 
-def test_no_length_is_scaled_to_nothing() -> None:
-    workload = shape_workload(TRACE, Shape(scale_lengths=Fraction(1, 1000)))
-    assert {(row.input_tokens, row.output_tokens) for row in workload.requests} == {(1, 1)}
+def test_skipping_wraps_to_the_start_so_that_the_limit_is_kept() -> None:
+    rows = trace(*((i + 1, 1) for i in range(10)))
+    for skip in range(25):
+        assert len(shape_workload(rows, Shape(skip=skip, limit=4)).rows) == 4
 
 
-def test_a_limit_that_nothing_fits_is_refused() -> None:
-    with pytest.raises(BenchError, match="--max-total-tokens"):
-        shape_workload(TRACE, Shape(max_total_tokens=10))
+@given(st.sampled_from([1, 2, 8, 64, 512]))
+@settings(max_examples=5, deadline=None)
+def test_scaled_rows_keep_their_number_of_prefix_blocks(part: int) -> None:
+    whole = load_trace("longchat")
+    workload = shape_workload(whole, Shape(scale_lengths=Fraction(1, part), limit=300))
+    assert workload.block_size == 512 // part
+    for _, row in workload.rows:
+        assert -(-row.input_tokens // workload.block_size) == len(row.hash_ids or ())
+
+
+def test_a_prefix_block_keeps_a_token() -> None:
+    with pytest.raises(BenchError, match="at least 1/512"):
+        shape_workload(load_trace("longchat"), Shape(scale_lengths=Fraction(1, 2048)))
 
 
 @given(
-    st.integers(1, 64),
-    st.lists(st.integers(1, 2000), min_size=1, max_size=8),
-    st.fractions(Fraction(1, 16), Fraction(4), max_denominator=64),
+    st.lists(st.integers(0, 20), min_size=1, max_size=40),
+    st.sampled_from(["none", "uniform", "even"]),
+    st.integers(0, 3),
 )
-def test_scaled_rows_have_as_many_blocks_as_ids(
-    block_size: int, lengths: list[int], factor: Fraction
+def test_spreading_a_tick_keeps_the_order_and_the_tick(
+    ticks: list[int], jitter: str, seed: int
 ) -> None:
-    rows = tuple(
-        TraceRequest(0.0, length, 1, tuple(range(-(-length // block_size)))) for length in lengths
-    )
-    trace = Trace(TraceMeta(name="t", block_size=block_size), rows)
-    if round(block_size * factor) < 1:
-        with pytest.raises(BenchError, match="--scale-lengths"):
-            shape_workload(trace, Shape(scale_lengths=factor))
-        return
-    workload = shape_workload(trace, Shape(scale_lengths=factor))
-    assert workload.block_size is not None
-    for row in workload.requests:
-        assert row.hash_ids is not None
-        assert -(-row.input_tokens // workload.block_size) == len(row.hash_ids)
-
-
-def test_arrivals_count_from_the_first_request_and_are_sped_up() -> None:
-    assert due_times_s([5.0, 6.0, 9.0], speedup=2.0) == [0.0, 0.5, 2.0]
-
-
-TICKS = [0.0, 0.0, 0.0, 3.0, 3.0, 4.0, 9.0, 9.0]
-
-
-def test_even_jitter_spaces_the_requests_of_a_tick() -> None:
-    due = due_times_s(TICKS, tick_s=3.0, jitter="even")
-    assert due == [0.0, 1.0, 2.0, 3.0, 3.5, 4.0, 9.0, 10.5]
-
-
-@pytest.mark.parametrize("jitter", ["uniform", "even"])
-@given(seed=st.integers(0, 99))
-def test_jitter_never_reorders_nor_leaves_the_tick(jitter: TickJitter, seed: int) -> None:
-    due = due_times_s(TICKS, tick_s=3.0, jitter=jitter, seed=seed)
+    arrivals = [3.0 * tick for tick in sorted(ticks)]
+    due = due_times_s(arrivals, tick_s=3.0, jitter=jitter, seed=seed, speedup=2.0)  # type: ignore[arg-type]
     assert due == sorted(due)
-    ends = [3.0, 3.0, 3.0, 4.0, 4.0, 7.0, 12.0, 12.0]
-    assert all(tick <= at < end for tick, at, end in zip(TICKS, due, ends, strict=True))
+    assert due == due_times_s(arrivals, tick_s=3.0, jitter=jitter, seed=seed, speedup=2.0)  # type: ignore[arg-type]
+    for at_s, due_s in zip(arrivals, due, strict=True):
+        assert 0 <= due_s * 2 - (at_s - arrivals[0]) < 3.0
 
 
-def test_uniform_jitter_is_the_seed_s() -> None:
-    def due(seed: int) -> list[float]:
-        return due_times_s(TICKS, tick_s=3.0, seed=seed)
-
-    assert due(1) == due(1) != due(2)
-    assert due_times_s(TICKS, tick_s=3.0, jitter="none") == TICKS
-    assert due_times_s(TICKS, tick_s=None) == TICKS
+def test_the_speedup_gives_the_rate() -> None:
+    due = [0.0, 1.0, 5.0, 9.0]
+    assert speedup_for(due, 3.0) == pytest.approx(9.0)
+    with pytest.raises(BenchError, match="two requests at different times"):
+        speedup_for([1.0, 1.0], 2.0)
 
 
-@pytest.mark.parametrize(
-    ("skip", "limit", "rows"),
-    [(0, 2, [0, 1]), (2, 2, [2, 3]), (3, 2, [0, 1]), (4, 2, [1, 2]), (1, None, [0, 1, 2, 3])],
-)
-def test_rows_are_passed_over_and_the_trace_begins_again(
-    skip: int, limit: int | None, rows: list[int]
+def shared(one: object, other: object) -> int:
+    assert isinstance(one, list | tuple)
+    assert isinstance(other, list | tuple)
+    pairs = itertools.takewhile(lambda x: x[0] == x[1], zip(one, other, strict=False))
+    return sum(1 for _ in pairs)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[int, list[TraceRequest]]:
+    block_size = draw(st.integers(1, 6))
+    paths = draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=12))
+    found = [
+        TraceRequest(
+            0.0, (len(path) - 1) * block_size + draw(st.integers(1, block_size)), 1, tuple(path)
+        )
+        for path in paths
+    ]
+    found += [TraceRequest(0.0, draw(st.integers(1, 9)), 1) for _ in range(draw(st.integers(0, 4)))]
+    return block_size, draw(st.permutations(found))
+
+
+@settings(deadline=None)
+@given(rows(), st.integers(0, 3))
+def test_two_prompts_share_exactly_the_tokens_of_their_shared_blocks(
+    made: tuple[int, list[TraceRequest]], seed: int
 ) -> None:
-    workload = shape_workload(TRACE, Shape(skip=skip, limit=limit))
-    assert [index for index, _ in workload.rows] == rows
+    block_size, requests = made
+    # A small vocabulary, so that chance alone would let some prompts agree.
+    maker = PromptMaker("d", seed=seed, vocab_size=16, block_size=block_size)
+    prompts = [maker.tokens(str(number), row) for number, row in enumerate(requests)]
+    for prompt, row in zip(prompts, requests, strict=True):
+        assert len(prompt) == row.input_tokens
+        assert all(2 <= token < 14 for token in prompt)
+    both = list(zip(prompts, requests, strict=True))
+    for (one, row), (other, another) in itertools.combinations(both, 2):
+        blocks = shared(row.hash_ids or (), another.hash_ids or ())
+        assert shared(one, other) == min(blocks * block_size, len(one), len(other))
+
+
+def test_prompts_depend_on_trace_and_seed_alone() -> None:
+    def prompt(digest: str, seed: int) -> list[int]:
+        maker = PromptMaker(digest, seed=seed, vocab_size=2048, block_size=None)
+        return maker.tokens("0", TraceRequest(0.0, 20, 1))
+
+    assert prompt("d", 0) == prompt("d", 0)
+    assert prompt("d", 0) != prompt("d", 1)
+    assert prompt("d", 0) != prompt("e", 0)
+    with pytest.raises(BenchError, match="at least 16 token ids"):
+        PromptMaker("d", seed=0, vocab_size=8, block_size=None)

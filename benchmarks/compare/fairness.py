@@ -1,0 +1,218 @@
+"""Are the variants set alike, and is a comparison valid?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+
+from benchmarks.compare.result import ProcessorUse, VariantSettings
+from benchmarks.metrics import summarise
+from benchmarks.service import processor_s
+from benchmarks.stats import MIN_ROUNDS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from benchmarks.compare.result import CompareResult
+
+KV_TOKENS: Final = "kv_cache_tokens"
+# The size of a profiled KV cache differs by a few blocks from start to start.
+KV_TOLERANCE: Final = 0.01
+# A variant that waits may use so much of a core.
+IDLE_CORES: Final = 0.06
+# The share of the cores that other processes may use before it is noted, and before it is invalid.
+OTHERS_SHARE: Final = 0.1
+OTHERS_SHARE_LIMIT: Final = 0.25
+_SHARES: Final = ("cores", "gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting in which variants differ, with the value of each."""
+
+    name: str
+    values: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.name}: " + ", ".join(f"{name} {x}" for name, x in self.values.items())
+
+
+def settings_of(workers: Sequence[Mapping[str, Any]]) -> VariantSettings:
+    """Sum up what workers say of themselves (see `Service.workers`)."""
+    roles = Counter(worker["role"] for worker in workers)
+    values: dict[str, set[str]] = {}
+    gpus: set[str] = set()
+    for worker in workers:
+        gpus |= set(filter(None, str(worker["settings"].get("gpus", "")).split(",")))
+        told = {k: x for k, x in worker.items() if k not in ("role", "total_blocks", "settings")}
+        told |= {k: x for k, x in worker["settings"].items() if k not in _SHARES}
+        for name, value in told.items():
+            values.setdefault(name, set()).add(str(value))
+    return VariantSettings(
+        workers={x: roles[x] for x in ("prefill", "decode", "aggregated") if x in roles},
+        cores=sum(int(worker["settings"].get("cores", 0)) for worker in workers),
+        kv_cache_tokens=sum(worker["block_size"] * worker["total_blocks"] for worker in workers),
+        of_workers={name: tuple(sorted(found)) for name, found in sorted(values.items())},
+        gpus=len(gpus),
+    )
+
+
+def differences(
+    variants: Mapping[str, VariantSettings | None], differ: Collection[str] = ()
+) -> list[Difference]:
+    """Return the settings in which variants differ, except those in `differ`."""
+    known = {name: found for name, found in variants.items() if found is not None}
+    found = []
+    for name in sorted({key for x in known.values() for key in x.of_workers}):
+        values = {variant: "/".join(s.of_workers.get(name, ("-",))) for variant, s in known.items()}
+        if len(set(values.values())) > 1:
+            found.append(Difference(name, values))
+    for share in (*_SHARES, KV_TOKENS):
+        counts = {variant: getattr(s, share) for variant, s in known.items()}
+        room = KV_TOLERANCE * max(counts.values(), default=0) if share == KV_TOKENS else 0
+        if counts and max(counts.values()) - min(counts.values()) > room:
+            found.append(Difference(share, {variant: str(n) for variant, n in counts.items()}))
+    return [difference for difference in found if difference.name not in differ]
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """Reasons why figures must not be compared, and facts that a reader should know."""
+
+    invalid: tuple[str, ...]
+    cautions: tuple[str, ...]
+
+
+def judge(result: CompareResult) -> Validity:
+    return Validity(tuple(_reasons(result)), tuple(_cautions(result)))
+
+
+def _reasons(result: CompareResult) -> Iterator[str]:
+    settings = {variant.name: variant.settings for variant in result.variants}
+    for difference in differences(settings, result.differ):
+        yield f"the variants differ in {difference}"
+    for measurement in result.measurements:
+        where = f"{measurement.kind} {measurement.number + 1} of {measurement.variant}"
+        for note in measurement.notes:
+            yield f"{where}: {note}"
+        degraded = summarise(measurement.records).degraded
+        if degraded is not None:
+            yield f"{where}: {degraded}"
+        use = measurement.processor
+        if use.idle_s > IDLE_CORES * max(1, len(result.variants) - 1) * use.window_s:
+            yield f"{where}: idle variants used {use.idle_s / use.window_s:.2f} cores"
+    share = _others_share(result)
+    if share > OTHERS_SHARE_LIMIT:
+        yield f"other processes used {share:.0%} of the cores; measure on a quieter machine"
+    yield from _unequal_rounds(result)
+    for variant in result.variants:
+        records = [r for m in result.of(variant.name, "round") for r in m.records]
+        if records and not any(record.status == "ok" for record in records):
+            yield f"{variant.name} answered no request of any round"
+
+
+def _unequal_rounds(result: CompareResult) -> Iterator[str]:
+    """A variant with a smaller context may have been sent fewer requests."""
+    sent: dict[int, set[tuple[tuple[int, int, int], ...]]] = {}
+    for measurement in result.measurements:
+        if measurement.kind == "round":
+            rows = tuple((r.index, r.input_tokens, r.output_tokens) for r in measurement.records)
+            sent.setdefault(measurement.number, set()).add(rows)
+    for number, rows_sent in sent.items():
+        if len(rows_sent) > 1:
+            yield (
+                f"round {number + 1}: the variants were not sent the same requests; give "
+                "--max-total-tokens that every variant takes"
+            )
+
+
+def _cautions(result: CompareResult) -> Iterator[str]:
+    if not result.is_complete:
+        yield "incomplete: the run was interrupted; --resume continues it"
+    for difference in differences({x.name: x.settings for x in result.variants}):
+        if difference.name in result.differ:
+            yield f"differs on purpose: {difference}"
+    for variant in result.variants:
+        if variant.kind == "endpoint":
+            yield f"{variant.name}: settings unknown, so nothing shows that it is set as the others"
+    rounds = max((m.number + 1 for m in result.measurements if m.kind == "round"), default=0)
+    if rounds < MIN_ROUNDS:
+        yield f"no intervals below {MIN_ROUNDS} rounds"
+    repeated = sum(m.repeated for m in result.measurements)
+    if repeated:
+        yield (
+            f"{repeated} of {len(result.measurements)} replays were repeated because the client "
+            "was late"
+        )
+    share = _others_share(result)
+    if OTHERS_SHARE < share <= OTHERS_SHARE_LIMIT:
+        yield f"other processes used {share:.0%} of the cores"
+    cores = result.host.get("cores", 0)
+    used = max((x.settings.cores for x in result.variants if x.settings is not None), default=0)
+    if 0 < cores <= used:
+        yield f"workers have all {cores} cores; router and client share these"
+
+
+def _others_share(result: CompareResult) -> float:
+    cores = result.host.get("cores", 0)
+    window_s = sum(m.processor.window_s for m in result.measurements)
+    if not cores or not window_s:
+        return 0.0
+    return float(sum(m.processor.others_s for m in result.measurements) / window_s / cores)
+
+
+class ProcessorMeter:
+    """Counts CPU time from its creation to `use`. `driven` and `idle` are ready files."""
+
+    def __init__(self, driven: Mapping[str, Any] | None, idle: Sequence[Mapping[str, Any]]) -> None:
+        self._driven = driven
+        self._idle = idle
+        self._first = self._read()
+
+    def use(self) -> ProcessorUse:
+        first, last = self._first, self._read()
+        window_s, router_s, workers_s, client_s, idle_s, busy_s = (
+            round(after - before, 3) for before, after in zip(first, last, strict=True)
+        )
+        ours = router_s + workers_s + client_s + idle_s
+        return ProcessorUse(
+            window_s=window_s,
+            router_s=None if self._driven is None else router_s,
+            workers_s=None if self._driven is None else workers_s,
+            client_s=client_s,
+            idle_s=idle_s,
+            others_s=max(0.0, round(busy_s - ours, 3)),
+        )
+
+    def _read(self) -> tuple[float, ...]:
+        own = psutil.Process().cpu_times()
+        router_s, workers_s = (0.0, 0.0) if self._driven is None else _of(self._driven)
+        idle_s = sum(sum(_of(each)) for each in self._idle)
+        return (time.perf_counter(), router_s, workers_s, own.user + own.system, idle_s, _busy_s())
+
+
+def _of(ready: Mapping[str, Any]) -> tuple[float, float]:
+    """CPU time of a variant's router and of its workers so far."""
+    return (
+        processor_s([ready["router"]["pid"]]),
+        processor_s(worker["pid"] for worker in ready["workers"]),
+    )
+
+
+def _busy_s() -> float:
+    """CPU time of all processes on the cores that this process may use."""
+    mine = os.sched_getaffinity(0)
+    total = 0.0
+    for core, times in enumerate(psutil.cpu_times(percpu=True)):
+        if core in mine:
+            total += sum(times) - times.idle - getattr(times, "iowait", 0.0)
+            for name in ("guest", "guest_nice"):  # counted in user and nice already
+                with contextlib.suppress(AttributeError):
+                    total -= getattr(times, name)
+    return total

@@ -1,0 +1,141 @@
+"""The variants of a comparison and their equal shares of a machine."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.errors import BenchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SHAPE: Final = re.compile(r"(?:([1-9]\d?)P([1-9]\d?)D)?(?:([1-9]\d?)A)?", re.ASCII)
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,31}", re.ASCII)
+_SPARE_CORES: Final = 2  # for router and client, if each worker still has a core
+FAKE_BLOCK_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One system under test: workers started for it, or an endpoint that runs already.
+
+    `overrides` are configuration keys that only this variant has. `is_nixl` stands for vLLM's own
+    P/D instead of pdserve.
+    """
+
+    name: str
+    prefill: int = 0
+    decode: int = 0
+    aggregated: int = 0
+    url: str | None = None
+    overrides: tuple[tuple[str, object], ...] = ()
+    is_nixl: bool = False
+
+    @property
+    def workers(self) -> int:
+        """The number of workers to start; 0 for an endpoint."""
+        return self.prefill + self.decode + self.aggregated
+
+    @property
+    def needs_http(self) -> bool:
+        return self.is_nixl or self.url is not None
+
+
+def parse_variant(text: str) -> Variant:
+    """Parse `1P1D`, `2A`, `1P1D1A`, `small=2A`, `nixl` or `peer=http://host:port`."""
+    name, equals, what = text.strip().partition("=")
+    what = what if equals else name
+    if not _NAME.fullmatch(name):
+        raise BenchError(f"variant name {name!r}: use letters, digits and . _ + -")
+    if what.startswith(("http://", "https://")):
+        return Variant(name, url=what)
+    if what == "nixl":
+        return Variant(name, prefill=1, decode=1, is_nixl=True)
+    found = _SHAPE.fullmatch(what)
+    if not what or found is None:
+        raise BenchError(
+            f"{text!r} is not a variant: give 1P1D (prefill and decode workers), 2A (aggregated "
+            "workers), nixl, or name=http://host:port"
+        )
+    prefill, decode, aggregated = (int(count or 0) for count in found.groups())
+    return Variant(name, prefill, decode, aggregated)
+
+
+def parse_variants(texts: Sequence[str], settings: Sequence[str] = ()) -> tuple[Variant, ...]:
+    """Parse all variants with their `NAME:KEY=VALUE` settings. Raises BenchError."""
+    import yaml
+
+    variants = [parse_variant(text) for text in texts]
+    found = {variant.name: variant for variant in variants}
+    if len(found) < len(variants):
+        raise BenchError("two variants have the same name; rename one, such as other=2A")
+    if len(found) < 2:
+        raise BenchError("a comparison needs at least two variants, such as --arms 1P1D,2A")
+    for text in settings:
+        name, _, setting = text.partition(":")
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise BenchError(f"--arm-set must be NAME:KEY=VALUE, not {text!r}")
+        if name not in found or found[name].url is not None:
+            raise BenchError(f"--arm-set {text!r}: no variant called {name!r} is started here")
+        if found[name].is_nixl and not key.startswith(("worker.engine_args.", "worker.model")):
+            raise BenchError(f"--arm-set {text!r}: a plain vLLM server has no {key}")
+        more = (*found[name].overrides, (key, yaml.safe_load(value)))
+        found[name] = replace(found[name], overrides=more)
+    return tuple(found.values())
+
+
+def share_cores(variants: Sequence[Variant], available: int, wanted: int | None = None) -> int:
+    """Return the number of cores that the workers of each variant have together.
+
+    It is the same for all variants and divides evenly between the workers of each. By default it is
+    the most that is possible, leaving two cores to router and client if each worker still has one.
+    Raises BenchError if the variants cannot have the same number.
+    """
+    counts = [variant.workers for variant in variants if variant.url is None]
+    step = math.lcm(*counts) if counts else 1
+    each = " and ".join(str(count) for count in sorted(set(counts)))
+    if wanted is not None:
+        if wanted > available:
+            raise BenchError(f"--cores {wanted}: this process may use {available}")
+        if wanted % step:
+            raise BenchError(
+                f"--cores {wanted} does not divide evenly between {each} workers; use a multiple "
+                f"of {step}"
+            )
+        return wanted
+    if step > available:
+        raise BenchError(
+            f"variants of {each} workers need {step} cores to have equally many; this process may "
+            f"use {available}"
+        )
+    spare = _SPARE_CORES if available - _SPARE_CORES >= step else 0
+    return (available - spare) // step * step
+
+
+def config_changes(
+    variant: Variant, *, cores: int, kv_cache_bytes: int | None, engine: str
+) -> dict[str, Any]:
+    """Return the dotted configuration keys of this variant. Raises BenchError."""
+    if variant.is_nixl and engine != "vllm":
+        raise BenchError(f"{variant.name}: vLLM's own P/D has no engine {engine}")
+    changes: dict[str, Any] = {
+        "up.prefill": variant.prefill,
+        "up.decode": variant.decode,
+        "up.aggregated": variant.aggregated,
+        "up.cores_per_worker": cores // variant.workers,
+        "router.http_port": 0,
+        "router.grpc_port": 0,
+    }
+    if kv_cache_bytes is not None:
+        share = kv_cache_bytes // variant.workers
+        if engine == "fake":
+            if share < FAKE_BLOCK_BYTES:
+                raise BenchError("--kv-cache-mib is less than a block for each worker")
+            changes["worker.engine_args.total_blocks"] = share // FAKE_BLOCK_BYTES
+        else:
+            changes["worker.engine_args.kv_cache_memory_bytes"] = share
+    return changes | dict(variant.overrides)

@@ -1,1 +1,0 @@
-"""Plots as inline SVG: scales, axes and marks, and nothing to load."""

@@ -1,0 +1,232 @@
+"""Processes that a benchmark starts: any command, and a whole service by `pdserve up`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc.aio
+import psutil
+import yaml
+
+from benchmarks.errors import BenchError
+from pdserve import rpc, wire
+from pdserve.v1 import worker_pb2
+from pdserve.v1.worker_pb2_grpc import RegistryStub
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+READY_TIMEOUT_S: Final = 300.0
+STOP_TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.05
+_TAIL_LINES: Final = 12
+# The kernel sends the child SIGTERM when we end in whatever way; exec keeps that setting.
+_EXEC: Final = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+class Child:
+    """One process in a session of its own. Its output goes to a file."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name = name
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        """Start `command`, with `env` added to our environment."""
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as log:
+            # Not by the event loop: gRPC's threads object to its fork.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _EXEC, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    async def until(
+        self, is_ready: Callable[[], Awaitable[bool]], within_s: float = READY_TIMEOUT_S
+    ) -> None:
+        """Wait until it is ready. Raises BenchError with the end of its log if it is not."""
+        try:
+            async with asyncio.timeout(within_s):
+                while not await is_ready():
+                    if not self.is_alive:
+                        raise BenchError(f"{self.name} did not start:\n{self.tail()}")
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise BenchError(
+                f"{self.name} was not ready in {within_s:g} s:\n{self.tail()}"
+            ) from None
+
+    async def until_file(self, path: Path, within_s: float = READY_TIMEOUT_S) -> None:
+        """Wait for a file that the process writes when it is ready."""
+
+        async def exists() -> bool:
+            return await asyncio.to_thread(path.exists)
+
+        await self.until(exists, within_s)
+
+    async def stop(self, sign: signal.Signals = signal.SIGTERM) -> None:
+        """End it; kill it with its children if it does not end in time. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
+            process.send_signal(sign)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    while process.poll() is None:  # noqa: ASYNC110 - there is no event for it
+                        await asyncio.sleep(_POLL_S)
+        finally:
+            if process.poll() is None:  # too late, or we were cancelled
+                for each in with_children([process.pid]):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+            process.wait()
+
+    def signal_group(self, sign: signal.Signals) -> None:
+        """Signal the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, sign)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Raises BenchError if the process has ended."""
+        if self._process is None or self._process.poll() is not None:
+            raise BenchError(f"{self.name} ended:\n{self.tail()}")
+        return self._process.pid
+
+    def tail(self) -> str:
+        """Return the last lines of its log."""
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        return "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
+
+
+class Service:
+    """One `pdserve up`; its files are in `directory`.
+
+    `ready` is the content of the ready file, None while the service does not run. `module` is the
+    program: `pdserve`, or one that wraps it.
+    """
+
+    def __init__(
+        self, name: str, config: Mapping[str, Any], directory: Path, *, module: str = "pdserve"
+    ) -> None:
+        self.name = name
+        self.directory = directory
+        self.ready: Mapping[str, Any] | None = None
+        self._module = module
+        self._ready_path = directory / "ready.json"
+        up = {**config["up"], "ready_file": str(self._ready_path), "run_dir": str(directory)}
+        self._config = {**config, "up": up}
+        self._child = Child(name, directory / "up.log")
+
+    async def start(self) -> None:
+        """Return when the service is ready. Raises BenchError."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        config_path = self.directory / "up.yaml"
+        config_path.write_text(yaml.safe_dump(self._config, sort_keys=False), encoding="utf-8")
+        self._ready_path.unlink(missing_ok=True)
+        self._child.start([sys.executable, "-m", self._module, "up", "--config", str(config_path)])
+        await self._child.until_file(self._ready_path)
+        self.ready = self.read_ready()
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        self.ready = None
+        await self._child.stop(signal.SIGINT)
+
+    async def workers(self) -> list[dict[str, Any]]:
+        """Return what each worker says of itself. Raises BenchError."""
+        assert self.ready is not None
+        async with rpc.open_channel(self.ready["grpc"]) as channel:
+            try:
+                listed = await RegistryStub(channel).ListWorkers(
+                    worker_pb2.ListWorkersRequest(), timeout=10.0
+                )
+            except grpc.aio.AioRpcError as error:
+                raise BenchError(f"{self.name} does not list its workers: {error.code()}") from None
+        found = [wire.worker_from_pb(entry.info) for entry in listed.workers]
+        return [
+            {
+                "role": info.role.value,
+                "engine": info.engine,
+                "model": info.model.name,
+                "model_path": info.model.path,
+                "max_model_len": info.model.max_model_len,
+                "vocab_size": info.model.vocab_size,
+                "dtype": info.model.dtype,
+                "block_size": info.block_size,
+                "total_blocks": info.total_blocks,
+                "max_num_seqs": info.max_num_seqs,
+                "settings": dict(info.settings),
+            }
+            for info in found
+        ]
+
+    @property
+    def pid(self) -> int:
+        """The process id of `pdserve up`. Raises BenchError if it has ended."""
+        return self._child.pid
+
+    async def problem(self) -> str | None:
+        """Return what happened to its processes since it was ready; None if nothing did."""
+        if not self._child.is_alive:
+            return f"{self.name} ended"
+        if not self._ready_path.exists() or self.read_ready() != self.ready:
+            return f"a process of {self.name} died and was started again"
+        return None
+
+    def read_ready(self) -> Mapping[str, Any]:
+        """Read the ready file as it is now; `pdserve up` rewrites it after a restart."""
+        content: Mapping[str, Any] = json.loads(self._ready_path.read_text(encoding="utf-8"))
+        return content
+
+
+def free_port() -> int:
+    """Return a port that is free now, for servers that cannot choose one."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def processor_s(pids: Iterable[int]) -> float:
+    """Return the CPU time of processes and their children; 0 for those that are gone."""
+    total = 0.0
+    for process in with_children(pids):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def with_children(pids: Iterable[int]) -> list[psutil.Process]:
+    """Return processes and all that they started."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found += [process, *process.children(recursive=True)]
+    return found

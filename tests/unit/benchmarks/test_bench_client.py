@@ -1,0 +1,195 @@
+"""The streaming clients and a replay through them, against an endpoint that does as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_openai import FakeOpenAI
+
+from benchmarks.client import HttpTarget, Piece, open_grpc, open_http, read_stream
+from benchmarks.errors import BenchError, TargetError, WarmupFailed
+from benchmarks.progress import Progress
+from benchmarks.records import Timeline
+from benchmarks.replay import ReplaySettings, parse_result, run_replay
+from benchmarks.workload import Shape
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from benchmarks.replay import ReplayResult
+
+
+def data(*events: object) -> bytes:
+    texts = [x if isinstance(x, str) else json.dumps(x) for x in events]
+    return "".join(f"data: {text}\n\n" for text in texts).encode()
+
+
+async def blocks(raw: bytes, sizes: Sequence[int] = ()) -> AsyncIterator[bytes]:
+    for size in sizes or (len(raw),):
+        yield raw[:size]
+        raw = raw[size:]
+    yield raw
+
+
+async def pieces(raw: bytes, sizes: Sequence[int] = ()) -> list[Piece]:
+    return [piece async for piece in read_stream(blocks(raw, sizes))]
+
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
+
+
+async def test_events_cut_anywhere_are_read_alike() -> None:
+    choice = {"index": 0, "text": "a", "finish_reason": None, "token_ids": [5, 6]}
+    last = {"choices": [], "usage": USAGE, "pdserve": {"receipt": {"transfer_bytes": 1}}}
+    raw = data({"choices": [choice]}, last, "[DONE]")
+    whole = await pieces(raw)
+    assert whole[0] == Piece(tokens=2, token_ids=(5, 6), text="a")
+    assert whole[1].usage == USAGE | {"cached_tokens": None}
+    assert whole[1].receipt == {"transfer_bytes": 1}
+    for size in (1, 7, 20):
+        assert await pieces(raw, [size] * (len(raw) // size)) == whole
+
+
+async def test_running_usage_tells_the_tokens_of_each_piece() -> None:
+    events = [
+        {"choices": [{"index": 0, "text": "x"}], "usage": {"completion_tokens": n}}
+        for n in (1, 4, 4)
+    ]
+    assert [x.tokens for x in await pieces(data(*events, "[DONE]"))] == [1, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("raw", "message", "code"),
+    [
+        (data({"choices": []}), r"ended before \[DONE\]", ""),
+        (data({"error": {"message": "lost", "code": "worker_failed"}}), "lost", "worker_failed"),
+        (data("{nope"), "not JSON", ""),
+    ],
+)
+async def test_a_broken_stream_is_an_error(raw: bytes, message: str, code: str) -> None:
+    with pytest.raises(TargetError, match=message) as caught:
+        await pieces(raw)
+    assert caught.value.code == code
+
+
+def timeline() -> Timeline:
+    return Timeline(0, "r", 3, 2, 0.0, iter(range(100)).__next__)
+
+
+def test_a_last_empty_piece_counts_only_if_the_usage_says_so() -> None:
+    for made, chunks in ((2, 2), (3, 3)):
+        line = timeline()
+        line.output_tokens = made
+        for _ in range(2):
+            line.add(Piece(text="x"))
+        line.add(Piece(text="", finish_reason="length"))
+        line.add(Piece(has_choice=False, usage={"completion_tokens": made}))
+        line.complete()
+        assert len(line.record().chunk_s) == chunks
+        assert line.record().chunk_tokens == (1,) * made
+
+
+def test_an_answer_of_another_length_is_a_failure() -> None:
+    line = timeline()
+    line.add(Piece(tokens=1, usage={"completion_tokens": 1}))
+    with pytest.raises(TargetError, match="1 tokens instead of 2"):
+        line.complete()
+    with pytest.raises(TargetError, match="no usage"):
+        timeline().complete()
+
+
+async def replayed(server: FakeOpenAI, **settings: Any) -> ReplayResult:
+    values: dict[str, Any] = {
+        "trace": "chat",
+        "shape": Shape(scale_lengths=Fraction(1, 32), limit=6),
+        "speedup": 1000.0,
+        "drain_timeout_s": 5.0,
+    }
+    target = open_http(server.url)
+    try:
+        return await run_replay(ReplaySettings(**(values | settings)), target, Progress())
+    finally:
+        await target.aclose()
+
+
+async def test_a_replay_records_each_request_and_survives_its_file() -> None:
+    async with FakeOpenAI().serve() as server:
+        result = await replayed(server, warmup=2, slo_s={"ttft": 60.0})
+        assert len(server.bodies) == 8
+    assert [r.status for r in result.records] == ["ok"] * 6
+    for record, body in zip(result.records, server.bodies[2:], strict=True):
+        assert len(body["prompt"]) == record.input_tokens == record.prompt_tokens
+        assert body["min_tokens"] == body["max_tokens"] == record.output_tokens
+        assert record.receipt is not None
+    assert result.trace["format"] == "azure"
+    whole = json.loads(json.dumps(result.to_json()))
+    assert whole["summary"]["slo"]["attainment"] == 1.0
+    assert parse_result(whole) == result
+    del whole["records"][0]["status"]
+    with pytest.raises(BenchError, match="missing or wrong"):
+        parse_result(whole)
+
+
+@pytest.mark.parametrize("fault", ["refuse", "short", "break", "hang"])
+async def test_a_bad_answer_is_recorded_as_such(fault: str) -> None:
+    server = FakeOpenAI(fault=lambda number: fault if number == 3 else None)
+    async with server.serve():
+        result = await replayed(server, drain_timeout_s=0.3 if fault == "hang" else 5.0)
+        if fault == "hang":
+            await asyncio.wait_for(server.client_left.wait(), 10)
+    expected = "timed_out" if fault == "hang" else "failed"
+    assert sorted(r.status for r in result.records) == sorted(["ok"] * 5 + [expected])
+
+
+async def test_all_requests_go_out_however_late_the_answers_are() -> None:
+    server = FakeOpenAI(hold_until_running=6)
+    async with server.serve():
+        result = await replayed(server, warmup=0)
+    assert [r.status for r in result.records] == ["ok"] * 6
+
+
+async def test_a_failed_warm_up_ends_the_replay() -> None:
+    async with FakeOpenAI(fault=lambda _number: "refuse").serve() as server:
+        with pytest.raises(WarmupFailed, match="warm-up request 1 failed: HTTP 429: full"):
+            await replayed(server)
+
+
+async def test_requests_go_to_several_addresses_in_turn() -> None:
+    async with FakeOpenAI().serve() as one, FakeOpenAI().serve() as other:
+        target = open_http(f"{one.url},{other.url}")
+        settings = ReplaySettings(
+            trace="chat", shape=Shape(scale_lengths=Fraction(1, 64), limit=5), speedup=1000.0
+        )
+        await run_replay(settings, target, Progress())
+        await target.aclose()
+        assert (len(one.bodies), len(other.bodies)) == (3, 3)
+        other.models = [{"id": "another"}]
+        target = open_http(f"{one.url},{other.url}")
+        with pytest.raises(BenchError, match="serves"):
+            await target.model(None)
+        await target.aclose()
+
+
+async def test_an_endpoint_that_cannot_be_used_is_named() -> None:
+    async with FakeOpenAI().serve() as server:
+        server.models = [{"id": "a"}, {"id": "b"}]
+        target = HttpTarget(f"{server.url}/v1/")
+        assert (await target.model("b")).name == "b"
+        for name, message in ((None, "choose a model with --model"), ("c", "'c' is not served")):
+            with pytest.raises(BenchError, match=message):
+                await target.model(name)
+        with pytest.raises(BenchError, match="vocabulary size"):
+            await replayed(server, model="b")
+        await target.aclose()
+    gone = HttpTarget(server.url)
+    with pytest.raises(BenchError, match="is the server running there"):
+        await gone.model(None)
+    await gone.aclose()
+    with pytest.raises(BenchError, match="is not like http://"):
+        open_http("localhost:8000")
+    with pytest.raises(BenchError, match=r"is not like 127\.0\.0\.1"):
+        open_grpc("http://h:1")

@@ -1,0 +1,300 @@
+"""Comparisons: variants, fairness, figures, the sweep, and the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from compared import SETTINGS, USE, failed, measured, receipt, record, result, rounds, variant
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.compare import summary as summaries
+from benchmarks.compare.fairness import differences, judge, settings_of
+from benchmarks.compare.nixl import command, described, prompt_tokens
+from benchmarks.compare.result import from_json, to_json
+from benchmarks.compare.run import CLOSE, Probe, bracket, next_rate
+from benchmarks.compare.summary import summarise_compare
+from benchmarks.compare.variants import (
+    Variant,
+    config_changes,
+    parse_variant,
+    parse_variants,
+    share_cores,
+)
+from benchmarks.errors import BenchError
+from benchmarks.report.page import render_page
+
+if TYPE_CHECKING:
+    from benchmarks.compare.result import CompareResult
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1P1D", Variant("1P1D", 1, 1)),
+        ("2A", Variant("2A", aggregated=2)),
+        ("big=1P2D1A", Variant("big", 1, 2, 1)),
+        ("nixl", Variant("nixl", 1, 1, is_nixl=True)),
+        ("peer=http://h:1/v1", Variant("peer", url="http://h:1/v1")),
+    ],
+)
+def test_a_variant_is_read(text: str, expected: Variant) -> None:
+    assert parse_variant(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "settings", "message"),
+    [
+        (["1P", "2A"], [], "'1P' is not a variant"),
+        (["0A", "2A"], [], "'0A' is not a variant"),
+        (["a b=2A", "2A"], [], "variant name 'a b'"),
+        (["2A", "2A"], [], "two variants have the same name"),
+        (["2A"], [], "at least two variants"),
+        (["2A", "1P1D"], ["3A:a=1"], "no variant called '3A'"),
+        (["2A", "1P1D"], ["2A:a"], "must be NAME:KEY=VALUE"),
+        (["2A", "nixl"], ["nixl:router.policy=x"], "has no router.policy"),
+    ],
+)
+def test_a_wrong_variant_is_refused(texts: list[str], settings: list[str], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        parse_variants(texts, settings)
+
+
+@pytest.mark.parametrize(
+    ("texts", "available", "wanted", "expected"),
+    [
+        (["1P1D", "2A"], 2, None, 2),
+        (["1P1D", "2A"], 9, None, 6),
+        (["1P1D", "1A"], 5, None, 2),
+        (["1P2D", "2A"], 6, None, 6),
+        (["1P1D", "2A"], 8, 4, 4),
+        (["1P1D", "2A"], 8, 3, "use a multiple of 2"),
+        (["1P1D", "2A"], 8, 10, "this process may use 8"),
+        (["1P2D", "2A"], 4, None, "need 6 cores"),
+    ],
+)
+def test_all_variants_get_equally_many_cores(
+    texts: list[str], available: int, wanted: int | None, expected: int | str
+) -> None:
+    variants = parse_variants(texts)
+    if isinstance(expected, int):
+        assert share_cores(variants, available, wanted) == expected
+        return
+    with pytest.raises(BenchError, match=expected):
+        share_cores(variants, available, wanted)
+
+
+def test_the_kv_cache_is_shared_between_the_workers_of_a_variant() -> None:
+    (own, _) = parse_variants(["1P1D", "1A"], ["1P1D:router.policy=round_robin"])
+    changes = config_changes(own, cores=4, kv_cache_bytes=64 << 20, engine="vllm")
+    assert changes["worker.engine_args.kv_cache_memory_bytes"] == 32 << 20
+    assert changes["up.cores_per_worker"] == 2
+    assert changes["router.policy"] == "round_robin"
+    fake = config_changes(own, cores=4, kv_cache_bytes=64 << 20, engine="fake")
+    assert fake["worker.engine_args.total_blocks"] == 8192
+
+
+def worker(role: str, **changes: Any) -> dict[str, Any]:
+    settings = {"cores": "1", "gpus": "", "device": "cpu"} | changes.pop("settings", {})
+    whole = {"role": role, "block_size": 16, "total_blocks": 100, "dtype": "float32"}
+    return whole | changes | {"settings": settings}
+
+
+def test_variants_that_are_set_differently_are_told_apart_by_name() -> None:
+    pd = settings_of([worker("prefill"), worker("decode")])
+    assert (pd.cores, pd.kv_cache_tokens, dict(pd.workers)) == (
+        2,
+        3200,
+        {"prefill": 1, "decode": 1},
+    )
+    alike = settings_of([worker("aggregated"), worker("aggregated", total_blocks=101)])
+    assert differences({"1P1D": pd, "2A": alike, "peer": None}) == []
+    other = settings_of([worker("aggregated", dtype="bfloat16", total_blocks=300)])
+    found = {str(x) for x in differences({"1P1D": pd, "1A": other})}
+    assert found == {
+        "dtype: 1P1D float32, 1A bfloat16",
+        "cores: 1P1D 2, 1A 1",
+        "kv_cache_tokens: 1P1D 3200, 1A 4800",
+    }
+    assert differences({"1P1D": pd, "1A": other}, ("dtype", "cores", "kv_cache_tokens")) == []
+    gpus = settings_of([worker("prefill", settings={"gpus": "0,1"})])
+    assert gpus.gpus == 2
+
+
+def slow_and_fast(**changes: Any) -> CompareResult:
+    three = [*rounds("1P1D", [0.2, 0.4, 0.2]), *rounds("2A", [0.1, 0.2, 0.1])]
+    return result(three, **changes)
+
+
+def test_figures_are_medians_and_ratios_are_of_rounds() -> None:
+    summary = summarise_compare(slow_and_fast())
+    pd, two = summary.variants
+    assert pd.figures["ttft_p50"].value == pytest.approx(0.2)
+    assert pd.ratios["ttft_p50"].value == pytest.approx(2.0)
+    assert pd.ratios["ttft_p50"].low == pytest.approx(2.0)
+    assert two.ratios == {}
+    assert pd.figures["attainment"].value == 1.0
+    assert pd.figures["goodput_per_core"].value == pytest.approx(pd.figures["goodput"].value / 2)
+    assert "goodput_per_gpu" not in pd.figures
+    assert summary.has_itl
+    assert "icl_p50" not in {figure.key for figure in summary.shown}
+    assert pd.router_s_per_million_tokens == pytest.approx(3 / 36 * 1e6)
+    assert summary.validity.invalid == ()
+    assert [x["name"] for x in summaries.to_json(summary)["arms"]] == ["1P1D", "2A"]
+
+
+def test_a_variant_that_fails_requests_is_not_fast() -> None:
+    broken = [measured("1P1D", 0, [record(0), failed(1)])]
+    summary = summarise_compare(result([*broken, *rounds("2A", [0.1])]))
+    pd = summary.variants[0]
+    assert pd.figures["ttft_p99"].value == float("inf")
+    assert "ttft_p99" not in pd.ratios
+    assert (pd.ok, pd.failed, dict(pd.errors)) == (1, 1, {"HTTP 429: full": 1})
+
+
+def spoil(**changes: Any) -> CompareResult:
+    whole = slow_and_fast()
+    first = replace(whole.measurements[0], **changes)
+    return replace(whole, measurements=(first, *whole.measurements[1:]))
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason"),
+    [
+        (spoil(notes=("decode-0 died",)), "round 1 of 1P1D: decode-0 died"),
+        (spoil(processor=replace(USE, idle_s=3.0)), "idle variants used 0.30 cores"),
+        (spoil(processor=replace(USE, others_s=200.0)), "other processes used 42% of the cores"),
+        (spoil(records=(record(0), record(1))), "were not sent the same requests"),
+        (spoil(records=tuple(record(i, sent_s=i + 0.5) for i in range(4))), "sent late"),
+        (result([measured("2A", 0, [failed(0)])]), "2A answered no"),
+        (
+            slow_and_fast(
+                variants=(variant("1P1D", settings=replace(SETTINGS, cores=4)), variant("2A"))
+            ),
+            "the variants differ in cores: 1P1D 4, 2A 2",
+        ),
+    ],
+)
+def test_a_spoilt_run_is_invalid_and_says_why(spoilt: CompareResult, reason: str) -> None:
+    assert any(reason in x for x in judge(spoilt).invalid)
+    assert "INVALID" in render_page(spoilt)
+
+
+def test_cautions_do_not_spoil_a_run() -> None:
+    peer = variant("peer", kind="endpoint", settings=None)
+    found = judge(result(rounds("2A", [0.1]), variants=(variant("2A"), peer), is_complete=False))
+    assert found.invalid == ()
+    text = "; ".join(found.cautions)
+    for part in ("incomplete", "peer: settings unknown", "no intervals below 3 rounds"):
+        assert part in text
+
+
+@given(st.floats(0.1, 100), st.floats(0.1, 100), st.integers(1, 12))
+def test_a_sweep_brackets_the_capacity(capacity: float, first: float, limit: int) -> None:
+    probes: list[Probe] = []
+    while (rate := next_rate(probes, first=first, limit=limit)) is not None:
+        probes.append(Probe(rate, 1.0 if rate <= capacity else 0.5))
+    assert len(probes) <= limit
+    passed, failed_at = bracket(probes)
+    assert passed is None or passed <= capacity
+    assert failed_at is None or failed_at > capacity
+    if len(probes) < limit:
+        assert passed is not None
+        assert failed_at is not None
+        assert failed_at / passed <= CLOSE
+
+
+def test_a_pass_above_a_failure_is_luck() -> None:
+    assert bracket([Probe(1, 1.0), Probe(2, 0.5), Probe(4, 1.0)]) == (1, 2)
+
+
+def swept() -> CompareResult:
+    probes = [
+        measured(
+            name, number, [record(i, ttft_s=ttft) for i in range(4)], kind="probe", rate_per_s=rate
+        )
+        for name, ttfts in (("1P1D", (0.1, 0.1)), ("2A", (0.1, 0.9)))
+        for number, (rate, ttft) in enumerate(zip((1.0, 2.0), ttfts, strict=True))
+    ]
+    moved = [
+        replace(m, records=tuple(replace(r, receipt=receipt(moved=4096)) for r in m.records))
+        for m in rounds("1P1D", [0.2, 0.4, 0.2])
+    ]
+    return result([*moved, *rounds("2A", [0.1, 0.2, 0.1]), *probes])
+
+
+def test_a_sweep_compares_the_highest_rates() -> None:
+    pd, two = summarise_compare(swept()).variants
+    assert pd.sweep is not None
+    assert two.sweep is not None
+    assert (pd.sweep.passed, two.sweep.passed, two.sweep.failed) == (2.0, 1.0, 2.0)
+    assert (pd.sweep.ratio, pd.sweep.per_device) == (2.0, 1.0)
+
+
+def test_a_result_survives_its_file() -> None:
+    whole = swept()
+    text = to_json(whole, summaries.to_json(summarise_compare(whole)))
+    assert from_json(json.loads(text)) == whole
+    with pytest.raises(BenchError, match="not a result"):
+        from_json({"schema": "x"})
+
+
+def test_the_report_shows_everything_and_loads_nothing() -> None:
+    page = render_page(swept())
+    for part in (
+        "TTFT, cumulative",
+        "TTFT over time",
+        "ITL over time",
+        "Goodput against rate",
+        "Where the time went",
+        "KV moved",
+        "Requests on workers, 1P1D",
+    ):
+        assert f'aria-label="{part}"' in page
+    assert 'class="worse"' in page
+    for forbidden in ("<script", "http://", "src=", "@import"):
+        assert forbidden not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert "no request was answered" in render_page(result([measured("2A", 0, [failed(0)])]))
+
+
+def test_a_plain_vllm_server_is_described_as_our_workers_are() -> None:
+    config = {
+        "scheduler_config": {
+            "max_num_batched_tokens": 2048,
+            "enable_chunked_prefill": True,
+            "async_scheduling": False,
+            "max_num_seqs": 64,
+        },
+        "compilation_config": {"mode": 0, "cudagraph_mode": 0},
+        "model_config": {
+            "served_model_name": "m",
+            "tokenizer": "/m",
+            "max_model_len": 4096,
+            "dtype": "torch.float32",
+            "quantization": None,
+            "enforce_eager": True,
+        },
+        "cache_config": {
+            "enable_prefix_caching": True,
+            "cache_dtype": "auto",
+            "block_size": 32,
+            "num_gpu_blocks": 101,
+        },
+        "parallel_config": {"tensor_parallel_size": 1},
+        "speculative_config": None,
+        "device_config": {"device": "cpu"},
+    }
+    found = described(config)
+    assert (found["dtype"], found["total_blocks"]) == ("float32", 100)
+    assert found["settings"]["cudagraph_mode"] == "NONE"
+    settings = {"engine_args": {"enforce_eager": False}, "model": "/m", "name": "m", "port": 1}
+    words = command(settings | {"kv_role": "kv_producer"}, is_cpu=True)
+    assert "--no-enforce-eager" in words
+    assert words[words.index("--block-size") + 1] == "32"
+    text = 'vllm:prompt_tokens_by_source_total{source="local_compute"} 3.0\n'
+    assert prompt_tokens("# TYPE vllm:prompt_tokens_by_source counter\n" + text) == {
+        "local_compute": 3.0
+    }

@@ -1,0 +1,124 @@
+"""Traces: formats, what is refused and where, and mixing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.errors import BenchError, TraceError
+from benchmarks.traces import NAMED_TRACES, TraceRequest, infer_tick_s, load_trace
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def written(tmp_path: Path, name: str, text: str) -> str:
+    (tmp_path / name).write_text(text)
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "trace_format", "block_size", "tick_s"),
+    [
+        ("chat", 10_000, "azure", None, None),
+        ("code", 8_819, "azure", None, None),
+        ("longchat", 4_000, "mooncake", 512, 3.0),
+    ],
+)
+def test_a_shipped_trace(
+    name: str, rows: int, trace_format: str, block_size: int | None, tick_s: float | None
+) -> None:
+    trace = load_trace(name)
+    assert len(trace.requests) == rows
+    meta = trace.meta
+    assert (meta.format, meta.block_size, meta.tick_s) == (trace_format, block_size, tick_s)
+    assert trace.requests[0].arrival_s == 0.0
+    assert meta.licence
+    assert trace.digest() == load_trace(str(name)).digest()
+
+
+def test_azure_times_keep_100_ns(tmp_path: Path) -> None:
+    text = AZURE + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    trace = load_trace(written(tmp_path, "a.csv", text))
+    assert trace.requests == (TraceRequest(0.0, 374, 44), TraceRequest(4.314579, 396, 109))
+
+
+def test_burstgpt_leaves_out_requests_that_failed(tmp_path: Path) -> None:
+    text = (
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,Conversation log\n"
+        "118,GPT-4,417,276,693,Conversation log\n"
+    )
+    trace = load_trace(written(tmp_path, "b.csv", text))
+    assert trace.requests == (TraceRequest(0.0, 472, 18), TraceRequest(113.0, 417, 276))
+    assert trace.meta.format == "burstgpt"
+
+
+def test_fields_that_are_not_needed_are_ignored(tmp_path: Path) -> None:
+    row = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [1, 2]}
+    text = json.dumps(row | {"client_id": "x", "timestamp": 500}) + "\n" + json.dumps(row) + "\n"
+    trace = load_trace(written(tmp_path, "m.jsonl", text))
+    assert trace.ignored == ("client_id",)
+    assert trace.meta.format == "mooncake"
+    assert trace.requests[1] == TraceRequest(1.0, 600, 7, (1, 2))
+
+
+GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 1}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("t.csv", "a,b\n1,2\n", "of no known format"),
+        ("t.csv", AZURE, "no requests in it"),
+        ("t.csv", f"{AZURE}soon,1,2\n", "t.csv:2: TIMESTAMP: 'soon' is not like"),
+        ("t.csv", f"{AZURE}2023-11-16 18:15:46,x,2\n", "ContextTokens: 'x' is not a number"),
+        ("t.csv", f"{AZURE}2023-11-16 18:15:46,1,0\n", "GeneratedTokens: 0 tokens"),
+        ("t.jsonl", "[]\n", "t.jsonl:1: not an object with timestamp"),
+        ("t.jsonl", f"{GOOD}\nnope\n", "t.jsonl:2: not JSON"),
+        ("t.jsonl", GOOD.replace("5", "0"), "input_length: 0 is not a whole number from 1 up"),
+        ("t.jsonl", GOOD.replace("0,", "-1,", 1), "timestamp: -1 is not a finite number"),
+        ("t.jsonl", GOOD.replace("0,", "9,", 1) + "\n" + GOOD, "request 2 is earlier"),
+        ("t.jsonl", GOOD[:-1] + ', "hash_ids": ["a"]}', "hash_ids: must be a list"),
+        ("t.jsonl", GOOD[:-1] + ', "hash_ids": [1, 2]}', "which are 1 blocks of 512"),
+    ],
+)
+def test_a_malformed_trace_is_refused_with_its_place(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    with pytest.raises(TraceError, match=message.replace("[", r"\[")):
+        load_trace(written(tmp_path, name, text))
+
+
+def test_a_sidecar_sets_the_block_size(tmp_path: Path) -> None:
+    path = written(tmp_path, "t.jsonl", GOOD[:-1] + ', "hash_ids": [1, 2]}')
+    written(tmp_path, "t.meta.json", '{"block_size": 4, "name": "mine", "sha256": "x"}')
+    meta = load_trace(path).meta
+    assert (meta.name, meta.block_size) == ("mine", 4)
+    written(tmp_path, "t.meta.json", '{"block_size": 0}')
+    with pytest.raises(TraceError, match="block_size: cannot be 0"):
+        load_trace(path)
+
+
+def test_an_unknown_name_lists_the_shipped_ones() -> None:
+    with pytest.raises(BenchError, match=f"give one of {', '.join(NAMED_TRACES)}"):
+        load_trace("none")
+
+
+def test_a_rounded_log_is_recognised() -> None:
+    rounded = [TraceRequest(3.0 * (i // 4), 1, 1) for i in range(40)]
+    assert infer_tick_s(rounded) == 3.0
+    assert infer_tick_s([TraceRequest(float(i), 1, 1) for i in range(9)]) is None
+
+
+def test_traces_joined_by_a_plus_come_at_one_request_a_second_each() -> None:
+    mixed = load_trace("chat+longchat")
+    assert mixed.meta.name == "chat+longchat"
+    assert mixed.meta.block_size == 512
+    times = [row.arrival_s for row in mixed.requests]
+    assert times == sorted(times)
+    assert len(times) / times[-1] == pytest.approx(2.0, rel=0.1)
