@@ -100,9 +100,9 @@ class KvRegion:
         geometry = self.geometry.narrowed(start, size)
         return KvRegion(self.address, self._view.nbytes, geometry, self.order)
 
-    def computed(self) -> None:
-        """The engine has begun a step, and may not have ended it: what comes now waits for that.
-        In host memory a step has ended when it returns."""
+    def computed(self, block_ids: Sequence[int]) -> None:
+        """The engine has enqueued the step that fills these blocks. In host memory the step has
+        ended when it returns; on a GPU copies of the blocks wait for it."""
 
     def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
         """The pages of these blocks, layer by layer, for scatter/gather socket calls. Raises

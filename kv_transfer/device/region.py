@@ -1,10 +1,14 @@
-"""A KV cache in GPU memory, as vLLM 0.32 lays it out.
+"""A KV cache in GPU memory, and the copies between its blocks and contiguous staging memory.
 
-Every layer's cache is logically [blocks, heads, tokens, content], where content is K and V of one
-head and token side by side (or MLA's latent, with one head). The six physical layouts of
-vllm/v1/kv_cache_layout.py (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC) are strides of that view, and
-so is a block that the kernels see as several smaller ones. Blocks leave and arrive in one form,
-[layer][token][head][content], so the two ends need not have the same layout.
+vLLM 0.32 registers one view a layer, logically [blocks, heads, tokens, content], where content is K
+and V of one head and token side by side (or MLA's latent, with one head). Its six physical layouts
+(vllm/v1/kv_cache_layout.py) are strides of that view, and so is a block that the attention kernel
+sees as several smaller ones. Staging memory holds [layer][block][head][token][content], so the two
+ends need not have the same physical layout.
+
+The copies are torch's `index_select` and `index_copy_`: one launch where the layers lie evenly
+spaced in one allocation, as vLLM allocates them, else one a layer. Own kernels would save a few
+launches and cost a second implementation, which broke with each release of Triton.
 """
 
 from __future__ import annotations
@@ -15,83 +19,100 @@ import torch
 
 from kv_transfer.digest import NO_DIGEST
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
-from kv_transfer.gather import RankCache
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion
-from kv_transfer.reshard import Piece, Span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 
 class DeviceRegion(KvRegion):
-    """The blocks of a KV cache in GPU memory, or some heads of each. Its geometry counts bytes and
-    says nothing of addresses: only kernels reach them. `views`: [blocks, heads, tokens, content] a
-    layer, where `split` blocks of theirs are one of the engine's."""
+    """Blocks of a KV cache in GPU memory, or `heads` of each. Its geometry counts bytes; addresses
+    are torch's. `split` of the views' blocks make one block of the engine."""
 
     is_host = False
 
     def __init__(
-        self, views: Sequence[torch.Tensor], split: int = 1, heads: Span | None = None
+        self, views: Sequence[torch.Tensor], split: int = 1, heads: range | None = None
     ) -> None:
         first = views[0]
-        if any(view.dim() != 4 for view in views):
-            raise UnsupportedLayout(f"a layer's KV cache has the shape {tuple(first.shape)}")
         blocks, num_heads, tokens, content = first.shape
-        paged = tuple(view.permute(0, 2, 1, 3)[:, None] for view in views)
         self.views = tuple(views)
         self.split = split
-        self.heads = heads or Span(0, num_heads)
-        self.cache = RankCache(Span(0, len(paged)), Span(0, num_heads), paged)
+        self.heads = range(num_heads) if heads is None else heads
+        self.order = None
+        self._layers = _stacked([_as_words(view) for view in views])
         self._head_bytes = split * tokens * content * first.element_size()
-        page_bytes = len(self.heads) * self._head_bytes
-        self.geometry = KvGeometry(
-            len(paged), blocks // split, page_bytes, blocks // split * page_bytes, page_bytes
-        )
-        self.computed_event: torch.cuda.Event | None = None
-
-    @property
-    def block_size(self) -> int:
-        return self.split * self.cache.block_size
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self.views[0].device
+        page = len(self.heads) * self._head_bytes
+        count = blocks // split
+        self.geometry = KvGeometry(len(views), count, page, count * page, page)
+        # By block: recorded behind the engine step that filled it.
+        self._filled: list[torch.cuda.Event | None] = [None] * count
 
     def narrowed(self, start: int, size: int) -> DeviceRegion:
-        """See KvRegion; a part is whole heads. It sees what `computed` has noted so far."""
+        """Return these bytes of each page, which must be whole heads. Raises KvTransferError."""
         (first, rest), (count, more) = (divmod(n, self._head_bytes) for n in (start, size))
         if rest or more or not 0 < count <= len(self.heads) - first:
-            raise KvTransferError(f"[{start}, {start + size}) are no heads of a page")
+            raise KvTransferError(f"bytes {start}-{start + size} of a page are not whole heads")
         begin = self.heads.start + first
-        cut = DeviceRegion(self.views, self.split, Span(begin, begin + count))
-        cut.computed_event = self.computed_event
+        cut = DeviceRegion(self.views, self.split, range(begin, begin + count))
+        cut._filled = self._filled
         return cut
 
-    def computed(self) -> None:
-        if self.device.type == "cuda":
+    def computed(self, block_ids: Sequence[int]) -> None:
+        """The engine has enqueued the step that fills these blocks."""
+        device = self.views[0].device
+        if device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.device))
-            self.computed_event = event
+            event.record(torch.cuda.current_stream(device))
+            for block in block_ids:
+                self._filled[block] = event
 
-    def piece(
-        self, block_ids: Sequence[int], tokens: Span | None = None
-    ) -> tuple[Piece, list[int]]:
-        """The blocks as a piece, and their table, as gather and scatter take them; or some tokens
-        of the blocks, counted from the first block's first. Raises KvTransferError where an id is
-        no block, or none is given, or the blocks have no such tokens."""
+    def gather(self, block_ids: Sequence[int], staging: torch.Tensor) -> None:
+        """Enqueue a copy of the blocks into `staging` (bytes) on the current stream, behind the
+        engine steps that fill them. Raises KvTransferError if an id is not a block."""
+        copies = self._copies(block_ids, staging)
+        for event in {self._filled[block] for block in block_ids}:
+            if event is not None:
+                torch.cuda.current_stream(staging.device).wait_event(event)
+        for layers, part, table in copies:
+            torch.index_select(layers, 1, table, out=part)
+
+    def scatter(self, block_ids: Sequence[int], staging: torch.Tensor) -> None:
+        """Enqueue the reverse on the current stream.
+
+        It waits for no engine step: vLLM frees the blocks of a consumer only after the steps that
+        were in flight (`Scheduler.defer_block_free`), so none still writes to them.
+        """
+        for layers, part, table in self._copies(block_ids, staging):
+            layers.index_copy_(1, table, part)
+
+    def _copies(
+        self, block_ids: Sequence[int], staging: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return (layers, their part of staging, block table) for each launch."""
         if not self.geometry.has_blocks(block_ids):
             raise KvTransferError("a block id is outside its KV cache")
-        table = [block * self.split + n for block in block_ids for n in range(self.split)]
-        size = self.cache.block_size
-        if tokens is None:
-            tokens = Span(0, len(table) * size)
-        first, end = tokens.start // size, -(-tokens.end // size)
-        if end > len(table):
-            raise KvTransferError(f"{tokens} is not in {len(block_ids)} blocks")
-        inside = Span(tokens.start - first * size, tokens.end - first * size)
-        return Piece(0, 0, self.cache.layers, self.heads, inside), table[first:end]
+        if len(set(block_ids)) < len(block_ids):
+            raise KvTransferError("a block is named twice")
+        is_cuda = staging.device.type == "cuda"
+        rows = [block * self.split + n for block in block_ids for n in range(self.split)]
+        # From pinned memory the copy does not stop the calling thread.
+        table = torch.tensor(rows, pin_memory=is_cuda).to(staging.device, non_blocking=True)
+        size = len(block_ids) * self.geometry.block_bytes
+        item = self._layers[0].element_size()
+        words = staging[:size].view(self._layers[0].dtype)
+        heads = slice(self.heads.start, self.heads.stop)
+        copies, done = [], 0
+        for stack in self._layers:
+            layers = stack[:, :, heads]
+            shape = (layers.shape[0], len(rows), *layers.shape[2:])
+            count = shape[0] * (size // item // self.geometry.num_layers)
+            copies.append((layers, words[done : done + count].view(shape), table))
+            done += count
+        return copies
 
     def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
         raise KvTransferError("the KV cache is in GPU memory")
@@ -101,25 +122,45 @@ class DeviceRegion(KvRegion):
     ) -> int:
         raise KvTransferError("the KV cache is in GPU memory")
 
-    def take(self, block_ids: Sequence[int], tokens: Span) -> memoryview:
-        raise KvTransferError("the KV cache is in GPU memory")
-
-    def put(self, block_ids: Sequence[int], tokens: int, data: memoryview) -> None:
-        raise KvTransferError("the KV cache is in GPU memory")
-
-    def digest(self, block_ids: list[int], tokens: Span | None = None) -> int:
+    def digest(self, block_ids: list[int], tokens: object = None) -> int:
         """Return NO_DIGEST: KV in GPU memory travels without digests. HBM has ECC, NVLink and
         network cards check every packet, and reading each chunk back to the CPU would cost more
         than the transfer."""
         return NO_DIGEST
 
 
+def _as_words(view: torch.Tensor) -> torch.Tensor:
+    """Return the view with the widest integers that its strides allow, to copy few elements."""
+    for dtype in _WORDS:
+        try:
+            return view.view(dtype)
+        except RuntimeError:
+            continue
+    raise UnsupportedLayout(f"a KV cache of {view.dtype} with strides {view.stride()}")
+
+
+def _stacked(views: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one [layers, blocks, heads, tokens, words] if the layers are evenly spaced in one
+    allocation, else each layer by itself with a leading dimension of one."""
+    first = views[0]
+    starts = [view.storage_offset() for view in views]
+    step = starts[1] - starts[0] if len(views) > 1 else 0
+    is_one = len({view.untyped_storage().data_ptr() for view in views}) == 1
+    if is_one and step >= 0 and starts == [starts[0] + n * step for n in range(len(views))]:
+        shape, strides = (len(views), *first.shape), (step, *first.stride())
+        return [torch.as_strided(first, shape, strides)]
+    return [view[None] for view in views]
+
+
 def device_region(caches: Sequence[torch.Tensor], num_blocks: int) -> DeviceRegion:
-    """The KV cache that vLLM registered, of which its scheduler counts `num_blocks` blocks. Raises
-    UnsupportedLayout."""
+    """Return the KV cache that vLLM registered, in which its scheduler counts `num_blocks` blocks.
+    Raises UnsupportedLayout."""
     first = caches[0]
-    if any(cache.shape != first.shape or cache.dtype != first.dtype for cache in caches):
-        raise UnsupportedLayout("the layers' KV caches differ in shape or dtype")
+    if any(
+        (cache.shape, cache.dtype, cache.stride()) != (first.shape, first.dtype, first.stride())
+        for cache in caches
+    ):
+        raise UnsupportedLayout("the layers' KV caches differ in shape, dtype or strides")
     if first.dim() != 4 or first.stride(3) != 1:
         raise UnsupportedLayout(f"a layer's KV cache has the shape {tuple(first.shape)}")
     split, rest = divmod(first.shape[0], num_blocks)

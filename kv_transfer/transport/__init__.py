@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
 
 def _nccl(settings: KvSettings) -> Transport:
-    from kv_transfer.device.cuda import current_device
-    from kv_transfer.nccl import binding
-    from kv_transfer.transport import nccl
+    from kv_transfer.device.gpu import current_gpu
+    from kv_transfer.transport import nccl, nccl_binding
 
-    device = current_device()
-    return nccl.NcclTransport(
-        binding.load(settings.nccl_library), device, nccl.limits_from(settings)
-    )
+    gpu = current_gpu()
+    limits = nccl.limits_from(settings)
+    return nccl.NcclTransport(nccl_binding.load(settings.nccl_library), gpu, limits)
 
 
 logger = logging.getLogger(__name__)

@@ -1,197 +1,542 @@
-"""Between two GPUs: gathered into a slot, one NCCL send a slot, scattered on the other side.
+"""KV between two GPUs: gathered into a staging slot, sent by NCCL, scattered at the other end.
 
-One communicator of two ranks a link, made when its first chunk goes and ended when it is idle or
-the link is down. How a chunk travels is in kv_transfer/nccl/channels.py; what all links of the
-process share is here.
+Each link has at most one communicator of two ranks: 0 sends, 1 receives. For each part of a chunk
+that fits a slot:
+
+    producer: gather into a slot ─ Chunk, Offer ──► consumer: take a slot, join if the id is new,
+              join if the id is new                           post the receive
+              post the send            ◄── Clear ─            (both have posted now)
+              wait, free the slot                             wait, scatter, wait, free the slot
+
+Rules (docs/internals.md says which failure of vLLM's NCCL connector each one answers):
+
+* Nothing is posted before the other end posts too. A kernel that waits for its peer holds thread
+  blocks that the model's own collectives need.
+* NCCL has no deadlines, so each wait has one of ours, and looks at the link as it goes. At a
+  deadline, an error, or the end of the link, the communicator is aborted and the link closed; the
+  router retries the request. The slot is free again when the GPU has come to rest, else lost.
+* All waits poll. Each link's threads make its NCCL calls, so a slow abort stops nobody else.
+* Communicators hold memory beside the KV cache. Their number has a limit for each direction, above
+  which the longest unused one ends. One in use never does.
+
+Parts of a chunk go one after the other. To overlap the gather of one with the send of another would
+save about a fifth of a chunk's time (estimated, not measured) for a state machine at both ends.
+
+Not run on a GPU yet: tests/unit/kv_transfer/test_nccl.py runs it over a fake NCCL, tests/gpu over a
+real one.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import os
+import socket
 import threading
-from dataclasses import dataclass, field
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.device.base import StreamError
-from kv_transfer.device.staging import Staging, StagingLimits
-from kv_transfer.errors import KvTransferError, UnsupportedLayout
-from kv_transfer.nccl.actions import PairTimeouts
-from kv_transfer.nccl.binding import CommConfig, NcclUnavailable, check_versions
-from kv_transfer.nccl.channels import Kv, NcclSource, NcclTarget
-from kv_transfer.nccl.pool import PairKey, Pool, PoolLimits
-from kv_transfer.nccl.thread import NcclThread
+from kv_transfer.device.gpu import Slot, SlotLost, Staging, until
+from kv_transfer.device.region import DeviceRegion
+from kv_transfer.errors import KvTransferError, LinkClosed, ProtocolError
+from kv_transfer.messages import Count, Inner, Message, decode, encode, kinds_of, pack
 from kv_transfer.transport.base import Account, TransportUnavailable
+from kv_transfer.transport.nccl_binding import Result
 
 if TYPE_CHECKING:
-    from kv_transfer.device.base import Device
-    from kv_transfer.nccl.actions import Op
-    from kv_transfer.nccl.binding import Nccl
-    from kv_transfer.nccl.messages import PairMessage
-    from kv_transfer.nccl.pool import PoolStats
+    from collections.abc import Callable, Iterator
+
+    from kv_transfer.device.gpu import Gpu
+    from kv_transfer.layout import PagePart
+    from kv_transfer.messages import Chunk
     from kv_transfer.settings import KvSettings
-    from kv_transfer.transport.base import LocalKv, SourceChannel, TargetChannel, Wire
+    from kv_transfer.transport.base import LocalKv, Wire
+    from kv_transfer.transport.nccl_binding import Nccl
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 10.0
+SENDER, RECEIVER = 0, 1
+# NCCL's buffers for one channel (one thread block) between two Hopper GPUs, at each end.
+CHANNEL_BYTES = {SENDER: 2 << 20, RECEIVER: 10 << 20}
+# How long an aborted communicator's stream may take to come to rest.
+QUARANTINE_S = 10.0
+# A tenth of the slowest wire that is worth using.
+MIN_BYTES_PER_S = 1e8
+MIN_MOVE_S = 5.0
 # Two ranks on one GPU, which NCCL otherwise refuses: docs/userguide/source/env.rst of NCCL 2.30.
 ONE_GPU_VERSION = 23003
 ONE_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
-@dataclass(frozen=True, slots=True)
-class NcclLimits:
-    """What the transport may use. `op_timeout_s`: how long one slot's bytes may wait and travel,
-    with a retry."""
+class Offer(Message, frozen=True):
+    """Producer: the next bytes are in a slot. They travel over this link's communicator `number`;
+    `unique_id` is its NCCL id, empty if the consumer has joined it before."""
 
-    pool: PoolLimits = field(default_factory=PoolLimits)
-    staging: StagingLimits = field(default_factory=StagingLimits)
-    op_timeout_s: float = 60.0
+    number: Count
+    size_bytes: Count
+    unique_id: bytes = b""
+
+
+class Clear(Message, frozen=True):
+    """Consumer: the receive of the offered bytes is posted."""
+
+    number: Count
+
+
+class Ended(Message, frozen=True):
+    """Either: this end has freed its idle communicator."""
+
+    number: Count
+
+
+KINDS = kinds_of(Offer, Clear, Ended)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one process. `communicators` and `slots` count for each direction. Times in seconds:
+    `init_s` for two ranks to join, `op_s` for a slot, a communicator or the peer's answer."""
+
+    communicators: int = 10
+    max_ctas: int = 4
+    slots: int = 4
+    slot_bytes: int = 32 << 20
+    init_s: float = 20.0
+    op_s: float = 60.0
+
+
+def limits_from(settings: KvSettings) -> Limits:
+    """Raises ValueError if the budget does not allow one communicator in each direction."""
+    pair = sum(CHANNEL_BYTES.values()) * settings.nccl_max_ctas
+    if settings.nccl_budget_bytes < pair:
+        raise ValueError(f"nccl_budget_bytes {settings.nccl_budget_bytes} is less than {pair}")
+    return Limits(
+        settings.nccl_budget_bytes // pair,
+        settings.nccl_max_ctas,
+        settings.staging_slots,
+        settings.staging_slot_bytes,
+        settings.nccl_init_timeout_s,
+        settings.receive_timeout_s,
+    )
 
 
 class NcclTransport:
-    """One a process. The thread and each direction's slots begin with the first link that needs
-    them. Released by `close`."""
+    """One a process. Memory of a direction is allocated with the first link that needs it."""
 
     name = "nccl"
 
-    def __init__(self, nccl: Nccl, device: Device, limits: NcclLimits) -> None:
-        self.device = device
-        self.op_timeout_s = limits.op_timeout_s
-        self._limits = limits
+    def __init__(self, nccl: Nccl, gpu: Gpu, limits: Limits) -> None:
+        self.nccl = nccl
+        self.gpu = gpu
+        self.limits = limits
+        self.communicators = {rank: Communicators(limits) for rank in (SENDER, RECEIVER)}
         self._version = nccl.version()
-        self.thread = NcclThread(nccl, device, Pool(limits.pool), self)
+        self._staging: dict[int, Staging] = {}
         self._lock = threading.Lock()
-        self._is_begun = False
-        self._numbers = itertools.count(1)
-        self._ends: dict[PairKey, NcclSource | NcclTarget] = {}
-        self._staging: dict[str, Staging] = {}
-
-    # -- Transport
 
     def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
         try:
-            self._kv("receive", local, self._limits.staging.slot_bytes)
+            staging = self.staging(RECEIVER, local)
         except KvTransferError as error:
             logger.warning("NCCL is not offered: %s", error)
             return None
         return {
             "transport": self.name,
             "version": self._version,
-            "gpu": self.device.uuid,
-            "slot_bytes": self._limits.staging.slot_bytes,
+            "gpu": self.gpu.uuid,
+            "slot_bytes": staging.slot_bytes,
         }
 
-    def target(self, local: LocalKv, slot: int, wire: Wire) -> TargetChannel:
-        return NcclTarget(self, self._kv("receive", local, self._limits.staging.slot_bytes), wire)
+    def target(self, local: LocalKv, slot: int, wire: Wire) -> NcclConsumer:
+        return NcclConsumer(self, local, wire, self.limits.slot_bytes)
 
-    def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> SourceChannel:
-        version, gpu, theirs = (offer.get(key) for key in ("version", "gpu", "slot_bytes"))
-        if type(version) is not int or not isinstance(gpu, str) or type(theirs) is not int:
-            raise TransportUnavailable("the offer is none of NCCL")
+    def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> NcclProducer:
+        version, gpu, slot_bytes = (offer.get(key) for key in ("version", "gpu", "slot_bytes"))
+        if type(version) is not int or not isinstance(gpu, str) or type(slot_bytes) is not int:
+            raise TransportUnavailable("the offer is not NCCL's")
+        if version != self._version:
+            # Else they would refuse each other in NCCL, with an error that names neither.
+            raise TransportUnavailable(f"NCCL {self._version} here and {version} there")
+        is_allowed = self._version >= ONE_GPU_VERSION and os.environ.get(ONE_GPU_VARIABLE) == "1"
+        if gpu == self.gpu.uuid and not is_allowed:
+            raise TransportUnavailable(f"both workers use GPU {gpu}, and NCCL takes a GPU once")
+        slot_bytes = min(slot_bytes, self.limits.slot_bytes)
+        if slot_bytes < local.region.geometry.block_bytes:
+            raise TransportUnavailable(f"a slot of {slot_bytes} bytes holds no block")
         try:
-            check_versions(self._version, version)
-            self._check_gpu(gpu)
-            kv = self._kv("send", local, min(theirs, self._limits.staging.slot_bytes))
-        except (NcclUnavailable, UnsupportedLayout, StreamError) as error:
+            return NcclProducer(self, local, wire, slot_bytes)
+        except KvTransferError as error:
             raise TransportUnavailable(str(error)) from error
-        return NcclSource(self, kv, wire)
 
     def close(self) -> None:
         with self._lock:
-            is_begun, self._is_begun = self._is_begun, False
-        if is_begun and not self.thread.close(CLOSE_S):
-            logger.warning("NCCL did not end in %g s: its staging memory stays", CLOSE_S)
-            return
-        for direction, staging in self._staging.items():
-            if not staging.close():
-                logger.warning("slots to %s are still in use: their memory stays", direction)
+            self._staging.clear()
 
-    # -- Hub
-
-    def join(self, end: NcclSource | NcclTarget, rank: int) -> PairKey:
+    def staging(self, rank: int, local: LocalKv) -> Staging:
+        """Return the slots of one direction. Raises KvTransferError if there is no memory for them,
+        or the KV cache is not on this GPU."""
+        region, limits = local.region, self.limits
+        if not isinstance(region, DeviceRegion) or region.views[0].device != self.gpu.device:
+            raise KvTransferError(f"the KV cache is not in the memory of {self.gpu.device}")
         with self._lock:
-            # A link is never made twice: what a late message of an old one says is nobody's.
-            key = PairKey(f"link {next(self._numbers)}", 0, rank)
-            self._ends[key] = end
-            if not self._is_begun:
-                self._is_begun = True
-                self.thread.start()
-        return key
-
-    def leave(self, key: PairKey) -> None:
-        with self._lock:
-            self._ends.pop(key, None)
-
-    # -- PairOwner
-
-    def send(self, key: PairKey, message: PairMessage) -> None:
-        end = self._ends.get(key)
-        if end is not None:
-            end.tell(message)
-
-    def ended(self, key: PairKey, op: Op, reason: str, *, is_lost: bool) -> None:
-        end = self._ends.get(key)
-        if end is not None:
-            end.ended(op, reason, is_lost=is_lost)
-
-    # -- for the status
-
-    def stats(self) -> PoolStats:
-        """Of the communicators."""
-        return self.thread.stats()
-
-    def account(self) -> Account:
-        """Communicators by their budget's reckoning, and staging."""
-        stats = self.stats()
-        held = stats.reserved_bytes + sum(
-            x.limits.held_bytes for x in tuple(self._staging.values())
-        )
-        counted = ("made", "evicted", "aborted", "stale_messages")
-        return Account(held, {f"nccl_{name}": getattr(stats, name) for name in counted})
-
-    @property
-    def held_slots(self) -> int:
-        """Slots in use, in both directions."""
-        return sum(staging.held for staging in self._staging.values())
+            if rank not in self._staging:
+                try:
+                    made = Staging(self.gpu, limits.slots, limits.slot_bytes)
+                except RuntimeError as error:
+                    raise KvTransferError(f"no memory for staging slots: {error}") from error
+                self._staging[rank] = made
+            return self._staging[rank]
 
     @property
     def lost_slots(self) -> int:
-        """Slots that are unsafe for good."""
-        return sum(staging.lost for staging in self._staging.values())
+        return sum(staging.lost for staging in tuple(self._staging.values()))
 
-    # -- inside
+    def account(self) -> Account:
+        """Return the memory held beside the KV cache, communicators by the budget's reckoning."""
+        held = sum(staging.held_bytes for staging in tuple(self._staging.values()))
+        totals = {"nccl_made": 0.0, "nccl_evicted": 0.0, "nccl_aborted": 0.0}
+        for rank, each in self.communicators.items():
+            held += CHANNEL_BYTES[rank] * self.limits.max_ctas * len(each)
+            for name in totals:
+                totals[name] += getattr(each, name.removeprefix("nccl_"))
+        return Account(held, totals)
 
-    def _check_gpu(self, gpu: str) -> None:
-        if gpu != self.device.uuid:
-            return
-        allowed = self._version >= ONE_GPU_VERSION and os.environ.get(ONE_GPU_VARIABLE) == "1"
-        if not allowed:
-            raise TransportUnavailable(f"both workers use GPU {gpu}, and NCCL takes a GPU once")
 
-    def _kv(self, direction: str, local: LocalKv, slot_bytes: int) -> Kv:
-        self.device.mover(local.region)
-        block_bytes = local.region.geometry.block_bytes
-        if slot_bytes < block_bytes:
-            raise TransportUnavailable(
-                f"a slot of {slot_bytes} bytes holds no block of {block_bytes}"
-            )
+class Communicators:
+    """The ends of links that have a communicator, of one direction; the longest unused first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._ends: OrderedDict[_End, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self.made = 0
+        self.evicted = 0
+        self.aborted = 0
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def enter(self, end: _End) -> None:
+        """Make room for the end's communicator. The caller holds `end.in_use`. Raises
+        KvTransferError if all others stay in use for too long."""
+        until(lambda: self._admit(end), self._limits.op_s, "room for a communicator", end.check)
+
+    def _admit(self, end: _End) -> bool:
         with self._lock:
-            if direction not in self._staging:
-                self._staging[direction] = Staging(self.device, self._limits.staging)
-            return Kv(local.region, self._staging[direction], slot_bytes)
+            if end in self._ends or len(self._ends) < self._limits.communicators:
+                self._ends[end] = None
+                self._ends.move_to_end(end)
+                return True
+            idle = next((e for e in self._ends if e.in_use.acquire(blocking=False)), None)
+        if idle is not None:
+            try:  # without the lock: an abort may take its time
+                idle.retire()
+                self.evicted += 1
+            finally:
+                idle.in_use.release()
+        return False
+
+    def leave(self, end: _End) -> None:
+        with self._lock:
+            self._ends.pop(end, None)
 
 
-def limits_from(settings: KvSettings) -> NcclLimits:
-    """What the settings allow. Raises ValueError where they allow no communicator."""
-    return NcclLimits(
-        PoolLimits(
-            budget_bytes=settings.nccl_budget_bytes,
-            config=CommConfig(max_ctas=settings.nccl_max_ctas),
-            timeouts=PairTimeouts(init_s=settings.nccl_init_timeout_s),
-        ),
-        StagingLimits(settings.staging_slots, settings.staging_slot_bytes),
-        op_timeout_s=settings.receive_timeout_s,
-    )
+class _End:
+    """One end of a link. `in_use` is held while the communicator is, or may be, in use."""
+
+    name = "nccl"
+    rank: int
+
+    def __init__(
+        self, transport: NcclTransport, local: LocalKv, wire: Wire, slot_bytes: int
+    ) -> None:
+        assert isinstance(local.region, DeviceRegion)
+        self._transport = transport
+        self._nccl = transport.nccl
+        self._gpu = transport.gpu
+        self._limits = transport.limits
+        self._all = transport.communicators[self.rank]
+        self._staging = transport.staging(self.rank, local)
+        self._region = local.region
+        self._wire = wire
+        self._slot_bytes = slot_bytes
+        self.in_use = threading.Lock()
+        self._comm = 0  # NCCL's handle
+        self._number = 0  # of the communicator that `_comm` is, or was
+
+    def check(self) -> None:
+        """Raise if the link is down."""
+        if self._wire.is_down():
+            raise LinkClosed("the link went down")
+
+    def retire(self) -> None:
+        """Free the idle communicator and tell the peer, whose end is of no use any more."""
+        if self._comm:
+            self._abort()
+            self._wire.post(Inner(pack(Ended(self._number))))
+
+    def close(self) -> None:
+        with self.in_use:
+            self._abort()
+
+    def _slot(self) -> Any:
+        return self._staging.slot(self._limits.op_s, self.check)
+
+    def _join(self, number: int, unique_id: bytes, slot: Slot, timeout_s: float) -> None:
+        with self._gpu.on(slot.stream):
+            result, self._comm = self._nccl.comm_init(unique_id, self.rank, self._limits.max_ctas)
+            self._number = number
+            self._all.made += 1
+            self._check_result(result)
+            until(self._is_taken, timeout_s, "joining a communicator", self.check)
+
+    def _move(self, slot: Slot, size: int, on_posted: Callable[[], None] | None = None) -> None:
+        """Post the send or receive, and return when the bytes have moved."""
+        seconds = max(MIN_MOVE_S, size / MIN_BYTES_PER_S)
+        post = self._nccl.send if self.rank == SENDER else self._nccl.recv
+        with self._gpu.on(slot.stream):
+            stream = slot.stream.cuda_stream
+            self._check_result(post(self._comm, 1 - self.rank, slot.address, size, stream))
+            if on_posted is not None:
+                on_posted()  # before NCCL has enqueued: the first time, that needs the peer's post
+            until(self._is_taken, seconds, "posting to NCCL", self.check)
+            # Recorded before NCCL has enqueued, the event would fire before the bytes have moved.
+            event = self._gpu.record(slot.stream)
+            until(lambda: self._has_moved(event), seconds, "moving a chunk over NCCL", self.check)
+
+    def _has_moved(self, event: Any) -> bool:
+        self._is_taken()
+        return self._gpu.has_fired(event)
+
+    def _is_taken(self) -> bool:
+        """Return True if NCCL has done what it was last asked. Raises KvTransferError."""
+        result = self._nccl.async_error(self._comm)
+        self._check_result(result)
+        return result is Result.SUCCESS
+
+    def _check_result(self, result: Result) -> None:
+        if result not in (Result.SUCCESS, Result.IN_PROGRESS):
+            raise KvTransferError(f"NCCL: {result.name}: {self._nccl.last_error(self._comm)}")
+
+    def _abort(self) -> None:
+        """Free the communicator, whatever it does."""
+        comm, self._comm = self._comm, 0
+        if comm:
+            self._nccl.abort(comm)
+        self._all.leave(self)
+
+    def _fail(self, slot: Slot, error: BaseException) -> None:
+        """Abort after an error. Raises SlotLost if the GPU does not come to rest."""
+        self._all.aborted += bool(self._comm)
+        self._abort()
+        try:
+            event = self._gpu.record(slot.stream)
+            until(lambda: self._gpu.has_fired(event), QUARANTINE_S, "the GPU's rest", _nothing)
+        except (KvTransferError, RuntimeError) as stuck:
+            raise SlotLost(f"{error}; {stuck}") from error
+
+
+class NcclProducer(_End):
+    """The sending end."""
+
+    rank = SENDER
+    unwaited_bytes = 0
+    makes_digests = False
+
+    def __init__(
+        self, transport: NcclTransport, local: LocalKv, wire: Wire, slot_bytes: int
+    ) -> None:
+        super().__init__(transport, local, wire, slot_bytes)
+        self._answers: list[Message] = []
+        self._answered = threading.Condition()
+
+    def push(
+        self,
+        chunk: Chunk,
+        source_ids: list[int],
+        target_ids: list[int],
+        part: PagePart | None = None,
+        skip: int = 0,
+    ) -> None:
+        region = self._region
+        if part is not None:
+            region = region.narrowed(part.source_start, part.size)
+        self._wire.sock.sendall(encode(chunk))
+        with self.in_use:
+            for ids in _runs(source_ids, region, self._slot_bytes):
+                with self._slot() as slot:
+                    try:
+                        with self._gpu.on(slot.stream):
+                            region.gather(ids, slot.memory)
+                            event = self._gpu.record(slot.stream)
+                            self._until_fired(event, "gathering a chunk")
+                            self._send(slot, len(ids) * region.geometry.block_bytes)
+                    except BaseException as error:
+                        self._fail(slot, error)
+                        raise
+
+    def told(self, body: bytes) -> None:
+        """Take a message of the consumer; on the link's reader thread."""
+        message = decode(body, KINDS)
+        with self._answered:
+            self._answers.append(message)
+            self._answered.notify()
+        if isinstance(message, Ended) and self.in_use.acquire(blocking=False):
+            try:  # idle: nobody waits for the answer
+                if message.number == self._number:
+                    self._abort()
+                with self._answered:
+                    self._answers.clear()
+            finally:
+                self.in_use.release()
+
+    def _until_fired(self, event: Any, what: str) -> None:
+        until(lambda: self._gpu.has_fired(event), self._limits.op_s, what, self.check)
+
+    def _send(self, slot: Slot, size: int) -> None:
+        while True:
+            self._all.enter(self)
+            unique_id = b""
+            if not self._comm:
+                unique_id = self._nccl.unique_id()
+                self._number += 1
+            self._wire.sock.sendall(encode(Inner(pack(Offer(self._number, size, unique_id)))))
+            if unique_id:
+                # The consumer may have to wait for a slot and for room before it joins.
+                self._join(self._number, unique_id, slot, self._limits.op_s + self._limits.init_s)
+            if self._is_cleared():
+                break
+            # The consumer had freed its idle end before it read the offer.
+            self._abort()
+        self._move(slot, size)
+
+    def _is_cleared(self) -> bool:
+        """Wait for the consumer's answer. Return False if it has freed its end. Raises
+        KvTransferError."""
+        end = time.monotonic() + self._limits.op_s
+        with self._answered:
+            while True:
+                while self._answers:
+                    answer = self._answers.pop(0)
+                    number: int = getattr(answer, "number", 0)
+                    if number == self._number and isinstance(answer, Clear | Ended):
+                        return isinstance(answer, Clear)
+                self.check()
+                if time.monotonic() >= end:
+                    raise KvTransferError(
+                        f"the consumer posted nothing for {self._limits.op_s:g} s"
+                    )
+                self._is_taken()
+                self._answered.wait(0.02)
+
+
+class NcclConsumer(_End):
+    """The receiving end. Only its scatter writes to the KV cache."""
+
+    rank = RECEIVER
+
+    def __init__(
+        self, transport: NcclTransport, local: LocalKv, wire: Wire, slot_bytes: int
+    ) -> None:
+        super().__init__(transport, local, wire, slot_bytes)
+        self._scattering: Any = None  # event behind the scatter that runs
+
+    def receive(
+        self, chunk: Chunk, block_ids: list[int] | None, part: PagePart | None = None
+    ) -> None:
+        region = self._region
+        if part is not None:
+            region = region.narrowed(part.target_start, part.size)
+        # A chunk that nobody wants may be of other heads than `region` has.
+        block_bytes = chunk.bytes // max(1, chunk.count)
+        with self.in_use:
+            done = 0
+            while done < chunk.count:
+                offer = self._read_offer()
+                count, rest = divmod(offer.size_bytes, block_bytes)
+                if (
+                    rest
+                    or not 0 < count <= chunk.count - done
+                    or offer.size_bytes > self._slot_bytes
+                ):
+                    raise ProtocolError(f"{offer.size_bytes} bytes offered of {chunk.bytes}")
+                ids = None if block_ids is None else block_ids[done : done + count]
+                if self._take(offer, region, ids):
+                    done += count
+
+    def idle(self) -> bool:
+        """Return True if nothing is, or ever will be, written to the KV cache over this link."""
+        try:
+            return self._scattering is None or self._gpu.has_fired(self._scattering)
+        except KvTransferError:
+            return False
+
+    def told(self, body: bytes) -> None:
+        """Take a message of the producer outside of a chunk; on the link's reader thread."""
+        message = decode(body, KINDS)
+        if not isinstance(message, Ended):
+            raise ProtocolError(f"a {message.kind} message outside of a chunk")
+        with self.in_use:
+            if message.number == self._number:
+                self._abort()
+
+    def check(self) -> None:
+        super().check()
+        # This thread is the link's reader, so nobody else sees that the producer is gone. What the
+        # producer writes next may be here already: it sees the end of its send before we see ours.
+        with contextlib.suppress(BlockingIOError):
+            if not self._wire.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                raise LinkClosed("the producer closed the link inside a chunk")
+
+    def _take(self, offer: Offer, region: DeviceRegion, block_ids: list[int] | None) -> bool:
+        """Receive what is offered. Return False if its communicator is gone: it is offered anew."""
+        if not offer.unique_id and (not self._comm or offer.number != self._number):
+            return False
+        with self._slot() as slot:
+            try:
+                if offer.unique_id:
+                    self._abort()
+                self._all.enter(self)
+                if offer.unique_id:
+                    self._join(offer.number, offer.unique_id, slot, self._limits.init_s)
+                self._move(slot, offer.size_bytes, self._clear)
+                if block_ids is not None:
+                    with self._gpu.on(slot.stream):
+                        region.scatter(block_ids, slot.memory)
+                        self._scattering = self._gpu.record(slot.stream)
+                    self._until_scattered()
+                    self._scattering = None
+            except BaseException as error:
+                self._fail(slot, error)
+                raise
+        return True
+
+    def _until_scattered(self) -> None:
+        until(self.idle, self._limits.op_s, "scattering a chunk", _nothing)
+
+    def _clear(self) -> None:
+        self._wire.post(Inner(pack(Clear(self._number))))
+
+    def _read_offer(self) -> Offer:
+        while not isinstance(message := self._read(), Offer):
+            if not isinstance(message, Ended):
+                raise ProtocolError(f"a {message.kind} message where an offer was due")
+        return message
+
+    def _read(self) -> Message:
+        message = self._wire.read()
+        if not isinstance(message, Inner):
+            raise ProtocolError(f"a {message.kind} message inside a chunk")
+        return decode(message.body, KINDS)
+
+
+def _runs(block_ids: list[int], region: DeviceRegion, slot_bytes: int) -> Iterator[list[int]]:
+    """Yield the blocks in runs that fit a slot."""
+    step = slot_bytes // region.geometry.block_bytes
+    return (block_ids[n : n + step] for n in range(0, len(block_ids), step))
+
+
+def _nothing() -> None:
+    pass

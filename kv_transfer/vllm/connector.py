@@ -175,7 +175,6 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._handshake
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        self._note_step()
         self._worker_half().before_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -193,13 +192,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata):
-            self._note_step()
             self._worker_half().after_step(metadata)
-
-    def _note_step(self) -> None:
-        # On a GPU a step is only enqueued by now: copies of its blocks must wait for it.
-        if self._region is not None:
-            self._region.computed()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent, received, failed = self._worker_half().take_results()

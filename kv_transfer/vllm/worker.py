@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
     from kv_transfer.counters import TransferCounters
     from kv_transfer.handshake import Identity
+    from kv_transfer.memory import KvRegion
     from kv_transfer.protocol.plan import Shard
     from kv_transfer.settings import KvSettings
     from kv_transfer.transport.base import LocalKv, Transport
-    from kv_transfer.vllm.step import StepMetadata, TargetStart, Unneeded
+    from kv_transfer.vllm.step import SourceProgress, StepMetadata, TargetStart, Unneeded
 
 
 class WorkerHalf:
@@ -37,6 +38,8 @@ class WorkerHalf:
         self.links = Links(settings, instance_id, transports)
         self._shard: Shard | None = None
         self._output = WorkerOutput()
+        self._region: KvRegion | None = None
+        self._ready_blocks: dict[str, int] = {}  # by transfer: noted as computed
         self.resumed: dict[str, list[int]] = {}
 
     def wake_with(self, wake: Callable[[], None]) -> None:
@@ -54,7 +57,7 @@ class WorkerHalf:
 
     def register(self, local: LocalKv, identity: Identity, shard: Shard) -> None:
         """The KV cache exists: take connections from now on."""
-        self._shard = shard
+        self._shard, self._region = shard, local.region
         self.links.register(local, identity, shard)
 
     def before_step(self, metadata: StepMetadata) -> None:
@@ -70,10 +73,13 @@ class WorkerHalf:
             for expected in metadata.expected:
                 links.do_source(sources.expect(expected.transfer_id, expected.request_id, now))
             for transfer_id in metadata.preempted:
+                self._ready_blocks.pop(transfer_id, None)
                 sources.preempt(transfer_id)
             for c in metadata.computed:
+                self._note_computed(c)
                 links.do_source(sources.progress(c.transfer_id, c.block_ids, c.ready_tokens, now))
             for e in metadata.ended:
+                self._ready_blocks.pop(e.transfer_id, None)
                 links.do_source(
                     sources.end(
                         e.transfer_id, e.token_ids, now, held=e.held, request_id=e.request_id
@@ -96,10 +102,19 @@ class WorkerHalf:
         now = time.monotonic()
         with self.links.lock:
             for p in metadata.progress:
+                self._note_computed(p)
                 actions = self.links.sources.progress(
                     p.transfer_id, p.block_ids, p.ready_tokens, now
                 )
                 self.links.do_source(actions)
+
+    def _note_computed(self, progress: SourceProgress) -> None:
+        """Copies of the blocks that this step fills must wait for it, and for no later one."""
+        assert self._region is not None
+        first = self._ready_blocks.get(progress.transfer_id, 0)
+        self._region.computed(progress.block_ids[first:])
+        block_size = self._known_shard().block_size
+        self._ready_blocks[progress.transfer_id] = progress.ready_tokens // block_size
 
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
         """(requests whose blocks may be freed, requests whose load ended, those of them that

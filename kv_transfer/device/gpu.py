@@ -1,0 +1,145 @@
+"""One GPU as the NCCL transport uses it: staging slots with a stream each, and events."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kv_transfer.errors import KvTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+# How soon a wait for the GPU or the peer looks again, at first and in the end; how soon one for a
+# slot does.
+POLL_S, MAX_POLL_S = 0.0001, 0.002
+SLOT_POLL_S = 0.02
+
+
+class Gpu:
+    """Streams and events of one GPU, through torch. Raises KvTransferError for CUDA's errors."""
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self.uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+
+    def open_stream(self) -> Any:
+        """Return a stream. High priority, so that copies do not queue behind a whole step; torch's
+        pool of such streams is shared by nobody in vLLM."""
+        return torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Make the GPU and the stream the calling thread's."""
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        except RuntimeError as error:  # what torch raises for CUDA's errors
+            raise KvTransferError(f"CUDA: {error}") from error
+
+    def record(self, stream: Any) -> Any:
+        """Return an event behind everything that is on the stream now."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def has_fired(self, event: Any) -> bool:
+        try:
+            return bool(event.query())
+        except RuntimeError as error:
+            raise KvTransferError(f"CUDA: {error}") from error
+
+
+def current_gpu() -> Gpu:
+    """Return the calling thread's GPU. Raises KvTransferError if torch finds none."""
+    if not torch.cuda.is_available():
+        raise KvTransferError("torch finds no CUDA GPU on this machine")
+    return Gpu(torch.cuda.current_device())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """Contiguous GPU memory for one operation, and the stream that it runs on."""
+
+    memory: torch.Tensor
+    stream: Any
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+
+class Staging:
+    """Slots of one direction, shared by all links of a process. Sending and receiving never wait
+    for each other's slots. The number of slots also bounds the operations in flight, each of which
+    holds thread blocks of the GPU while it runs."""
+
+    def __init__(self, gpu: Gpu, count: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.held_bytes = count * slot_bytes
+        self.lost = 0
+        self.count = count
+        memory = torch.empty((count, slot_bytes), dtype=torch.uint8, device=gpu.device)
+        self._free = [Slot(memory[n], gpu.open_stream()) for n in range(count)]
+        self._changed = threading.Condition()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @contextmanager
+    def slot(self, timeout_s: float, check: Callable[[], None]) -> Iterator[Slot]:
+        """Hold a slot. `check` raises if the caller must stop waiting.
+
+        A slot whose operation raised `SlotLost` is never used again: the GPU may still write to it.
+        """
+        slot = self._acquire(timeout_s, check)
+        try:
+            yield slot
+        except SlotLost:
+            self.lost += 1
+            raise
+        except BaseException:
+            self._release(slot)
+            raise
+        else:
+            self._release(slot)
+
+    def _acquire(self, timeout_s: float, check: Callable[[], None]) -> Slot:
+        end = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._free:
+                check()
+                if time.monotonic() >= end:
+                    raise KvTransferError(f"no staging slot was free for {timeout_s:g} s")
+                self._changed.wait(SLOT_POLL_S)
+            return self._free.pop()
+
+    def _release(self, slot: Slot) -> None:
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify()
+
+
+class SlotLost(KvTransferError):
+    """An operation failed and the GPU did not come to rest: its slot may still be written to."""
+
+
+def until(
+    is_done: Callable[[], bool], timeout_s: float, what: str, check: Callable[[], None]
+) -> None:
+    """Poll until `is_done`. `check` raises if the caller must stop waiting. Never blocks in CUDA: a
+    kernel whose peer died runs for ever, and only a thread that is not waiting for it can abort it.
+    Raises KvTransferError at the deadline."""
+    begun = time.monotonic()
+    while not is_done():
+        check()
+        waited = time.monotonic() - begun
+        if waited >= timeout_s:
+            raise KvTransferError(f"{what} took longer than {timeout_s:g} s")
+        time.sleep(min(MAX_POLL_S, POLL_S + waited / 10))
