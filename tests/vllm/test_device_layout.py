@@ -1,10 +1,6 @@
-"""The layouts of a KV cache in GPU memory, as vLLM itself makes the views, read by our region; and
-what a copy out of it has to wait for."""
+"""The layouts of a KV cache in GPU memory, as vLLM itself makes the views, read by our region."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +13,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kv_transfer.device.region import device_region
-from kv_transfer.gather import gather
-from kv_transfer.vllm.connector import PdConnector
-from kv_transfer.vllm.step import StepMetadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 5, 2, 32, 8
@@ -51,24 +44,11 @@ def test_a_block_leaves_in_one_form_from_every_layout(
     region = device_region(views, BLOCKS)
     assert region.geometry.block_bytes == page * LAYERS
     staging = torch.zeros(page * LAYERS, dtype=torch.uint8)
-    gather(region.cache, *region.piece([3]), staging)
-    wire = staging.view(torch.bfloat16).view(LAYERS, TOKENS, HEADS, 2 * HEAD_SIZE)
+    region.gather([3], staging)
+    split = TOKENS // kernel_tokens
+    wire = staging.view(torch.bfloat16).view(LAYERS, split, HEADS, kernel_tokens, 2 * HEAD_SIZE)
+    want = torch.arange(3 * TOKENS, 4 * TOKENS).view(split, kernel_tokens)
     for layer in range(LAYERS):
         for head in range(HEADS):
-            want = (torch.arange(3 * TOKENS, 4 * TOKENS) * 8 + layer * 2 + head).bfloat16()
-            assert (wire[layer, :, head] == want[:, None]).all()
-
-
-def test_what_a_gpu_still_computes_is_noted_before_blocks_are_given_out() -> None:
-    """Before a step for the blocks that it takes away, behind it for those that it fills."""
-    connector: Any = object.__new__(PdConnector)
-    told: list[str] = []
-    connector._region = SimpleNamespace(computed=lambda: told.append("noted"))
-    connector._worker = SimpleNamespace(
-        before_step=lambda metadata: told.append("before"),
-        after_step=lambda metadata: told.append("after"),
-    )
-    connector._connector_metadata = StepMetadata()
-    connector.handle_preemptions(StepMetadata())
-    connector.wait_for_save()
-    assert told == ["noted", "before", "noted", "after"]
+            numbers = (want * 8 + layer * 2 + head).bfloat16()
+            assert (wire[layer, :, head] == numbers[:, :, None]).all()

@@ -49,7 +49,7 @@ def rig_of(loopback: LoopbackTransport, clean: None) -> Iterator[RigOf]:
         one.close()
 
 
-@pytest.fixture(params=["loopback", "shm", "tcp", "nccl"])
+@pytest.fixture(params=["loopback", "shm", "tcp"])
 def rig(request: pytest.FixtureRequest, loopback: LoopbackTransport, clean: None) -> Iterator[Rig]:
     """Workers that exchange KV over each transport in turn."""
     made = Rig(by_name(request.param, loopback))

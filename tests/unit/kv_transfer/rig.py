@@ -27,7 +27,6 @@ from kv_transfer.vllm.step import (
 from kv_transfer.vllm.worker import WorkerHalf
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.caches import Cache, geometry
-from tests.unit.kv_transfer.fake_device import NcclWorld, check_closed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from kv_transfer.layout import KvGeometry
     from kv_transfer.tokens import TokenOrder
     from kv_transfer.transport.base import Transport
-    from tests.unit.kv_transfer.torch_mover import DeviceCache
 
 BLOCK_SIZE = 4
 FROM = [5, 6, 2, 20]
@@ -88,7 +86,6 @@ class Worker:
     shared: bool = True
     shard: Shard | None = None
     order: TokenOrder | None = None
-    made: DeviceCache | None = None  # in place of a cache in host memory
     sent: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -99,7 +96,7 @@ class Worker:
     def __post_init__(self) -> None:
         seed = zlib.crc32(self.instance_id.encode())
         self.cache = Cache(self.shape, seed=seed, shared=self.shared, order=self.order)
-        local = self.cache.local if self.made is None else self.made.local
+        local = self.cache.local
         self.half = WorkerHalf(self.settings, self.instance_id, self.transports)
         self.half.register(
             local,
@@ -237,8 +234,6 @@ class Rig:
         """Every worker, and the proof that nothing of them stays."""
         for worker in self.workers:
             worker.close()
-            for transport in worker.transports:
-                check_closed(transport)
         end = time.monotonic() + WAIT_S
         while own_threads():
             assert time.monotonic() < end, own_threads()
@@ -250,7 +245,6 @@ def by_name(name: str, loopback: Transport) -> Callable[[], Transport]:
         "loopback": lambda: loopback,
         "shm": ShmTransport,
         "tcp": TcpTransport,
-        "nccl": NcclWorld().transport,
     }
     return made[name]
 

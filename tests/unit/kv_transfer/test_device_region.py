@@ -1,0 +1,96 @@
+"""Blocks of a GPU's KV cache to contiguous staging memory and back, here in host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.device.region import DeviceRegion, device_region
+from kv_transfer.errors import KvTransferError, UnsupportedLayout
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 4, 8, 5
+SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
+# vLLM's physical layouts (vllm/v1/kv_cache_layout.py): the order of dimensions in memory.
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", "apart"]
+
+
+def caches(layout: str, seed: int = 0) -> list[torch.Tensor]:
+    """Return a view [blocks, heads, tokens, content] a layer; "apart" is one allocation a layer."""
+    dice = torch.Generator().manual_seed(seed)
+    shape = [SIZES[name] for name in "LBHNC"]
+    content = torch.randint(0, 2**15, shape, dtype=torch.int16, generator=dice)
+    if layout == "apart":
+        return [layer.clone() for layer in content]
+    memory = torch.empty([SIZES[name] for name in layout], dtype=torch.int16)
+    views = memory.permute([layout.index(name) for name in "LBHNC"])
+    views.copy_(content)
+    return list(views)
+
+
+def stack(views: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([view.clone() for view in views])
+
+
+def move(source: DeviceRegion, target: DeviceRegion, ids: list[int], to: list[int]) -> None:
+    staging = torch.full((len(ids) * source.geometry.block_bytes + 3,), 0x5A, dtype=torch.uint8)
+    source.gather(ids, staging)
+    assert staging[-3:].tolist() == [0x5A] * 3
+    target.scatter(to, staging)
+
+
+@given(
+    ours=st.sampled_from(LAYOUTS),
+    theirs=st.sampled_from(LAYOUTS),
+    tables=st.lists(st.permutations(range(BLOCKS)), min_size=2, max_size=2),
+    count=st.integers(1, BLOCKS),
+)
+def test_blocks_pass_between_any_two_physical_layouts(
+    ours: str, theirs: str, tables: list[list[int]], count: int
+) -> None:
+    ids, to = (table[:count] for table in tables)
+    source, target = caches(ours, 1), caches(theirs, 2)
+    want = stack(target)
+    want[:, to] = stack(source)[:, ids]
+    move(device_region(source, BLOCKS), device_region(target, BLOCKS), ids, to)
+    assert torch.equal(stack(target), want)
+
+
+def test_some_heads_of_each_block_pass_alone() -> None:
+    """The producer's head 3 of four becomes the second of the consumer's."""
+    source, target = caches("LBNHC", 1), caches("LHBNC", 2)
+    want = stack(target)
+    want[:, 5, 1] = stack(source)[:, 2, 3]
+    regions = device_region(source, BLOCKS), device_region(target, BLOCKS)
+    head = regions[0].geometry.page_bytes // HEADS
+    move(regions[0].narrowed(3 * head, head), regions[1].narrowed(head, head), [2], [5])
+    assert torch.equal(stack(target), want)
+    for start, size in ((0, head - 1), (1, head), (HEADS * head, head), (0, 0)):
+        with pytest.raises(KvTransferError, match="not whole heads"):
+            regions[0].narrowed(start, size)
+
+
+def test_a_block_may_be_several_of_the_kernels() -> None:
+    source, target = caches("LBHNC", 1), caches("LBNHC", 2)
+    want = stack(target)
+    want[:, [2, 3]] = stack(source)[:, [4, 5]]
+    move(device_region(source, BLOCKS // 2), device_region(target, BLOCKS // 2), [2], [1])
+    assert torch.equal(stack(target), want)
+
+
+@pytest.mark.parametrize("ids", [[BLOCKS], [-1], [1, 1]])
+def test_a_table_that_is_not_of_this_cache_is_refused(ids: list[int]) -> None:
+    with pytest.raises(KvTransferError):
+        device_region(caches("LBHNC"), BLOCKS).gather(ids, torch.zeros(10**4, dtype=torch.uint8))
+
+
+def test_a_layout_that_is_none_of_vllms_is_refused() -> None:
+    for views, blocks in (
+        ([torch.zeros(4, 2, 4)], 4),
+        ([torch.zeros(4, 2, 8, 4).transpose(2, 3)], 4),
+        ([torch.zeros(4, 2, 4, 8), torch.zeros(4, 2, 4, 4)], 4),
+        ([torch.zeros(4, 2, 4, 8)], 3),
+    ):
+        with pytest.raises(UnsupportedLayout):
+            device_region(views, blocks)

@@ -1,0 +1,388 @@
+"""KV over NCCL: a producer and a consumer with a GPU each, over a fake NCCL and a real socket."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kv_transfer.device.region import device_region
+from kv_transfer.errors import KvTransferError
+from kv_transfer.messages import HEADER, Chunk, Inner, Message, decode, encode
+from kv_transfer.settings import KvSettings
+from kv_transfer.transport import nccl as module
+from kv_transfer.transport.base import LocalKv, TransportUnavailable
+from kv_transfer.transport.nccl import NcclTransport, limits_from
+from kv_transfer.transport.nccl_binding import Result
+from tests.patience import WAIT_S
+from tests.unit.kv_transfer.fake_nccl import Fabric, FakeGpu, FakeNccl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 12, 2, 4, 8
+BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT
+LIMITS = module.Limits(communicators=2, slots=2, slot_bytes=2 * BLOCK_BYTES, init_s=5.0, op_s=5.0)
+FROM, TO = [7, 2, 9, 0, 5], [1, 11, 3, 4, 8]
+
+
+class FakeWire:
+    """One end of a link: what a transport may ask of it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.down = threading.Event()
+        self.written: list[Message] = []
+
+    def is_down(self) -> bool:
+        return self.down.is_set()
+
+    def post(self, message: Message) -> None:
+        self.written.append(message)
+        self.sock.sendall(encode(message))
+
+    def read(self) -> Message:
+        header = self._receive(HEADER.size)
+        return decode(self._receive(HEADER.unpack(header)[0]))
+
+    def _receive(self, size: int) -> bytes:
+        data = self.sock.recv(size, socket.MSG_WAITALL)
+        if len(data) < size:
+            raise KvTransferError("the peer closed the link")
+        return data
+
+    def close(self) -> None:
+        self.down.set()
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class Link:
+    """Both ends of a link, each with the reader thread that a link has."""
+
+    def __init__(self, world: World) -> None:
+        ours, theirs = socket.socketpair()
+        self.wires = FakeWire(ours), FakeWire(theirs)
+        offer = world.consumer.offer(world.caches[1], 0)
+        assert offer is not None
+        wires: Any = self.wires
+        self.producer = world.producer.source(world.caches[0], offer, wires[0])
+        self.consumer = world.consumer.target(world.caches[1], 0, wires[1])
+        self.received: queue.Queue[BaseException | None] = queue.Queue()
+        self.ids: list[int] | None = []
+        self.threads = [
+            threading.Thread(target=self._read_producer, daemon=True),
+            threading.Thread(target=self._read_consumer, daemon=True),
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _read_producer(self) -> None:
+        with suppress(KvTransferError, OSError):
+            while True:
+                message = self.wires[0].read()
+                assert isinstance(message, Inner)
+                self.producer.told(message.body)
+        self.wires[0].close()
+
+    def _read_consumer(self) -> None:
+        try:
+            while True:
+                message = self.wires[1].read()
+                if isinstance(message, Chunk):
+                    self.consumer.receive(message, self.ids)
+                    self.received.put(None)
+                else:
+                    assert isinstance(message, Inner)
+                    self.consumer.told(message.body)
+        except (KvTransferError, OSError) as error:
+            self.received.put(error)
+        self.wires[1].close()
+
+    def push(self, source: list[int] = FROM, target: list[int] | None = TO) -> None:
+        """Push, and close the producer's end if that fails."""
+        self.ids = target
+        try:
+            size = len(source) * BLOCK_BYTES
+            self.producer.push(Chunk("t", 0, len(source), size), source, [])
+        except BaseException:
+            self.wires[0].close()
+            raise
+
+    def move(self, source: list[int] = FROM, target: list[int] | None = TO) -> None:
+        """Push, and wait until the consumer has it."""
+        self.push(source, target)
+        error = self.received.get(timeout=WAIT_S)
+        if error is not None:
+            raise error
+
+    def fails(self, reason: str) -> None:
+        """One end fails with the reason, and the other because the link ends."""
+        with pytest.raises(KvTransferError) as pushed:
+            self.push()
+        received = self.received.get(timeout=WAIT_S)
+        assert received is not None
+        assert reason in f"{pushed.value} | {received}"
+
+    def close(self) -> None:
+        for wire in self.wires:
+            wire.close()
+        for thread in self.threads:
+            thread.join(WAIT_S)
+        self.producer.close()
+        self.consumer.close()
+        for wire in self.wires:
+            wire.sock.close()
+
+
+class World:
+    """A prefill and a decode process, and the links between them."""
+
+    def __init__(self, limits: module.Limits = LIMITS) -> None:
+        self.fabric = Fabric()
+        self.nccls = FakeNccl(self.fabric), FakeNccl(self.fabric)
+        self.gpus = FakeGpu(self.nccls[0], "GPU-0"), FakeGpu(self.nccls[1], "GPU-1")
+        self.memory = [self._memory(seed) for seed in (1, 2)]
+        self.caches = [LocalKv(device_region(list(m), BLOCKS), None) for m in self.memory]
+        self.producer = NcclTransport(self.nccls[0], self.gpus[0], limits)
+        self.consumer = NcclTransport(self.nccls[1], self.gpus[1], limits)
+        self.links: list[Link] = []
+
+    def _memory(self, seed: int) -> torch.Tensor:
+        dice = torch.Generator().manual_seed(seed)
+        shape = (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=dice)
+
+    def link(self) -> Link:
+        self.links.append(Link(self))
+        return self.links[-1]
+
+    def is_exact(self) -> bool:
+        want = self._memory(2)
+        want[:, TO] = self.memory[0][:, FROM]
+        return torch.equal(self.memory[1], want)
+
+    def slots(self, transport: NcclTransport) -> list[tuple[int, int]]:
+        return [(s.free, s.lost) for s in transport._staging.values()]
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        assert not [comm for each in self.nccls for comm in each.live]
+        for transport in (self.producer, self.consumer):
+            assert len(transport.communicators[0]) == len(transport.communicators[1]) == 0
+            for staging in transport._staging.values():
+                assert staging.free + staging.lost == staging.count
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_blocks_arrive_over_a_communicator_made_on_demand(world: World) -> None:
+    link = world.link()
+    assert not world.nccls[0].live
+    link.move()
+    assert world.is_exact()
+    link.move()
+    assert len(world.nccls[0].comms) == 1  # one serves many chunks
+
+
+def test_a_chunk_is_one_send_a_slot_whatever_its_layers(world: World) -> None:
+    """5 blocks of 3 layers, with room for 2 blocks in a slot."""
+    world.link().move()
+    assert world.fabric.posts.count(0) == world.fabric.posts.count(1) == 3
+
+
+def test_nothing_is_posted_before_the_other_end_posts_too(world: World) -> None:
+    """The receiver posts, and then the sender; fake_nccl.py refuses every other order."""
+    link = world.link()
+    link.consumer.in_use.acquire()  # the consumer does not get to its answer
+    pushing = threading.Thread(target=link.push, daemon=True)
+    pushing.start()
+    until(lambda: world.gpus[0].events)
+    assert world.fabric.posts == []
+    link.consumer.in_use.release()
+    pushing.join(WAIT_S)
+    assert world.fabric.posts == [1, 0, 1, 0, 1, 0]
+
+
+def test_bytes_that_are_still_being_gathered_are_not_offered(world: World) -> None:
+    link = world.link()
+    world.gpus[0].holds = True
+    pushing = threading.Thread(target=link.push, daemon=True)
+    pushing.start()
+    until(lambda: world.gpus[0].events)
+    assert not world.nccls[1].comms
+    world.gpus[0].holds = False
+    for event in world.gpus[0].events:
+        event.is_held = False
+    pushing.join(WAIT_S)
+    assert link.received.get(timeout=WAIT_S) is None
+    assert world.is_exact()
+
+
+def test_blocks_are_not_safe_before_a_scatter_has_ended(world: World) -> None:
+    link = world.link()
+    link.move()
+    assert link.consumer.idle()
+    world.gpus[1].is_stuck = True
+    link.consumer._scattering = world.gpus[1].record(world.gpus[1].open_stream())
+    assert not link.consumer.idle()
+    world.gpus[1].is_stuck = False
+    assert link.consumer.idle()
+
+
+def test_a_chunk_that_nobody_wants_any_more_is_thrown_away(world: World) -> None:
+    before = world.memory[1].clone()
+    world.link().move(target=None)
+    assert torch.equal(world.memory[1], before)
+
+
+@pytest.mark.parametrize("what", ["joins", "is_held"])
+def test_each_wait_has_a_deadline(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that never meet, and bytes that never move."""
+    monkeypatch.setattr(module, "MIN_MOVE_S", 0.05)
+    world = World(module.Limits(slots=2, slot_bytes=2 * BLOCK_BYTES, init_s=0.05, op_s=0.05))
+    setattr(world.fabric, what, what == "is_held")
+    link = world.link()
+    link.fails("took longer than")
+    assert world.producer.account().totals["nccl_aborted"] == 1
+    setattr(world.fabric, what, what != "is_held")
+    again = world.link()  # the next link works
+    again.move()
+    assert world.is_exact()
+    world.close()
+
+
+def test_an_error_of_nccl_fails_the_link_and_the_next_one_works(world: World) -> None:
+    link = world.link()
+    link.move()
+    world.fabric.error = Result.REMOTE_ERROR
+    link.fails("REMOTE_ERROR: as the test wanted")
+    world.fabric.error = None
+    world.link().move()
+    assert world.is_exact()
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_an_end_that_dies_in_mid_chunk_is_aborted_at_once(world: World, end: int) -> None:
+    link = world.link()
+    world.fabric.is_held = True
+    failed: list[BaseException] = []
+
+    def push() -> None:
+        try:
+            link.push()
+        except KvTransferError as error:
+            failed.append(error)
+
+    pushing = threading.Thread(target=push, daemon=True)
+    pushing.start()
+    until(lambda: world.fabric.posts == [1, 0])
+    link.wires[end].close()
+    pushing.join(WAIT_S)
+    assert failed
+    assert link.received.get(timeout=WAIT_S) is not None
+    assert not world.nccls[0].live
+    assert not world.nccls[1].live
+
+
+def test_a_gpu_that_does_not_come_to_rest_costs_the_slot(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "QUARANTINE_S", 0.05)
+    link = world.link()
+    link.move()
+    world.fabric.error = Result.INTERNAL_ERROR
+    monkeypatch.setattr(link.producer, "_abort", lambda: setattr(world.gpus[0], "is_stuck", True))
+    link.fails("the GPU's rest took longer than")
+    assert world.producer.lost_slots == 1
+    monkeypatch.undo()
+    world.fabric.error, world.gpus[0].is_stuck = None, False
+    world.link().move()  # over the slot that is left
+    assert world.is_exact()
+
+
+def test_the_budget_is_kept_by_ending_what_was_used_longest_ago(world: World) -> None:
+    world.consumer.communicators[1]._limits = replace(LIMITS, communicators=9)
+    first, second, third = (world.link() for _ in range(3))
+    for link in (first, second, first, third):
+        link.move()
+    assert len(world.nccls[0].live) == 2
+    assert world.producer.account().totals["nccl_evicted"] == 1
+    until(lambda: second.consumer._comm == 0)  # the peer was told
+    second.move()  # and a new communicator serves the link that lost its own
+    assert world.is_exact()
+
+
+def test_a_communicator_in_use_is_not_ended_for_another() -> None:
+    world = World(module.Limits(communicators=1, slots=2, slot_bytes=2 * BLOCK_BYTES, op_s=0.1))
+    busy, other = world.link(), world.link()
+    busy.move()
+    with busy.producer.in_use:
+        other.fails("room for a communicator took longer")
+    busy.move()
+    world.close()
+
+
+def test_an_offer_over_a_communicator_that_the_consumer_has_freed_is_made_again(
+    world: World,
+) -> None:
+    link = world.link()
+    link.move()
+    with link.producer.in_use:  # the producer hears of it in the middle of its next push
+        with link.consumer.in_use:
+            link.consumer.retire()
+        until(lambda: link.producer._answers)
+    link.move()
+    assert world.is_exact()
+    assert len(world.nccls[0].comms) == 2
+
+
+def test_thread_blocks_are_limited_for_each_communicator(world: World) -> None:
+    world.link().move()
+    assert world.nccls[0].max_ctas == world.nccls[1].max_ctas == [LIMITS.max_ctas]
+
+
+def test_what_nccl_cannot_join_goes_over_the_next_transport(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire: Any = FakeWire(socket.socket())
+    offer = world.consumer.offer(world.caches[1], 0)
+    assert offer is not None
+    for change, match in (
+        ({"version": 22907}, "NCCL 23007 here and 22907 there"),
+        ({"gpu": "GPU-0"}, "both workers use GPU GPU-0"),
+        ({"slot_bytes": BLOCK_BYTES - 1}, "holds no block"),
+        ({"slot_bytes": "many"}, "not NCCL's"),
+    ):
+        with pytest.raises(TransportUnavailable, match=match):
+            world.producer.source(world.caches[0], offer | change, wire)
+    monkeypatch.setenv(module.ONE_GPU_VARIABLE, "1")
+    world.producer.source(world.caches[0], offer | {"gpu": "GPU-0"}, wire)
+    wire.sock.close()
+
+
+def test_the_settings_bound_what_nccl_may_hold() -> None:
+    limits = limits_from(KvSettings(nccl_budget_bytes=100 << 20, nccl_max_ctas=2))
+    assert (limits.communicators, limits.max_ctas) == (4, 2)
+    with pytest.raises(ValueError, match="nccl_budget_bytes"):
+        limits_from(KvSettings(nccl_budget_bytes=1 << 20))
