@@ -225,14 +225,14 @@ class SloConfig(_Section, frozen=True):
     tpot_s: Annotated[float, Meta(ge=0.0001, le=3600), doc("Seconds a token after it (TPOT).")] = (
         0.1
     )
-    refuse_beyond: Annotated[
+    reject_factor: Annotated[
         float,
         Meta(ge=0, le=1000),
         doc(
-            "Reject an interactive request if its predicted TTFT exceeds `refuse_beyond × ttft_s`. "
-            "Queue it if its predicted TPOT exceeds `refuse_beyond × tpot_s`. 0 disables both."
+            "Reject an interactive request if its predicted TTFT exceeds `reject_factor × ttft_s`. "
+            "Queue it if its predicted TPOT exceeds `reject_factor × tpot_s`. 0 disables both."
         ),
-    ] = 5.0
+    ] = 0.0
 
 
 class RolesConfig(_Section, frozen=True):
@@ -351,9 +351,9 @@ class RouterConfig(_Section, frozen=True):
     max_queued_requests: Annotated[
         Count, doc("Requests that may wait. More are rejected with 429.")
     ] = 1024
-    batch_share: Annotated[
-        float, Meta(ge=0, le=1), doc("Share of the running requests that batch may use.")
-    ] = 0.75
+    queue_timeout_s: Annotated[
+        Seconds, doc("How long a request waits while no worker of a role is ready. Then 503.")
+    ] = 30.0
     prefill_chunks_ahead: Annotated[
         Count, doc("Prompt chunks a worker is given ahead. 0: all at once.")
     ] = 2

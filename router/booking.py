@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pdserve.types import GenerateRequest, Receipt, Usage
-    from router.admission.drain import DrainPredictor
     from router.cost.book import CostBook
     from router.fleet import Fleet
     from router.ladder import Rung
@@ -142,14 +141,12 @@ class Booker:
         log: DecisionLog | None = None,
         *,
         prefill_queue: PrefillQueue = EVERYTHING,
-        drain: DrainPredictor | None = None,
         on_room: Callable[[], None] = lambda: None,
         live_kv: bool = True,
     ) -> None:
         self._live_kv = live_kv
         self._fleet = fleet
         self._prefill_queue = prefill_queue
-        self._drain = drain
         self._on_room = on_room
         self._costs = costs
         self._context = context
@@ -339,9 +336,6 @@ class Booker:
         e2e_s: float,
     ) -> None:
         """A request was answered at its first attempt; times count from its placement."""
-        if self._drain is not None:
-            self._drain.prefilled(model, usage.prompt_tokens, ttft_s)
-            self._drain.answered(model, usage.completion_tokens, e2e_s - ttft_s)
         if self._costs is not None:
             outcome = outcome_of(
                 model,

@@ -10,11 +10,12 @@ cannot; `router/flight.py` then works until the answer is complete or its reader
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve.config import FallbackConfig
 from pdserve.errors import Cancelled, PdserveError, Unavailable
-from router.admission import Admission, AdmissionLimits, bid_of
+from router.admission import AdmissionController, AdmissionLimits
 from router.answer import AnswerStream
 from router.booking import Booker
 from router.choices import Choices
@@ -69,7 +70,9 @@ class Coordinator:
         self._budget = RetryBudget(fallback.tokens_per_s, fallback.burst_s)
         self._fleet = fleet
         self._tracing = tracing
-        self._admission = Admission(limits or AdmissionLimits(), tenants=tenants)
+        self._admission = AdmissionController(
+            limits or AdmissionLimits(), tenants=tenants, latency=costs
+        )
         watches = fleet.watches
         prefix = watches
         self._booker = Booker(
@@ -79,7 +82,6 @@ class Coordinator:
             costs,
             decisions,
             prefill_queue=prefill_queue,
-            drain=self._admission.drain,
             on_room=self._admission.wake_soon,
             live_kv=fallback.live_kv,
         )
@@ -183,9 +185,10 @@ class Coordinator:
                 budget=self._budget,
                 limits=self._ladder_limits,
             )
-            grant = await self._admission.acquire(
-                bid_of(request, kv_tokens=demand.kv_tokens, deadline=deadline),
+            slot = await self._admission.acquire(
+                request if deadline is request.deadline else replace(request, deadline=deadline),
                 lambda: self._booker.book(demand),
+                kv_tokens=demand.kv_tokens,
             )
         except PdserveError as error:
             # A name that is not served would make a label of whatever clients send.
@@ -193,11 +196,11 @@ class Coordinator:
             self.metrics.refused(known, error)
             self.metrics.tenants.refused(request.tenant, error)
             raise
-        stack.callback(grant.release)
+        stack.callback(slot.release)
         stack.callback(flight.close)
         self._flights.add(flight)
         stack.callback(self._flights.discard, flight)
-        flight.start(grant.reservation, demand, grant.release)
+        flight.start(slot.reservation, demand, slot.release)
 
     def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> int:
         """Have the requests that are on a worker go on elsewhere, and say how many do. They take

@@ -23,8 +23,7 @@ from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
 from pdserve.web_server import WebServer, bind, connections_within_reason
-from router.admission import AdmissionLimits
-from router.admission.tenants import tenants_of
+from router.admission import AdmissionLimits, Tenants
 from router.auth import Keys
 from router.canaries import Canaries
 from router.coordinator import Coordinator
@@ -117,10 +116,10 @@ class RouterServer:
             limits=AdmissionLimits(
                 config.max_running_requests,
                 config.max_queued_requests,
-                batch_share=config.batch_share,
-                ttft_s=slo.latest_ttft_s,
+                config.queue_timeout_s,
+                slo.latest_ttft_s,
             ),
-            tenants=tenants_of(config.tenants),
+            tenants=Tenants.of(config.tenants),
             prefill_queue=PrefillQueue(config.prefill_chunks_ahead),
             request_timeout_s=config.request_timeout_s,
             policy=POLICIES[config.policy],

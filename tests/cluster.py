@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from workers.fake_settings import FakeFaults
 
 # Nobody is refused because the machine is slow.
-NOBODY_LATE = SloConfig(refuse_beyond=0.0)
+NOBODY_LATE = SloConfig(reject_factor=0.0)
 # No test waits for the end of a lease; one that a pause of the machine cannot outlast.
 LEASE_S = 60.0
 _LOOK_S = 0.01

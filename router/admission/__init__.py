@@ -1,7 +1,18 @@
-"""Admission: how many requests run, how many wait, in which order, and who is refused."""
+"""Admission control. `AdmissionController.slot` is the entry."""
 
-from router.admission.admission import Admission
-from router.admission.gate import Grant
-from router.admission.limits import AdmissionLimits, Bid, Reservation, bid_of
+from router.admission.controller import (
+    AdmissionController,
+    AdmissionLimits,
+    LatencyEstimate,
+    Slot,
+)
+from router.admission.tenants import Tenant, Tenants
 
-__all__ = ["Admission", "AdmissionLimits", "Bid", "Grant", "Reservation", "bid_of"]
+__all__ = [
+    "AdmissionController",
+    "AdmissionLimits",
+    "LatencyEstimate",
+    "Slot",
+    "Tenant",
+    "Tenants",
+]

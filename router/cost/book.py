@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.step_moments import StepMoments, pooled
 from pdserve.types import Role
+from router.admission import LatencyEstimate
 from router.cost.accuracy import Accuracy, ratios
 from router.cost.backlog import Backlog
 from router.cost.gaps import context_of, takes_one_more
@@ -254,6 +255,15 @@ class CostBook:
             for kind, ratio in ratios(prediction, outcome):
                 self.accuracy.add(model, kind, ratio)
                 self._on_ratio(model, kind, ratio)
+
+    def estimate(self, model: str, prompt_tokens: int, max_tokens: int) -> LatencyEstimate | None:
+        """Return the times that recent requests of the model took, for a prompt of this length."""
+        pace = self.pace(model)
+        if pace is None:
+            return None
+        prefill_s = pace.prefill_s * prompt_tokens / max(1.0, pace.prompt_tokens)
+        decode_s = pace.decode_s * min(1.0, max_tokens / self.stalls.gaps(model))
+        return LatencyEstimate(max(0.0, pace.first_s - pace.prefill_s), prefill_s, decode_s)
 
     def reading(self, model: str) -> Reading:
         """Whether prefill apart helps `model` now; as old as READING_S at most."""

@@ -33,21 +33,21 @@ MARGIN_S = 0.002
 @dataclass(frozen=True, slots=True)
 class Slo:
     """What clients were promised: seconds to the first token, and seconds between tokens. Who is
-    predicted to miss one by the factor `refuse_beyond` is refused; 0 refuses nobody."""
+    predicted to miss one by the factor `reject_factor` is refused; 0 refuses nobody."""
 
     ttft_s: float = 1.0
     tpot_s: float = 0.1
-    refuse_beyond: float = 0.0
+    reject_factor: float = 0.0
 
     @property
     def latest_ttft_s(self) -> float:
         """A later first token is refused; 0 is no limit."""
-        return self.ttft_s * self.refuse_beyond
+        return self.ttft_s * self.reject_factor
 
     @property
     def most_gap_s(self) -> float:
         """No request is taken that brings tokens further apart; 0 is no limit."""
-        return self.tpot_s * self.refuse_beyond
+        return self.tpot_s * self.reject_factor
 
     def first_cost_s(self, ttft_s: float) -> float:
         """Of a first token that comes so late."""
@@ -67,7 +67,7 @@ class Slo:
 
 def slo_of(config: SloConfig) -> Slo:
     """What a router was told to promise."""
-    return Slo(config.ttft_s, config.tpot_s, config.refuse_beyond)
+    return Slo(config.ttft_s, config.tpot_s, config.reject_factor)
 
 
 def _cost(x: float) -> float:

@@ -22,7 +22,7 @@ PLAIN = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 LONG = replace(PLAIN, max_tokens=600)
 ONE = replace(PLAIN, max_tokens=1)
 TIMING: dict[str, object] = {"step_s": 0.002, "prefill_s": 0.0002}
-SLO = SloConfig(ttft_s=1.0, tpot_s=0.004, refuse_beyond=0.0)
+SLO = SloConfig(ttft_s=1.0, tpot_s=0.004, reject_factor=0.0)
 
 
 def prompt(tokens: int) -> list[int]:

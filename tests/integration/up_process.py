@@ -61,7 +61,7 @@ class UpProcess:
         options += ["--set", f"router.lease_s={LEASE_S}"]
         options += ["--set", f"router.detection.stall_s={LEASE_S}"]
         # Nobody is refused because the machine is slow.
-        options += ["--set", "router.slo.refuse_beyond=0"]
+        options += ["--set", "router.slo.reject_factor=0"]
         command = ["-m", "pdserve", "up", *options, *args]
         if terminal:
             self._terminal, stdin = os.openpty()

@@ -52,7 +52,7 @@ class Service:
         """The router alone; ends all workers that were added."""
         async with AsyncExitStack() as stack:
             # However slow the machine is, nobody is refused for it.
-            router = RouterServer(replace(config, slo=replace(config.slo, refuse_beyond=0.0)))
+            router = RouterServer(replace(config, slo=replace(config.slo, reject_factor=0.0)))
             addresses = await router.start()
             stack.push_async_callback(router.stop)
             client = await stack.enter_async_context(Client(addresses.grpc))

@@ -83,7 +83,7 @@ class Rig:
             pool.register(worker_info(name, role), 0.0)
             pool.attached(pool.members[name])
             pool.measured(pool.members[name], recorder.moments(0.0))
-        costs = CostBook(pool, Slo(tpot_s=tpot_s, refuse_beyond=1.0), lambda: 0.0)
+        costs = CostBook(pool, Slo(tpot_s=tpot_s, reject_factor=1.0), lambda: 0.0)
         context = PlacementContext(None, costs)
         self.booker = Booker(self.fleet, POLICIES[policy], context, costs)
 

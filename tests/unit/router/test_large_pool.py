@@ -141,7 +141,7 @@ def test_that_nobody_takes_one_more_is_found_out_once(monkeypatch: pytest.Monkey
     full = set(pool.of(Role.DECODE))
     for member in full:
         member.reserved_blocks = member.info.total_blocks // 2
-    costs = CostBook(pool.fleet.pool, Slo(refuse_beyond=1.0), lambda: pool.now)
+    costs = CostBook(pool.fleet.pool, Slo(reject_factor=1.0), lambda: pool.now)
 
     def takes_one_more(_demand: Demand, decode: Candidate) -> bool:
         asked.append(decode.worker_id)

@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import FinishReason, Role
+from router.admission import AdmissionLimits
 from router.decisions.log import MAX_OF_ONE_REQUEST, DecisionLog
 from router.member import Charge, Member
 from router.placement.context import NO_CONTEXT, Prediction
@@ -143,13 +144,15 @@ async def test_a_request_that_is_placed_again_says_why() -> None:
 
 async def test_a_request_that_is_refused_says_why() -> None:
     log = DecisionLog(10)
-    async with running_stack(ScriptedWorker("p", Role.PREFILL), decisions=log) as stack:
+    limits = AdmissionLimits(queue_timeout_s=0.01)
+    prefill = ScriptedWorker("p", Role.PREFILL)
+    async with running_stack(prefill, decisions=log, limits=limits) as stack:
         stack.fleet.pool.members["p"].draining = True
         with pytest.raises(Unavailable):
             async with stack.coordinator.generate(request(request_id="refused")):
                 pass
     found = log.of("refused")
     assert found is not None
-    assert [x.refused for x in found.decisions] == [
+    assert {x.refused for x in found.decisions} == {
         "no prefill worker and no decode worker is ready for model demo: p is draining"
-    ]
+    }

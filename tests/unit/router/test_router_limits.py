@@ -18,8 +18,7 @@ from pdserve.errors import (
     Unavailable,
 )
 from pdserve.types import FinishReason, Role, SamplingParams
-from router.admission import AdmissionLimits
-from router.admission.tenants import Tenant, Tenants
+from router.admission import AdmissionLimits, Tenant, Tenants
 from router.answer import AnswerDelta, BufferLimits
 from tests.fakes import ScriptedWorker, running_stack
 from tests.patience import WAIT_S, skip
@@ -69,7 +68,8 @@ async def test_refusals_come_before_anything_is_sent(
 
 
 async def test_a_missing_worker_is_named(prefill: ScriptedWorker) -> None:
-    async with running_stack(prefill) as stack:
+    limits = AdmissionLimits(queue_timeout_s=0.01)
+    async with running_stack(prefill, limits=limits) as stack:
         stack.fleet.pool.members[prefill.info.worker_id].draining = True
         with pytest.raises(Unavailable, match="no decode worker is ready for model demo"):
             stack.coordinator.check_ready()
