@@ -303,9 +303,7 @@ class TestFaults:
             assert await draining == (True, 1)
 
 
-async def test_a_request_is_explained_and_its_decision_made_again(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     async with Cluster(prefill=1, decode=2) as cluster:
         await cluster.ask(PROMPT, PLAIN, request_id="explained")
         command = ["explain", "--grpc", cluster.grpc]
@@ -315,7 +313,5 @@ async def test_a_request_is_explained_and_its_decision_made_again(
         assert "no decision for request nobody is kept" in capsys.readouterr().err
         saved = tmp_path / "decisions"
         assert await asyncio.to_thread(main, [*command, "--all", "--save", str(saved)]) == 0
-    replay = ["replay-decisions", str(saved), "--policy", "least_loaded", "--json"]
-    assert await asyncio.to_thread(main, replay) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["decisions"], found["same"]) == (1, 1)
+    requests = [json.loads(line).get("request") for line in saved.read_text().splitlines()]
+    assert [r["requestId"] for r in requests if r] == ["explained"]
