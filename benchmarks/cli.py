@@ -376,7 +376,7 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[VariantPlan
     )
     slo: dict[str, object] = {f"router.slo.{name}_s": x for name, x in slo_s.items()}
     # Without limits no request is refused for being late.
-    slo["router.slo.refuse_beyond"] = 1.0 if slo else 0.0
+    slo["router.slo.reject_factor"] = 1.0 if slo else 0.0
     common = slo | changes_from(args)
     engine = load_config(args.config, common).worker.engine
     kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20

@@ -78,7 +78,7 @@ def _config(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "http_port": 0,
         "grpc_port": 0,
         "policy": "least_loaded",  # hands every prompt over
-        "slo": {"refuse_beyond": 0.0},
+        "slo": {"reject_factor": 0.0},
     }
     worker = {"model": args.model, "engine": args.engine, "engine_args": engine}
     return {"router": router, "worker": worker, "up": {"cores_per_worker": 1, **WORKERS[name]}}

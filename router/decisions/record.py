@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 from pdserve import wire
 from pdserve.v1 import admin_pb2 as a
 from router.placement.context import Prediction
-from router.placement.values import Candidate
 from router.placement.verdicts import why_not
 
 if TYPE_CHECKING:
     from router.decisions.log import Recorded, RequestDecisions
-    from router.placement.values import Decision
+    from router.placement.values import Candidate, Decision
 
 _PREDICTED_S = tuple(f.name for f in fields(Prediction) if f.name.endswith("_s"))
 

@@ -314,4 +314,4 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str], tmp_pa
         saved = tmp_path / "decisions"
         assert await asyncio.to_thread(main, [*command, "--all", "--save", str(saved)]) == 0
     requests = [json.loads(line).get("request") for line in saved.read_text().splitlines()]
-    assert [r["requestId"] for r in requests if r] == ["explained"]
+    assert [r["request_id"] for r in requests if r] == ["explained"]
