@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # pip may warn a hundred times about an index that lacks a package; an error shows all it said.
 PIP_LOG := $(VENV)/pip.log
 SHOW_PIP_LOG := { cat $(PIP_LOG) >&2; exit 1; }
-EXTENSIONS := kv_transfer/_copy.c pdserve/_lanes.c
+EXTENSIONS := kv_transfer/_copy.c
 HEADERS := $(wildcard kv_transfer/*.h)
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
@@ -36,8 +36,8 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make the environment in .venv, or bring it up to date
-	@$(BIN)/python -c 'import kv_transfer._copy, pdserve._lanes' 2>/dev/null \
-		|| echo "KV is copied, or tokens are written, in Python: $(EXTENSIONS) are not all built. With a C compiler: rm $(STAMP); make install"
+	@$(BIN)/python -c 'import kv_transfer._copy' 2>/dev/null \
+		|| echo "KV is copied in Python: $(EXTENSIONS) is not built. With a C compiler: rm $(STAMP); make install"
 
 run: $(STAMP) ## start one prefill worker, one decode worker and the router
 	@exec $(BIN)/pdserve up $(ARGS)

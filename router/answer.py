@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
     from types import TracebackType
 
-    from pdserve._lanes import Lane
     from pdserve.errors import PdserveError
     from pdserve.types import (
         FinishReason,
@@ -87,11 +86,6 @@ class Out(Protocol):
 class AnswerSink(Protocol):
     """Where an answer goes as it is made."""
 
-    @property
-    def lane(self) -> Lane | None:
-        """What takes the place of `push_token` for whole frames, where there is one."""
-        ...
-
     def push(self, delta: AnswerDelta) -> bool: ...
 
     def push_token(self, token_id: int, text: str) -> bool: ...
@@ -110,7 +104,7 @@ class AnswerBuffer:
 
     __slots__ = (
         *("_characters", "_direct", "_ended", "_error"),
-        *("_limits", "_on_cut", "_pending", "_tokens", "_waiter", "lane"),
+        *("_limits", "_pending", "_tokens", "_waiter"),
     )
 
     def __init__(self, limits: BufferLimits) -> None:
@@ -122,8 +116,6 @@ class AnswerBuffer:
         self._error: PdserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._direct: Callable[[str], bool] | None = None
-        self._on_cut: Callable[[PdserveError], None] | None = None
-        self.lane: Lane | None = None
 
     def push(self, delta: AnswerDelta) -> bool:
         """Add a delta. False where the reader has fallen too far behind: the delta is kept, and the
@@ -139,20 +131,13 @@ class AnswerBuffer:
         direct, waiter = self._direct, self._waiter
         # Who waits has sent all that was read: what is written now is in order.
         if direct is not None and waiter is not None and not waiter.done() and direct(text):
-            if self.lane is not None:
-                self.lane.waits = True  # as before, but others have written
             return True
         return self.push(AnswerDelta((token_id,), text))
 
-    def write_with(self, direct: Callable[[str], bool], lane: Lane | None = None) -> None:
+    def write_with(self, direct: Callable[[str], bool]) -> None:
         """From now on a plain token of index 0 may be given to `direct` while the reader waits;
-        False from it sends the token the usual way. It must not block. `lane` does the same."""
-        self._direct, self.lane = direct, lane
-
-    def cut_with(self, on_cut: Callable[[PdserveError], None]) -> None:
-        """`on_cut` is told of an error that drops what waits while the reader is elsewhere: it may
-        be stuck in a write, and never come for it."""
-        self._on_cut = on_cut
+        False from it sends the token the usual way. It must not block."""
+        self._direct = direct
 
     def end(self) -> None:
         """No delta follows."""
@@ -167,8 +152,6 @@ class AnswerBuffer:
             self._pending.clear()
             self._tokens = self._characters = 0
         self._error = error
-        if drop and self._waiter is None and self._on_cut is not None:
-            self._on_cut(error)
         self._wake()
 
     @property
@@ -187,8 +170,6 @@ class AnswerBuffer:
         return self._error
 
     def _wake(self) -> None:
-        if self.lane is not None:
-            self.lane.waits = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -200,14 +181,10 @@ class AnswerBuffer:
             if self._ended:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
-            if self.lane is not None:
-                self.lane.waits = True
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-                if self.lane is not None:
-                    self.lane.waits = False
         if len(self._pending) == 1:
             # The common case, once per token: a reader that keeps up.
             self._tokens = self._characters = 0
@@ -260,18 +237,14 @@ class AnswerStream:
     ) -> None:
         self._stack.close()
 
-    def write_with(self, direct: Callable[[str], bool], lane: Lane | None = None) -> None:
+    def write_with(self, direct: Callable[[str], bool]) -> None:
         """See AnswerBuffer.write_with."""
-        self._buffer.write_with(direct, lane)
+        self._buffer.write_with(direct)
 
     @property
     def is_over(self) -> bool:
         """Whether all of it was read: iterating would end at once."""
         return self._buffer.is_read
-
-    def cut_with(self, on_cut: Callable[[PdserveError], None]) -> None:
-        """See AnswerBuffer.cut_with."""
-        self._buffer.cut_with(on_cut)
 
     def __aiter__(self) -> Self:
         return self

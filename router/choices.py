@@ -22,7 +22,6 @@ from router.receipts import receipt_of_all, usage_of_all
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve._lanes import Lane
     from pdserve.types import GenerateRequest, Receipt, Usage
     from router.answer import AnswerSink
     from router.booking import Booker, Booking
@@ -58,10 +57,6 @@ class _Choice:
         self.receipt: Receipt | None = None
         self.outcome = ""
         self.ttft_s = self.e2e_s = 0.0
-
-    @property
-    def lane(self) -> Lane | None:
-        return self._all.sink.lane if self._index == 0 else None
 
     def push(self, delta: AnswerDelta) -> bool:
         if delta.usage is None:

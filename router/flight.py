@@ -206,9 +206,6 @@ class Flight:
 
     def _stream(self, leg: Leg, member: Member, charge: Charge) -> LegStream:
         stream = self._streams[leg] = LegStream(self, leg, member, charge)
-        if self.buffer.lane is not None:
-            # What comes of any leg is the handoff's to judge anew.
-            self.buffer.lane.tokens = None
         return stream
 
     def judge_pair(self, last: StreamDelta) -> None:

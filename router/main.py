@@ -16,15 +16,19 @@ from pdserve import rpc
 from pdserve.access.guard import Party, guards
 from pdserve.access.tls import dialer, http_context, server_credentials
 from pdserve.errors import ConfigError
+from pdserve.http_server import HttpServer, bind, connection_limit
 from pdserve.task_metrics import watch_tasks
 from pdserve.tracing import open_tracing
 from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
-from pdserve.web_server import WebServer, bind, connections_within_reason
 from router.admission import AdmissionLimits, Tenants
-from router.auth import Keys
+from router.api.auth import Keys
+from router.api.grpc import Generation
+from router.api.http import HttpApi
+from router.api.open_requests import OpenRequests
+from router.api.preprocess import Preprocessor
 from router.canaries import Canaries
 from router.coordinator import Coordinator
 from router.cost.book import CostBook
@@ -33,11 +37,7 @@ from router.decisions.log import DecisionLog
 from router.decisions.service import Admin
 from router.drains import Drains
 from router.fleet import Fleet
-from router.generation import Generation
-from router.http.app import HttpApp, Services
-from router.intake import Intake
 from router.metrics import RouterMetrics
-from router.open_requests import OpenRequests
 from router.placement.policies.by_name import POLICIES
 from router.prefill_queue import PrefillQueue
 from router.prefix import PrefixWatcher
@@ -78,7 +78,7 @@ class RouterServer:
         self._stack = AsyncExitStack()
         self._open_requests = OpenRequests()
         self._health = health.aio.HealthServicer()
-        self._web: WebServer | None = None
+        self._http: HttpServer | None = None
         self.coordinator: Coordinator
         self.fleet: Fleet
 
@@ -130,17 +130,24 @@ class RouterServer:
             await self._stack.enter_async_context(
                 Canaries(fleet, metrics, idle_s=config.detection.probe_s)
             )
-        intake = Intake(
+        preprocessor = Preprocessor(
             coordinator.models, timeout_s=config.request_timeout_s, why_none=fleet.pool.why_none
         )
-        render, keys = coordinator.metrics.render, Keys(config.tenants)
-        services = Services(coordinator, intake, self._open_requests, render, keys)
-        generation = Generation(coordinator, intake, self._open_requests, keys)
+        keys = Keys(config.tenants)
+        http_api = HttpApi(
+            coordinator,
+            preprocessor,
+            self._open_requests,
+            coordinator.metrics.render,
+            started=int(time.time()),
+            keys=keys,
+        )
+        generation = Generation(coordinator, preprocessor, self._open_requests, keys)
         flips = Flips(fleet, coordinator.metrics)
         admin = Admin(decisions, flips, Drains(fleet))
         roles = await self._start_rebalancer(fleet, flips, costs)
         grpc_address = await self._start_grpc(generation, Registry(fleet, costs, roles), admin)
-        http_address = await self._start_http(services)
+        http_address = await self._start_http(http_api)
         return RouterAddresses(http=http_address, grpc=grpc_address)
 
     async def _open_fleet(self, router_id: str) -> Fleet:
@@ -204,26 +211,24 @@ class RouterServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return _join(host, port)
 
-    async def _start_http(self, services: Services) -> str:
+    async def _start_http(self, api: HttpApi) -> str:
         host = self._config.http_host
         watch_tasks(self.coordinator.metrics.registry)
-        app = HttpApp(
-            services, max_body_bytes=self._config.max_body_bytes, started=int(time.time())
-        )
         tls = http_context(self._config.access.http_tls)
         sockets = [bind(host, self._config.http_port)]
         self._stack.callback(sockets[0].close)
         port: int = sockets[0].getsockname()[1]
         if shared := self._config.shared_http_port:
             sockets.append(bind(host, shared, key="shared_http_port", is_shared=True))
-        self._web = WebServer(
-            app,
+        self._http = HttpServer(
+            api.handle,
             *sockets,
             tls=tls,
-            max_connections=connections_within_reason(self._config.max_connections),
+            max_connections=connection_limit(self._config.max_connections),
+            max_body_bytes=self._config.max_body_bytes,
         )
-        self._stack.push_async_callback(self._web.stop)
-        await self._web.start()
+        self._stack.push_async_callback(self._http.stop)
+        await self._http.start()
         return _join(host, port)
 
     async def stop(self, grace_s: float | None = None) -> None:
@@ -231,8 +236,8 @@ class RouterServer:
         rest, and close everything. Workers stay attached until the last request has ended.
         Idempotent."""
         await self._health.enter_graceful_shutdown()
-        if self._web is not None:
-            self._web.stop_listening()
+        if self._http is not None:
+            self._http.stop_listening()
         try:
             await self._open_requests.drain(
                 self._config.stop_grace_s if grace_s is None else grace_s

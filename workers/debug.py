@@ -11,26 +11,27 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from aiohttp import web
+
 from pdserve.kv_metrics import CONTENT_TYPE, KvMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+    from collections.abc import Callable, Iterator
 
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.kv_metrics import Labelled
     from pdserve.types import WorkerInfo
     from workers.service import WorkerService
 
-    Message = MutableMapping[str, Any]
-    Answer = tuple[int, bytes, bytes]  # status, content type, body
+    Answer = tuple[int, str, bytes]  # status, content type, body
 
 logger = logging.getLogger(__name__)
 
-_JSON = b"application/json"
+_JSON = "application/json"
 
 
 class DebugApp:
-    """An ASGI application; no state of its own."""
+    """Handlers of the debug pages."""
 
     def __init__(self, worker: WorkerService, describe: Callable[[], WorkerInfo]) -> None:
         self._worker = worker
@@ -42,18 +43,12 @@ class DebugApp:
             "/healthz": self._health,
         }
 
-    async def __call__(
-        self,
-        scope: Message,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
-        status, content_type, body = self._answer(scope["method"], scope["path"])
-        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+    async def handle(self, request: web.BaseRequest) -> web.Response:
+        status, content_type, body = self._answer(request.method, request.path)
+        headers = {"content-type": content_type}
         if status == 405:
-            headers.append((b"allow", b"GET"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+            headers["allow"] = "GET"
+        return web.Response(body=body, status=status, headers=headers)
 
     def _answer(self, method: str, path: str) -> Answer:
         route = self._routes.get(path)
@@ -69,7 +64,7 @@ class DebugApp:
         return _json(200, {"status": "draining" if self._worker.is_draining else "ok"})
 
     def _render(self) -> Answer:
-        return 200, CONTENT_TYPE.encode(), self._metrics.render()
+        return 200, CONTENT_TYPE, self._metrics.render()
 
     def _reports(self) -> Iterator[Labelled]:
         report = self._worker.kv_report()

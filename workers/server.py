@@ -18,11 +18,11 @@ from pdserve import framing, rpc
 from pdserve.access.guard import Party, make_guard
 from pdserve.access.tls import dialer, server_context, server_credentials
 from pdserve.errors import ConfigError, Unavailable
+from pdserve.http_server import HttpServer, bind
 from pdserve.tracing import open_tracing
 from pdserve.types import Role, WorkerInfo
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from pdserve.web_server import WebServer, bind
 from workers.control import ControlService
 from workers.debug import DebugApp
 from workers.engines import make_engine
@@ -123,7 +123,7 @@ class WorkerServer:
         self._stack.push_async_callback(server.stop, GRPC_STOP_S)
         await self._report_health(is_serving=True)
         if debug is not None:
-            web = WebServer(DebugApp(self.service, lambda: self.info), debug)
+            web = HttpServer(DebugApp(self.service, lambda: self.info).handle, debug)
             self._stack.push_async_callback(web.stop)
             await web.start()
         self._registrations.start(self.info, self.service)

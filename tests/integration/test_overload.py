@@ -12,7 +12,7 @@ from dataclasses import replace
 import grpc.aio
 import pytest
 
-from pdserve import web_server, wire
+from pdserve import http_server, wire
 from pdserve.errors import Overloaded, Refusal
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
@@ -69,7 +69,7 @@ class TestSlowReaders:
         monkeypatch.setattr(answer, "BufferLimits", lambda: limits)
 
         def bind_small(host: str, port: int) -> socket.socket:
-            sock = web_server.bind(host, port)
+            sock = http_server.bind(host, port)
             # Connections take it over; what the kernel holds otherwise is megabytes.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             return sock

@@ -218,7 +218,7 @@ class TestResume:
             assert not first.done()
             had, text = told.token_ids[0][:], told.texts[0]
             rest = asyncio.create_task(resume(cluster, had, request_id="r"))
-            with pytest.raises(Conflict, match="over another connection"):
+            with pytest.raises(Conflict, match="by another connection"):
                 await first
             cluster.faults("decode-0", FakeFaults())
             messages = await rest
@@ -243,9 +243,9 @@ class TestResume:
     @pytest.mark.parametrize(
         ("token_ids", "sampling", "message"),
         [
-            ([1] * 41, PLAIN, "has 41 tokens, and the answer has at most 40"),
+            ([1] * 41, PLAIN, "has 41 tokens; the answer may have 40"),
             ([1 << 30], PLAIN, "token id"),
-            ([1], replace(PLAIN, n=2), "is for one answer"),
+            ([1], replace(PLAIN, n=2), "requires n to be 1"),
         ],
     )
     async def test_what_makes_no_sense_is_refused(

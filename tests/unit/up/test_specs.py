@@ -17,8 +17,8 @@ from pdserve.up.specs import (
     worker_configs,
     worker_spec,
 )
+from router.api.open_requests import END_S as CUT_S
 from router.main import GRPC_STOP_S
-from router.open_requests import CUT_S
 
 
 @pytest.mark.parametrize(

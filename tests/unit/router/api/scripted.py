@@ -1,4 +1,4 @@
-"""A generator that follows a script, the two faces in front of it, and what tests say to them."""
+"""A generator that follows a script, the two apis in front of it, and what tests say to them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import json
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from pdserve.errors import PdserveError
+from pdserve.errors import Cancelled, PdserveError
 from pdserve.types import FinishReason, ModelInfo, Receipt, Usage
-from router.answer import AnswerDelta, AnswerStream
+from router.answer import AnswerDelta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import aiohttp
 
-    from pdserve._lanes import Lane
     from pdserve.client import Client
     from pdserve.types import GenerateRequest
-    from router.open_requests import OpenRequests
+    from router.answer import AnswerStream, Out
+    from router.api.open_requests import OpenRequests
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -67,51 +67,10 @@ class Hold(Enum):
 Item = AnswerDelta | PdserveError | asyncio.Event | Hold
 
 
-class ScriptedAnswer(AnswerStream):
-    """Deltas are answered, errors raised, events waited for."""
-
-    def __init__(self, owner: ScriptedGenerator) -> None:
-        self._owner = owner
-        self._items = deque(owner.script)
-
-    @property
-    def is_over(self) -> bool:
-        return not self._items
-
-    async def __aenter__(self) -> Self:
-        if self._owner.refusal is not None:
-            raise self._owner.refusal
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._owner.left.set()
-
-    def write_with(self, direct: Callable[[str], bool], lane: Lane | None = None) -> None:
-        """What is scripted goes the usual way."""
-
-    def cut_with(self, on_cut: Callable[[PdserveError], None]) -> None:
-        """What is scripted is not cut."""
-
-    async def __anext__(self) -> AnswerDelta:
-        while self._items:
-            match item := self._items.popleft():
-                case AnswerDelta():
-                    return item
-                case PdserveError():
-                    raise item
-                case Hold():
-                    self._owner.waiting.set()
-                    await asyncio.Event().wait()
-                case _:
-                    self._owner.waiting.set()
-                    await item.wait()
-        raise StopAsyncIteration
-
-
 @dataclass
 class ScriptedGenerator:
     """What a test sets, and what it can see: `waiting` is set when an answer comes to an event or
-    a hold of its script, `left` when an answer was left."""
+    a hold of its script, `left` when an answer was left, with `unread` items of its script."""
 
     served: dict[str, ModelInfo]
     script: tuple[Item, ...] = ANSWER
@@ -121,10 +80,37 @@ class ScriptedGenerator:
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     open_requests: int = 0
+    unread: int = 0
+
+    async def serve(self, request: GenerateRequest, out: Out) -> None:
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        items = deque(self.script)
+        try:
+            while items:
+                await self._perform(items.popleft(), out)
+        finally:
+            self.unread = len(items)
+            self.left.set()
+
+    async def _perform(self, item: Item, out: Out) -> None:
+        match item:
+            case AnswerDelta():
+                if not out.write(item):
+                    raise Cancelled("the client does not read its answer")
+                await asyncio.sleep(0)
+            case PdserveError():
+                raise item
+            case Hold():
+                self.waiting.set()
+                await asyncio.Event().wait()
+            case _:
+                self.waiting.set()
+                await item.wait()
 
     def generate(self, request: GenerateRequest) -> AnswerStream:
-        self.requests.append(request)
-        return ScriptedAnswer(self)
+        raise NotImplementedError
 
     def models(self) -> Mapping[str, ModelInfo]:
         return self.served
@@ -135,8 +121,8 @@ class ScriptedGenerator:
 
 
 @dataclass(frozen=True, slots=True)
-class Faces:
-    """Where the faces listen, and what is behind them."""
+class Apis:
+    """Where the apis listen, and what is behind them."""
 
     url: str
     host: str

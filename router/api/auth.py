@@ -1,4 +1,4 @@
-"""Who asks: from an Authorization header to a tenant's name. No key is kept, logged or repeated."""
+"""API keys of tenants. No key is kept, logged or repeated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from pdserve.config import TenantConfig
 
-# Digests are looked up by their first bytes, which tell nothing of a key, and compared in a time
-# that does not depend on the rest.
+# Digests are looked up by their first bytes, which tell nothing of a key, and then compared in
+# constant time.
 _BUCKET_BYTES = 2
 
 
 class Keys:
-    """The digests of all tenants' keys. Without tenants everyone is let in, under no name."""
+    """Digests of all tenants' keys. Without tenants, everyone is let in as tenant ""."""
 
     def __init__(self, tenants: Iterable[TenantConfig] = ()) -> None:
         self._buckets: dict[bytes, list[tuple[bytes, str]]] = {}
@@ -32,18 +32,18 @@ class Keys:
                 bucket.append((digest, tenant.name))
 
     def tenant_of(self, authorization: str | None) -> str:
-        """The tenant whose key is in `authorization` ("Bearer KEY"). Raises Unauthenticated."""
+        """Return the tenant of an Authorization header. Raises Unauthenticated."""
         if self._open:
             return ""
         scheme, _, key = (authorization or "").strip().partition(" ")
         key = key.strip()
         if scheme.lower() != "bearer" or not key:
-            raise Unauthenticated("an API key is needed, as in `Authorization: Bearer KEY`")
+            raise Unauthenticated("an API key is required: Authorization: Bearer KEY")
         digest = digest_of(key)
         for known, tenant in self._buckets.get(digest[:_BUCKET_BYTES], ()):
             if hmac.compare_digest(known, digest):
                 return tenant
-        raise Unauthenticated("the API key is not known here")
+        raise Unauthenticated("unknown API key")
 
 
 EVERYONE = Keys()

@@ -1,4 +1,4 @@
-"""Both faces of the router on real sockets, in front of a generator that follows a script."""
+"""Both APIs of the router on real sockets, in front of a generator that follows a script."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from scripted import (
     TEMPLATE,
     TIMEOUT_S,
     VOCAB_SIZE,
-    Faces,
+    Apis,
     ScriptedGenerator,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pdserve import rpc
 from pdserve.client import Client
+from pdserve.http_server import HttpServer, bind
 from pdserve.types import ModelInfo
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-from pdserve.web_server import WebServer, bind
-from router.auth import EVERYONE, Keys
-from router.generation import Generation
-from router.http.app import HttpApp, Services
-from router.intake import Intake
-from router.open_requests import OpenRequests
+from router.api.auth import EVERYONE, Keys
+from router.api.grpc import Generation
+from router.api.http import HttpApi
+from router.api.open_requests import OpenRequests
+from router.api.preprocess import Preprocessor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -73,27 +73,36 @@ def token_ids(model_dir: Path) -> Callable[[str], tuple[int, ...]]:
 
 @pytest.fixture
 def keys() -> Keys:
-    """Those that the faces ask for: none, unless a test module says otherwise."""
+    """Those that the apis ask for: none, unless a test module says otherwise."""
     return EVERYONE
 
 
 @pytest.fixture
-async def faces(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Faces]:
+async def apis(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Apis]:
     async with AsyncExitStack() as stack:
         open_requests = OpenRequests()
-        intake = Intake(generator.models, timeout_s=TIMEOUT_S)
-        services = Services(generator, intake, open_requests, lambda: b"pdserve_up 1\n", keys)
+        preprocessor = Preprocessor(generator.models, timeout_s=TIMEOUT_S)
+        api = HttpApi(
+            generator,
+            preprocessor,
+            open_requests,
+            lambda: b"pdserve_up 1\n",
+            started=STARTED,
+            keys=keys,
+        )
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()
-        web = WebServer(HttpApp(services, max_body_bytes=MAX_BODY_BYTES, started=STARTED), sock)
+        web = HttpServer(api.handle, sock, max_body_bytes=MAX_BODY_BYTES)
         await web.start()
         stack.push_async_callback(web.stop)
         server = rpc.make_server()
-        add_GenerationServicer_to_server(Generation(generator, intake, open_requests, keys), server)
+        add_GenerationServicer_to_server(
+            Generation(generator, preprocessor, open_requests, keys), server
+        )
         grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         stack.push_async_callback(server.stop, 0)
-        yield Faces(
+        yield Apis(
             url=f"http://{host}:{port}",
             host=host,
             port=port,
@@ -106,8 +115,8 @@ async def faces(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Faces
 
 
 @pytest.fixture
-async def official(faces: Faces) -> AsyncIterator[openai.AsyncOpenAI]:
+async def official(apis: Apis) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
-        base_url=f"{faces.url}/v1", api_key="none", max_retries=0
+        base_url=f"{apis.url}/v1", api_key="none", max_retries=0
     ) as client:
         yield client

@@ -12,22 +12,29 @@ from scripted import MAX_MODEL_LEN
 from pdserve.errors import ConfigError, InvalidRequest, Unavailable
 from pdserve.tokenizer import ChatMessage, Tokenizer
 from pdserve.types import ModelInfo, SamplingParams
-from router.intake import INLINE_CHARS, Ask, ChatPrompt, Intake, TextPrompt, TokenPrompt
-from router.tokenizers import TokenizerCache
+from router.api.preprocess import (
+    INLINE_CHARS,
+    ChatPrompt,
+    ParsedRequest,
+    Preprocessor,
+    TextPrompt,
+    TokenizerCache,
+    TokenPrompt,
+)
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from router.intake import Prompt
+    from router.api.preprocess import Prompt
 
 
 def model(name: str, directory: Path, max_model_len: int = MAX_MODEL_LEN) -> ModelInfo:
     return ModelInfo(name, str(directory), max_model_len, 300, "float32")
 
 
-def ask(prompt: Prompt, name: str = "") -> Ask:
-    return Ask(name, prompt, SamplingParams(max_tokens=1), "r", fills_context=False)
+def ask(prompt: Prompt, name: str = "") -> ParsedRequest:
+    return ParsedRequest(name, prompt, SamplingParams(max_tokens=1), "r", fills_context=False)
 
 
 class Loads:
@@ -72,21 +79,21 @@ async def test_tokenizer_that_could_not_be_read_is_tried_again(model_dir: Path) 
 
 
 async def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
-    intake = Intake(lambda: {"a": model("a", tmp_path / "nothing")}, timeout_s=WAIT_S)
-    assert (await intake.make(ask(TokenPrompt((1, 2))))).prompt_token_ids == (1, 2)
+    intake = Preprocessor(lambda: {"a": model("a", tmp_path / "nothing")}, timeout_s=WAIT_S)
+    assert (await intake.prepare(ask(TokenPrompt((1, 2))))).prompt_token_ids == (1, 2)
     with pytest.raises(Unavailable):
-        await intake.make(ask(TextPrompt("hi")))
+        await intake.prepare(ask(TextPrompt("hi")))
 
 
 async def test_without_a_name_the_only_model_is_meant(model_dir: Path) -> None:
     models = {"a": model("a", model_dir)}
-    intake = Intake(lambda: models, timeout_s=WAIT_S)
-    assert (await intake.make(ask(TokenPrompt((1,))))).model == "a"
+    intake = Preprocessor(lambda: models, timeout_s=WAIT_S)
+    assert (await intake.prepare(ask(TokenPrompt((1,))))).model == "a"
     models["b"] = model("b", model_dir)
     with pytest.raises(InvalidRequest, match="a, b") as caught:
-        await intake.make(ask(TokenPrompt((1,))))
+        await intake.prepare(ask(TokenPrompt((1,))))
     assert caught.value.field == "model"
-    assert (await intake.make(ask(TokenPrompt((1,)), "b"))).model == "b"
+    assert (await intake.prepare(ask(TokenPrompt((1,)), "b"))).model == "b"
 
 
 @pytest.mark.parametrize("length", [1, INLINE_CHARS + 1])
@@ -103,8 +110,8 @@ async def test_only_long_prompts_are_tokenised_in_a_thread(
 
     monkeypatch.setattr(Tokenizer, "encode", spy)
     info = model("a", model_dir, max_model_len=10 * INLINE_CHARS)
-    intake = Intake(lambda: {"a": info}, timeout_s=WAIT_S)
+    intake = Preprocessor(lambda: {"a": info}, timeout_s=WAIT_S)
     text = "a" * length
     prompt = ChatPrompt((ChatMessage("user", text),)) if is_chat else TextPrompt(text)
-    await intake.make(ask(prompt))
+    await intake.prepare(ask(prompt))
     assert (threads == [threading.get_ident()]) == (length <= INLINE_CHARS)

@@ -14,6 +14,7 @@ from scripted import ANSWER, ANSWER_TEXT, MAX_MODEL_LEN, RECEIPT, TIMEOUT_S, Hol
 from pdserve import rpc
 from pdserve.client import Client, ModelCard
 from pdserve.errors import (
+    Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
@@ -35,11 +36,13 @@ from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router.answer import AnswerDelta
+from router.api.grpc import MAX_UNSENT_CHARS
+from tests.patience import WAIT_S, skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from scripted import Faces
+    from scripted import Apis
 
 VALUE, UNSUPPORTED, UNKNOWN = "invalid_value", "unsupported_parameter", "unknown_parameter"
 TOO_LONG = "context_length_exceeded"
@@ -115,13 +118,13 @@ BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
 ]
 
 
-async def assert_served(faces: Faces) -> None:
-    assert "".join([delta.text async for delta in faces.client.generate("hi")]) == ANSWER_TEXT
+async def assert_served(apis: Apis) -> None:
+    assert "".join([delta.text async for delta in apis.client.generate("hi")]) == ANSWER_TEXT
 
 
-async def test_bad_requests_are_refused_by_name_and_hurt_no_other(faces: Faces) -> None:
+async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) -> None:
     wrong: list[object] = []
-    async with rpc.open_channel(faces.grpc_address) as channel:
+    async with rpc.open_channel(apis.grpc_address) as channel:
         stub = GenerationStub(channel)
         for request, status, code, field in BAD_REQUESTS:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -130,23 +133,23 @@ async def test_bad_requests_are_refused_by_name_and_hurt_no_other(faces: Faces) 
             got = (caught.value.code(), error.code, error.field)
             if got != (status, code, field):
                 wrong.append((request, got))
-            if faces.generator.requests:
+            if apis.generator.requests:
                 wrong.append((request, "it reached the generator"))
-            await assert_served(faces)
-            faces.generator.requests.clear()
+            await assert_served(apis)
+            apis.generator.requests.clear()
     assert not wrong
 
 
-async def test_bytes_that_are_no_request_hurt_no_other(faces: Faces) -> None:
-    async with rpc.open_channel(faces.grpc_address) as channel:
+async def test_bytes_that_are_no_request_hurt_no_other(apis: Apis) -> None:
+    async with rpc.open_channel(apis.grpc_address) as channel:
         call = channel.unary_stream("/pdserve.v1.Generation/Generate")
         with pytest.raises(grpc.aio.AioRpcError):
             _ = [message async for message in call(b"\xff\xff\xff garbage")]
-    await assert_served(faces)
+    await assert_served(apis)
 
 
-async def test_answer_comes_delta_by_delta_with_usage_and_receipt(faces: Faces) -> None:
-    deltas = [delta async for delta in faces.client.generate("hi", request_id="r-1")]
+async def test_answer_comes_delta_by_delta_with_usage_and_receipt(apis: Apis) -> None:
+    deltas = [delta async for delta in apis.client.generate("hi", request_id="r-1")]
     assert [delta.text for delta in deltas] == [delta.text for delta in ANSWER]
     assert [delta.token_ids for delta in deltas] == [delta.token_ids for delta in ANSWER]
     assert {delta.request_id for delta in deltas} == {"r-1"}
@@ -157,17 +160,17 @@ async def test_answer_comes_delta_by_delta_with_usage_and_receipt(faces: Faces) 
 
 
 @pytest.mark.parametrize("reason", [None, ".", 7])
-async def test_stop_reason_and_logprobs_arrive(faces: Faces, reason: str | int | None) -> None:
+async def test_stop_reason_and_logprobs_arrive(apis: Apis, reason: str | int | None) -> None:
     logprobs = (PositionLogprobs(TokenLogprob(1, "a", -0.5, 1), (TokenLogprob(2, "b", -1, 2),)),)
-    faces.generator.script = (
+    apis.generator.script = (
         AnswerDelta((1,), "a", logprobs, FinishReason.STOP, reason, Usage(1, 1), RECEIPT),
     )
-    (delta,) = [delta async for delta in faces.client.generate("hi")]
+    (delta,) = [delta async for delta in apis.client.generate("hi")]
     assert (delta.logprobs, delta.stop_reason) == (logprobs, reason)
 
 
 async def test_each_kind_of_prompt_is_tokenised_once_here(
-    faces: Faces, token_ids: Callable[[str], tuple[int, ...]]
+    apis: Apis, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
     prompts: list[tuple[Any, tuple[int, ...]]] = [
         ("hi", token_ids("hi")),
@@ -175,22 +178,22 @@ async def test_each_kind_of_prompt_is_tokenised_once_here(
         ([ChatMessage("user", "hi")], token_ids("<|user|>hi<|assistant|>")),
     ]
     for prompt, expected in prompts:
-        async with aclosing(faces.client.generate(prompt, model="demo")) as answer:
+        async with aclosing(apis.client.generate(prompt, model="demo")) as answer:
             await anext(answer)
-        made = faces.generator.requests.pop()
+        made = apis.generator.requests.pop()
         assert (made.prompt_token_ids, made.model) == (expected, "demo")
         # No length was given: the answer may fill the context.
         assert made.sampling == SamplingParams(max_tokens=MAX_MODEL_LEN - len(expected))
 
 
-async def test_the_order_is_asked_for(faces: Faces) -> None:
-    answer = faces.client.generate("hi", priority=-2, service_class=ServiceClass.BATCH)
+async def test_the_order_is_asked_for(apis: Apis) -> None:
+    answer = apis.client.generate("hi", priority=-2, service_class=ServiceClass.BATCH)
     assert [delta.text async for delta in answer]
-    made = faces.generator.requests.pop()
+    made = apis.generator.requests.pop()
     assert (made.priority, made.service_class) == (-2, ServiceClass.BATCH)
 
 
-async def test_sampling_arrives_as_it_was_given(faces: Faces) -> None:
+async def test_sampling_arrives_as_it_was_given(apis: Apis) -> None:
     sampling = SamplingParams(
         max_tokens=9,
         temperature=0.0,
@@ -202,12 +205,12 @@ async def test_sampling_arrives_as_it_was_given(faces: Faces) -> None:
         structured_output=StructuredOutput(Constraint.CHOICE, choices=("a", "b")),
         skip_special_tokens=False,
     )
-    _ = [delta async for delta in faces.client.generate("hi", sampling)]
-    assert faces.generator.requests[0].sampling == sampling
+    _ = [delta async for delta in apis.client.generate("hi", sampling)]
+    assert apis.generator.requests[0].sampling == sampling
 
 
-async def test_models_are_listed(faces: Faces) -> None:
-    assert await faces.client.list_models() == [ModelCard("demo", 64, 300)]
+async def test_models_are_listed(apis: Apis) -> None:
+    assert await apis.client.list_models() == [ModelCard("demo", 64, 300)]
 
 
 @pytest.mark.parametrize(
@@ -220,14 +223,14 @@ async def test_models_are_listed(faces: Faces) -> None:
 )
 @pytest.mark.parametrize("before", [(), ANSWER[:1]])
 async def test_error_keeps_class_field_and_retry_after(
-    faces: Faces, error: Any, before: tuple[AnswerDelta, ...]
+    apis: Apis, error: Any, before: tuple[AnswerDelta, ...]
 ) -> None:
-    faces.generator.script = (*before, error)
+    apis.generator.script = (*before, error)
     texts: list[str] = []
 
     async def read() -> None:
         nonlocal texts
-        async for delta in faces.client.generate("hi"):
+        async for delta in apis.client.generate("hi"):
             texts += [delta.text]
 
     with pytest.raises(type(error)) as caught:
@@ -240,38 +243,38 @@ async def test_error_keeps_class_field_and_retry_after(
 
 @pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("no worker")])
 async def test_who_may_try_again_is_told_when_though_nobody_could_predict_it(
-    faces: Faces, error: Any
+    apis: Apis, error: Any
 ) -> None:
-    faces.generator.script = (error,)
+    apis.generator.script = (error,)
     with pytest.raises(type(error)) as caught:
-        _ = [delta async for delta in faces.client.generate("hi")]
+        _ = [delta async for delta in apis.client.generate("hi")]
     assert caught.value.retry_after_s == 1.0
 
 
 @pytest.mark.parametrize("script", [(Hold.FOR_EVER,), (ANSWER[0], Hold.FOR_EVER)])
-async def test_cancelled_call_leaves_the_answer(faces: Faces, script: tuple[Any, ...]) -> None:
-    faces.generator.script = script
+async def test_cancelled_call_leaves_the_answer(apis: Apis, script: tuple[Any, ...]) -> None:
+    apis.generator.script = script
 
     async def read() -> None:
-        async with aclosing(faces.client.generate("hi")) as answer:
+        async with aclosing(apis.client.generate("hi")) as answer:
             async for _ in answer:
                 pass
 
     reader = asyncio.create_task(read())
-    await faces.generator.waiting.wait()
-    assert not faces.generator.left.is_set()
+    await apis.generator.waiting.wait()
+    assert not apis.generator.left.is_set()
     reader.cancel()
-    await faces.generator.left.wait()
+    await apis.generator.left.wait()
     with pytest.raises(asyncio.CancelledError):
         await reader
 
 
-async def test_deadline_of_the_call_is_the_requests(faces: Faces) -> None:
+async def test_deadline_of_the_call_is_the_requests(apis: Apis) -> None:
     before = time.monotonic()
-    _ = [delta async for delta in faces.client.generate("hi", timeout_s=20.0)]
-    _ = [delta async for delta in faces.client.generate("hi")]
+    _ = [delta async for delta in apis.client.generate("hi", timeout_s=20.0)]
+    _ = [delta async for delta in apis.client.generate("hi")]
     after = time.monotonic()
-    first, second = (request.deadline for request in faces.generator.requests)
+    first, second = (request.deadline for request in apis.generator.requests)
     assert first is not None
     assert second is not None
     # gRPC rounds a timeout up on its way.
@@ -279,29 +282,65 @@ async def test_deadline_of_the_call_is_the_requests(faces: Faces) -> None:
     assert before + TIMEOUT_S <= second <= after + TIMEOUT_S
 
 
-async def test_passed_deadline_ends_the_call_and_leaves_the_answer(faces: Faces) -> None:
-    faces.generator.script = (Hold.FOR_EVER,)
+async def test_passed_deadline_ends_the_call_and_leaves_the_answer(apis: Apis) -> None:
+    apis.generator.script = (Hold.FOR_EVER,)
     # On a slow machine it may pass before the call has come to the generator.
-    while not faces.generator.requests:
+    while not apis.generator.requests:
         with pytest.raises(DeadlineExceeded):
-            _ = [delta async for delta in faces.client.generate("hi", timeout_s=0.2)]
-    await faces.generator.left.wait()
+            _ = [delta async for delta in apis.client.generate("hi", timeout_s=0.2)]
+    await apis.generator.left.wait()
 
 
-async def test_drain_cuts_what_outlives_its_grace(faces: Faces) -> None:
-    faces.generator.script = (ANSWER[0], Hold.FOR_EVER)
+async def test_drain_cuts_what_outlives_its_grace(apis: Apis) -> None:
+    apis.generator.script = (ANSWER[0], Hold.FOR_EVER)
 
     async def read() -> None:
-        async for _ in faces.client.generate("hi"):
+        async for _ in apis.client.generate("hi"):
             pass
 
     reader = asyncio.create_task(read())
-    await faces.generator.waiting.wait()
-    await faces.open_requests.drain(0.0)
+    await apis.generator.waiting.wait()
+    await apis.open_requests.drain(0.0)
     with pytest.raises(Unavailable, match="stopping"):
         await reader
     with pytest.raises(Unavailable, match="stopping"):
         await read()
+
+
+async def status_after(apis: Apis, ended: Callable[[], object]) -> Any:
+    """The error of a client that reads one delta, and goes on when its request has ended."""
+    # HTTP/2's flow control without gRPC's own guesses, so that little may be on its way.
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    address = apis.grpc_address
+    async with grpc.aio.insecure_channel(address, options) as channel, asyncio.timeout(WAIT_S):
+        call = GenerationStub(channel).Generate(g.GenerateRequest(text="hi"))
+        await call.read()
+        await apis.generator.left.wait()
+        await asyncio.sleep(0.05)  # until the answer waits for its reader
+        ended()
+        await apis.open_requests.drain(WAIT_S)
+
+        async def read_on() -> None:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            await read_on()
+        return rpc.error_from_rpc(told.value)
+
+
+async def test_client_that_does_not_read_is_cut(apis: Apis) -> None:
+    piece = AnswerDelta((1,), "x" * (MAX_UNSENT_CHARS // 4))
+    apis.generator.script = (piece,) * 1000
+    assert isinstance(await status_after(apis, lambda: None), Cancelled)
+    assert apis.generator.unread > 900
+
+
+async def test_client_that_reads_too_slowly_is_ended_by_its_deadline(apis: Apis) -> None:
+    piece = AnswerDelta((1,), "x" * (MAX_UNSENT_CHARS // 3))
+    apis.generator.script = (ANSWER[0], piece, piece)
+    error = await status_after(apis, lambda: skip(2 * TIMEOUT_S))
+    assert isinstance(error, DeadlineExceeded)
 
 
 async def test_nobody_listening_is_unavailable() -> None:

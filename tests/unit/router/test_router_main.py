@@ -21,11 +21,11 @@ from pdserve import rpc
 from pdserve.client import Client
 from pdserve.config import RouterConfig
 from pdserve.errors import ConfigError, RequestTooLarge, Unavailable
+from pdserve.http_server import bind
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import RegistryStub
-from pdserve.web_server import WebServer, bind
+from router.api.open_requests import OpenRequest, OpenRequests
 from router.main import RouterServer
-from router.open_requests import Interruption
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ async def running(config: RouterConfig) -> AsyncIterator[RouterAddresses]:
 ANY_PORT = RouterConfig(http_port=0, grpc_port=0)
 
 
-async def test_both_faces_listen_where_the_router_says() -> None:
+async def test_both_apis_listen_where_the_router_says() -> None:
     async with (
         running(ANY_PORT) as addresses,
         aiohttp.ClientSession(f"http://{addresses.http}") as http,
@@ -132,8 +132,8 @@ async def test_routers_of_one_machine_share_a_port_and_one_that_stops_leaves_it_
             return await reader.readline()
 
         def open_at(server: RouterServer) -> int:
-            assert server._web is not None
-            return len(server._web._connections)
+            assert server._http is not None
+            return server._http.open_connections
 
         async with asyncio.timeout(WAIT_S):
             try:
@@ -167,31 +167,23 @@ async def test_small_packets_are_not_held_back() -> None:
         await writer.wait_closed()
 
 
-async def test_web_server_that_never_started_gives_its_socket_back() -> None:
-    sock = bind("127.0.0.1", 0)
-    await WebServer(None, sock).stop()
-    assert sock.fileno() == -1
-
-
-async def test_interruption_keeps_its_first_error_and_leaves_other_cancellations_alone() -> None:
-    interruption = Interruption()
-    started = asyncio.Event()
+async def test_a_request_ends_with_the_first_error_or_with_a_cancellation_from_elsewhere() -> None:
+    requests = OpenRequests()
+    opened: asyncio.Queue[OpenRequest] = asyncio.Queue()
 
     async def work() -> None:
-        async with interruption:
-            started.set()
+        with requests.enter() as request:
+            opened.put_nowait(request)
             await asyncio.Event().wait()
 
     task = asyncio.create_task(work())
-    await started.wait()
-    interruption.interrupt(Unavailable("first"))
-    interruption.interrupt(Unavailable("second"))
+    request = await opened.get()
+    request.end(Unavailable("first"))
+    request.end(Unavailable("second"))
     with pytest.raises(Unavailable, match="first"):
         await task
-    started.clear()
-    interruption = Interruption()
     task = asyncio.create_task(work())
-    await started.wait()
+    await opened.get()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -1,21 +1,21 @@
-"""Bad input over HTTP: each row its status, code and named field, and the next request is fine."""
+"""Fields of the OpenAI API: each is honoured as the table says, or refused by name."""
 
 from __future__ import annotations
 
-import asyncio
-import io
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from scripted import CHAT, COMPLETIONS, chat, completion
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.completion_create_params import CompletionCreateParamsBase
+from scripted import CHAT, COMPLETIONS, MAX_MODEL_LEN, chat, completion
 
-from pdserve.errors import Overloaded, Refusal, Unavailable
+from pdserve.types import Constraint, SamplingParams, ServiceClass, StructuredOutput
+from router.api.openai import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
-    from scripted import Faces
+    from collections.abc import Callable
 
-    from pdserve.errors import PdserveError
+    from scripted import Apis
 
 
 def messages(*values: Any) -> dict[str, Any]:
@@ -43,8 +43,6 @@ BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
     (COMPLETIONS, b'{"model":"demo","prompt":"hi","temperature":NaN}', VALUE, None),
     (COMPLETIONS, b'{"model":"demo","prompt":"hi","temperature":-Infinity}', VALUE, None),
     (COMPLETIONS, b'{"model":"demo","prompt":"hi","temperature":1e999}', VALUE, "temperature"),
-    (COMPLETIONS, b'{"model":"demo","prompt":"hi","seed":' + b"9" * 5000 + b"}", VALUE, None),
-    (COMPLETIONS, b'{"model":"demo","prompt":"hi","prompt":"ho"}', VALUE, "prompt"),
     (COMPLETIONS, b'{"model":"demo","prompt":"\\ud800"}', VALUE, None),
     # Names.
     (CHAT, chat(temprature=0), UNKNOWN, "temprature"),
@@ -64,7 +62,7 @@ BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
     (CHAT, chat(modalities=["text", "audio"]), UNSUPPORTED, "modalities"),
     (CHAT, chat(prediction={"type": "content"}), UNSUPPORTED, "prediction"),
     (CHAT, chat(reasoning_effort="low"), UNSUPPORTED, "reasoning_effort"),
-    (CHAT, chat(service_tier="priority"), UNSUPPORTED, "service_tier"),
+    (CHAT, chat(service_tier="priority"), VALUE, "service_tier"),
     (COMPLETIONS, completion(service_tier=1), VALUE, "service_tier"),
     (CHAT, chat(priority=1 << 63), VALUE, "priority"),
     (COMPLETIONS, completion(priority="low"), VALUE, "priority"),
@@ -162,7 +160,7 @@ BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
     (CHAT, chat(logit_bias={"x": 1}), VALUE, "logit_bias"),
     (CHAT, chat(logit_bias={"300": 1}), VALUE, "logit_bias"),
     (CHAT, chat(logit_bias={"1": 101}), VALUE, "logit_bias"),
-    (CHAT, chat(logit_bias={"1": "2"}), VALUE, "logit_bias.1"),
+    (CHAT, chat(logit_bias={"1": "2"}), VALUE, "logit_bias"),
     (CHAT, chat(logit_bias=[1]), VALUE, "logit_bias"),
     (CHAT, chat(ignore_eos=1), VALUE, "ignore_eos"),
     (CHAT, chat(skip_special_tokens="no"), VALUE, "skip_special_tokens"),
@@ -208,24 +206,24 @@ BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
 ]
 
 
-async def assert_served(faces: Faces) -> None:
-    status, answer = await faces.post(CHAT, chat())
+async def assert_served(apis: Apis) -> None:
+    status, answer = await apis.post(CHAT, chat())
     assert status == 200, answer
 
 
-async def test_bad_requests_are_refused_by_name_and_hurt_no_other(faces: Faces) -> None:
+async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) -> None:
     wrong: list[object] = []
     for path, body, code, field in BAD_REQUESTS:
-        status, answer = await faces.post(path, body)
+        status, answer = await apis.post(path, body)
         error = answer.get("error", {})
         got = (status, error.get("code"), error.get("param"), error.get("type"))
         if got != (400, code, field, "invalid_request_error") or not error["message"]:
             wrong.append((path, body, got))
-        if faces.generator.requests:
+        if apis.generator.requests:
             wrong.append((path, body, "it reached the generator"))
-        await assert_served(faces)
-        faces.generator.requests.clear()
-    assert not wrong
+        await assert_served(apis)
+        apis.generator.requests.clear()
+    assert not wrong, "\n".join(map(repr, wrong))
 
 
 @pytest.mark.parametrize(
@@ -236,113 +234,132 @@ async def test_bad_requests_are_refused_by_name_and_hurt_no_other(faces: Faces) 
     ],
 )
 async def test_context_length_error_has_both_lengths(
-    faces: Faces, body: object, lengths: tuple[str, ...]
+    apis: Apis, body: object, lengths: tuple[str, ...]
 ) -> None:
-    _, answer = await faces.post(COMPLETIONS, body)
+    _, answer = await apis.post(COMPLETIONS, body)
     assert all(length in answer["error"]["message"] for length in lengths), answer
 
 
-async def test_unknown_model_is_404(faces: Faces) -> None:
-    status, answer = await faces.post(CHAT, chat(model="gpt-9"))
-    assert (status, answer["error"]["code"]) == (404, "model_not_found")
-    assert answer["error"]["param"] == "model"
-    await assert_served(faces)
+async def test_message_of_a_refusal_names_the_field_once(apis: Apis) -> None:
+    for body, message in (
+        (chat(tools=[]), "'tools' is not supported"),
+        (chat(store=True), "'store' is not supported: answers are not stored"),
+        (chat(temprature=0), "unknown field 'temprature'"),
+        (chat(n=0), "'n': expected int >= 1"),
+        ({"messages": []}, "'messages': expected array of length >= 1"),
+    ):
+        _, answer = await apis.post(CHAT, body)
+        assert answer["error"]["message"] == message
 
 
-async def test_without_any_worker_the_service_is_unavailable(faces: Faces) -> None:
-    served, faces.generator.served = faces.generator.served, {}
-    status, answer = await faces.post(CHAT, chat())
-    assert (status, answer["error"]["code"]) == (503, "unavailable")
-    faces.generator.served = served
-    await assert_served(faces)
+SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"max_tokens": MAX_MODEL_LEN - 4}),
+    ({"max_tokens": None, "stop": None}, {"max_tokens": MAX_MODEL_LEN - 4}),
+    ({"max_tokens": 3}, {"max_tokens": 3}),
+    ({"max_completion_tokens": 3}, {"max_tokens": 3}),
+    ({"stop": "."}, {"stop": (".",)}),
+    ({"stop": [".", "!"]}, {"stop": (".", "!")}),
+    ({"temperature": 0, "top_p": 0.5}, {"temperature": 0.0, "top_p": 0.5}),
+    ({"top_k": 5, "min_p": 0.1, "seed": -3}, {"top_k": 5, "min_p": 0.1, "seed": -3}),
+    ({"min_tokens": 2, "ignore_eos": True}, {"min_tokens": 2, "ignore_eos": True}),
+    (
+        {"presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5},
+    ),
+    ({"logit_bias": {"5": -100}}, {"logit_bias": {5: -100.0}}),
+    ({"stop_token_ids": [7]}, {"stop_token_ids": (7,)}),
+    ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+    ({"include_stop_str_in_output": True}, {"include_stop_str_in_output": True}),
+    ({"logprobs": True}, {"logprobs": 0}),
+    ({"logprobs": False}, {"logprobs": None}),
+    ({"response_format": {"type": "text"}}, {"structured_output": None}),
+    (
+        {"response_format": {"type": "json_object"}},
+        {"structured_output": StructuredOutput(Constraint.JSON_OBJECT)},
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
+        {"structured_output": StructuredOutput(Constraint.JSON_SCHEMA, "{}")},
+    ),
+    (
+        {"structured_outputs": {"json": '{"type": "object"}'}},
+        {"structured_output": StructuredOutput(Constraint.JSON_SCHEMA, '{"type":"object"}')},
+    ),
+    (
+        {"structured_outputs": {"regex": "a+"}},
+        {"structured_output": StructuredOutput(Constraint.REGEX, "a+")},
+    ),
+    (
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"structured_output": StructuredOutput(Constraint.CHOICE, choices=("a", "b"))},
+    ),
+    (
+        {"structured_outputs": {"grammar": "root ::= x"}},
+        {"structured_output": StructuredOutput(Constraint.GRAMMAR, "root ::= x")},
+    ),
+    # Values that say what we do anyway.
+    (
+        {
+            "n": 1,
+            "store": False,
+            "modalities": ["text"],
+            "tool_choice": "none",
+            "service_tier": "auto",
+            "tools": None,
+            "prompt_cache_key": "k",
+            "safety_identifier": "s",
+        },
+        {},
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "code"),
-    [
-        ("POST", "/v1/embeddings", 404, "not_found"),
-        ("GET", "/", 404, "not_found"),
-        ("GET", "/v1/models/none", 404, "model_not_found"),
-        ("GET", CHAT, 405, "method_not_allowed"),
-        ("POST", "/v1/models", 405, "method_not_allowed"),
-        ("DELETE", "/v1/models/demo", 405, "method_not_allowed"),
-    ],
-)
-async def test_wrong_path_or_method(
-    faces: Faces, method: str, path: str, status: int, code: str
+async def test_sampling_reaches_the_generator_as_it_was_asked_for(apis: Apis) -> None:
+    for asked, expected in SAMPLING:
+        status, answer = await apis.post(CHAT, chat(**asked))
+        assert status == 200, answer
+        sampling = apis.generator.requests.pop().sampling
+        plain = {"max_tokens": MAX_MODEL_LEN - 4, **expected}
+        assert sampling == SamplingParams(**plain), asked
+
+
+async def test_the_order_is_asked_for_under_the_names_of_vllm_and_openai(apis: Apis) -> None:
+    for body in (chat(priority=-3, service_tier="flex"), chat(service_tier="default")):
+        status, answer = await apis.post(CHAT, body)
+        assert status == 200, answer
+    await apis.post(COMPLETIONS, completion(priority=7, service_tier="flex"))
+    interactive, batch = ServiceClass.INTERACTIVE, ServiceClass.BATCH
+    asked = [(r.priority, r.service_class) for r in apis.generator.requests]
+    assert asked == [(-3, batch), (0, interactive), (7, batch)]
+
+
+async def test_completion_without_a_length_makes_16_tokens(apis: Apis) -> None:
+    await apis.post(COMPLETIONS, completion())
+    assert apis.generator.requests[0].sampling.max_tokens == 16
+
+
+async def test_chat_is_rendered_by_the_models_template(
+    apis: Apis, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
-    async with faces.session.request(method, faces.url + path, data=b"{}") as response:
-        answer = json.loads(await response.read())
-        assert (response.status, answer["error"]["code"]) == (status, code)
-        assert (response.headers.get("allow") is None) == (status != 405)
+    conversation = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": t} for t in "bc"]},
+        {"role": "assistant", "content": "d", "refusal": None, "tool_calls": []},
+        {"role": "user", "content": "e"},
+    ]
+    status, answer = await apis.post(CHAT, chat(messages=conversation))
+    assert status == 200, answer
+    rendered = "<|system|>a<|user|>b\nc<|assistant|>d<|user|>e<|assistant|>"
+    assert apis.generator.requests[0].prompt_token_ids == token_ids(rendered)
 
 
 @pytest.mark.parametrize(
-    ("headers", "field"),
+    ("body", "base"),
     [
-        ({"x-request-id": "a b"}, "x-request-id"),
-        ({"x-request-id": "x" * 129}, "x-request-id"),
-        ({"content-encoding": "gzip"}, "content-encoding"),
+        (ChatRequest, chat_params.CompletionCreateParamsBase),
+        (CompletionRequest, CompletionCreateParamsBase),
     ],
 )
-async def test_bad_header_is_refused(faces: Faces, headers: dict[str, str], field: str) -> None:
-    status, answer = await faces.post(CHAT, chat(), headers)
-    assert (status, answer["error"]["param"]) == (400, field)
-    await assert_served(faces)
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "kind", "retry_after"),
-    [
-        (
-            Overloaded("full", retry_after_s=2.2, reason=Refusal.QUEUE_FULL),
-            429,
-            "rate_limit_error",
-            "3",
-        ),
-        (Unavailable("none", retry_after_s=0.0), 503, "service_unavailable_error", "1"),
-    ],
-)
-async def test_refusal_of_the_service_says_why_and_when_to_retry(
-    faces: Faces, error: PdserveError, status: int, kind: str, retry_after: str
-) -> None:
-    faces.generator.refusal = error
-    data = json.dumps(chat(stream=True))
-    async with faces.session.post(faces.url + CHAT, data=data) as response:
-        assert response.status == status
-        assert response.headers["retry-after"] == retry_after
-        told = json.loads(await response.read())["error"]
-        assert (told["type"], told.get("reason", "")) == (kind, error.reason)
-
-
-async def test_body_of_100_mb_is_refused(faces: Faces) -> None:
-    body = io.BytesIO(b"x" * (100 << 20))
-    async with faces.session.post(faces.url + CHAT, data=body) as response:
-        assert response.status == 413
-        assert json.loads(await response.read())["error"]["code"] == "request_too_large"
-    await assert_served(faces)
-
-
-async def test_endless_body_without_a_length_is_refused(faces: Faces) -> None:
-    async def pieces() -> Any:
-        for _ in range(100):
-            yield b"x" * (1 << 20)
-
-    async with faces.session.post(faces.url + CHAT, data=pieces()) as response:
-        assert response.status == 413
-    await assert_served(faces)
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 4096],
-)
-async def test_bytes_that_are_not_http_hurt_no_other(faces: Faces, garbage: bytes) -> None:
-    reader, writer = await asyncio.open_connection(faces.host, faces.port)
-    writer.write(garbage)
-    writer.write_eof()
-    answer = await reader.read()
-    assert not answer or answer.startswith(b"HTTP/1.1 400")
-    writer.close()
-    await writer.wait_closed()
-    await assert_served(faces)
+def test_every_field_of_the_official_api_is_known(body: Any, base: Any) -> None:
+    defined = {*base.__annotations__, "stream"}
+    assert defined - set(body.__struct_fields__) == set()

@@ -1,0 +1,196 @@
+"""HTTP/1.1 server of routers and workers: aiohttp's low-level server with bounds on clients."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from typing import TYPE_CHECKING, Any, cast
+
+from aiohttp import web
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Awaitable, Callable
+
+    from aiohttp.web_protocol import RequestHandler
+
+    Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+logger = logging.getLogger(__name__)
+_silent = logging.getLogger(f"{__name__}.aiohttp")
+_silent.setLevel(logging.CRITICAL + 1)
+
+BACKLOG = 2048
+MAX_CONNECTIONS = 16_384
+# Also bounds the time a client may take to send a request head.
+KEEPALIVE_TIMEOUT_S = 75.0
+# For the client to take the last bytes of a response.
+WRITE_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 5.0
+TLS_HANDSHAKE_S = 15.0
+# Open files that are no HTTP connections: gRPC, models, logs.
+_OTHER_FILES = 512
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: 21\r\n"
+    b"connection: close\r\n\r\ntoo many connections\n"
+)
+
+
+def bind(host: str, port: int, *, key: str = "http_port", is_shared: bool = False) -> socket.socket:
+    """Return a bound socket that does not listen yet.
+
+    With `is_shared`, several processes of one user may bind the same port, and the kernel spreads
+    connections over those that listen (SO_REUSEPORT). Raises ConfigError naming `key` if the
+    address is not available.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only if the protocol is named. Without it the second packet of a
+    # response waits up to 40 ms for the client's delayed acknowledgement.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, is_shared)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}", field=key
+        ) from error
+    return sock
+
+
+def connection_limit(wanted: int) -> int:
+    """Raise this process's limit of open files for `wanted` connections. Return how many fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = wanted + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        files = min(files, hard)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(1, min(wanted, files - _OTHER_FILES))
+
+
+class HttpServer:
+    """Serves `handler` on `sockets` and closes them. A client that leaves cancels its handler."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        *sockets: socket.socket,
+        tls: ssl.SSLContext | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+        max_body_bytes: int = 1 << 20,
+    ) -> None:
+        self._handler = handler
+        self._sockets = sockets
+        self._tls = tls
+        self._max_connections = max_connections
+        self._max_body_bytes = max_body_bytes
+        self._servers: list[asyncio.Server] = []
+        self._connections: web.Server | None = None
+        self._busy: set[RequestHandler] = set()
+        self._stopping = False
+
+    @property
+    def open_connections(self) -> int:
+        return 0 if self._connections is None else len(self._connections.connections)
+
+    async def start(self) -> None:
+        """Accept connections. Returns when the sockets listen."""
+        loop = asyncio.get_running_loop()
+
+        def make_request(
+            message: Any, payload: Any, protocol: RequestHandler, writer: Any, task: Any
+        ) -> web.BaseRequest:
+            return web.BaseRequest(
+                message,
+                payload,
+                protocol,
+                writer,
+                task,
+                loop,
+                client_max_size=self._max_body_bytes,
+            )
+
+        self._connections = web.Server(
+            self._handle,
+            request_factory=make_request,
+            handler_cancellation=True,
+            access_log=None,
+            # aiohttp logs what it could not parse, which may hold an API key.
+            logger=_silent,
+            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+            auto_decompress=False,
+        )
+        for sock in self._sockets:
+            server = await loop.create_server(
+                self._accept,
+                sock=sock,
+                backlog=BACKLOG,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else TLS_HANDSHAKE_S,
+            )
+            self._servers.append(server)
+
+    def _accept(self) -> asyncio.Protocol:
+        assert self._connections is not None
+        if self.open_connections >= self._max_connections:
+            return _Refusal()
+        return self._connections()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        protocol = request.protocol
+        if protocol.writing_paused:
+            # The client pipelines requests and does not read the responses.
+            protocol.force_close()
+        self._busy.add(protocol)
+        try:
+            try:
+                response = await self._handler(request)
+            except Exception:
+                logger.exception("%s %s", request.method, request.path)
+                response = web.Response(status=500)
+            if self._stopping and not response.prepared:
+                response.force_close()
+            try:
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await response.prepare(request)
+                    await response.write_eof()
+            except TimeoutError:
+                if request.transport is not None:
+                    request.transport.abort()
+            return response
+        finally:
+            self._busy.discard(protocol)
+
+    def stop_listening(self) -> None:
+        """Accept no more connections. Open ones are closed after the response they are sending."""
+        self._stopping = True
+        for server in self._servers:
+            server.close()
+        for sock in self._sockets:
+            sock.close()
+        for protocol in () if self._connections is None else self._connections.connections:
+            if protocol in self._busy:
+                protocol.close()
+            else:
+                protocol.force_close()
+
+    async def stop(self) -> None:
+        """Close every connection, those still busy after STOP_TIMEOUT_S too. Idempotent."""
+        self.stop_listening()
+        if self._connections is not None:
+            await self._connections.shutdown(STOP_TIMEOUT_S)
+
+
+class _Refusal(asyncio.Protocol):
+    """Tells a client that there are too many connections."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclass of asyncio's.
+        cast("asyncio.Transport", transport).write(_TOO_MANY)
+        transport.close()

@@ -1,0 +1,1 @@
+"""The public APIs of the router: OpenAI-compatible HTTP, and gRPC."""

@@ -1,0 +1,318 @@
+"""OpenAI-compatible HTTP API of the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from aiohttp import HttpVersion11, web
+
+from pdserve.errors import (
+    ClientError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    PdserveError,
+    RequestTooLarge,
+    wait_s,
+)
+from pdserve.kv_metrics import CONTENT_TYPE
+from router.api import openai
+from router.api.auth import EVERYONE
+from router.api.preprocess import check_request_id, new_request_id
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from pdserve.types import GenerateRequest, ModelInfo
+    from router.answer import AnswerDelta, Generates
+    from router.api.auth import Keys
+    from router.api.open_requests import OpenRequests
+    from router.api.preprocess import Preprocessor
+
+    Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+logger = logging.getLogger(__name__)
+
+BODY_TIMEOUT_S = 30.0
+# Bytes that may wait in the router for a client that reads slower than its answer is made.
+MAX_UNSENT_BYTES = 1 << 20
+_MODELS = "/v1/models"
+_HEADERS = web.RequestKey("response_headers", dict[str, str])
+_TENANT = web.RequestKey("tenant", str)
+_EVENT_STREAM = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # nginx and proxies like it buffer responses without this.
+    "x-accel-buffering": "no",
+}
+_ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+class HttpApi:
+    """Routes and handlers. `started` is the Unix time that models are said to be created at."""
+
+    def __init__(
+        self,
+        generator: Generates,
+        preprocessor: Preprocessor,
+        open_requests: OpenRequests,
+        render_metrics: Callable[[], bytes],
+        *,
+        started: int,
+        keys: Keys = EVERYONE,
+    ) -> None:
+        self._generator = generator
+        self._preprocessor = preprocessor
+        self._open_requests = open_requests
+        self._render_metrics = render_metrics
+        self._keys = keys
+        self._started = started
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completions),
+            _MODELS: ("GET", self._list_models),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._metrics),
+            "/openapi.json": ("GET", self._openapi),
+        }
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer any request; errors are answered in OpenAI's shape."""
+        headers: dict[str, str] = {}
+        request[_HEADERS] = headers
+        try:
+            response = await self._route(request)
+        except PdserveError as error:
+            if error.http_status >= 500:
+                logger.warning("%s %s: %s", request.method, request.path, error)
+            response = _error_response(error)
+        except Exception:
+            logger.exception("%s %s", request.method, request.path)
+            response = _error_response(InternalError("internal error; see the router's log"))
+        if not response.prepared:
+            response.headers.update(headers)
+        return response
+
+    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        if path.startswith("/v1/"):
+            request[_TENANT] = self._keys.tenant_of(request.headers.get("authorization"))
+        method, handler = self._routes.get(path, ("", None))
+        if handler is None and path.startswith(f"{_MODELS}/"):
+            method, handler = "GET", self._show_model
+        if handler is None:
+            return _error(404, f"no such path: {path}", code="not_found")
+        if request.method != method:
+            request[_HEADERS]["allow"] = method
+            return _error(405, f"{path} supports {method} only", code="method_not_allowed")
+        return await handler(request)
+
+    async def _list_models(self, _: web.BaseRequest) -> web.Response:
+        models = self._generator.models()
+        cards = [self._card(models[name]) for name in sorted(models)]
+        return _json({"object": "list", "data": cards})
+
+    async def _show_model(self, request: web.BaseRequest) -> web.Response:
+        name = request.path.removeprefix(f"{_MODELS}/")
+        model = self._generator.models().get(name)
+        if model is None:
+            raise ModelNotFound(f"model {name!r} is not served", field="model")
+        return _json(self._card(model))
+
+    def _card(self, model: ModelInfo) -> dict[str, object]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "pdserve",
+            # Not OpenAI's: clients need these to make prompts of token ids that fit.
+            "max_model_len": model.max_model_len,
+            "vocab_size": model.vocab_size,
+        }
+
+    async def _health(self, _: web.BaseRequest) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def _ready(self, _: web.BaseRequest) -> web.Response:
+        self._open_requests.check_open()
+        self._generator.check_ready()
+        return _json({"status": "ready"})
+
+    async def _metrics(self, _: web.BaseRequest) -> web.Response:
+        return web.Response(body=self._render_metrics(), headers={"content-type": CONTENT_TYPE})
+
+    async def _openapi(self, _: web.BaseRequest) -> web.Response:
+        return _json(openai.openapi())
+
+    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._generate(request, openai.ChatRequest, "chatcmpl-")
+
+    async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._generate(request, openai.CompletionRequest, "cmpl-")
+
+    async def _generate(
+        self,
+        request: web.BaseRequest,
+        kind: type[openai.RequestBody],
+        prefix: str,
+    ) -> web.StreamResponse:
+        self._open_requests.check_open()
+        request_id = _request_id(request, prefix)
+        body = openai.read(kind, await _read_body(request))
+        events: EventStream | None = None
+        try:
+            with self._open_requests.enter() as open_request:
+                made = await self._preprocessor.prepare(
+                    body.parse(request_id),
+                    tenant=request[_TENANT],
+                    traceparent=request.headers.get("traceparent", ""),
+                )
+                key = _idempotency_key(request)
+                with self._open_requests.claim(open_request, made.tenant, key, bool(made.resume)):
+                    if body.stream:
+                        writer = openai.EventWriter(body, request_id, made.model)
+                        events = EventStream(request, request[_HEADERS], writer)
+                        await self._serve(made, events, body)
+                        events.end()
+                        return events.response
+                    answer = openai.WholeAnswer(body, request_id, made.model)
+                    await self._serve(made, answer, body)
+                    return web.Response(body=answer.body(), content_type="application/json")
+        except PdserveError as error:
+            # The client learns of an error by its status, or by an event once the stream began.
+            if events is None or not events.response.prepared:
+                raise
+            events.fail(error)
+            return events.response
+
+    async def _serve(
+        self,
+        made: GenerateRequest,
+        out: EventStream | openai.WholeAnswer,
+        body: openai.RequestBody,
+    ) -> None:
+        try:
+            await self._generator.serve(made, out)
+        except InvalidRequest as error:
+            # Engines refuse a constraint under our own name for it.
+            if error.field == "structured_output":
+                error.field = body.constraint_field
+            raise
+
+
+class EventStream:
+    """A response of server-sent events, which begins with the first delta.
+
+    Tokens are written synchronously, past aiohttp's writer: a token costs no task switch.
+    """
+
+    def __init__(
+        self, request: web.BaseRequest, headers: dict[str, str], writer: openai.EventWriter
+    ) -> None:
+        self._request = request
+        self._writer = writer
+        self._chunked = request.version >= HttpVersion11
+        self._transport: asyncio.Transport | None = None
+        self.response = web.StreamResponse(headers={**_EVENT_STREAM, **headers})
+
+    def write(self, delta: AnswerDelta) -> bool:
+        """Return False if the client is too far behind."""
+        self._send(self._writer.write(delta))
+        transport = self._transport
+        return transport is None or transport.get_write_buffer_size() <= MAX_UNSENT_BYTES
+
+    def end(self) -> None:
+        """Write the last event. Raises InternalError if the answer is incomplete."""
+        self._send(self._writer.end())
+
+    def fail(self, error: PdserveError) -> None:
+        self._send(b"data: %b\n\n" % openai.encode(_error_body(error)))
+
+    def _send(self, data: bytes) -> None:
+        if not data:
+            return
+        if self._transport is None:
+            self._begin()
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def _begin(self) -> None:
+        self._transport = self._request.transport
+        if self._transport is None:
+            return
+        # prepare() only fills a buffer and never waits, so it can be run from a synchronous write.
+        try:
+            self.response.prepare(self._request).send(None)
+        except StopIteration as done:
+            done.value.send_headers()
+        else:
+            raise AssertionError("aiohttp waits in StreamResponse.prepare()")
+
+
+async def _read_body(request: web.BaseRequest) -> bytes:
+    """Raises RequestTooLarge, DeadlineExceeded for a slow body, and InvalidRequest."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise InvalidRequest("compressed bodies are not supported", field="content-encoding")
+    if request.headers.get("expect", "").lower() == "100-continue" and request.transport:
+        if (request.content_length or 0) > request.client_max_size:
+            raise _too_large(request)
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large(request) from None
+
+
+def _too_large(request: web.BaseRequest) -> RequestTooLarge:
+    return RequestTooLarge(f"the body is larger than {request.client_max_size} bytes")
+
+
+def _request_id(request: web.BaseRequest, prefix: str) -> str:
+    """Return the client's id with the endpoint's prefix, or a new one. The response repeats it."""
+    given = request.headers.get("x-request-id")
+    if given is None:
+        request_id = request[_HEADERS]["x-request-id"] = new_request_id(prefix)
+        return request_id
+    request[_HEADERS]["x-request-id"] = check_request_id(given, field="x-request-id")
+    return prefix + given
+
+
+def _idempotency_key(request: web.BaseRequest) -> str:
+    given = request.headers.get("idempotency-key")
+    return "" if given is None else check_request_id(given, field="idempotency-key")
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=openai.encode(value), status=status, content_type="application/json")
+
+
+def _error(status: int, message: str, *, code: str) -> web.Response:
+    details = openai.ErrorDetails(message, "invalid_request_error", None, code)
+    return _json(openai.ErrorBody(details), status)
+
+
+def _error_body(error: PdserveError) -> openai.ErrorBody:
+    default = "invalid_request_error" if isinstance(error, ClientError) else "server_error"
+    kind = _ERROR_TYPES.get(error.http_status, default)
+    return openai.ErrorBody(
+        openai.ErrorDetails(error.message, kind, error.field or None, error.code, error.reason)
+    )
+
+
+def _error_response(error: PdserveError) -> web.Response:
+    response = _json(_error_body(error), error.http_status)
+    if error.http_status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    elif retry_after_s := wait_s(error):
+        response.headers["retry-after"] = str(math.ceil(retry_after_s))
+    return response

@@ -1,0 +1,760 @@
+"""Request and response bodies of the OpenAI-compatible HTTP API.
+
+The structs validate bodies and generate `/openapi.json`. A field that is null counts as not given.
+Unknown fields are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pdserve import __version__
+from pdserve.errors import InternalError, InvalidRequest, UnknownField, UnsupportedField
+from pdserve.tokenizer import ChatMessage
+from pdserve.types import (
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    Constraint,
+    FinishReason,
+    Receipt,
+    SamplingParams,
+    ServiceClass,
+    StructuredOutput,
+)
+from router.api.preprocess import OPEN_ENDED, ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.types import PositionLogprobs, TokenLogprob, Usage
+    from router.answer import AnswerDelta
+
+# OpenAI's default length of a completion.
+DEFAULT_MAX_TOKENS = 16
+# JSON has no infinity. OpenAI writes this for a token that is all but impossible.
+MIN_LOGPROB = -9999.0
+
+# OpenAI fields that are accepted only if they are null, or ask for what pdserve does anyway.
+NOT_SUPPORTED = {
+    "audio": "only text is generated",
+    "best_of": "use n to get several answers",
+    "echo": "the prompt is not repeated",
+    "function_call": "",
+    "functions": "",
+    "modalities": "only text is generated",
+    "moderation": "",
+    "parallel_tool_calls": "",
+    "prediction": "",
+    "prompt_cache_options": "",
+    "prompt_cache_retention": "",
+    "reasoning_effort": "",
+    "store": "answers are not stored",
+    "suffix": "",
+    "tool_choice": "",
+    "tools": "",
+    "verbosity": "",
+    "web_search_options": "",
+}
+_NO_EFFECT = "Accepted without effect."
+
+_Text = Annotated[str, Meta(min_length=1)]
+_TokenId = Annotated[int, Meta(ge=0)]
+_TokenIds = Annotated[list[_TokenId], Meta(description="Token ids of the model's tokenizer.")]
+_Count = Annotated[int, Meta(ge=1, le=1 << 30)]
+_Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
+
+
+class _Strict(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A part of a request body."""
+
+
+class StreamOptions(_Strict):
+    include_usage: Annotated[
+        bool | None, Meta(description="End the stream with a chunk that has the usage.")
+    ] = None
+    include_obfuscation: bool | None = None
+
+
+class TextFormat(_Strict, tag_field="type", tag="text"):
+    pass
+
+
+class JsonObjectFormat(_Strict, tag_field="type", tag="json_object"):
+    pass
+
+
+class JsonSchema(_Strict, kw_only=True):
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: Annotated[
+        bool | None, Meta(description="Without effect: the answer always follows the schema.")
+    ] = None
+
+
+class JsonSchemaFormat(_Strict, tag_field="type", tag="json_schema"):
+    json_schema: JsonSchema
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's constraints on the answer. Exactly one is given."""
+
+    json: Annotated[
+        dict[str, Any] | str | None, Meta(description="A JSON schema, or its JSON text.")
+    ] = None
+    json_object: bool | None = None
+    regex: _Text | None = None
+    choice: Annotated[list[_Text], Meta(min_length=1)] | None = None
+    grammar: Annotated[_Text, Meta(description="A grammar in EBNF.")] | None = None
+
+
+class _Body(_Strict, kw_only=True):
+    """Fields of both endpoints."""
+
+    model: Annotated[str, Meta(min_length=1, description="Name of a served model.")]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: _Count | None = None
+    n: Annotated[int, Meta(ge=1, le=128, description="Number of answers.")] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    min_p: _Share | None = None
+    seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    stop: _Text | Annotated[list[_Text], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: _TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
+    logit_bias: dict[_TokenId, _Bias] | None = None
+    skip_special_tokens: bool | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: (
+        Annotated[
+            int,
+            Meta(ge=-MAX_SEED - 1, le=MAX_SEED, description="Lower values are served earlier."),
+        ]
+        | None
+    ) = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex"] | None,
+        Meta(description="flex requests are batch work: they wait for interactive ones."),
+    ] = None
+    return_token_ids: bool | None = None
+    resume_token_ids: Annotated[
+        _TokenIds | None, Meta(description="Tokens of this answer that the client already has.")
+    ] = None
+    user: Annotated[Any, Meta(description=_NO_EFFECT)] = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def constraint_field(self) -> str:
+        """Field that a constraint on the answer came from."""
+        return "structured_outputs" if self.structured_outputs is not None else "response_format"
+
+    def _parsed(
+        self,
+        prompt: TextPrompt | TokenPrompt | ChatPrompt,
+        request_id: str,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_field: str = "prompt",
+        max_tokens_field: str = "max_tokens",
+    ) -> ParsedRequest:
+        self._check_stream()
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.stop_token_ids is not None:
+            given["stop_token_ids"] = tuple(self.stop_token_ids)
+        sampling = SamplingParams(
+            max_tokens=OPEN_ENDED if max_tokens is None else max_tokens,
+            logprobs=logprobs,
+            structured_output=_constraint(self.response_format, self.structured_outputs),
+            **given,
+        )
+        flex = self.service_tier == "flex"
+        return ParsedRequest(
+            model=self.model,
+            prompt=prompt,
+            sampling=sampling,
+            request_id=request_id,
+            fills_context=max_tokens is None,
+            priority=self.priority or 0,
+            service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
+            resume=tuple(self.resume_token_ids or ()),
+            prompt_field=prompt_field,
+            max_tokens_field=max_tokens_field,
+        )
+
+    def _check_stream(self) -> None:
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            _refuse("stream_options", "requires stream: true")
+        if self.stream_options.include_obfuscation:
+            _not_supported("stream_options.include_obfuscation")
+
+
+# Fields that are sampling parameters under the same name.
+_SAMPLING = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
+    *("include_stop_str_in_output", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "skip_special_tokens"),
+)
+
+
+class CompletionRequest(_Body, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[
+        str | list[_TokenId | str | list[_TokenId]],
+        Meta(description="One prompt: text, or token ids. It may stand in a list of its own."),
+    ]
+    logprobs: _Logprobs | None = None
+    best_of: Literal[1] | None = None
+    echo: bool | None = None
+    suffix: None = None
+
+    def parse(self, request_id: str) -> ParsedRequest:
+        """Raises InvalidRequest naming the field."""
+        if self.echo:
+            _not_supported("echo")
+        return self._parsed(
+            self._prompt(),
+            request_id,
+            max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
+            logprobs=self.logprobs,
+        )
+
+    def _prompt(self) -> TextPrompt | TokenPrompt:
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise UnsupportedField(
+                    f"'prompt' holds {len(prompt)} prompts; a request takes one", field="prompt"
+                )
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return TextPrompt(prompt)
+        # One pass in C, since a prompt may have thousands of tokens.
+        if set(map(type, prompt)) - {int}:
+            wrong = next(i for i, x in enumerate(prompt) if not isinstance(x, int))
+            _refuse(f"prompt[{wrong}]", "expected a token id")
+        return TokenPrompt(tuple(prompt))
+
+
+class TextPart(_Strict, tag_field="type", tag="text"):
+    text: str
+
+
+class _Message(_Strict, kw_only=True):
+    content: Annotated[
+        str | Annotated[list[TextPart], Meta(min_length=1)],
+        Meta(description="Text, or parts of text, which are joined by line breaks."),
+    ]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+
+class SystemMessage(_Message, tag_field="role", tag="system"):
+    pass
+
+
+class DeveloperMessage(_Message, tag_field="role", tag="developer"):
+    pass
+
+
+class UserMessage(_Message, tag_field="role", tag="user"):
+    pass
+
+
+_Empty = Annotated[list[Any], Meta(max_length=0)]
+
+
+class AssistantMessage(_Message, tag_field="role", tag="assistant"):
+    """An earlier answer. OpenAI's clients send these fields back null or empty."""
+
+    refusal: _Empty | None = None
+    audio: _Empty | None = None
+    tool_calls: _Empty | None = None
+    function_call: _Empty | None = None
+    annotations: _Empty | None = None
+
+
+class ChatRequest(_Body, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[
+        list[SystemMessage | DeveloperMessage | UserMessage | AssistantMessage],
+        Meta(min_length=1),
+    ]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: _Logprobs | None = None
+    metadata: Annotated[Any, Meta(description=_NO_EFFECT)] = None
+    safety_identifier: Annotated[Any, Meta(description=_NO_EFFECT)] = None
+    prompt_cache_key: Annotated[Any, Meta(description=_NO_EFFECT)] = None
+    store: bool | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
+    tool_choice: Literal["none"] | None = None
+    function_call: Literal["none"] | None = None
+    tools: None = None
+    functions: None = None
+    parallel_tool_calls: None = None
+    audio: None = None
+    moderation: None = None
+    prediction: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+    def parse(self, request_id: str) -> ParsedRequest:
+        """Raises InvalidRequest naming the field."""
+        if self.store:
+            _not_supported("store")
+        if self.top_logprobs is not None and not self.logprobs:
+            _refuse("top_logprobs", "requires logprobs: true")
+        new, old = self.max_completion_tokens, self.max_tokens
+        if new is not None and old is not None and new != old:
+            _refuse("max_tokens", f"is {old}, but max_completion_tokens is {new}")
+        return self._parsed(
+            ChatPrompt(tuple(ChatMessage(_role_of(x), x.text, x.name) for x in self.messages)),
+            request_id,
+            max_tokens=old if new is None else new,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_field="messages",
+            max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
+        )
+
+
+def _role_of(message: _Message) -> str:
+    role: str = type(message).__struct_config__.tag  # type: ignore[assignment]
+    return role
+
+
+def _constraint(
+    form: TextFormat | JsonObjectFormat | JsonSchemaFormat | None, given: StructuredOutputs | None
+) -> StructuredOutput | None:
+    by_format = None
+    if isinstance(form, JsonSchemaFormat):
+        by_format = StructuredOutput(Constraint.JSON_SCHEMA, _to_text(form.json_schema.schema))
+    elif isinstance(form, JsonObjectFormat):
+        by_format = StructuredOutput(Constraint.JSON_OBJECT)
+    if given is None:
+        return by_format
+    if by_format is not None:
+        _refuse("structured_outputs", "cannot be combined with response_format")
+    names = [name for name in given.__struct_fields__ if getattr(given, name) is not None]
+    if len(names) != 1:
+        _refuse("structured_outputs", f"needs one of {', '.join(given.__struct_fields__)}")
+    match names[0]:
+        case "json":
+            return StructuredOutput(Constraint.JSON_SCHEMA, _schema_text(given.json))
+        case "json_object" if given.json_object:
+            return StructuredOutput(Constraint.JSON_OBJECT)
+        case "json_object":
+            _refuse("structured_outputs.json_object", "must be true")
+        case "choice":
+            return StructuredOutput(Constraint.CHOICE, choices=tuple(given.choice or ()))
+        case name:
+            return StructuredOutput(Constraint(name), getattr(given, name))
+    raise AssertionError("not reached")
+
+
+def _schema_text(schema: dict[str, Any] | str | None) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            _refuse("structured_outputs.json", f"is not a JSON schema: {error}")
+    return _to_text(schema)
+
+
+def _to_text(value: object) -> str:
+    return encode(value).decode()
+
+
+def _refuse(field: str, reason: str) -> NoReturn:
+    raise InvalidRequest(f"'{field}' {reason}", field=field)
+
+
+def _not_supported(field: str) -> NoReturn:
+    reason = NOT_SUPPORTED.get(field)
+    raise UnsupportedField(
+        f"'{field}' is not supported" + (f": {reason}" if reason else ""), field=field
+    )
+
+
+# -- Reading
+
+
+RequestBody = ChatRequest | CompletionRequest
+
+_DECODERS: dict[type[RequestBody], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)
+}
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*?)`")
+# Values of OpenAI's API for messages with tools, images, audio and files.
+_NO_TEXT = re.compile(r"messages\[\d+\]\.(role|content\[\d+\]\.type)$")
+_ASSISTANT_ONLY = re.compile(
+    r"messages\[\d+\]\.(refusal|audio|tool_calls|function_call|annotations)$"
+)
+
+
+def read(kind: type[RequestBody], data: bytes) -> RequestBody:
+    """Decode and validate a body. Raises InvalidRequest naming the field."""
+    try:
+        body: RequestBody = _DECODERS[kind].decode(data)
+    except msgspec.ValidationError as error:
+        raise _error_for(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest("the body is nested too deeply") from error
+    return body
+
+
+def _error_for(message: str) -> InvalidRequest:
+    """The error for msgspec's message, such as "Expected `int`, got `str` - at `$.n`"."""
+    at = _AT.search(message)
+    path, reason = (at.group(1), message[: at.start()]) if at else ("", message)
+    named = _NAMED.match(reason)
+    if named is not None:
+        field = f"{path}.{named.group(2)}".lstrip(".")
+        if named.group(1) == "missing required":
+            return InvalidRequest(f"'{field}' is required", field=field)
+        return UnknownField(f"unknown field '{field}'", field=field)
+    reason = reason.replace("`", "").replace(" | null", "")
+    reason = reason[:1].lower() + reason[1:]
+    top = re.split(r"[.\[]", path, maxsplit=1)[0]
+    if top in NOT_SUPPORTED or _ASSISTANT_ONLY.match(path):
+        why = NOT_SUPPORTED.get(top)
+        text = f"'{path}' is not supported" + (f": {why}" if why else "")
+        return UnsupportedField(text, field=top if top in NOT_SUPPORTED else path)
+    if _NO_TEXT.match(path) and re.search("'(tool|function|image_url|input_audio|file)'", reason):
+        return UnsupportedField(f"'{path}': {reason}; only text is supported", field=path)
+    field = path.removesuffix("[...]")
+    return InvalidRequest(f"'{field}': {reason}" if field else f"body: {reason}", field=field)
+
+
+# -- Writing
+
+encode = msgspec.json.Encoder().encode
+
+
+class PromptDetails(Struct):
+    cached_tokens: int
+
+
+class UsageBody(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Extension(Struct):
+    """What pdserve adds to OpenAI's responses."""
+
+    receipt: Receipt
+
+
+class TextMessage(Struct):
+    role: str | UnsetType
+    content: str
+    refusal: UnsetType | None = UNSET
+
+
+class Choice(Struct, kw_only=True):
+    """Has `text`, or `message`, or in a chunk of a chat `delta`."""
+
+    index: int
+    text: str | UnsetType = UNSET
+    message: TextMessage | UnsetType = UNSET
+    delta: TextMessage | UnsetType = UNSET
+    logprobs: Any = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
+
+
+class Response(Struct, kw_only=True):
+    """A whole answer, or a chunk of a streamed one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: UsageBody | UnsetType | None = UNSET
+    pdserve: Extension | UnsetType = UNSET
+
+
+class ErrorDetails(Struct, omit_defaults=True):
+    message: str
+    type: str
+    param: str | UnsetType | None
+    code: str
+    reason: str = ""
+
+
+class ErrorBody(Struct):
+    error: ErrorDetails
+
+
+def _usage(usage: Usage) -> UsageBody:
+    total = usage.prompt_tokens + usage.completion_tokens
+    details = PromptDetails(usage.cached_tokens)
+    return UsageBody(usage.prompt_tokens, usage.completion_tokens, total, details)
+
+
+DONE = b"data: [DONE]\n\n"
+# Stands for the text in a chunk that is encoded once and cut in two.
+_HOLE = "\ue000"
+
+
+class _Writer:
+    """What streamed and whole answers have in common."""
+
+    def __init__(self, body: RequestBody, request_id: str, model: str) -> None:
+        self._is_chat = isinstance(body, ChatRequest)
+        self._head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": model}
+        self._token_ids = bool(body.return_token_ids)
+        self._include_usage = body.include_usage
+
+    def _logprobs(self, positions: Sequence[PositionLogprobs], offset: int) -> object:
+        if not positions:
+            return None
+        return _chat_logprobs(positions) if self._is_chat else _lists(positions, offset)
+
+
+class _StreamedChoice:
+    """State of one choice of a stream. `around` is its encoded chunk before and after the text."""
+
+    __slots__ = ("around", "finished", "offset")
+
+    def __init__(self, around: list[bytes]) -> None:
+        self.around = around
+        self.finished = False
+        self.offset = 0
+
+
+class EventWriter(_Writer):
+    """Encodes deltas as server-sent events.
+
+    The receipt is in the chunk with the finish reason, or in the usage chunk if one was asked for.
+    """
+
+    def __init__(self, body: RequestBody, request_id: str, model: str) -> None:
+        super().__init__(body, request_id, model)
+        self._choices: dict[int, _StreamedChoice] = {}
+
+    def write(self, delta: AnswerDelta) -> bytes:
+        """Return the events of `delta`, empty if the client would see nothing new."""
+        choice = self._choices.get(delta.index)
+        if choice is None:
+            chunk = self._chunk(self._choice(delta.index, _HOLE))
+            choice = self._choices[delta.index] = _StreamedChoice(chunk.split(encode(_HOLE)))
+            return self._full(choice, delta, "assistant")
+        if delta.finish_reason is None and not (delta.logprobs or self._token_ids):
+            if not delta.text:
+                return b""
+            before, after = choice.around
+            return before + encode(delta.text) + after
+        return self._full(choice, delta)
+
+    def end(self) -> bytes:
+        """Raises InternalError if a choice has no finish reason."""
+        if not self._choices or not all(x.finished for x in self._choices.values()):
+            raise InternalError("the answer ended without a finish reason")
+        return DONE
+
+    def _full(
+        self, state: _StreamedChoice, delta: AnswerDelta, role: str | UnsetType = UNSET
+    ) -> bytes:
+        choice = self._choice(delta.index, delta.text, role)
+        choice.logprobs = self._logprobs(delta.logprobs, state.offset)
+        state.offset += sum(len(x.sampled.text) for x in delta.logprobs)
+        if self._token_ids:
+            choice.token_ids = list(delta.token_ids)
+        if delta.finish_reason is None:
+            return self._chunk(choice)
+        state.finished = True
+        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        extension = UNSET if delta.receipt is None else Extension(delta.receipt)
+        if not self._include_usage:
+            return self._chunk(choice, pdserve=extension)
+        if delta.usage is None:
+            return self._chunk(choice)
+        return self._chunk(choice) + self._chunk(usage=_usage(delta.usage), pdserve=extension)
+
+    def _choice(self, index: int, text: str, role: str | UnsetType = UNSET) -> Choice:
+        if self._is_chat:
+            return Choice(index=index, delta=TextMessage(role, text))
+        return Choice(index=index, text=text)
+
+    def _chunk(self, *choices: Choice, **fields: Any) -> bytes:
+        if self._include_usage:
+            fields.setdefault("usage", None)
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        chunk = Response(object=kind, choices=list(choices), **self._head, **fields)
+        return b"data: %b\n\n" % encode(chunk)
+
+
+class WholeAnswer(_Writer):
+    """Collects the deltas of an answer that is not streamed."""
+
+    def __init__(self, body: RequestBody, request_id: str, model: str) -> None:
+        super().__init__(body, request_id, model)
+        self._deltas: dict[int, list[AnswerDelta]] = {}
+
+    def write(self, delta: AnswerDelta) -> bool:
+        self._deltas.setdefault(delta.index, []).append(delta)
+        return True
+
+    def body(self) -> bytes:
+        """Raises InternalError if a choice has no finish reason."""
+        fields: dict[str, Any] = {}
+        for delta in (x for deltas in self._deltas.values() for x in deltas):
+            if delta.usage is not None:
+                fields["usage"] = _usage(delta.usage)
+            if delta.receipt is not None:
+                fields["pdserve"] = Extension(delta.receipt)
+        choices = [self._choice(i, deltas) for i, deltas in sorted(self._deltas.items())]
+        if not choices:
+            raise InternalError("the answer is empty")
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return encode(Response(object=kind, choices=choices, **self._head, **fields))
+
+    def _choice(self, index: int, deltas: list[AnswerDelta]) -> Choice:
+        last = deltas[-1]
+        if last.finish_reason is None:
+            raise InternalError("the answer ended without a finish reason")
+        choice = Choice(
+            index=index,
+            logprobs=self._logprobs([x for delta in deltas for x in delta.logprobs], 0),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+        )
+        text = "".join(delta.text for delta in deltas)
+        if self._is_chat:
+            choice.message = TextMessage("assistant", text, None)
+        else:
+            choice.text = text
+        if self._token_ids:
+            choice.token_ids = [x for delta in deltas for x in delta.token_ids]
+        return choice
+
+
+def _chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, object]:
+    content = [
+        {**_token(x.sampled), "top_logprobs": [_token(top) for top in x.top]} for x in positions
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _lists(positions: Sequence[PositionLogprobs], offset: int) -> dict[str, object]:
+    """Log probabilities as /v1/completions has them. `offset` is the length of the text so far."""
+    offsets: list[int] = []
+    for position in positions:
+        offsets.append(offset)
+        offset += len(position.sampled.text)
+    return {
+        "tokens": [x.sampled.text for x in positions],
+        "token_logprobs": [_finite(x.sampled) for x in positions],
+        # The sampled token is always listed, likely or not.
+        "top_logprobs": [
+            {top.text: _finite(top) for top in reversed((*x.top, x.sampled))} for x in positions
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _token(token: TokenLogprob) -> dict[str, object]:
+    as_bytes = list(token.text.encode("utf-8", "replace"))
+    return {"token": token.text, "logprob": _finite(token), "bytes": as_bytes}
+
+
+def _finite(token: TokenLogprob) -> float:
+    # In this order NaN becomes MIN_LOGPROB too.
+    return max(MIN_LOGPROB, token.logprob)
+
+
+# -- OpenAPI
+
+_GETS = {
+    "/v1/models": "List the served models.",
+    "/health": "Tell whether the router runs.",
+    "/ready": "Tell whether workers can serve every model.",
+    "/metrics": "Metrics for Prometheus.",
+    "/openapi.json": "This document.",
+}
+
+
+def openapi() -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of the HTTP API."""
+    kinds = (ChatRequest, CompletionRequest, Response, ErrorBody)
+    (chat, completion, answer, error), schemas = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    for name in ("ChatRequest", "CompletionRequest"):
+        for field, schema in schemas[name]["properties"].items():
+            if field in NOT_SUPPORTED:
+                schema["description"] = "Not supported."
+    paths: dict[str, Any] = {
+        "/v1/chat/completions": {"post": _post(chat, answer, error)},
+        "/v1/completions": {"post": _post(completion, answer, error)},
+    }
+    for path, summary in _GETS.items():
+        paths[path] = {"get": {"summary": summary, "responses": _responses({}, error)}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pdserve", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _post(body: dict[str, Any], answer: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "summary": "Generate text, as one response or as server-sent events.",
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "security": [{}, {"key": []}],
+        "responses": _responses(
+            {"content": {"application/json": {"schema": answer}, "text/event-stream": {}}}, error
+        ),
+    }
+
+
+def _responses(success: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    failure = {"description": "Error.", "content": {"application/json": {"schema": error}}}
+    return {"200": {"description": "Success.", **success}, "default": failure}

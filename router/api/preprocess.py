@@ -1,0 +1,257 @@
+"""Turn what a client asked for, over HTTP or gRPC, into a checked and tokenised GenerateRequest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve import deadline
+from pdserve.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Unavailable,
+)
+from pdserve.tokenizer import Tokenizer
+from pdserve.types import GenerateRequest, ServiceClass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pdserve.tokenizer import ChatMessage
+    from pdserve.types import ModelInfo, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Longer texts are tokenised in a thread, so that they do not delay the tokens of other streams.
+INLINE_CHARS = 2048
+# Stands for "what the context leaves" until the prompt's length is known.
+OPEN_ENDED = 1 << 30
+CHAT_ROLES = ("system", "developer", "user", "assistant")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text, tokenised with the model's special tokens."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, taken as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, rendered by the model's chat template."""
+
+    messages: tuple[ChatMessage, ...]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(slots=True)
+class ParsedRequest:
+    """A request whose fields were checked one by one, without knowledge of the model.
+
+    With `fills_context` the client gave no length, and `sampling.max_tokens` is OPEN_ENDED.
+    `prompt_field` and `max_tokens_field` are the API's names, for errors.
+    """
+
+    model: str
+    prompt: Prompt
+    sampling: SamplingParams
+    request_id: str
+    fills_context: bool
+    timeout_s: float | None = None
+    prompt_field: str = "prompt"
+    max_tokens_field: str = "max_tokens"
+    priority: int = 0
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    resume: tuple[int, ...] = ()
+
+
+def new_request_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(16)}"
+
+
+def check_request_id(request_id: str, *, field: str) -> str:
+    """Return the client's id. Raises InvalidRequest if it is not safe in logs and headers."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequest(
+            f"'{field}' must be 1 to 128 letters, digits or ._:/+=- characters", field=field
+        )
+    return request_id
+
+
+class Preprocessor:
+    """Prepares requests for the models that `models` returns.
+
+    `timeout_s` is the deadline of requests that give none, and the latest that one may give.
+    `why_none` explains why no model is served.
+    """
+
+    def __init__(
+        self,
+        models: Callable[[], Mapping[str, ModelInfo]],
+        *,
+        timeout_s: float,
+        tokenizers: TokenizerCache | None = None,
+        why_none: Callable[[], str] = lambda: "no worker has registered yet",
+    ) -> None:
+        self._models = models
+        self._why_none = why_none
+        self._timeout_s = timeout_s
+        self._tokenizers = tokenizers or TokenizerCache()
+
+    async def prepare(
+        self, parsed: ParsedRequest, *, tenant: str = "", traceparent: str = ""
+    ) -> GenerateRequest:
+        """Raises ClientError naming the field, or Unavailable if no worker has registered."""
+        timeout_s = self._timeout_s
+        if parsed.timeout_s is not None:
+            timeout_s = min(timeout_s, parsed.timeout_s)
+        until = deadline.after(timeout_s)
+        model = self._find(parsed.model)
+        sampling = parsed.sampling
+        _check_ids(sampling.stop_token_ids, model, field="stop_token_ids")
+        _check_ids(tuple(sampling.logit_bias), model, field="logit_bias")
+        prompt = await self._tokenise(parsed, model)
+        _check_ids(prompt, model, field=parsed.prompt_field)
+        sampling = _fit(parsed, len(prompt), model.max_model_len)
+        _check_resume(parsed.resume, sampling, model)
+        return GenerateRequest(
+            request_id=parsed.request_id,
+            model=model.name,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            resume=parsed.resume,
+            deadline=until,
+            priority=parsed.priority,
+            service_class=parsed.service_class,
+            tenant=tenant,
+            traceparent=traceparent,
+        )
+
+    def _find(self, name: str) -> ModelInfo:
+        models = self._models()
+        if not models:
+            raise Unavailable(self._why_none(), retry_after_s=1.0)
+        if name in models:
+            return models[name]
+        if not name and len(models) == 1:
+            return next(iter(models.values()))
+        served = ", ".join(sorted(models))
+        if not name:
+            raise InvalidRequest(f"'model' is required; served: {served}", field="model")
+        raise ModelNotFound(f"model {name!r} is not served; served: {served}", field="model")
+
+    async def _tokenise(self, parsed: ParsedRequest, model: ModelInfo) -> tuple[int, ...]:
+        prompt = parsed.prompt
+        if isinstance(prompt, TokenPrompt):
+            return prompt.token_ids
+        tokenizer = await self._tokenizers.get(model)
+        try:
+            if _length(prompt) <= INLINE_CHARS:
+                return _encode(tokenizer, prompt)
+            return await asyncio.to_thread(_encode, tokenizer, prompt)
+        except InvalidRequest as error:
+            error.field = parsed.prompt_field
+            raise
+
+
+class TokenizerCache:
+    """Reads each model's tokenizer once, in a thread, when the first request needs it.
+
+    A directory that could not be read is tried again by the next request.
+    """
+
+    def __init__(self, load: Callable[[Path], Tokenizer] = Tokenizer.load) -> None:
+        self._load = load
+        self._tasks: dict[str, asyncio.Task[Tokenizer]] = {}
+
+    async def get(self, model: ModelInfo) -> Tokenizer:
+        """Raises Unavailable if the model's directory cannot be read."""
+        task = self._tasks.get(model.path)
+        if task is not None and task.done() and task.exception() is None:
+            return task.result()
+        if task is None:
+            task = asyncio.create_task(asyncio.to_thread(self._load, Path(model.path)))
+            self._tasks[model.path] = task
+        try:
+            # A client that leaves must not cancel the reading that other requests wait for.
+            return await asyncio.shield(task)
+        except ConfigError as error:
+            if self._tasks.get(model.path) is task:
+                del self._tasks[model.path]
+            logger.error("tokenizer of model %s: %s", model.name, error)
+            raise Unavailable(
+                f"the router cannot read the tokenizer of model {model.name}"
+            ) from error
+
+
+def _length(prompt: TextPrompt | ChatPrompt) -> int:
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return sum(len(message.content) for message in prompt.messages)
+
+
+def _encode(tokenizer: Tokenizer, prompt: TextPrompt | ChatPrompt) -> tuple[int, ...]:
+    if isinstance(prompt, TextPrompt):
+        return tokenizer.encode(prompt.text)
+    return tokenizer.encode_chat(prompt.messages)
+
+
+def _check_ids(token_ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
+        wrong = next(x for x in token_ids if not 0 <= x < model.vocab_size)
+        raise InvalidRequest(
+            f"'{field}' has token id {wrong}; the model's ids are 0 to {model.vocab_size - 1}",
+            field=field,
+        )
+
+
+def _check_resume(resume: tuple[int, ...], sampling: SamplingParams, model: ModelInfo) -> None:
+    field = "resume_token_ids"
+    _check_ids(resume, model, field=field)
+    if resume and sampling.n > 1:
+        raise InvalidRequest(f"'{field}' requires n to be 1, not {sampling.n}", field=field)
+    if len(resume) > sampling.max_tokens:
+        raise InvalidRequest(
+            f"'{field}' has {len(resume)} tokens; the answer may have {sampling.max_tokens}",
+            field=field,
+        )
+
+
+def _fit(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> SamplingParams:
+    """Return the sampling parameters with a `max_tokens` that fits the context."""
+    field = parsed.prompt_field
+    if not prompt_tokens:
+        raise InvalidRequest(f"'{field}' is empty", field=field)
+    left = max_model_len - prompt_tokens
+    if left < 1:
+        raise ContextLengthExceeded(
+            f"'{field}' has {prompt_tokens} tokens; the model's context is {max_model_len} tokens",
+            field=field,
+        )
+    if parsed.fills_context:
+        return replace(parsed.sampling, max_tokens=left)
+    if parsed.sampling.max_tokens > left:
+        field = parsed.max_tokens_field
+        raise ContextLengthExceeded(
+            f"'{parsed.prompt_field}' has {prompt_tokens} tokens and '{field}' is "
+            f"{parsed.sampling.max_tokens}; the model's context is {max_model_len} tokens",
+            field=field,
+        )
+    return parsed.sampling

@@ -1,1 +1,0 @@
-"""The OpenAI-compatible face of the router."""

@@ -1,0 +1,482 @@
+"""Answers, errors and endings over HTTP, on real sockets and with the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from scripted import (
+    ANSWER,
+    ANSWER_TEXT,
+    CHAT,
+    COMPLETIONS,
+    MAX_MODEL_LEN,
+    RECEIPT,
+    Hold,
+    chat,
+    completion,
+    events,
+)
+
+from pdserve.errors import InternalError, Overloaded, Refusal, TransferFailed, Unavailable
+from pdserve.types import FinishReason, PositionLogprobs, TokenLogprob, Usage
+from router.answer import AnswerDelta
+from router.api.http import MAX_UNSENT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from scripted import Apis
+
+    from pdserve.errors import PdserveError
+
+USAGE = {
+    "prompt_tokens": 7,
+    "completion_tokens": 4,
+    "total_tokens": 11,
+    "prompt_tokens_details": {"cached_tokens": 2},
+}
+
+
+def undated(text: str) -> str:
+    """The stream with its one changing value taken out."""
+    created = events(text)[0]["created"]
+    return text.replace(f'"created":{created}', '"created":0')
+
+
+RECEIPT_JSON = json.dumps(asdict(RECEIPT), separators=(",", ":"))
+CHAT_HEAD = '{"id":"chatcmpl-7","object":"chat.completion.chunk","created":0,"model":"demo"'
+CHAT_STREAM = (
+    f"data: {CHAT_HEAD},"
+    '"choices":[{"index":0,"delta":{"role":"assistant","content":"Leaves"},'
+    '"logprobs":null,"finish_reason":null}]}\n\n'
+    f"data: {CHAT_HEAD},"
+    '"choices":[{"index":0,"delta":{"content":" turn \\"réd\\"\\n"},'
+    '"logprobs":null,"finish_reason":null}]}\n\n'
+    f"data: {CHAT_HEAD},"
+    '"choices":[{"index":0,"delta":{"content":"."},'
+    '"logprobs":null,"finish_reason":"stop","stop_reason":null}],'
+    f'"pdserve":{{"receipt":{RECEIPT_JSON}}}}}\n\n'
+    "data: [DONE]\n\n"
+)
+COMPLETION_HEAD = '{"id":"cmpl-7","object":"text_completion","created":0,"model":"demo"'
+COMPLETION_STREAM = (
+    f'data: {COMPLETION_HEAD},"choices":[{{"index":0,"text":"Leaves",'
+    '"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+    f'data: {COMPLETION_HEAD},"choices":[{{"index":0,"text":" turn \\"réd\\"\\n",'
+    '"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+    f'data: {COMPLETION_HEAD},"choices":[{{"index":0,"text":".",'
+    '"logprobs":null,"finish_reason":"stop","stop_reason":null}],"usage":null}\n\n'
+    f'data: {COMPLETION_HEAD},"choices":[],"usage":{json.dumps(USAGE, separators=(",", ":"))},'
+    f'"pdserve":{{"receipt":{RECEIPT_JSON}}}}}\n\n'
+    "data: [DONE]\n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "golden"),
+    [
+        (CHAT, chat(stream=True), CHAT_STREAM),
+        (
+            COMPLETIONS,
+            completion(stream=True, stream_options={"include_usage": True}),
+            COMPLETION_STREAM,
+        ),
+    ],
+)
+async def test_stream_is_this_byte_for_byte(
+    apis: Apis, path: str, body: dict[str, Any], golden: str
+) -> None:
+    headers = {"x-request-id": "7"}
+    async with apis.session.post(apis.url + path, json=body, headers=headers) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["x-request-id"] == "7"
+        assert undated((await response.read()).decode()) == golden
+
+
+async def test_whole_chat_answer_has_usage_and_receipt(apis: Apis) -> None:
+    status, answer = await apis.post(CHAT, chat(), {"x-request-id": "7"})
+    assert status == 200
+    assert isinstance(answer.pop("created"), int)
+    assert answer == {
+        "id": "chatcmpl-7",
+        "object": "chat.completion",
+        "model": "demo",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": ANSWER_TEXT, "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": USAGE,
+        "pdserve": {"receipt": {**asdict(RECEIPT), "fallbacks": []}},
+    }
+
+
+async def test_minted_request_ids_differ_and_are_told(apis: Apis) -> None:
+    ids: set[str] = set()
+    for path, body, prefix in ((CHAT, chat(), "chatcmpl-"), (COMPLETIONS, completion(), "cmpl-")):
+        for _ in range(2):
+            async with apis.session.post(apis.url + path, json=body) as response:
+                answer = await response.json()
+                assert answer["id"].startswith(prefix)
+                assert response.headers["x-request-id"] == answer["id"]
+                ids.add(answer["id"])
+    assert len(ids) == 4
+    assert {request.request_id for request in apis.generator.requests} == ids
+
+
+async def test_delta_without_text_makes_no_event(apis: Apis) -> None:
+    apis.generator.script = (ANSWER[0], AnswerDelta(token_ids=(11,)), ANSWER[2])
+    chunks = events(await apis.stream(CHAT, chat(stream=True)))
+    texts = [chunk["choices"][0]["delta"]["content"] for chunk in chunks[:-1]]
+    assert texts == ["Leaves", "."]
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+async def test_official_client_streams_chat(
+    official: openai.AsyncOpenAI, include_usage: bool
+) -> None:
+    stream = await official.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "hi"}],
+        stream=True,
+        stream_options={"include_usage": include_usage},
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == ANSWER_TEXT
+    assert chunks[0].choices[0].delta.role == "assistant"
+    last_choice = next(chunk for chunk in reversed(chunks) if chunk.choices)
+    assert last_choice.choices[0].finish_reason == "stop"
+    assert (chunks[-1].usage is not None) == include_usage
+    assert chunks[-1].model_extra is not None
+    assert chunks[-1].model_extra["pdserve"]["receipt"]["decode_worker"] == "decode-0"
+
+
+async def test_official_client_gets_a_whole_chat_answer(official: openai.AsyncOpenAI) -> None:
+    answer = await official.chat.completions.create(
+        model="demo",
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        ],
+        max_completion_tokens=8,
+        metadata={"team": "a"},
+        store=False,
+        user="me",
+    )
+    assert answer.choices[0].message.content == ANSWER_TEXT
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+
+
+async def test_official_client_completes_text_and_token_ids(
+    apis: Apis, official: openai.AsyncOpenAI, token_ids: Callable[[str], tuple[int, ...]]
+) -> None:
+    whole = await official.completions.create(model="demo", prompt="hi")
+    assert whole.choices[0].text == ANSWER_TEXT
+    prompts: list[Any] = ["hi", ["hi"], [5, 6, 7], [[5, 6, 7]]]
+    for prompt in prompts:
+        stream = await official.completions.create(model="demo", prompt=prompt, stream=True)
+        text = "".join([chunk.choices[0].text async for chunk in stream])
+        assert text == ANSWER_TEXT
+    made = [request.prompt_token_ids for request in apis.generator.requests]
+    assert made == [token_ids("hi")] * 3 + [(5, 6, 7)] * 2
+
+
+async def test_official_client_raises_its_own_errors(
+    apis: Apis, official: openai.AsyncOpenAI
+) -> None:
+    with pytest.raises(openai.NotFoundError) as not_found:
+        await official.chat.completions.create(
+            model="none", messages=[{"role": "user", "content": "hi"}]
+        )
+    assert (not_found.value.code, not_found.value.param) == ("model_not_found", "model")
+    apis.generator.refusal = Overloaded("full")
+    with pytest.raises(openai.RateLimitError):
+        await official.completions.create(model="demo", prompt="hi")
+
+
+async def test_official_client_lists_models(official: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in official.models.list()] == ["demo"]
+    card = await official.models.retrieve("demo")
+    assert card.model_extra == {"max_model_len": MAX_MODEL_LEN, "vocab_size": 300}
+
+
+async def test_health_readiness_and_metrics(apis: Apis) -> None:
+    async def get(path: str) -> tuple[int, str]:
+        async with apis.session.get(apis.url + path) as response:
+            return response.status, await response.text()
+
+    assert await get("/health") == (200, '{"status":"ok"}')
+    assert await get("/ready") == (200, '{"status":"ready"}')
+    assert await get("/metrics") == (200, "pdserve_up 1\n")
+    apis.generator.not_ready = Overloaded("no decode worker")
+    status, text = await get("/ready")
+    assert status == 429
+    assert "no decode worker" in text
+
+
+def position(text: str, logprob: float, *top: tuple[str, float]) -> PositionLogprobs:
+    return PositionLogprobs(
+        TokenLogprob(1, text, logprob, 1), tuple(TokenLogprob(2, t, p, 1) for t, p in top)
+    )
+
+
+LOGPROBS_SCRIPT = (
+    AnswerDelta((1,), "é", (position("é", -0.5, ("é", -0.5), ("x", -2.0)),)),
+    AnswerDelta((2,), "", (position("\ufffd", float("-inf"), ("a", -0.1)),)),
+    AnswerDelta((3,), "!", (position("!", -1.0),), FinishReason.LENGTH, usage=Usage(1, 3)),
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_chat_logprobs_have_bytes_and_alternatives(apis: Apis, stream: bool) -> None:
+    apis.generator.script = LOGPROBS_SCRIPT
+    body = chat(logprobs=True, top_logprobs=2, stream=stream)
+    if stream:
+        chunks = [x for x in events(await apis.stream(CHAT, body)) if x != "[DONE]"]
+        content = [p for chunk in chunks for p in chunk["choices"][0]["logprobs"]["content"]]
+    else:
+        _, answer = await apis.post(CHAT, body)
+        content = answer["choices"][0]["logprobs"]["content"]
+    assert content == [
+        {
+            "token": "é",
+            "logprob": -0.5,
+            "bytes": [195, 169],
+            "top_logprobs": [
+                {"token": "é", "logprob": -0.5, "bytes": [195, 169]},
+                {"token": "x", "logprob": -2.0, "bytes": [120]},
+            ],
+        },
+        {
+            "token": "\ufffd",
+            "logprob": -9999.0,
+            "bytes": [239, 191, 189],
+            "top_logprobs": [{"token": "a", "logprob": -0.1, "bytes": [97]}],
+        },
+        {"token": "!", "logprob": -1.0, "bytes": [33], "top_logprobs": []},
+    ]
+    assert apis.generator.requests[0].sampling.logprobs == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_completion_logprobs_are_parallel_lists(apis: Apis, stream: bool) -> None:
+    apis.generator.script = LOGPROBS_SCRIPT
+    body = completion(logprobs=2, stream=stream)
+    if stream:
+        chunks = [x for x in events(await apis.stream(COMPLETIONS, body)) if x != "[DONE]"]
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    else:
+        _, answer = await apis.post(COMPLETIONS, body)
+        parts = [answer["choices"][0]["logprobs"]]
+    assert {name: [x for part in parts for x in part[name]] for name in parts[0]} == {
+        "tokens": ["é", "\ufffd", "!"],
+        "token_logprobs": [-0.5, -9999.0, -1.0],
+        "top_logprobs": [{"é": -0.5, "x": -2.0}, {"a": -0.1, "\ufffd": -9999.0}, {"!": -1.0}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+async def test_unknown_model_is_404(apis: Apis) -> None:
+    status, answer = await apis.post(CHAT, chat(model="gpt-9"))
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert answer["error"]["param"] == "model"
+    assert (await apis.post(CHAT, chat()))[0] == 200
+
+
+async def test_without_any_worker_the_service_is_unavailable(apis: Apis) -> None:
+    served, apis.generator.served = apis.generator.served, {}
+    status, answer = await apis.post(CHAT, chat())
+    assert (status, answer["error"]["code"]) == (503, "unavailable")
+    apis.generator.served = served
+    assert (await apis.post(CHAT, chat()))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("GET", "/", 404, "not_found"),
+        ("GET", "/v1/models/none", 404, "model_not_found"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models/demo", 405, "method_not_allowed"),
+    ],
+)
+async def test_wrong_path_or_method(
+    apis: Apis, method: str, path: str, status: int, code: str
+) -> None:
+    async with apis.session.request(method, apis.url + path, data=b"{}") as response:
+        answer = json.loads(await response.read())
+        assert (response.status, answer["error"]["code"]) == (status, code)
+        assert (response.headers.get("allow") is None) == (status != 405)
+
+
+@pytest.mark.parametrize(
+    ("headers", "field"),
+    [
+        ({"x-request-id": "a b"}, "x-request-id"),
+        ({"x-request-id": "x" * 129}, "x-request-id"),
+        ({"content-encoding": "gzip"}, "content-encoding"),
+    ],
+)
+async def test_bad_header_is_refused(apis: Apis, headers: dict[str, str], field: str) -> None:
+    status, answer = await apis.post(CHAT, chat(), headers)
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert (await apis.post(CHAT, chat()))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "retry_after"),
+    [
+        (
+            Overloaded("full", retry_after_s=2.2, reason=Refusal.QUEUE_FULL),
+            429,
+            "rate_limit_error",
+            "3",
+        ),
+        (Unavailable("none", retry_after_s=0.0), 503, "service_unavailable_error", "1"),
+    ],
+)
+async def test_refusal_of_the_service_says_why_and_when_to_retry(
+    apis: Apis, error: PdserveError, status: int, kind: str, retry_after: str
+) -> None:
+    apis.generator.refusal = error
+    data = json.dumps(chat(stream=True))
+    async with apis.session.post(apis.url + CHAT, data=data) as response:
+        assert response.status == status
+        assert response.headers["retry-after"] == retry_after
+        told = json.loads(await response.read())["error"]
+        assert (told["type"], told.get("reason", "")) == (kind, error.reason)
+
+
+async def test_body_of_100_mb_is_refused(apis: Apis) -> None:
+    body = io.BytesIO(b"x" * (100 << 20))
+    async with apis.session.post(apis.url + CHAT, data=body) as response:
+        assert response.status == 413
+        assert json.loads(await response.read())["error"]["code"] == "request_too_large"
+    assert (await apis.post(CHAT, chat()))[0] == 200
+
+
+async def test_endless_body_without_a_length_is_refused(apis: Apis) -> None:
+    async def pieces() -> Any:
+        for _ in range(100):
+            yield b"x" * (1 << 20)
+
+    async with apis.session.post(apis.url + CHAT, data=pieces()) as response:
+        assert response.status == 413
+    assert (await apis.post(CHAT, chat()))[0] == 200
+
+
+async def test_error_before_the_first_delta_is_a_status(apis: Apis) -> None:
+    apis.generator.script = (TransferFailed("no KV came"),)
+    status, answer = await apis.post(CHAT, chat(stream=True))
+    assert (status, answer["error"]["code"]) == (502, "transfer_failed")
+    assert answer["error"]["type"] == "server_error"
+
+
+async def test_error_after_the_first_delta_is_an_event_without_done(apis: Apis) -> None:
+    apis.generator.script = (ANSWER[0], TransferFailed("no KV came"))
+    chunks = events(await apis.stream(CHAT, chat(stream=True)))
+    assert chunks[0]["choices"][0]["delta"]["content"] == "Leaves"
+    assert [chunk["error"]["code"] for chunk in chunks[1:]] == ["transfer_failed"]
+
+
+async def test_official_client_raises_an_error_out_of_the_stream(
+    apis: Apis, official: openai.AsyncOpenAI
+) -> None:
+    apis.generator.script = (ANSWER[0], TransferFailed("no KV came"))
+    stream = await official.completions.create(model="demo", prompt="hi", stream=True)
+    with pytest.raises(openai.APIError, match="no KV came"):
+        _ = [chunk async for chunk in stream]
+
+
+@pytest.mark.parametrize("script", [(), ANSWER[:2]])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answer_that_breaks_off_in_silence_is_an_error(
+    apis: Apis, script: tuple[AnswerDelta, ...], stream: bool
+) -> None:
+    apis.generator.script = script
+    data = json.dumps(chat(stream=stream))
+    async with apis.session.post(apis.url + CHAT, data=data) as response:
+        text = (await response.read()).decode()
+    assert InternalError.code in text
+    assert "[DONE]" not in text
+
+
+@pytest.mark.parametrize("script", [(Hold.FOR_EVER,), (ANSWER[0], Hold.FOR_EVER)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_disconnect_leaves_the_answer(
+    apis: Apis, script: tuple[Any, ...], stream: bool
+) -> None:
+    apis.generator.script = script
+    body = json.dumps(chat(stream=stream)).encode()
+    _, writer = await asyncio.open_connection(apis.host, apis.port)
+    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\n" % CHAT.encode())
+    writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+    await apis.generator.waiting.wait()
+    assert not apis.generator.left.is_set()
+    writer.close()
+    await apis.generator.left.wait()
+    await writer.wait_closed()
+
+
+async def test_client_that_does_not_read_is_cut(apis: Apis) -> None:
+    piece = AnswerDelta((1,), "x" * (MAX_UNSENT_BYTES // 4))
+    apis.generator.script = (piece,) * 1000
+    body = json.dumps(chat(stream=True)).encode()
+    _, writer = await asyncio.open_connection(apis.host, apis.port, limit=1024)
+    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\n" % CHAT.encode())
+    writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+    await apis.generator.left.wait()
+    assert apis.generator.unread > 900
+    writer.transport.abort()
+
+
+async def test_stream_to_a_client_of_http_1_0_ends_with_its_connection(apis: Apis) -> None:
+    body = json.dumps(chat(stream=True)).encode()
+    reader, writer = await asyncio.open_connection(apis.host, apis.port)
+    writer.write(b"POST %b HTTP/1.0\r\nhost: x\r\n" % CHAT.encode())
+    writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+    head, _, text = (await reader.read()).decode().partition("\r\n\r\n")
+    assert "chunked" not in head
+    assert events(text)[-1] == "[DONE]"
+    writer.close()
+
+
+async def test_drain_lets_an_answer_end_and_refuses_new_ones(apis: Apis) -> None:
+    go_on = asyncio.Event()
+    apis.generator.script = (ANSWER[0], go_on, *ANSWER[1:])
+    running = asyncio.create_task(apis.stream(CHAT, chat(stream=True)))
+    await apis.generator.waiting.wait()
+    draining = asyncio.create_task(apis.open_requests.drain(30.0))
+    await asyncio.sleep(0)
+    status, answer = await apis.post(COMPLETIONS, completion())
+    assert (status, answer["error"]["code"]) == (503, "unavailable")
+    async with apis.session.get(f"{apis.url}/ready") as response:
+        assert response.status == 503
+    assert not draining.done()
+    go_on.set()
+    assert events(await running)[-1] == "[DONE]"
+    await draining
+
+
+async def test_drain_cuts_what_outlives_its_grace_with_an_error_event(apis: Apis) -> None:
+    apis.generator.script = (ANSWER[0], Hold.FOR_EVER)
+    running = asyncio.create_task(apis.stream(CHAT, chat(stream=True)))
+    await apis.generator.waiting.wait()
+    await apis.open_requests.drain(0.0)
+    assert events(await running)[-1]["error"]["code"] == "unavailable"
+    assert apis.generator.left.is_set()
