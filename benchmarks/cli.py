@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdserve.commands.options import (
+from pdserve.cli.options import (
     add_config_options,
     add_dial_options,
     api_key_from,

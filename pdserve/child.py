@@ -1,58 +1,85 @@
-"""What a process does for the `pdserve up` that started it: reports, and dies with it."""
+"""A router or worker process: logging, and its tie to the `pdserve up` that started it."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import sys
 from typing import TYPE_CHECKING
 
+from pdserve.errors import ConfigError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Reports:
-    """One JSON object a line into the pipe `fd`; without a pipe every call does nothing.
-
-    Lines are {"doing": text}, {"ready": facts} and {"failed": text}.
-    """
+    """Writes JSON lines into the pipe `fd`: {"doing": text}, {"ready": facts} or {"failed": text}.
+    Without a pipe every call does nothing."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     def doing(self, what: str) -> None:
-        """Say what a person who waits would want to read."""
         self._write({"doing": what})
 
     def ready(self, facts: Mapping[str, object]) -> None:
-        """Serving from now on; `facts` has the addresses."""
         self._write({"ready": dict(facts)})
 
     def failed(self, why: str) -> None:
-        """About to end, with the reason in one sentence."""
         self._write({"failed": why})
 
     def _write(self, line: Mapping[str, object]) -> None:
         if self._fd is None:
             return
-        # Whoever listened may be gone, and then so are we in a moment.
+        # If the parent is gone, this process is killed in a moment.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._fd, json.dumps(line).encode() + b"\n")
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when `parent_pid`, its parent, ends in whatever way.
-
-    Exits at once where that parent is gone already. Linux only; elsewhere nothing is promised.
-    """
+    """Have the kernel kill this process when its parent `parent_pid` ends (Linux only). Exits if
+    the parent is gone already."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         sys.exit(1)
+
+
+def add_child_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `pdserve up` uses."""
+    parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+
+
+@contextlib.contextmanager
+def served_process(args: argparse.Namespace) -> Iterator[Reports]:
+    """Tie this process to its parent, if it has one, and report an error that ends it."""
+    if args.parent_pid is not None:
+        die_with(args.parent_pid)
+    reports = Reports(args.report_fd)
+    try:
+        yield reports
+    except ConfigError as error:
+        reports.failed(error.message)
+        raise
+    except Exception as error:
+        reports.failed(f"{type(error).__name__}: {error}")
+        raise
+
+
+def set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )

@@ -69,7 +69,7 @@ def test_a_refused_request_fails_with_its_field(
 ) -> None:
     ended = run_cli("generate", *where, *args, "x")
     assert ended.returncode == 1
-    assert "refused" in ended.stderr
+    assert "rejected" in ended.stderr
     assert reason in ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -91,7 +91,7 @@ def test_chat_answers_each_line_and_ends_with_its_input(where: tuple[str, str]) 
 def test_a_refused_turn_does_not_end_the_chat(where: tuple[str, str]) -> None:
     ended = run_cli("chat", *where, "--max-tokens", "1000000", stdin="one\ntwo\n")
     assert ended.returncode == 0
-    assert ended.stdout.count("refused") == 2
+    assert ended.stdout.count("rejected") == 2
 
 
 def test_status_shows_every_worker_and_an_empty_ledger(service: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ def test_top_shows_what_happened_and_who_did_it(service: dict[str, Any]) -> None
 def test_top_says_that_no_router_is_there() -> None:
     ended = run_cli("top", "--url", "http://127.0.0.1:1", "--once")
     assert ended.returncode == 1
-    assert "no router answers" in ended.stderr
+    assert "no router" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

@@ -56,7 +56,7 @@ async def test_what_runs_goes_on_elsewhere_and_the_worker_can_be_given_work_agai
         assert {row["worker_id"]: row["state"] for row in rows}[busy] == "drained"
         assert await command(cluster, "drain", idle) == 1
         assert f"without worker {idle}: no decode worker" in capsys.readouterr().err
-        assert await command(cluster, "undrain", busy) == 0
+        assert await command(cluster, "drain", busy, "--undo") == 0
         await cluster.until_ready()
         assert await command(cluster, "drain", "nobody") == 1
         assert "no worker nobody is registered" in capsys.readouterr().err
@@ -77,7 +77,7 @@ async def test_what_does_not_end_in_time_goes_on_elsewhere(
         (busy,) = cluster.busy(*names)
         cluster.faults(names[1 - names.index(busy)], FakeFaults())
         assert await command(cluster, "drain", busy, "--timeout", "0") == 0
-        assert "(1 streams were to move)" in capsys.readouterr().out
+        assert "(1 streams moved)" in capsys.readouterr().out
         answer = await asking
         assert_same(answer, cluster.expected(PROMPT, LONG))
         assert answer.usage is not None
@@ -100,7 +100,7 @@ async def test_what_has_nowhere_to_go_waits_for_a_place(
         draining = asyncio.create_task(command(cluster, "drain", busy, "--timeout", "0", "--force"))
         await cluster.until(lambda: cluster.workers[busy].service.is_moving)
         assert not asking.done()
-        assert await command(cluster, "undrain", idle) == 0
+        assert await command(cluster, "drain", idle, "--undo") == 0
         assert_same(await asking, cluster.expected(PROMPT, LONG))
         assert await draining == 0
 
@@ -110,7 +110,7 @@ async def test_a_drain_that_is_taken_back_says_so(capsys: pytest.CaptureFixture[
         busy, idle, asking = await ask_and_hold(cluster)
         draining = asyncio.create_task(command(cluster, "drain", busy, "--timeout", str(WAIT_S)))
         await cluster.until_state(busy, "draining")
-        assert await command(cluster, "undrain", busy) == 0
+        assert await command(cluster, "drain", busy, "--undo") == 0
         assert await draining == 1
         assert f"worker {busy} is not drained" in capsys.readouterr().out
         for name in (busy, idle):

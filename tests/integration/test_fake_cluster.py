@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -17,9 +16,6 @@ from pdserve.errors import PdserveError
 from pdserve.types import FinishReason, Role, SamplingParams
 from tests.cluster import WAIT_S, Answer, Cluster
 from workers.fake_settings import FakeFaults
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROMPT = list(range(20, 90))
 PLAIN = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -303,7 +299,7 @@ class TestFaults:
             assert await draining == (True, 1)
 
 
-async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     async with Cluster(prefill=1, decode=2) as cluster:
         await cluster.ask(PROMPT, PLAIN, request_id="explained")
         command = ["explain", "--grpc", cluster.grpc]
@@ -311,7 +307,6 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str], tmp_pa
         assert "prefill on prefill-0, decode on decode-0" in capsys.readouterr().out
         assert await asyncio.to_thread(main, [*command, "nobody"]) == 1
         assert "no decision for request nobody is kept" in capsys.readouterr().err
-        saved = tmp_path / "decisions"
-        assert await asyncio.to_thread(main, [*command, "--all", "--save", str(saved)]) == 0
-    requests = [json.loads(line).get("request") for line in saved.read_text().splitlines()]
-    assert [r["request_id"] for r in requests if r] == ["explained"]
+        assert await asyncio.to_thread(main, [*command, "--all", "--json"]) == 0
+        *_, last = capsys.readouterr().out.splitlines()
+        assert json.loads(last)["request"]["request_id"] == "explained"

@@ -102,7 +102,7 @@ async def test_an_answer_leaves_one_worker_after_the_other(cluster: Cluster) -> 
     await leaving.asked_for()
     cluster.faults(leaving.old, FakeFaults())
     assert await draining == 0
-    assert await command(cluster, "undrain", leaving.old) == 0
+    assert await command(cluster, "drain", leaving.old, "--undo") == 0
     await cluster.until_ready()
     leaving.old, leaving.new = leaving.new, leaving.old
     await cluster.until(lambda: cluster.busy(leaving.old))

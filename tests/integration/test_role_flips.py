@@ -145,7 +145,7 @@ async def test_what_would_leave_a_role_empty_or_makes_no_sense_is_refused() -> N
 
 async def test_the_command_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
     async with Cluster(prefill=1, decode=2) as cluster:
-        command = ["flip", "decode-1", "--to", "prefill", "--grpc", cluster.grpc]
+        command = ["role", "decode-1", "prefill", "--grpc", cluster.grpc]
         assert await asyncio.to_thread(main, command) == 0
         assert "worker decode-1 is a prefill worker after" in capsys.readouterr().out
         assert await asyncio.to_thread(main, command) == 1

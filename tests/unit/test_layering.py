@@ -67,7 +67,7 @@ def trespasses(package: str) -> Iterator[str]:
             top = module.partition(".")[0]
             if top in OURS and top != package and not within(module, ours):
                 # The command line starts the others, and only when a command runs.
-                if name.startswith("pdserve/commands/") and is_late:
+                if name.startswith("pdserve/cli/") and is_late:
                     continue
                 # Measures the KV plane without engines: an HTTP endpoint does not show it.
                 if name.startswith(MEASURES_KV) and top == "kv_transfer":

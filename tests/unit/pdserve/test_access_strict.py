@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from pdserve.api_keys import hash_key
-from pdserve.commands import router as router_command
-from pdserve.commands import up as up_command
-from pdserve.commands.options import config_from
+from pdserve.cli import router as router_command
+from pdserve.cli import up as up_command
+from pdserve.cli.options import config_from
 from pdserve.config import Config, is_exposed, overlay, parse
 from pdserve.errors import ConfigError
 from pdserve.up.specs import worker_configs

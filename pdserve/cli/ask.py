@@ -1,4 +1,4 @@
-"""One question to a running service, over gRPC or HTTP, and its answer piece by piece."""
+"""Ask a running service one question, over gRPC or HTTP, and stream the answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from pdserve.commands.options import (
-    DEFAULT_GRPC,
+from pdserve.cli.options import (
     add_dial_options,
+    add_grpc_option,
     api_key_from,
     dialer_from,
     http_tls_from,
@@ -39,7 +39,7 @@ _SAMPLING: dict[str, tuple[type, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to ask: `url` for HTTP, `grpc` (host:port, or several with commas) for gRPC."""
+    """A service: `url` for HTTP, else `grpc` (host:port, several separated by commas)."""
 
     url: str | None
     grpc: str
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A conversation, or with `text` a plain text to go on with. `sampling` has what was set."""
+    """A conversation, or with `text` a plain text to continue."""
 
     messages: tuple[tuple[str, str], ...] = ()
     text: str | None = None
@@ -61,7 +61,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of an answer; the last one has the rest."""
+    """Part of an answer. The last ones have finish reason, usage and receipt."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -69,33 +69,27 @@ class Piece:
     receipt: Mapping[str, Any] | None = None
 
 
-def add_asking_options(parser: argparse.ArgumentParser) -> None:
-    """Where to ask, and how to sample."""
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--grpc",
-        default=DEFAULT_GRPC,
-        metavar="HOST:PORT,...",
-        help="the router's gRPC address; with those of several an answer goes on where one of them "
-        "is lost (default: %(default)s)",
-    )
-    where.add_argument("--url", help="ask over HTTP instead, such as http://127.0.0.1:8000")
-    add_dial_options(parser)
-    parser.add_argument("--model", default="", help="served model (default: the only one)")
-    for flag, (kind, text) in _SAMPLING.items():
-        parser.add_argument(flag, type=kind, metavar="N", help=text)
-    parser.add_argument(
+def add_ask_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("service")
+    where = group.add_mutually_exclusive_group()
+    add_grpc_option(where, "HOST:PORT,...")
+    where.add_argument("--url", help="use HTTP instead, such as http://127.0.0.1:8000")
+    group.add_argument("--model", default="", help="served model (default: the only one)")
+    group.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="deadline (default: the router's)"
     )
+    sampling = parser.add_argument_group("sampling")
+    for flag, (kind, text) in _SAMPLING.items():
+        sampling.add_argument(flag, type=kind, metavar="N", help=text)
+    add_dial_options(parser)
 
 
 def target_from(args: argparse.Namespace) -> Target:
-    """Where the options say to ask."""
     return Target(args.url, args.grpc, api_key_from(args), dialer_from(args), http_tls_from(args))
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were set. Raises InvalidRequest naming the field."""
+    """Return the sampling parameters that were given. Raises InvalidRequest naming the field."""
     names = [flag.removeprefix("--").replace("-", "_") for flag in _SAMPLING]
     values = {name: x for name in names if (x := getattr(args, name)) is not None}
     SamplingParams(**values)
@@ -103,7 +97,7 @@ def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def ask(target: Target, question: Question) -> AsyncGenerator[Piece, None]:
-    """The answer. Raises PdserveError."""
+    """Yield the answer. Raises PdserveError."""
     pieces = _ask_http(target, question) if target.url else _ask_grpc(target, question)
     async with aclosing(pieces):
         async for piece in pieces:
@@ -116,9 +110,8 @@ async def _ask_grpc(target: Target, question: Question) -> AsyncGenerator[Piece,
 
     chat = [ChatMessage(role, content) for role, content in question.messages]
     prompt: str | Sequence[ChatMessage] = chat if question.text is None else question.text
-    async with Client(
-        target.grpc.split(","), api_key=target.api_key, dialer=target.dialer
-    ) as client:
+    addresses = target.grpc.split(",")
+    async with Client(addresses, api_key=target.api_key, dialer=target.dialer) as client:
         deltas = client.generate(
             prompt,
             SamplingParams(**question.sampling),
@@ -143,15 +136,20 @@ async def _ask_http(target: Target, question: Question) -> AsyncGenerator[Piece,
 
     assert target.url is not None
     base = target.url.rstrip("/").removesuffix("/v1")
-    timeout = aiohttp.ClientTimeout(total=question.timeout_s)
     try:
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=target.tls),
-            timeout=timeout,
+            timeout=aiohttp.ClientTimeout(total=question.timeout_s),
             read_bufsize=1 << 20,
             headers=dict(authorization(target.api_key)),
         ) as session:
-            path, body = _body(question, question.model or await _only_model(session, base))
+            body = {"model": question.model or await _only_model(session, base), "stream": True}
+            body |= {"stream_options": {"include_usage": True}, **question.sampling}
+            if question.text is not None:
+                path, body["prompt"] = "/v1/completions", question.text
+            else:
+                path = "/v1/chat/completions"
+                body["messages"] = [{"role": r, "content": c} for r, c in question.messages]
             async with session.post(f"{base}{path}", json=body) as response:
                 await _raise_for(response)
                 async for piece in _read_stream(response):
@@ -162,24 +160,14 @@ async def _ask_http(target: Target, question: Question) -> AsyncGenerator[Piece,
         raise Unavailable(f"no answer from {base}: {error}") from error
 
 
-def _body(question: Question, model: str) -> tuple[str, dict[str, Any]]:
-    body: dict[str, Any] = {"model": model, "stream": True, **question.sampling}
-    body["stream_options"] = {"include_usage": True}
-    if question.text is not None:
-        return "/v1/completions", {**body, "prompt": question.text}
-    messages = [{"role": role, "content": content} for role, content in question.messages]
-    return "/v1/chat/completions", {**body, "messages": messages}
-
-
 async def _only_model(session: aiohttp.ClientSession, base: str) -> str:
     async with session.get(f"{base}/v1/models") as response:
         await _raise_for(response)
-        names = [model["id"] for model in (await response.json())["data"]]
-    if not names:
-        raise Unavailable(f"{base} serves no model now")
-    if len(names) > 1:
-        raise Unavailable(f"{base} serves {', '.join(names)}: choose one with --model")
-    return str(names[0])
+        names = [str(model["id"]) for model in (await response.json())["data"]]
+    if len(names) != 1:
+        what = f"{', '.join(names)}: choose one with --model" if names else "no model now"
+        raise Unavailable(f"{base} serves {what}")
+    return names[0]
 
 
 async def _raise_for(response: aiohttp.ClientResponse) -> None:
@@ -187,10 +175,9 @@ async def _raise_for(response: aiohttp.ClientResponse) -> None:
         return
     text = await response.text()
     try:
-        error = json.loads(text)["error"]
+        raise _error(json.loads(text)["error"])
     except (ValueError, KeyError, TypeError):
-        error = {"code": "", "message": f"HTTP status {response.status}: {text[:200]}"}
-    raise _error(error)
+        raise InternalError(f"HTTP status {response.status}: {text[:200]}") from None
 
 
 def _error(error: Mapping[str, Any]) -> Exception:
@@ -199,22 +186,31 @@ def _error(error: Mapping[str, Any]) -> Exception:
 
 
 async def _read_stream(response: aiohttp.ClientResponse) -> AsyncGenerator[Piece, None]:
-    """Server-sent events, one `data:` line each, as the OpenAI API sends them."""
+    """Yield server-sent events, one `data:` line each."""
     async for line in response.content:
-        data = line.strip().removeprefix(b"data:").strip()
         if not line.startswith(b"data:"):
             continue
+        data = line.removeprefix(b"data:").strip()
         if data == b"[DONE]":
             return
         chunk = json.loads(data)
         if "error" in chunk:
             raise _error(chunk["error"])
-        yield _piece(chunk)
-    raise InternalError("the stream broke off before its end")
+        choice = chunk["choices"][0] if chunk["choices"] else {}
+        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+        receipt = chunk.get("pdserve", {}).get("receipt")
+        yield Piece(text, choice.get("finish_reason"), chunk.get("usage"), receipt)
+    raise InternalError("the stream ended before [DONE]")
 
 
-def _piece(chunk: Mapping[str, Any]) -> Piece:
-    choice = chunk["choices"][0] if chunk["choices"] else {}
-    text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-    receipt = chunk.get("pdserve", {}).get("receipt")
-    return Piece(text, choice.get("finish_reason"), chunk.get("usage"), receipt)
+def receipt_line(receipt: Mapping[str, Any]) -> str:
+    """Return a receipt as one line."""
+    parts = [f"queued {receipt['queue_s'] * 1000:.1f} ms"]
+    parts.append(f"prefill {receipt['prefill_s'] * 1000:.1f} ms on {receipt['prefill_worker']}")
+    if receipt["transfer_blocks"]:
+        moved = f"{receipt['transfer_blocks']} blocks ({receipt['transfer_bytes'] / 1024:.0f} KiB)"
+        took = f"{receipt['transfer_s'] * 1000:.1f} ms"
+        parts.append(f"{moved} moved in {took} over {receipt['transport']}")
+    parts.append(f"decode {receipt['decode_s'] * 1000:.1f} ms on {receipt['decode_worker']}")
+    parts += [f"retry {name}" for name in receipt["fallbacks"]]
+    return ", ".join(parts)

@@ -1,16 +1,16 @@
-"""`pdserve up`."""
+"""`pdserve up`: routers and workers on this machine."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
 
-from pdserve.commands.options import add_config_options, config_from
+from pdserve.cli.options import add_config_options, config_from, formatter
 
 if TYPE_CHECKING:
     import argparse
 
-    from pdserve.commands.options import Subparsers
+    from pdserve.cli.options import Subparsers
 
 _FLAGS = {
     "--prefill": "up.prefill",
@@ -36,13 +36,13 @@ _FLAGS = {
 
 
 def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    """Add the command."""
     parser = commands.add_parser(
         "up",
-        help="start router and workers on this machine and serve until stopped",
-        description="Start routers and workers as processes side by side, and serve until "
-        "Ctrl-C or SIGTERM: then running requests may finish; a second Ctrl-C ends at once. A "
-        "worker that dies while serving is started again.",
+        help="start router and workers on this machine",
+        description="Start routers and workers as processes on this machine. Ctrl-C or SIGTERM "
+        "lets running requests finish, a second Ctrl-C ends at once. A process that dies is "
+        "restarted.",
+        formatter_class=formatter,
     )
     add_config_options(parser, _FLAGS)
     parser.set_defaults(handler=_run)
@@ -52,5 +52,4 @@ def _run(args: argparse.Namespace) -> int:
     from pdserve.up.display import Display
     from pdserve.up.supervisor import Supervisor
 
-    supervisor = Supervisor(config_from(args), Display())
-    return asyncio.run(supervisor.run())
+    return asyncio.run(Supervisor(config_from(args), Display()).run())

@@ -1,4 +1,4 @@
-"""What is read from two scrapes: rates, quantiles, attainment."""
+"""Rates, quantiles and SLO attainment between two scrapes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from rich.console import Console
 
-from pdserve.commands.top_view import Screen, summary
-from pdserve.scrape import Interval, Reading, read
+from pdserve.cli.metrics import Interval, Reading, read
+from pdserve.cli.top import summary, view
 
 BOUNDS = (0.1, 0.2, 0.4, 0.8)
 
@@ -32,7 +33,6 @@ def test_rates_are_of_the_interval_alone_and_over_all_labels() -> None:
     source.tokens.labels("a").inc(30)
     source.tokens.labels("b").inc(10)
     interval = Interval(before, source.read(12.0))
-    assert interval.gained("tokens_total") == 40
     assert interval.rate("tokens_total") == 20
     assert interval.rate("nothing") == 0
     assert Interval(before, before).rate("tokens_total") == 0
@@ -80,7 +80,7 @@ def test_a_router_that_was_started_again_counts_from_zero() -> None:
     new.tokens.labels("a").inc(7)
     new.ttft.labels("a").observe(0.15)
     interval = Interval(old.read(0.0), new.read(1.0))
-    assert interval.gained("tokens_total") == 7
+    assert interval.rate("tokens_total") == 7
     assert interval.quantile("ttft_seconds", 0.5) == pytest.approx(0.15)
 
 
@@ -104,13 +104,10 @@ def test_a_text_that_is_no_exposition_is_refused() -> None:
         read("<html>{", 0.0)
 
 
-def test_an_idle_service_has_a_summary_and_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_idle_service_has_a_summary_and_a_view(capsys: pytest.CaptureFixture[str]) -> None:
     found = summary(Interval(Reading(0.0), Reading(2.0)), 2.0, 0.2)
     assert found["requests_per_s"] == 0
     assert found["slo"]["ttft_attained"] is None
     assert found["latency_s"]["TTFT"]["p99"] is None
-    with Screen("http://here", live=False) as screen:
-        screen.show(found, [])
-    shown = capsys.readouterr().out
-    assert "No worker is registered" in shown
-    assert "TTFT within 2 s -" in shown
+    Console().print(view("http://here", found | {"workers": [], "roles": []}))
+    assert "no worker is registered" in capsys.readouterr().out

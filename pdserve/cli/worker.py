@@ -7,13 +7,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from pdserve.commands.options import add_config_options, config_from
-from pdserve.commands.serving import add_child_options, served_process, set_up_logging
+from pdserve.child import add_child_options, served_process, set_up_logging
+from pdserve.cli.options import add_config_options, config_from, formatter
 
 if TYPE_CHECKING:
     import argparse
 
-    from pdserve.commands.options import Subparsers
+    from pdserve.cli.options import Subparsers
 
 _FLAGS = {
     "--worker-id": "worker.worker_id",
@@ -35,25 +35,16 @@ _FLAGS = {
 
 
 def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    """Add the command."""
     parser = commands.add_parser(
         "worker",
         help="run one worker",
-        description="Run one worker until SIGTERM or Ctrl-C: then it takes no new work and ends "
-        "when the last request has; a second signal ends it at once.",
+        description="Run one worker. On SIGTERM or Ctrl-C it takes no new work and ends after its "
+        "last request; a second signal ends it at once.",
+        formatter_class=formatter,
     )
     add_config_options(parser, _FLAGS)
     add_child_options(parser)
     parser.set_defaults(handler=_run)
-
-
-def _leave(code: int) -> NoReturn:
-    """End the process without taking the interpreter apart: with vLLM and torch in it that takes
-    seconds, and everything that has to be released has been."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -64,3 +55,11 @@ def _run(args: argparse.Namespace) -> int:
 
         code = run_worker(config, reports=reports)
     _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process without tearing down the interpreter, which takes seconds with torch."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

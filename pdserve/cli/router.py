@@ -8,14 +8,14 @@ import logging
 import signal
 from typing import TYPE_CHECKING
 
-from pdserve.commands.options import add_config_options, config_from
-from pdserve.commands.serving import add_child_options, served_process, set_up_logging
+from pdserve.child import add_child_options, served_process, set_up_logging
+from pdserve.cli.options import add_config_options, config_from, formatter
 
 if TYPE_CHECKING:
     import argparse
 
     from pdserve.child import Reports
-    from pdserve.commands.options import Subparsers
+    from pdserve.cli.options import Subparsers
     from pdserve.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -30,21 +30,18 @@ _FLAGS = {
     "--otlp-endpoint": "router.otlp_endpoint",
     "--log-level": "router.log_level",
 }
-# Between two collections of the youngest; Python's own 700 is soon reached by one step's tokens.
-_GC_ALLOCATIONS = 10_000
-# Between two of those that have outlived one, which walk every open stream: 75 ms with 1,000 on a
-# small machine. What a request leaves needs no collector, so there is little to find.
-_GC_YOUNGEST = 100
+# Garbage collection walks every open stream: 75 ms with 1,000 on a small machine. Requests leave
+# almost no cycles, so it runs rarely.
+_GC_THRESHOLDS = (10_000, 100)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    """Add the command."""
     parser = commands.add_parser(
         "router",
         help="run one router",
-        description="Run one router until SIGTERM or Ctrl-C. Workers find it at its gRPC address, "
-        "in whatever order they are started.",
+        description="Run one router until SIGTERM or Ctrl-C. Workers register at its gRPC address.",
+        formatter_class=formatter,
     )
     add_config_options(parser, _FLAGS)
     add_child_options(parser)
@@ -62,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 async def _serve(config: RouterConfig, reports: Reports) -> None:
-    """Serve until a signal, then let open requests finish; a second signal ends at once."""
+    """Serve until a signal, then let open requests finish. A second signal ends at once."""
     from pdserve.up.specs import reachable
     from router.main import RouterServer
 
@@ -83,17 +80,17 @@ async def _serve(config: RouterConfig, reports: Reports) -> None:
         http, grpc = f"{scheme}://{reachable(addresses.http)}", reachable(addresses.grpc)
         logger.info("serving HTTP at %s and gRPC at %s", http, grpc)
         if config.shared_http_port:
-            logger.info("serving HTTP at port %d too, with others", config.shared_http_port)
+            logger.info("serving HTTP at the shared port %d", config.shared_http_port)
         reports.ready({"http": http, "grpc": grpc})
-        _spare_the_collector()
+        _tune_gc()
         await stopped.wait()
         logger.info("stopping; open requests have %g s", config.stop_grace_s)
     finally:
         await server.stop()
 
 
-def _spare_the_collector() -> None:
-    """What is there at the start stays: a collection that walks it holds up every stream."""
+def _tune_gc() -> None:
+    """Exclude what exists now from garbage collection, and collect rarely."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GC_ALLOCATIONS, _GC_YOUNGEST)
+    gc.set_threshold(*_GC_THRESHOLDS)

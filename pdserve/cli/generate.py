@@ -1,4 +1,4 @@
-"""`pdserve generate`."""
+"""`pdserve generate`: one question, one answer."""
 
 from __future__ import annotations
 
@@ -8,43 +8,41 @@ import sys
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from pdserve.commands.asking import (
+from pdserve.cli.ask import (
     Question,
-    add_asking_options,
+    add_ask_options,
     ask,
+    receipt_line,
     sampling_from,
     target_from,
 )
+from pdserve.cli.options import formatter
 
 if TYPE_CHECKING:
     import argparse
 
-    from pdserve.commands.asking import Target
-    from pdserve.commands.options import Subparsers
+    from pdserve.cli.ask import Target
+    from pdserve.cli.options import Subparsers
 
 
 def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    """Add the command."""
     parser = commands.add_parser(
         "generate",
-        help="ask one question of a running service and stream the answer",
-        description="Ask one question and print the answer as it is made.",
+        help="ask one question and stream the answer",
+        description="Ask one question and stream the answer.",
+        formatter_class=formatter,
     )
     parser.add_argument("prompt", help="the question; - reads it from standard input")
     parser.add_argument(
-        "--raw",
-        action="store_true",
-        help="go on with the text as it stands, without the model's chat template",
+        "--raw", action="store_true", help="continue the text without the chat template"
     )
     parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object at the end: text, finish reason, usage and receipt",
+        "--json", action="store_true", help="print text, finish reason, usage and receipt as JSON"
     )
     parser.add_argument(
-        "--receipt", action="store_true", help="say on standard error what each phase cost"
+        "--receipt", action="store_true", help="print the cost of each phase to standard error"
     )
-    add_asking_options(parser)
+    add_ask_options(parser)
     parser.set_defaults(handler=_run)
 
 
@@ -66,13 +64,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 async def _stream(target: Target, question: Question, *, quiet: bool) -> dict[str, Any]:
-    """Print the text as it comes, unless `quiet`; the whole answer at its end."""
-    texts: list[str] = []
     answer: dict[str, Any] = {"text": "", "finish_reason": None, "usage": None, "receipt": None}
     pieces = ask(target, question)
     async with aclosing(pieces):
         async for piece in pieces:
-            texts.append(piece.text)
+            answer["text"] += piece.text
             for name in ("finish_reason", "usage", "receipt"):
                 answer[name] = getattr(piece, name) or answer[name]
             if not quiet:
@@ -80,18 +76,4 @@ async def _stream(target: Target, question: Question, *, quiet: bool) -> dict[st
                 sys.stdout.flush()
     if not quiet:
         sys.stdout.write("\n")
-    answer["text"] = "".join(texts)
     return answer
-
-
-def receipt_line(receipt: dict[str, Any]) -> str:
-    """A receipt in one line."""
-    parts = [f"queued {receipt['queue_s'] * 1000:.1f} ms"]
-    parts.append(f"prefill {receipt['prefill_s'] * 1000:.1f} ms on {receipt['prefill_worker']}")
-    if receipt["transfer_blocks"]:
-        moved = f"{receipt['transfer_blocks']} blocks ({receipt['transfer_bytes'] / 1024:.0f} KiB)"
-        took = f"{receipt['transfer_s'] * 1000:.1f} ms"
-        parts.append(f"{moved} moved in {took} over {receipt['transport']}")
-    parts.append(f"decode {receipt['decode_s'] * 1000:.1f} ms on {receipt['decode_worker']}")
-    parts += [f"fallback {name}" for name in receipt["fallbacks"]]
-    return ", ".join(parts)

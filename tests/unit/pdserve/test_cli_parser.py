@@ -14,17 +14,17 @@ import pytest
 from pdserve import __version__
 from pdserve.api_keys import hash_key
 from pdserve.cli import build_parser, main
-from pdserve.commands.options import api_key_from, config_from
+from pdserve.cli.options import api_key_from, config_from
 from pdserve.config import all_keys
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = (
     *(ROOT / "README.md", ROOT / "SECURITY.md"),
     *sorted((ROOT / "docs").glob("*.md")),
 )
 COMMANDS = (
-    *("up", "router", "worker", "generate", "chat", "status", "config", "bench"),
-    *("explain", "hash-key", "drain", "undrain"),
+    *("up", "router", "worker", "chat", "generate", "status", "top", "explain", "drain", "role"),
+    *("bench", "config"),
 )
 SHELL_BLOCK = re.compile(r"```(?:sh|bash|console)\n(.*?)```", re.DOTALL)
 MAKE_TARGET = re.compile(r"^([a-z-]+):.*##", re.MULTILINE)
@@ -37,7 +37,7 @@ def shown_commands() -> list[str]:
     blocks = [block for text in texts for block in SHELL_BLOCK.findall(text)]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     found = [re.sub(r"^\$ ", "", line.strip()) for line in lines]
-    return [line for line in found if re.match(r"(\.venv/bin/)?pdserve ", line)]
+    return [line for line in found if re.match(r"(\.venv/bin/)?pdserve [^|]*$", line)]
 
 
 def test_the_documents_show_commands() -> None:
@@ -67,7 +67,9 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
-    assert f"pdserve {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"pdserve {command}" in shown
+    assert len(shown.splitlines()) <= 50, "more than a screen"
 
 
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,13 +127,13 @@ def test_the_printed_configuration_shows_what_was_set(capsys: pytest.CaptureFixt
 def test_a_key_is_hashed_and_a_new_one_shown_with_its_hash(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["hash-key", "--new"]) == 0
+    assert main(["config", "hash-key", "--new"]) == 0
     key, digest = capsys.readouterr().out.split()
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{key}\n"))
-    assert main(["hash-key"]) == 0
+    assert main(["config", "hash-key"]) == 0
     assert capsys.readouterr().out.strip() == digest == hash_key(key)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
-    assert main(["hash-key"]) == 2
+    assert main(["config", "hash-key"]) == 2
 
 
 def test_a_key_comes_from_the_option_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

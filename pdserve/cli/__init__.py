@@ -1,6 +1,6 @@
-"""The `pdserve` command: the parser, and errors to messages and exit codes.
+"""The `pdserve` command: parser, error messages and exit codes.
 
-Subcommands import what they need when they run, so that `pdserve --help` is quick.
+Commands import what they need when they run, so that `pdserve --help` is quick.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve import __version__
-from pdserve.commands import (
-    bench,
+from pdserve.cli import (
     chat,
     config,
     drain,
     explain,
-    flip,
     generate,
-    hash_key,
+    role,
     router,
     status,
     top,
@@ -31,41 +29,24 @@ from pdserve.errors import ClientError, ConfigError, PdserveError, ServiceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_COMMANDS = (
-    up,
-    router,
-    worker,
-    generate,
-    chat,
-    status,
-    top,
-    explain,
-    flip,
-    drain,
-    config,
-    hash_key,
-    bench,
-)
+_COMMANDS = (up, router, worker, chat, generate, status, top, explain, drain, role, config)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
-_DESCRIPTION = "Prefill/decode disaggregated serving of large language models on vLLM."
 _EPILOG = """\
-exit codes: 0 done, 1 failed, 2 wrong options or configuration, 130 interrupted
+exit codes: 0 success, 1 failure, 2 wrong options or configuration, 130 interrupted
 
 first steps:
-  pdserve up                     serve the demo model on this machine
-  pdserve chat                   talk to it, from another terminal
-  pdserve status                 see its workers, their load and their KV blocks
-  pdserve top                    watch it work
+  pdserve up        serve the demo model on this machine
+  pdserve chat      talk to it, from another terminal
+  pdserve status    show its workers, their load and their KV blocks
 """
-_HINT = "`pdserve status` shows the state of a service; `pdserve up` starts one."
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole parser. Each command sets `handler`, from the parsed arguments to an exit code."""
+    """Return the parser. Each command sets `handler`: parsed arguments to exit code."""
     parser = argparse.ArgumentParser(
         prog="pdserve",
-        description=_DESCRIPTION,
+        description="Prefill/decode disaggregated serving of large language models on vLLM.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -73,6 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.register(commands)
+    from benchmarks.cli import register as register_bench
+
+    register_bench(commands)
     return parser
 
 
@@ -83,22 +67,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return handler(args)
     except ConfigError as error:
-        return _say(f"{error.message}\n`pdserve config` prints every key with its default.", USAGE)
+        return _fail(f"{error.message}\n`pdserve config` prints every key.", USAGE)
     except ClientError as error:
         where = f" (field {error.field})" if error.field else ""
-        return _say(f"the request was refused: {error.message}{where}", FAILED)
+        return _fail(f"request rejected: {error.message}{where}", FAILED)
     except ServiceError as error:
-        return _say(f"{error.message}\n{_HINT}", FAILED)
+        hint = "`pdserve status` shows the state of a service; `pdserve up` starts one."
+        return _fail(f"{error.message}\n{hint}", FAILED)
     except PdserveError as error:
-        return _say(error.message, FAILED)
+        return _fail(error.message, FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does; a second failure at exit is spared.
+        # Avoid a second failure when the interpreter flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
 
-def _say(message: str, code: int) -> int:
+def _fail(message: str, code: int) -> int:
     sys.stderr.write(f"pdserve: {message}\n")
     return code

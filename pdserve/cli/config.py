@@ -1,0 +1,49 @@
+"""`pdserve config`: print the configuration, or the hash of an API key."""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from typing import TYPE_CHECKING
+
+from pdserve.api_keys import hash_key, new_key
+from pdserve.cli.options import add_config_options, config_from, formatter
+from pdserve.config import as_yaml, refuse
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pdserve.cli.options import Subparsers
+
+
+def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "config",
+        help="print every configuration key, or hash an API key",
+        description="Check and print a configuration file: the defaults with --config and --set "
+        "applied, every key under its description. `pdserve config hash-key` reads an API key from "
+        "standard input (without echo on a terminal) and prints its hash, for router.tenants.",
+        formatter_class=formatter,
+    )
+    parser.add_argument("action", nargs="?", choices=("print", "hash-key"), default="print")
+    parser.add_argument(
+        "--new", action="store_true", help="hash-key: make a random key and print it first"
+    )
+    add_config_options(parser, {})
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.action == "print":
+        sys.stdout.write(as_yaml(config_from(args)))
+        return 0
+    if args.new:
+        key = new_key()
+        sys.stdout.write(f"{key}\n")
+    else:
+        key = getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()
+        key = key.strip()
+        if not key:
+            refuse("key", "must not be empty")
+    sys.stdout.write(f"{hash_key(key)}\n")
+    return 0

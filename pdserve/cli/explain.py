@@ -1,0 +1,198 @@
+"""`pdserve explain`: why a request was placed on its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from pdserve.cli.options import (
+    add_dial_options,
+    add_grpc_option,
+    channel_to,
+    dialer_from,
+    formatter,
+    plain,
+    say,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from pdserve.cli.options import Subparsers
+    from pdserve.v1 import admin_pb2 as a
+    from pdserve.v1.worker_pb2 import WorkerInfo
+
+_UNKNOWN = "-"
+MOST_SHOWN = 24
+MOST_REASONS = 4
+
+
+def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="show why a request was placed on its workers",
+        description="Show the placement decisions of a request: the workers as the router saw "
+        "them, their scores, why others were not chosen, and why the request was placed again. "
+        "Exit code 1 if the router does not know the request, or does not answer.",
+        formatter_class=formatter,
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="id of the answer")
+    which.add_argument("--all", action="store_true", help="every request that the router keeps")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="timeout of the call (default: %(default)g)",
+    )
+    add_grpc_option(parser)
+    add_dial_options(parser)
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    asyncio.run(_explain(args))
+    return 0
+
+
+async def _explain(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from pdserve.v1 import admin_pb2, admin_pb2_grpc
+
+    request = admin_pb2.ExplainRequest(request_id=args.request_id or "")
+    console, workers = Console(highlight=False), dict[str, "WorkerInfo"]()
+    async with channel_to(dialer_from(args), args.grpc) as (channel, metadata):
+        stub = admin_pb2_grpc.AdminStub(channel)
+        async for message in stub.Explain(request, timeout=args.timeout, metadata=metadata):
+            if args.json:
+                say(json.dumps(plain(message)))
+            elif message.HasField("worker"):
+                workers[message.worker.worker_id] = message.worker
+            else:
+                show(message.request, workers, console)
+
+
+def show(request: a.ExplainedRequest, workers: dict[str, WorkerInfo], console: Console) -> None:
+    """Print the decisions of one request. `workers` are those that the decisions knew."""
+    from rich.markup import escape
+
+    def line(text: str) -> None:
+        console.print(f"   {escape(text)}", soft_wrap=True)
+
+    console.print(f"[bold]{escape(request.request_id)}[/]")
+    if request.forgotten:
+        line(f"{request.forgotten} earlier decisions are no longer kept")
+    for number, decision in enumerate(request.decisions, 1):
+        when = datetime.fromtimestamp(decision.unix_time_s).astimezone()
+        policy = f"{escape(decision.policy)}: " if decision.policy else ""
+        where = f"{policy}[bold]{escape(outcome(decision))}[/]"
+        console.print(f"\n{number}. {when:%H:%M:%S.%f} {where}", soft_wrap=True)
+        if decision.cause:
+            line(f"placed again: {decision.cause}")
+        one = ", one token requested" if decision.prefill_only else ""
+        line(f"prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{one}")
+        if decision.avoid or decision.excluded:
+            pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.excluded]
+            line(f"excluded: {', '.join([*decision.avoid, *pairs])}")
+        shown, others = _shown(decision)
+        console.print(_table(decision, shown, workers))
+        if others:
+            reasons = ", ".join(f"{n} {why}" for why, n in others.most_common(MOST_REASONS))
+            line(f"and {others.total()} more: {reasons}")
+        if decision.not_drawn:
+            line(f"{decision.not_drawn} other workers were not sampled from this large pool")
+        for prediction in decision.predictions:
+            line(_predicted(prediction))
+
+
+def outcome(decision: a.PlacementDecision) -> str:
+    if decision.refused:
+        return f"rejected: {decision.refused}"
+    if not decision.decode:
+        times = f", tried {decision.tried_before + 1} times" if decision.tried_before else ""
+        return f"waits for capacity{times}"
+    if decision.prefill:
+        return f"prefill on {decision.prefill}, decode on {decision.decode}"
+    return f"aggregated on {decision.decode}"
+
+
+def _shown(decision: a.PlacementDecision) -> tuple[list[a.PlacementCandidate], Counter[str]]:
+    """Return the candidates to show, and the number of the others by reason."""
+    if len(decision.candidates) <= MOST_SHOWN:
+        return list(decision.candidates), Counter()
+    chosen = {decision.decode, decision.prefill}
+    ranked = sorted(
+        decision.candidates,
+        key=lambda c: (c.worker_id not in chosen, bool(c.why_not), -(_total(c) or 0.0)),
+    )
+    others = ranked[MOST_SHOWN:]
+    return ranked[:MOST_SHOWN], Counter(c.why_not or "lower score" for c in others)
+
+
+def _table(
+    decision: a.PlacementDecision,
+    candidates: list[a.PlacementCandidate],
+    workers: dict[str, WorkerInfo],
+) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from pdserve import wire
+
+    table = Table(box=None, pad_edge=True)
+    for name in ("worker", "role"):
+        table.add_column(name, no_wrap=True)
+    for name in ("prompt", "blocks", "run+wait", "cached", "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("scores, or why not", overflow="fold")
+    for candidate in candidates:
+        worker, load = workers.get(candidate.worker_id), candidate.load
+        total = _total(candidate)
+        table.add_row(
+            escape(candidate.worker_id),
+            wire.role_from_pb(worker.role).value if worker else _UNKNOWN,
+            str(candidate.outstanding_tokens),
+            f"{candidate.reserved_blocks}/{worker.total_blocks if worker else _UNKNOWN}",
+            f"{load.num_running_reqs}+{load.num_waiting_reqs}"
+            if candidate.HasField("load")
+            else _UNKNOWN,
+            str(candidate.cached_tokens) if decision.asked_prefix else _UNKNOWN,
+            _UNKNOWN if total is None else f"{total:.3f}",
+            escape(candidate.why_not or _scores(candidate)),
+            style="bold" if candidate.worker_id in (decision.decode, decision.prefill) else None,
+        )
+    return table
+
+
+def _total(candidate: a.PlacementCandidate) -> float | None:
+    totals = candidate.totals
+    return totals["total"] if "total" in totals else totals.get("prefill")
+
+
+def _scores(candidate: a.PlacementCandidate) -> str:
+    if not candidate.scores:
+        return "all candidates are equal"
+    parts: dict[str, list[str]] = {}
+    for score in candidate.scores:
+        text = f"{score.weight:g}×{score.scorer} {score.score:.3f}"
+        parts.setdefault(score.phase, []).append(text)
+    return "; ".join(f"{phase}: {' + '.join(texts)}" for phase, texts in parts.items())
+
+
+def _predicted(prediction: a.PlacementPrediction) -> str:
+    where = f"aggregated on {prediction.decode}"
+    if prediction.prefill:
+        where = f"{prediction.prefill} → {prediction.decode}"
+    seconds = sorted(prediction.seconds.items())
+    figures = ", ".join(f"{name.removesuffix('_s')} {x * 1e3:.1f} ms" for name, x in seconds)
+    habit = " (as for the last request of this size)" if prediction.is_habit else ""
+    return f"predicted {where}: {figures}{habit}"

@@ -1,0 +1,287 @@
+"""`pdserve status`: workers, their load, their KV blocks, and what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pdserve.cli.options import (
+    add_dial_options,
+    add_grpc_option,
+    channel_to,
+    dialer_from,
+    formatter,
+    plain,
+    say,
+)
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from pdserve.cli.options import Subparsers
+    from pdserve.rpc import Dialer
+    from pdserve.v1.worker_pb2 import WorkerEntry, WorkerStatus
+
+    Row = dict[str, Any]
+
+_UNKNOWN = "-"
+
+
+def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="show workers, their load and their KV blocks",
+        description="Show the workers of a router, their load, the KV blocks pinned for transfers, "
+        "workers that get no work, and pairs that cannot exchange KV. Exit code 1 if the router "
+        "does not answer.",
+        formatter_class=formatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="timeout of each call (default: %(default)g)",
+    )
+    add_grpc_option(parser)
+    add_dial_options(parser)
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    found = asyncio.run(collect(dialer_from(args), args.grpc, args.timeout))
+    if args.json:
+        say(json.dumps(found, indent=2))
+    else:
+        show(args.grpc, found)
+    return 0
+
+
+async def collect(dialer: Dialer, address: str, timeout_s: float) -> dict[str, Any]:
+    """Return what `pdserve status --json` prints. Raises PdserveError if the router does not
+    answer; a worker that does not answer has `"answers": false`."""
+    from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+    async with channel_to(dialer, address) as (channel, metadata):
+        listed = await worker_pb2_grpc.RegistryStub(channel).ListWorkers(
+            worker_pb2.ListWorkersRequest(), timeout=timeout_s, metadata=metadata
+        )
+    calls = [_ask(dialer, entry.info.address, timeout_s) for entry in listed.workers]
+    answers = await asyncio.gather(*calls)
+    rows = [_row(entry, answer) for entry, answer in zip(listed.workers, answers, strict=True)]
+    return {
+        "workers": sorted(rows, key=lambda row: str(row["worker_id"])),
+        "unpaired": _unpaired(listed.workers),
+        "ejected_pairs": [plain(pair) for pair in listed.ejected_pairs],
+        "probes": {"passed": listed.probes_passed, "failed": listed.probes_failed},
+        "costs": [plain(costs) for costs in listed.costs],
+        "roles": [plain(roles) for roles in listed.roles],
+    }
+
+
+def _unpaired(entries: Iterable[WorkerEntry]) -> list[Row]:
+    """Return the prefill and decode workers whose KV caches are not compatible."""
+    from pdserve import wire
+    from pdserve.kv_pairs import unpaired
+
+    infos = [wire.worker_from_pb(entry.info) for entry in entries if entry.state != "lost"]
+    return [
+        {
+            "model": pair.prefill.model.name,
+            "prefill": pair.prefill.worker_id,
+            "decode": pair.decode.worker_id,
+            "differences": [asdict(difference) for difference in pair.differences],
+            "reason": pair.reason,
+        }
+        for pair in unpaired(infos)
+    ]
+
+
+async def _ask(dialer: Dialer, address: str, timeout_s: float) -> WorkerStatus | None:
+    import grpc.aio
+
+    from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+    async with dialer.open_channel(address) as channel:
+        try:
+            return await worker_pb2_grpc.WorkerStub(channel).GetStatus(
+                worker_pb2.GetStatusRequest(), timeout=timeout_s, metadata=dialer.metadata
+            )
+        except grpc.aio.AioRpcError:
+            return None
+
+
+def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> Row:
+    from pdserve import wire
+
+    info = entry.info
+    row: Row = {
+        "worker_id": info.worker_id,
+        "role": wire.role_from_pb(info.role).value,
+        "state": entry.state,
+        "answers": answer is not None,
+        "instance_id": info.instance_id,
+        "address": info.address,
+        "debug_address": info.debug_address or None,
+        "pid": info.pid,
+        "engine": info.engine,
+        "model": info.model.name,
+        "compatibility": info.kv.compatibility if info.HasField("kv") else None,
+        "transports": list(info.kv.transports),
+        "total_blocks": info.total_blocks,
+        "max_num_seqs": info.max_num_seqs,
+        "outstanding_requests": entry.outstanding_requests,
+        "outstanding_tokens": entry.outstanding_tokens,
+        "lease_remaining_s": round(entry.lease_remaining_s, 3),
+        "breaker": plain(entry.breaker) if entry.HasField("breaker") else None,
+        "unhealthy": entry.unhealthy,
+        "steps": plain(entry.steps) if entry.HasField("steps") else None,
+        "load": None,
+        "ledger": None,
+        "open_streams": None,
+        "kv": None,
+        "uptime_s": None,
+        "gpus": [],
+    }
+    if answer is not None:
+        row["ledger"] = plain(answer.ledger)
+        row["open_streams"] = answer.open_streams
+        row["uptime_s"] = round(answer.uptime_s, 3)
+        row["gpus"] = [plain(gpu) for gpu in answer.gpus]
+        row["kv"] = plain(answer.kv) if answer.HasField("kv") else None
+        row["load"] = plain(answer.load) if answer.HasField("load") else None
+        if entry.state == "draining" and not (answer.open_streams or any(row["ledger"].values())):
+            row["state"] = "drained"
+    return row
+
+
+# Tables
+
+
+def show(address: str, found: dict[str, Any], console: Console | None = None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = console or Console(highlight=False)
+    workers: list[Row] = found["workers"]
+    if not workers:
+        console.print(f"no worker is registered at {address}")
+        return
+    console.print(load_table(f"workers of {address}", workers))
+    with_kv = [row for row in workers if row["kv"] is not None]
+    if with_kv:
+        console.print()
+        console.print(_kv_table(with_kv))
+    passed, failed = found["probes"]["passed"], found["probes"]["failed"]
+    lists = {
+        "cannot exchange KV": [
+            f"{x['prefill']} and {x['decode']} ({x['model']}): {x['reason']}"
+            for x in found["unpaired"]
+        ],
+        "get no work": [line for row in workers for line in _problems(row)],
+        "ejected pairs": [
+            f"{x['prefill_worker']} and {x['decode_worker']}: {x['reason']}; {_until(x)}"
+            for x in found["ejected_pairs"]
+        ],
+        "probes": [f"{passed} passed, {failed} failed"] if passed or failed else [],
+        "does P/D help?": [line for row in found["costs"] for line in _costs(row)],
+        "roles by load": [f"{row['model']}: {row['text']}" for row in found["roles"]],
+    }
+    for title, lines in lists.items():
+        if lines:
+            console.print(f"\n[bold]{title}[/]")
+        for line in lines:
+            console.print(f"  {escape(line)}", soft_wrap=True)
+
+
+def _problems(row: Row) -> list[str]:
+    lines = [f"{row['worker_id']}: {row['unhealthy']}"] if row["unhealthy"] else []
+    if breaker := row["breaker"]:
+        lines.append(f"{row['worker_id']}: {breaker['reason']}; {_until(breaker)}")
+    return lines
+
+
+def _until(ejected: Row) -> str:
+    left_s = ejected["remaining_s"]
+    return f"for {_duration(left_s)} more" if left_s else "the next request tries it"
+
+
+def _costs(row: Row) -> list[str]:
+    ratios = ", ".join(
+        f"{x['what']} {x['p50']:.2f} ({x['p10']:.2f} to {x['p90']:.2f})" for x in row["predictions"]
+    )
+    lines = [f"{row['model']}: {row['text']}"]
+    return [*lines, f"  predicted / actual, median (p10 to p90): {ratios}"] if ratios else lines
+
+
+def load_table(title: str, rows: Sequence[Row]) -> Table:
+    table = _table(title, ("worker", "role", "state", "model"))
+    for name in ("running", "waiting", "KV", "placed", "up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        load = row["load"]
+        table.add_row(
+            row["worker_id"],
+            row["role"],
+            row["state"] if row["answers"] else f"{row['state']}, no answer",
+            row["model"],
+            str(load["num_running_reqs"]) if load else _UNKNOWN,
+            str(load["num_waiting_reqs"]) if load else _UNKNOWN,
+            f"{load['kv_cache_usage']:.0%}" if load else _UNKNOWN,
+            f"{row['outstanding_requests']} ({row['outstanding_tokens']} tok)",
+            _UNKNOWN if row["uptime_s"] is None else _duration(row["uptime_s"]),
+        )
+    table.caption = "KV: cache in use; placed: requests and tokens that this router placed"
+    return table
+
+
+def _kv_table(rows: Sequence[Row]) -> Table:
+    table = _table("KV blocks pinned for transfers", ("worker",))
+    for name in ("pinned", "in flight", "leased", "links", "moved", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("debug", overflow="fold")
+    for row in rows:
+        ledger, totals = row["kv"]["ledger"], row["kv"]["totals"]
+        links = ", ".join(f"{n} {name}" for name, n in sorted(row["kv"]["links"].items()))
+        table.add_row(
+            row["worker_id"],
+            *(str(ledger[f"{x}_blocks"]) for x in ("pinned", "in_flight", "leased")),
+            links or "none",
+            _size(totals.get("pushed_bytes", 0) + totals.get("received_bytes", 0)),
+            f"{totals.get('failures', 0):.0f}",
+            f"http://{row['debug_address']}/debug/kv" if row["debug_address"] else _UNKNOWN,
+        )
+    table.caption = "pinned = in flight + leased"
+    return table
+
+
+def _table(title: str, left: Sequence[str]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
+    table.title_justify = table.caption_justify = "left"
+    for name in left:
+        table.add_column(name, overflow="fold", no_wrap=name == "worker")
+    return table
+
+
+def _size(count: float) -> str:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    unit = 0
+    while count >= 1024 and unit < len(units) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.3g} {units[unit]}"
+
+
+def _duration(seconds: float) -> str:
+    for length, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {name}"
+    return f"{seconds:.0f} s"

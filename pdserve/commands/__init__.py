@@ -1,1 +1,0 @@
-"""One module a subcommand; `register` adds its parser, and its handler returns the exit code."""
