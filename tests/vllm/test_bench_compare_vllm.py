@@ -13,11 +13,11 @@ from tests.patience import HUNG_S, START_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(HUNG_S)]
 # What a busy machine does to a measurement, and the result says.
-OF_THE_MACHINE = ("sent late", "arms that should have waited used", "other processes used")
+OF_THE_MACHINE = ("sent late", "idle variants used", "other processes used")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_services_of_three_kinds_are_compared(tmp_path: Path) -> None:
+def test_variants_of_three_kinds_are_compared(tmp_path: Path) -> None:
     arms = ("--arms", "1P1D,nixl,1A", "--kv-cache-mib", "128")
     policy = ("--set", "router.policy=least_loaded")
     short = ("--rounds", "1", "--requests", "6", "--rate", "3", "--scale-lengths", "1/16")
@@ -38,7 +38,7 @@ def test_services_of_three_kinds_are_compared(tmp_path: Path) -> None:
     whole = json.loads((tmp_path / "result.json").read_text())
     reasons = whole["summary"]["validity"]["invalid"]
     assert [x for x in reasons if not any(said in x for said in OF_THE_MACHINE)] == []
-    pd, nixl, one = (found["settings"] for found in whole["arms"])
+    pd, nixl, one = (found["settings"] for found in whole["variants"])
     for other in (nixl, one):
         assert other["of_workers"] == pd["of_workers"]
         assert other["cores"] == pd["cores"]
@@ -47,7 +47,7 @@ def test_services_of_three_kinds_are_compared(tmp_path: Path) -> None:
     assert nixl["workers"] == {"prefill": 1, "decode": 1}
     first, second, third = whole["summary"]["arms"]
     assert (first["ok"], second["ok"], third["ok"]) == (6, 6, 6)
-    sent = [r for m in whole["measurements"] if m["arm"] == "1P1D" for r in m["records"]]
+    sent = [r for m in whole["measurements"] if m["variant"] == "1P1D" for r in m["records"]]
     # An answer of one token ends at prefill: nothing need move.
     moving = sum(record["output_tokens"] > 1 for record in sent)
     assert moving > 0
