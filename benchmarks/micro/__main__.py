@@ -16,7 +16,7 @@ from benchmarks.runner import print_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NAMES = ("router", "unloaded")
+NAMES = ("kv", "router", "unloaded")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -137,6 +137,11 @@ def test_a_variant_that_cannot_start_says_why(tmp_path: Path) -> None:
     ("name", "options", "fields"),
     [
         (
+            "kv",
+            ("--blocks", "8", "--block-kib", "16", "--cache-mib", "1", "--only", "tcp"),
+            {"transport", "blocks", "block_bytes", "ratio_to_memcpy"},
+        ),
+        (
             "router",
             ("--quick", "--only", "pdserve,direct"),
             {"router", "cpu_us_per_token", "cpu_us_per_request", "p99_ms"},

@@ -27,7 +27,7 @@ TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "benchmarks": (frozenset({"pdserve"}), frozenset()),
 }
 # Measure the KV plane without engines.
-MEASURES_KV = ("benchmarks/kv_transfer/", "benchmarks/micro/")
+MEASURES_KV = ("benchmarks/micro/",)
 # Time decisions by themselves, or make them on a virtual clock: the router's faces are not in it.
 RUNS_ROUTER_CODE = ("benchmarks/simulate.py", "benchmarks/plan.py")
 # Puts faults into a worker's own process.

@@ -1,0 +1,303 @@
+"""How fast KV blocks move between two processes over each transport, beside memcpy.
+
+Both processes run the worker half of the connector, as vLLM's worker does. Scattered blocks move
+to scattered blocks, others in every round, in caches larger than the processor's; the first
+transfer of each case is checked byte by byte. memcpy copies the same blocks within one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import random
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from benchmarks.cli import run_async
+from benchmarks.errors import BenchError
+from benchmarks.runner import alternate, compare
+from kv_transfer.digest import DigestMode
+from kv_transfer.errors import KvTransferError
+from kv_transfer.handshake import Identity
+from kv_transfer.layout import KvGeometry
+from kv_transfer.memory import KvRegion, SharedMemory, prefault
+from kv_transfer.protocol.plan import Shard
+from kv_transfer.settings import KvSettings
+from kv_transfer.transport import make
+from kv_transfer.transport.base import LocalKv
+from kv_transfer.vllm.step import (
+    SourceEnded,
+    SourceExpected,
+    SourceProgress,
+    StepMetadata,
+    TargetStart,
+)
+from kv_transfer.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import argparse
+    from multiprocessing.connection import Connection
+
+    from benchmarks.progress import Progress
+
+# Each way to move blocks: transport and whether it computes digests.
+WAYS: Final = {
+    "shm": ("shm", DigestMode.OFF),
+    "shm digest": ("shm", DigestMode.ALWAYS),
+    "tcp": ("tcp", DigestMode.OFF),
+    "tcp digest": ("tcp", DigestMode.ALWAYS),
+}
+MEMCPY: Final = "memcpy"
+_COPY: Final = """
+#include <stddef.h>
+#include <string.h>
+void copy_blocks(char *to, char *from, size_t *to_ids, size_t *from_ids, size_t n, size_t size) {
+    for (size_t i = 0; i < n; i++)
+        memcpy(to + to_ids[i] * size, from + from_ids[i] * size, size);
+}
+"""
+PRODUCER, CONSUMER = "producer", "consumer"
+ARRIVAL_S: Final = 60.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--blocks", default="256,4096", metavar="N,...", help="a transfer")
+    parser.add_argument("--block-kib", default="16,64", metavar="N,...", help="size of a block")
+    parser.add_argument("--cache-mib", type=int, default=512, help="of each process (512)")
+    parser.add_argument("--only", default=",".join(WAYS), metavar="WAY,...", help="transports")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    blocks: int
+    block_bytes: int
+    num_blocks: int  # of each cache
+
+
+def run(args: argparse.Namespace, progress: Progress) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure each case over all ways in turns. Raises BenchError."""
+    ways = [MEMCPY, *args.only.split(",")]
+    rows: list[dict[str, Any]] = []
+    for block_bytes in (int(x) << 10 for x in args.block_kib.split(",")):
+        for blocks in map(int, args.blocks.split(",")):
+            progress.step(f"{blocks} blocks of {block_bytes >> 10} KiB")
+            room = max(blocks * 5 // 4, (args.cache_mib << 20) // block_bytes)
+            case = _Case(blocks, block_bytes, room)
+            seconds: list[dict[str, float]] = run_async(_measure(case, ways, args.rounds))
+            rates = [{n: blocks * block_bytes / s / 1e9 for n, s in x.items()} for x in seconds]
+            for way, found in compare(rates, MEMCPY, f"{blocks}/{block_bytes}").items():
+                ratio = found.ratio
+                rows.append(
+                    {
+                        "transport": way,
+                        "blocks": blocks,
+                        "block_bytes": block_bytes,
+                        "gb_per_s": found.median.value,
+                        "ratio_to_memcpy": 1.0 if ratio is None else ratio.value,
+                    }
+                )
+    return rows, ["medians of rounds; the ratio is to memcpy of the same blocks in the same round"]
+
+
+async def _measure(case: _Case, ways: list[str], rounds: int) -> list[dict[str, float]]:
+    numbers = iter(range(1, 1_000_000))
+    sides = {role: _Side(role, case) for role in (PRODUCER, CONSUMER)}
+    try:
+        for way in ways:
+            address = sides[PRODUCER].call("open", way, None)
+            sides[CONSUMER].call("open", way, address)
+
+        async def measure(way: str, number: int) -> float:
+            trip = next(numbers)
+            for side in sides.values():
+                side.call("arm", way, trip)
+            for side in sides.values():
+                side.ask("go", way, trip)
+            answers = [side.answer() for side in sides.values()]
+            if number < 0 and way != MEMCPY:  # the warm-up round
+                wrong = sides[CONSUMER].call("check", way, trip)
+                if wrong:
+                    raise BenchError(f"{way}: {wrong} of {case.blocks} blocks are wrong")
+            return next(float(x) for x in answers if x is not None)
+
+        return [found async for _, found in alternate(ways, rounds, measure)]
+    finally:
+        for side in sides.values():
+            side.stop()
+
+
+class _Side:
+    """The parent's handle on one process."""
+
+    def __init__(self, role: str, case: _Case) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._role = role
+        self._process = context.Process(target=_serve, args=(theirs, role, case), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, method: str, *arguments: object) -> None:
+        self._pipe.send((method, arguments))
+
+    def answer(self) -> Any:
+        try:
+            if not self._pipe.poll(2 * ARRIVAL_S):
+                raise BenchError(f"the {self._role} did not answer")
+            result, error = self._pipe.recv()
+        except EOFError:
+            raise BenchError(f"the {self._role} ended") from None
+        if error is not None:
+            raise BenchError(f"{self._role}: {error}")
+        return result
+
+    def call(self, method: str, *arguments: object) -> Any:
+        self.ask(method, *arguments)
+        return self.answer()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection, role: str, case: _Case) -> None:
+    """Answer (method, arguments) with (result, error) until the parent ends us."""
+    end = _End(role, case)
+    while True:
+        method, arguments = pipe.recv()
+        try:
+            pipe.send((getattr(end, method)(*arguments), None))
+        except Exception as error:  # noqa: BLE001 - the parent reports it
+            pipe.send((None, f"{method}: {type(error).__name__}: {error}"))
+
+
+def _compiled_copy() -> Any:
+    """Compile memcpy without Python between the blocks. Raises BenchError."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise BenchError("memcpy needs a C compiler, cc")
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "copy.c"), Path(folder, "copy.so")
+        source.write_text(_COPY, encoding="ascii")
+        options = ["-O2", "-shared", "-fPIC"]
+        subprocess.run([compiler, *options, "-o", str(library), str(source)], check=True)
+        function = ctypes.CDLL(str(library)).copy_blocks
+    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t] * 2
+    function.restype = None
+    return function
+
+
+class _Watched(WorkerHalf):
+    """Sets `over` when a transfer may have ended; vLLM asks after each step instead."""
+
+    def __init__(self, way: str, instance_id: str) -> None:
+        transport, digest = WAYS[way]
+        settings = KvSettings(transports=(transport,), digest=digest)
+        super().__init__(settings, instance_id, make(settings))
+        self.over = threading.Event()
+        self.wake_with(self.over.set)
+
+
+class _End:
+    """One process: a cache in shared memory, and a worker half for each way."""
+
+    def __init__(self, role: str, case: _Case) -> None:
+        self._role, self._case = role, case
+        size = case.num_blocks * case.block_bytes
+        self._memory = SharedMemory("pdserve-bench-kv")
+        self._memory.grow(size)
+        self._map = mmap.mmap(self._memory.fd, size)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        prefault(self._address, size)
+        words = np.frombuffer(self._map, np.uint64)
+        words[:] = np.arange(len(words)) if role == PRODUCER else np.iinfo(np.uint64).max
+        self._blocks = words.reshape(case.num_blocks, -1)
+        self._source = np.arange(len(words), dtype=np.uint64).reshape(case.num_blocks, -1)
+        self._copy_blocks = _compiled_copy() if role == CONSUMER else None
+        self._geometry = KvGeometry(1, case.num_blocks, case.block_bytes, size, case.block_bytes)
+        self._halves: dict[str, _Watched] = {}
+        self._peers: dict[str, Any] = {}
+
+    def open(self, way: str, peer: Any) -> Any:
+        """Return our address. `peer` is the producer's, None there."""
+        if way == MEMCPY:
+            return None
+        half = self._halves[way] = _Watched(way, self._role)
+        region = KvRegion(self._address, self._memory.size, self._geometry)
+        # One token a block: the content of a token does not matter here.
+        half.register(
+            LocalKv(region, self._memory),
+            Identity(self._role, "bench"),
+            Shard(1, self._geometry.page_bytes, 1),
+        )
+        self._peers[way] = peer
+        return half.address
+
+    def _ids(self, trip: int, role: str) -> list[int]:
+        """Scattered blocks, others for every trip."""
+        blocks = range(self._case.num_blocks)
+        return random.Random(f"{role} {trip}").sample(blocks, self._case.blocks)
+
+    def arm(self, way: str, trip: int) -> None:
+        """Do everything that is not measured."""
+        if way == MEMCPY or self._role == CONSUMER:
+            return
+        half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, PRODUCER)
+        half.over.clear()
+        half.before_step(StepMetadata(expected=[SourceExpected(name, name)]))
+        half.after_step(StepMetadata(progress=[SourceProgress(name, ids, len(ids))]))
+        half.before_step(StepMetadata(ended=[SourceEnded(name, (1,), held=True)]))
+
+    def go(self, way: str, trip: int) -> float | None:
+        """Move the blocks; the consumer returns the seconds."""
+        if way == MEMCPY:
+            return self._copy(trip) if self._role == CONSUMER else None
+        if self._role == CONSUMER:
+            return self._receive(self._halves[way], way, f"t{trip}", self._ids(trip, CONSUMER))
+        half = self._halves[way]
+        while f"t{trip}" not in half.take_results()[0]:
+            if not half.over.wait(ARRIVAL_S):
+                raise KvTransferError("no acknowledgement")
+            half.over.clear()
+        return None
+
+    def _copy(self, trip: int) -> float:
+        assert self._copy_blocks is not None
+        to_ids, from_ids = (np.array(self._ids(trip, x), np.uint64) for x in (CONSUMER, PRODUCER))
+        places = (self._address, self._source.ctypes.data, to_ids.ctypes.data, from_ids.ctypes.data)
+        begun = time.perf_counter()
+        self._copy_blocks(*places, len(to_ids), self._case.block_bytes)
+        return time.perf_counter() - begun
+
+    def _receive(self, half: _Watched, way: str, name: str, ids: list[int]) -> float:
+        half.over.clear()
+        start = TargetStart(name, name, (self._peers[way],), PRODUCER, 0, len(ids), ids)
+        begun = time.perf_counter()
+        half.before_step(StepMetadata(starts=[start]))
+        arrived = half.over.wait(ARRIVAL_S)
+        seconds = time.perf_counter() - begun
+        half.take_results()
+        output = half.take_output()
+        if not arrived or output is None or name not in output.arrivals:
+            raise KvTransferError(f"{name} did not arrive: {output and output.failures}")
+        used = output.arrivals[name].report.transport
+        if used != WAYS[way][0]:
+            raise KvTransferError(f"{used} was used instead of {WAYS[way][0]}")
+        return seconds
+
+    def check(self, _way: str, trip: int) -> int:
+        """Return the number of blocks that are not what the producer has."""
+        wrong = 0
+        for there, here in zip(self._ids(trip, PRODUCER), self._ids(trip, CONSUMER), strict=True):
+            wrong += not np.array_equal(self._blocks[here], self._source[there])
+        return wrong
