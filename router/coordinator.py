@@ -32,7 +32,7 @@ from router.retry_budget import RetryBudget
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdserve.tracing import Tracing
+    from pdserve.telemetry import Tracing
     from pdserve.types import GenerateRequest, ModelInfo
     from router.admission.tenants import Tenants
     from router.answer import AnswerBuffer, BufferLimits, Out

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Cancelled, PdserveError
-from pdserve.tracing import UNTRACED
+from pdserve.telemetry import UNTRACED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from pdserve.tracing import Span, Tracing
+    from pdserve.telemetry import Span, Tracing
     from pdserve.types import GenerateRequest
     from router.answer import AnswerBuffer
     from router.releases import Releases

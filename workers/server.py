@@ -19,7 +19,7 @@ from pdserve.access.guard import Party, make_guard
 from pdserve.access.tls import dialer, server_context, server_credentials
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.http_server import HttpServer, bind
-from pdserve.tracing import open_tracing
+from pdserve.telemetry import open_tracing
 from pdserve.types import Role, WorkerInfo
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.snapshot import KvState
     from pdserve.access.guard import Guard
-    from pdserve.tracing import Span, Tracing
+    from pdserve.telemetry import Span, Tracing
     from pdserve.types import KvLedger, KvReport, PhaseReport, StreamDelta, WorkerLoad
     from workers.cache_feed import CacheWatcher
     from workers.engine import Engine, EngineInfo

@@ -1,0 +1,134 @@
+"""Spans of one process, exported by OpenTelemetry. The SDK is imported only if tracing is on.
+
+A request is one trace over the processes that work on it. Its context travels as W3C Trace Context:
+from the client in the header or metadata `traceparent`, to workers in `Submit.traceparent`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from opentelemetry import trace
+    from opentelemetry.context import Context
+
+    from pdserve.errors import PdserveError
+    from pdserve.types import ErrorInfo
+
+    Attributes = Mapping[str, str | int]
+
+TRACEPARENT = "traceparent"
+# Tells a worker that its router traces, but not this request: a context that is not sampled.
+UNTRACED = f"00-{'f' * 32}-{'f' * 16}-00"
+_EXPORT_TIMEOUT_S = 3.0
+_NS = 1_000_000_000
+
+
+class Span:
+    """A span of this process, with its phases as children."""
+
+    __slots__ = ("_context", "_span", "_start_ns", "_tracer", "traceparent")
+
+    def __init__(
+        self, tracer: trace.Tracer, name: str, parent: Context, attributes: Attributes
+    ) -> None:
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        self._tracer = tracer
+        self._start_ns = time.time_ns()
+        self._span = tracer.start_span(
+            name, parent, SpanKind.SERVER, attributes, start_time=self._start_ns
+        )
+        self._context = set_span_in_context(self._span, parent)
+        ids = self._span.get_span_context()
+        self.traceparent = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-01"
+
+    @property
+    def is_sampled(self) -> bool:
+        return self._span.is_recording()
+
+    def phase(self, name: str, start_s: float, duration_s: float) -> None:
+        """Add a child that is over, `start_s` after this span's start."""
+        now = time.time_ns()
+        start_ns = min(self._start_ns + max(0, int(start_s * _NS)), now)
+        child = self._tracer.start_span(name, self._context, start_time=start_ns)
+        child.end(min(start_ns + max(0, int(duration_s * _NS)), now))
+
+    def elapsed_s(self) -> float:
+        return (time.time_ns() - self._start_ns) / _NS
+
+    def end(self, error: PdserveError | ErrorInfo | None = None) -> None:
+        """End the span once; further calls do nothing."""
+        if not self._span.is_recording():
+            return
+        if error is not None:
+            from opentelemetry.trace import StatusCode
+
+            self._span.set_attribute("error.type", error.code)
+            self._span.set_status(StatusCode.ERROR, error.message)
+        self._span.end()
+
+
+class Tracing:
+    """Starts spans and exports them over OTLP, in a thread of the SDK.
+
+    `share` of the requests without a `traceparent` are traced. OpenTelemetry's environment
+    variables decide the rest: resource, headers, sampler (with `share` 1), and batching.
+    """
+
+    def __init__(self, endpoint: str, *, service: str, instance: str, share: float = 1.0) -> None:
+        """Raises ConfigError if OpenTelemetry is not installed."""
+        try:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+            from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+            from opentelemetry.trace.propagation import tracecontext
+        except ImportError as error:
+            raise ConfigError(
+                f"otlp_endpoint: needs `pip install pdserve[otlp]`: {error}", field="otlp_endpoint"
+            ) from error
+
+        class Ids(RandomIdGenerator):
+            """Engines seed the random generator that OpenTelemetry uses, all alike."""
+
+            _bits = random.Random().getrandbits
+
+            def generate_span_id(self) -> int:
+                return 1 + self._bits(63)
+
+            def generate_trace_id(self) -> int:
+                return 1 + self._bits(127)
+
+        resource = Resource.create({"service.name": service, "service.instance.id": instance})
+        sampler = None if share == 1.0 else ParentBasedTraceIdRatio(share)
+        self._provider = TracerProvider(sampler=sampler, resource=resource, id_generator=Ids())
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("pdserve")
+        self._extract = tracecontext.TraceContextTextMapPropagator().extract
+
+    def begin(self, name: str, traceparent: str, attributes: Attributes) -> Span | None:
+        """Start a span under `traceparent`, or a new trace. Return None if it is not sampled."""
+        parent = self._extract({TRACEPARENT: traceparent})
+        span = Span(self._tracer, name, parent, attributes)
+        return span if span.is_sampled else None
+
+    def close(self) -> None:
+        """Export what waits, within a few seconds. Blocks."""
+        self._provider.shutdown()
+
+
+def open_tracing(
+    endpoint: str, *, service: str, instance: str, share: float = 1.0
+) -> Tracing | None:
+    """Return None if no endpoint is configured. Raises ConfigError as Tracing does."""
+    return Tracing(endpoint, service=service, instance=instance, share=share) if endpoint else None
