@@ -17,7 +17,7 @@ from pdserve.access.guard import Party, guards
 from pdserve.access.tls import dialer, http_context, server_credentials
 from pdserve.errors import ConfigError
 from pdserve.http_server import HttpServer, bind, connection_limit
-from pdserve.task_metrics import watch_tasks
+from pdserve.metrics import watch_tasks
 from pdserve.telemetry import open_tracing
 from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server

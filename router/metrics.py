@@ -1,218 +1,133 @@
-"""The router's Prometheus metrics, in a registry of their own.
+"""The router's Prometheus metrics.
 
-A request is observed once, at its end, the gaps between tokens once a frame: nothing here is on the
-path of a token. Workers are counted
-when the metrics are read.
+A request is observed once, at its end. Workers are counted when metrics are read.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Tally
+from functools import cache
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from pdserve.kv_metrics import KvCollector
-from router.counts import Counts
-from router.histograms import Histograms
+from pdserve.metrics import KvCollector
 from router.prefix import PrefixMetrics
 from router.roles.metrics import RoleMetrics
-from router.tenant_metrics import TenantMetrics
 from router.token_gaps import BOUNDS_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pdserve.errors import PdserveError
-    from pdserve.kv_metrics import Labelled
+    from pdserve.metrics import Labelled
     from pdserve.types import Receipt, Usage
+    from router.admission import Tenants
     from router.cost.book import CostBook
-    from router.counts import Count
-    from router.histograms import Histogram
     from router.pool import WorkerPool
+    from router.token_gaps import TokenGaps
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
+_RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+# Name without "pdserve_", what it counts, labels.
+_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("requests", "Requests by how they ended.", "model outcome"),
+    ("refusals", "Requests refused before any work.", "model code reason"),
+    ("fallbacks", "Retries of requests.", "model step reason"),
+    ("continuations", "Answers that continued on another worker, by origin of KV.", "model from"),
+    ("prompt_tokens", "Prompt tokens of answered requests.", "model"),
+    ("cached_tokens", "Prompt tokens of answered requests that were cached.", "model"),
+    ("generation_tokens", "Tokens generated for answered requests.", "model"),
+    ("kv_transfer_bytes", "KV bytes moved.", "model"),
+    ("pair_probes", "Active health checks of pairs of workers.", "model outcome"),
+    ("worker_probes", "Active health checks of single workers.", "model outcome"),
+    ("tenant_answers", "Requests answered in full.", "tenant"),
+    ("tenant_tokens", "Tokens of answered requests.", "tenant kind"),
+    ("tenant_refusals", "Requests refused before any work.", "tenant code reason"),
+)
+# The same, and the buckets.
+_HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
+    ("time_to_first_token_seconds", "From arrival to the first token.", "model", _SECONDS),
+    ("time_per_output_token_seconds", "Mean gap between tokens.", "model", BOUNDS_S),
+    ("e2e_request_seconds", "From arrival to the last token.", "model", _SECONDS),
+    ("request_queue_seconds", "Waiting in router and worker.", "model", _SECONDS),
+    ("request_prefill_seconds", "Prefill.", "model", _SECONDS),
+    ("request_decode_seconds", "Decode.", "model", _SECONDS),
+    ("kv_transfer_seconds", "KV transfer, from subscription to last byte.", "model", _SECONDS),
+    ("kv_transfer_exposed_seconds", "KV transfer after prefill ended.", "model", _SECONDS),
+    ("role_change_seconds", "From request to first placement.", "model role outcome", _SECONDS),
+    ("prediction_ratio", "Predicted over actual.", "model what", _RATIOS),
+)
 _LOADS = (
     ("num_running_reqs", "Requests that a worker's engine computes."),
     ("num_waiting_reqs", "Requests that wait in a worker's engine."),
-    ("kv_cache_usage", "The share of a worker's KV cache that is in use, from 0 to 1."),
+    ("kv_cache_usage", "Used share of a worker's KV cache, from 0 to 1."),
 )
-_RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-
-
-class _Workers(Collector):
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        tally = Tally(
-            (m.info.model.name, m.info.role.value, m.state.value)
-            for m in self._pool.members.values()
-        )
-        family = GaugeMetricFamily(
-            "pdserve_workers",
-            "Workers by model, role and state.",
-            labels=("model", "role", "state"),
-        )
-        for labels, count in sorted(tally.items()):
-            family.add_metric(labels, count)
-        yield family
-
-
-class _Loads(Collector):
-    """What each worker last said of its engine; nothing of one that has not."""
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        members = [m for m in self._pool.members.values() if m.load is not None and not m.lost]
-        for name, text in _LOADS:
-            family = GaugeMetricFamily(
-                f"pdserve_worker_{name}", text, labels=("model", "role", "worker")
-            )
-            for m in members:
-                labels = (m.info.model.name, m.info.role.value, m.worker_id)
-                family.add_metric(labels, getattr(m.load, name))
-            yield family
-
-
-class _Goodput(Collector):
-    """Only of the models that it is known of."""
-
-    def __init__(self, costs: CostBook, pool: WorkerPool) -> None:
-        self._costs = costs
-        self._pool = pool
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(
-            "pdserve_pd_goodput_ratio",
-            "Goodput with prefill apart over that of as many aggregated workers, as modelled.",
-            labels=("model",),
-        )
-        for model in sorted(self._pool.models()):
-            ratio = self._costs.reading(model).ratio
-            if ratio is not None:
-                family.add_metric((model,), ratio)
-        yield family
-
-
-def _kv_reports(pool: WorkerPool) -> Iterator[Labelled]:
-    """As old as the workers' last renewals."""
-    for member in pool.members.values():
-        if member.kv is not None and not member.lost:
-            yield member.info, member.kv
 
 
 class RouterMetrics:
-    """Owns the registry; the coordinator observes, `/metrics` renders. A metric is held as the
-    function from labels to what counts under them: to ask the library costs more than to count."""
+    """All metrics of one router. `render` returns what Prometheus reads."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.prefix = PrefixMetrics(self.registry)
-        self.tenants = TenantMetrics(self.registry)
-        self.roles = RoleMetrics(self.registry)
-        self._ttft = self._seconds("time_to_first_token", "From arrival to the first token.")
-        self._tpot = self._seconds(
-            "time_per_output_token", "Mean gap between tokens after the first.", BOUNDS_S
-        )
-        self._e2e = self._seconds("e2e_request", "From arrival to the last token.")
-        self._queue = self._seconds("request_queue", "Waiting, in router and worker.")
-        self._prefill = self._seconds("request_prefill", "Computing the prompt.")
-        self._decode = self._seconds("request_decode", "Decoding.")
-        self._transfer = self._seconds("kv_transfer", "Moving KV from grant to last byte.")
-        self._exposed = self._seconds("kv_transfer_exposed", "Moving KV after prefill had ended.")
-        self._canaries = self._counter(
-            "pair_canaries", "Requests of the router's own over pairs of workers.", "outcome"
-        )
-        self._worker_canaries = self._counter(
-            "worker_canaries",
-            "Requests of the router's own to workers that got no work.",
-            "outcome",
-        )
-        self._flips = self._histogram(
-            "role_change_seconds",
-            "From asking for a worker's other role until it was given work again.",
-            _SECONDS,
-            *("role", "outcome"),
-        )
-        self._predictions = self._histogram(
-            "prediction_ratio",
-            "Predicted over actual: of ttft, prefill, transfer (its exposed part) and itl.",
-            _RATIOS,
-            "what",
-        )
-        self._requests = self._counter("requests", "Requests by how they ended.", "outcome")
-        self._refusals = self._counter(
-            "refusals", "Requests refused before any work.", "code", "reason"
-        )
-        self._fallbacks = self._counter("fallbacks", "Fallbacks used.", "step", "reason")
-        self._continuations = self._counter(
-            "continuations",
-            "Answers that went on elsewhere after some tokens, by where their KV is from.",
-            "from",
-        )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens answered.")
-        self._cached_tokens = self._counter("cached_tokens", "Prompt tokens with KV at hand.")
-        self._generated_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._transfer_bytes = self._counter("kv_transfer_bytes", "KV bytes moved.")
+        self.registry = registry = CollectorRegistry()
+        self.prefix = PrefixMetrics(registry)
+        self.roles = RoleMetrics(registry)
+        # Cached: finding a labelled child costs more than counting.
+        self._count: dict[str, Callable[..., Counter]] = {
+            name: cache(Counter(f"pdserve_{name}", text, labels.split(), registry=registry).labels)
+            for name, text, labels in _COUNTERS
+        }
+        self._histogram: dict[str, Callable[..., Histogram]] = {
+            name: cache(
+                Histogram(
+                    f"pdserve_{name}", text, labels.split(), buckets=buckets, registry=registry
+                ).labels
+            )
+            for name, text, labels, buckets in _HISTOGRAMS
+        }
+        self.tenants = TenantMetrics(self._count, registry)
 
-    def _seconds(
-        self, name: str, text: str, bounds: tuple[float, ...] = _SECONDS
-    ) -> Callable[..., Histogram]:
-        return self._histogram(f"{name}_seconds", text, bounds)
-
-    def _histogram(
-        self, name: str, text: str, bounds: tuple[float, ...], *labels: str
-    ) -> Callable[..., Histogram]:
-        metric = Histograms(f"pdserve_{name}", text, ("model", *labels), bounds)
-        self.registry.register(metric)
-        return metric.of
-
-    def _counter(self, name: str, text: str, *labels: str) -> Callable[..., Count]:
-        metric = Counts(f"pdserve_{name}", text, ("model", *labels))
-        self.registry.register(metric)
-        return metric.of
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
 
     def watch_pool(self, pool: WorkerPool) -> None:
-        """Report the pool's members from now on."""
+        """Report workers, their load and their KV planes."""
         self.registry.register(_Workers(pool))
         self.registry.register(_Loads(pool))
         self.registry.register(KvCollector(lambda: _kv_reports(pool)))
 
-    def watch_gaps(self, gaps: Histograms) -> None:
-        """Report the gaps between tokens from now on."""
+    def watch_gaps(self, gaps: TokenGaps) -> None:
         self.registry.register(gaps)
 
     def watch_costs(self, costs: CostBook, pool: WorkerPool) -> None:
-        """Report whether prefill apart helps, from now on."""
+        """Report whether disaggregation is expected to help."""
         self.registry.register(_Goodput(costs, pool))
 
     def watch_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Report `read()` as the gauge `pdserve_<name>` from now on."""
+        """Report `read()` as the gauge `pdserve_<name>`."""
         Gauge(f"pdserve_{name}", text, registry=self.registry).set_function(read)
 
     def refused(self, model: str, error: PdserveError) -> None:
         """A request ended before anything was sent to a worker."""
-        self._refusals(model, error.code, error.reason).inc()
+        self._count["refusals"](model, error.code, error.reason).inc()
 
     def ended(self, model: str, outcome: str) -> None:
-        """A started request ended: `outcome` is its finish reason or its error's code."""
-        self._requests(model, outcome).inc()
+        """A request ended. `outcome` is its finish reason or its error's code."""
+        self._count["requests"](model, outcome).inc()
 
     def fell_back(self, model: str, step: str, reason: str) -> None:
-        """A request goes on elsewhere, or not at all."""
-        self._fallbacks(model, step, reason).inc()
+        """A request is retried, or fails after retries."""
+        self._count["fallbacks"](model, step, reason).inc()
 
     def continued(self, model: str, source: str) -> None:
-        """An answer with tokens goes on elsewhere, from `source`: "live_kv" or "prefill"."""
-        self._continuations(model, source).inc()
+        """An answer with tokens continues elsewhere, with "live_kv" or after "prefill"."""
+        self._count["continuations"](model, source).inc()
 
     def answered(
         self,
@@ -224,41 +139,132 @@ class RouterMetrics:
         e2e_s: float,
         longest: int | None = None,
     ) -> None:
-        """A request was answered in full; `longest` are the tokens of the longest answer, where
-        there are several."""
+        """A request was answered in full. `longest` is the length of the longest of n answers."""
+        count, seconds = self._count, self._histogram
+        seconds["time_to_first_token_seconds"](model).observe(ttft_s)
+        seconds["e2e_request_seconds"](model).observe(e2e_s)
         tokens = longest or usage.completion_tokens
-        self._ttft(model).observe(ttft_s)
-        self._e2e(model).observe(e2e_s)
         if tokens > 1:
             gap_s = (e2e_s - ttft_s) / (tokens - 1)
-            self._tpot(model).observe(gap_s)
-        self._queue(model).observe(receipt.queue_s)
-        self._prefill(model).observe(receipt.prefill_s)
-        self._decode(model).observe(receipt.decode_s)
+            seconds["time_per_output_token_seconds"](model).observe(gap_s)
+        seconds["request_queue_seconds"](model).observe(receipt.queue_s)
+        seconds["request_prefill_seconds"](model).observe(receipt.prefill_s)
+        seconds["request_decode_seconds"](model).observe(receipt.decode_s)
         if receipt.transport:
-            self._transfer(model).observe(receipt.transfer_s)
-            self._exposed(model).observe(receipt.exposed_transfer_s)
-            self._transfer_bytes(model).inc(receipt.transfer_bytes)
-        self._prompt_tokens(model).inc(usage.prompt_tokens)
-        self._cached_tokens(model).inc(usage.cached_tokens)
-        self._generated_tokens(model).inc(usage.completion_tokens)
+            seconds["kv_transfer_seconds"](model).observe(receipt.transfer_s)
+            seconds["kv_transfer_exposed_seconds"](model).observe(receipt.exposed_transfer_s)
+            count["kv_transfer_bytes"](model).inc(receipt.transfer_bytes)
+        count["prompt_tokens"](model).inc(usage.prompt_tokens)
+        count["cached_tokens"](model).inc(usage.cached_tokens)
+        count["generation_tokens"](model).inc(usage.completion_tokens)
 
     def predicted(self, model: str, what: str, ratio: float) -> None:
-        """What was predicted, over what came."""
-        self._predictions(model, what).observe(ratio)
+        """Compare a prediction of ttft, prefill, transfer or itl with what happened."""
+        self._histogram["prediction_ratio"](model, what).observe(ratio)
 
     def canary(self, model: str, outcome: str) -> None:
-        """A pair of workers was tried by a request of the router's own."""
-        self._canaries(model, outcome).inc()
+        """A pair of workers was probed."""
+        self._count["pair_probes"](model, outcome).inc()
 
     def worker_canary(self, model: str, outcome: str) -> None:
-        """A worker that got no work was tried by a request of the router's own."""
-        self._worker_canaries(model, outcome).inc()
+        """A worker was probed."""
+        self._count["worker_probes"](model, outcome).inc()
 
     def flipped(self, model: str, role: str, outcome: str, seconds: float) -> None:
-        """A worker was to become a `role` worker."""
-        self._flips(model, role, outcome).observe(seconds)
+        """A worker's role was to change to `role`."""
+        self._histogram["role_change_seconds"](model, role, outcome).observe(seconds)
 
-    def render(self) -> bytes:
-        """The text that Prometheus reads, of type CONTENT_TYPE."""
-        return generate_latest(self.registry)
+
+class TenantMetrics:
+    """Metrics by tenant. Requests without a tenant are not counted."""
+
+    def __init__(
+        self, count: dict[str, Callable[..., Counter]], registry: CollectorRegistry
+    ) -> None:
+        self._count = count
+        self._registry = registry
+
+    def watch(self, tenants: Tenants) -> None:
+        self._registry.register(_OpenByTenant(tenants))
+
+    def answered(self, tenant: str, usage: Usage) -> None:
+        if tenant:
+            self._count["tenant_answers"](tenant).inc()
+            self._count["tenant_tokens"](tenant, "prompt").inc(usage.prompt_tokens)
+            self._count["tenant_tokens"](tenant, "generated").inc(usage.completion_tokens)
+
+    def refused(self, tenant: str, error: PdserveError) -> None:
+        if tenant:
+            self._count["tenant_refusals"](tenant, error.code, error.reason).inc()
+
+
+class _OpenByTenant(Collector):
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "pdserve_tenant_requests_open", "Requests waiting and running.", labels=("tenant",)
+        )
+        for name in self._tenants.names():
+            family.add_metric((name,), self._tenants.concurrent(name))
+        yield family
+
+
+class _Workers(Collector):
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        labels = ("model", "role", "state")
+        family = GaugeMetricFamily("pdserve_workers", "Registered workers.", labels=labels)
+        tally = Tally(
+            (m.info.model.name, m.info.role.value, m.state.value)
+            for m in self._pool.members.values()
+        )
+        for values, count in sorted(tally.items()):
+            family.add_metric(values, count)
+        yield family
+
+
+class _Loads(Collector):
+    """The load that each worker last reported."""
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        members = [m for m in self._pool.members.values() if m.load is not None and not m.lost]
+        for name, text in _LOADS:
+            labels = ("model", "role", "worker")
+            family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=labels)
+            for m in members:
+                values = (m.info.model.name, m.info.role.value, m.worker_id)
+                family.add_metric(values, getattr(m.load, name))
+            yield family
+
+
+class _Goodput(Collector):
+    """Of the models that enough was measured of."""
+
+    def __init__(self, costs: CostBook, pool: WorkerPool) -> None:
+        self._costs = costs
+        self._pool = pool
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "pdserve_pd_goodput_ratio",
+            "Predicted goodput with disaggregation over that of as many aggregated workers.",
+            labels=("model",),
+        )
+        for model in sorted(self._pool.models()):
+            ratio = self._costs.reading(model).ratio
+            if ratio is not None:
+                family.add_metric((model,), ratio)
+        yield family
+
+
+def _kv_reports(pool: WorkerPool) -> Iterator[Labelled]:
+    for member in pool.members.values():
+        if member.kv is not None and not member.lost:
+            yield member.info, member.kv

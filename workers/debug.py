@@ -12,14 +12,15 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
 
-from pdserve.kv_metrics import CONTENT_TYPE, KvMetrics
+from pdserve.metrics import CONTENT_TYPE, KvCollector, watch_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kv_transfer.snapshot import KvSnapshot
-    from pdserve.kv_metrics import Labelled
+    from pdserve.metrics import Labelled
     from pdserve.types import WorkerInfo
     from workers.service import WorkerService
 
@@ -36,7 +37,9 @@ class DebugApp:
     def __init__(self, worker: WorkerService, describe: Callable[[], WorkerInfo]) -> None:
         self._worker = worker
         self._describe = describe
-        self._metrics = KvMetrics(self._reports)
+        self._registry = CollectorRegistry()
+        self._registry.register(KvCollector(self._reports))
+        watch_tasks(self._registry)
         self._routes: dict[str, Callable[[], Answer]] = {
             "/debug/kv": self._kv,
             "/metrics": self._render,
@@ -64,7 +67,7 @@ class DebugApp:
         return _json(200, {"status": "draining" if self._worker.is_draining else "ok"})
 
     def _render(self) -> Answer:
-        return 200, CONTENT_TYPE, self._metrics.render()
+        return 200, CONTENT_TYPE, generate_latest(self._registry)
 
     def _reports(self) -> Iterator[Labelled]:
         report = self._worker.kv_report()

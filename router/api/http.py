@@ -19,7 +19,7 @@ from pdserve.errors import (
     RequestTooLarge,
     wait_s,
 )
-from pdserve.kv_metrics import CONTENT_TYPE
+from pdserve.metrics import CONTENT_TYPE
 from router.api import openai
 from router.api.auth import EVERYONE
 from router.api.preprocess import check_request_id, new_request_id

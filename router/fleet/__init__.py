@@ -17,7 +17,7 @@ from router.breaker import BreakerLimits
 from router.fleet.connection import WorkerConnection, connect_over_tcp
 from router.pool import CloseLink, OpenLink, WorkerPool
 from router.quarantine import Quarantine
-from router.token_gaps import token_gaps
+from router.token_gaps import TokenGaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -67,7 +67,7 @@ class Fleet:
         self._attention = Attention(clock)
         self._links: dict[Member, WorkerConnection] = {}
         # They outlive the members, for a count must not fall.
-        self.gaps = token_gaps()
+        self.gaps = TokenGaps()
         self._closing: set[asyncio.Task[None]] = set()
         self._subscribers: list[Callable[[], None]] = []
         self._on_moving: list[Callable[[Member, bool], None]] = []

@@ -17,8 +17,7 @@ from pdserve import framing, rpc, wire
 from pdserve.cost_wire import moments_from_pb
 from pdserve.errors import InvalidRequest, Overloaded, PdserveError, WorkerFailed, from_info
 from pdserve.v1 import worker_pb2 as w
-from router.histograms import Histogram
-from router.token_gaps import BOUNDS_S, Pace
+from router.token_gaps import Gaps, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -97,11 +96,11 @@ class WorkerConnection:
         connect: Connect,
         token: str = "",
         settings: ConnectionSettings | None = None,
-        gaps: Histogram | None = None,
+        gaps: Gaps | None = None,
     ) -> None:
         """`gaps` records the time between the tokens of a request."""
         self._member = member
-        self._pace = Pace(gaps or Histogram(BOUNDS_S))
+        self._pace = Pace(gaps or Gaps())
         self._hello = w.Hello(router_id=router_id, instance_id=member.info.instance_id, token=token)
         self._observer = observer
         self._connect = connect

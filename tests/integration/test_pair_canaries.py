@@ -50,7 +50,7 @@ async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
         whole, _ = await cluster.canaries()
         assert whole >= 1
         lines = coordinator.metrics.render().decode().splitlines()
-        counted = [x for x in lines if x.startswith("pdserve_pair_canaries_total{")]
+        counted = [x for x in lines if x.startswith("pdserve_pair_probes_total{")]
         assert [float(x.split()[-1]) for x in counted if 'outcome="whole"' in x] == [whole]
 
 
@@ -74,8 +74,7 @@ async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
             await cluster.until(lambda: not member.suspended)
         lines = coordinator.metrics.render().decode().splitlines()
         assert any(
-            x.startswith("pdserve_worker_canaries_total{") and 'outcome="failed"' in x
-            for x in lines
+            x.startswith("pdserve_worker_probes_total{") and 'outcome="failed"' in x for x in lines
         )
 
 

@@ -330,4 +330,4 @@ async def test_a_router_moves_workers_after_the_load_and_loses_nothing(
     for role in ("decode", "prefill"):
         labels = {"model": "tiny", "role": role, "outcome": "done"}
         registry = router.coordinator.metrics.registry
-        assert registry.get_sample_value("pdserve_role_flip_seconds_count", labels) == 1
+        assert registry.get_sample_value("pdserve_role_change_seconds_count", labels) == 1

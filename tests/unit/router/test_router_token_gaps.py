@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.token_gaps import Pace, token_gaps
-
-if TYPE_CHECKING:
-    from router.histograms import Histograms
+from router.token_gaps import Pace, TokenGaps
 
 
-def rendered(gaps: Histograms) -> dict[str, float]:
+def rendered(gaps: TokenGaps) -> dict[str, float]:
     registry = CollectorRegistry()
     registry.register(gaps)
     lines = generate_latest(registry).decode().splitlines()
@@ -22,7 +17,7 @@ def rendered(gaps: Histograms) -> dict[str, float]:
 
 
 def test_a_frame_counts_a_gap_for_each_token_that_follows_one() -> None:
-    gaps = token_gaps()
+    gaps = TokenGaps()
     pace = Pace(gaps.of("demo"))
     pace.took(10.0, 2)
     pace.took(10.009, 3)  # one began with it
@@ -37,7 +32,7 @@ def test_a_frame_counts_a_gap_for_each_token_that_follows_one() -> None:
 
 
 def test_a_worker_that_rested_begins_anew_and_two_workers_are_added_up() -> None:
-    gaps = token_gaps().of("demo")
+    gaps = TokenGaps().of("demo")
     one, other = Pace(gaps), Pace(gaps)
     one.took(0.0, 1)
     one.rest()

@@ -1,16 +1,14 @@
-"""The KV plane of workers as Prometheus metrics. The router shows those of all its workers, a
-worker its own, under the same names."""
+"""Prometheus metrics of KV planes and event loops, the same at routers and workers."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
-
-from pdserve.task_metrics import watch_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -28,41 +26,41 @@ _LABELS = ("model", "role", "worker")
 _GAUGES: tuple[tuple[str, str, Callable[[KvReport], float]], ...] = (
     (
         "pinned_blocks",
-        "Blocks pinned for transfers: in flight and leased.",
+        "Blocks pinned for transfers: in flight or leased.",
         lambda report: report.ledger.pinned_blocks,
     ),
     (
         "in_flight_blocks",
-        "Blocks granted to a source and not yet filled.",
+        "Blocks that a transfer is filling.",
         lambda report: report.ledger.in_flight_blocks,
     ),
     (
         "leased_blocks",
-        "Blocks held for a target that has not taken them.",
+        "Blocks kept for a consumer that has not taken them.",
         lambda report: report.ledger.leased_blocks,
     ),
     ("transfers", "Transfers that hold blocks.", lambda report: report.ledger.transfers),
     (
         "quarantined_slots",
-        "Ways into this worker's memory, and staging, given up and not known to be idle.",
+        "Memory given up because a peer may still write to it.",
         lambda report: report.quarantined_slots,
     ),
     (
         "transport_bytes",
-        "Memory that transports hold beside the KV cache: staging and NCCL communicators.",
+        "Memory of transports beside the KV cache.",
         lambda report: report.held_bytes,
     ),
 )
 
 
 class KvCollector(Collector):
-    """Reads `reports` each time that it is collected."""
+    """Shows the reports of workers as they are when metrics are read."""
 
     def __init__(self, reports: Callable[[], Iterable[Labelled]]) -> None:
         self._reports = reports
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing that a registry must check for: which totals there are is the workers' to say."""
+        """Workers decide which totals there are, so a registry has nothing to check."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -91,17 +89,10 @@ class KvCollector(Collector):
             yield counter
 
 
-class KvMetrics:
-    """`KvCollector` with a registry of its own, for a worker's process; its tasks too."""
-
-    def __init__(self, reports: Callable[[], Iterable[Labelled]]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(KvCollector(reports))
-        watch_tasks(self._registry)
-
-    def render(self) -> bytes:
-        """The text that Prometheus reads, of type CONTENT_TYPE."""
-        return generate_latest(self._registry)
+def watch_tasks(registry: CollectorRegistry) -> None:
+    """Add a gauge of this event loop's open tasks, to find those that never end."""
+    gauge = Gauge("pdserve_asyncio_tasks", "Open tasks of the event loop.", registry=registry)
+    gauge.set_function(lambda: len(asyncio.all_tasks()))
 
 
 def _metric_name(total: str) -> str:
