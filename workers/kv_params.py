@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.vllm.params import SourceParams, TargetParams, TransferParams, parse
+from kv_transfer.vllm.params import ConsumerParams, ProducerParams, TransferParams, parse
 from pdserve.errors import InvalidRequest
 from pdserve.types import HandoffStyle
 from workers.engine import DecodePhase, PrefillPhase
@@ -43,12 +43,12 @@ def handle_of(params: Mapping[str, Any] | None) -> bytes:
 
 
 def _at_once(work: Work) -> dict[str, Any]:
-    part: SourceParams | TargetParams | None = None
+    part: ProducerParams | ConsumerParams | None = None
     match work.phase:
         case PrefillPhase(transfer_id):
-            part = SourceParams(transfer_id)
+            part = ProducerParams(transfer_id)
         case DecodePhase(transfer_id, addresses, instance_id, live=live):
-            part = TargetParams(transfer_id, addresses, instance_id, live=live)
+            part = ConsumerParams(transfer_id, addresses, instance_id, live=live)
     params = TransferParams(part, work.resume_token_ids).to_dict()
     parse(params)
     return params

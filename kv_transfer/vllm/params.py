@@ -1,31 +1,36 @@
-"""The typed view of `kv_transfer_params`, the dictionary by which a request tells the connector its
-part in a transfer. No torch, no vllm.
+"""`kv_transfer_params`: how a request tells the connector its part in a transfer.
 
-There are two ways to write it. Whoever joins the answers of both sides, as our router does, hands
-the first token over:
+There are two ways to write it. A router that joins the token streams of both sides, as ours does,
+hands the first token over:
 
-Prefill side: {"role": "source", "transfer_id": str}
-Decode side:  {"role": "target", "transfer_id": str, "producer_addresses": ["host:port", ...],
-"producer_instance_id": str}. The addresses are those of the source's
-tensor-parallel ranks, in their order. Either, or neither role:
-{"resume": [token, ...]}, the tokens generated elsewhere already. With that the decode side may have
-{"live": true}, where the source has decoded those tokens. Nothing else may be in it.
+    prefill: {"role": "producer", "transfer_id": str}
+    decode:  {"role": "consumer", "transfer_id": str, "producer_addresses": ["host:port", ...],
+              "producer_instance_id": str}
+    either, or neither role: {"resume": [token, ...]}, the tokens generated elsewhere already
+    decode, with `resume`:   {"live": true}, if the producer has decoded those tokens
 
-Proxies in front of `vllm serve` write vLLM's own names (docs/kv_transfer.md). There the decode side
-samples the first token again, so that its answer is whole and the prefill side's can be dropped:
+`producer_addresses` are those of the producer's tensor-parallel ranks, in their order.
 
-Prefill side: {"do_remote_decode": true}, with a "transfer_id" where the proxy makes it
-Decode side:  {"do_remote_prefill": true, "transfer_id": str, "producer_addresses": ["host:port",
-...], "producer_instance_id": str, "prompt_digest": str}, which is what the prefill side's
-answer says; the last may be left out. Keys that are null count as left out.
+Proxies in front of `vllm serve` use vLLM's own names (docs/kv_transfer.md). Then decode samples the
+first token again, so that its answer is whole and prefill's can be dropped:
+
+    prefill: {"do_remote_decode": true}, with a "transfer_id" if the proxy makes it
+    decode:  {"do_remote_prefill": true, "transfer_id": str, "producer_addresses": [...],
+              "producer_instance_id": str, "prompt_digest": str}, as prefill's answer says
+
+Keys that are null count as left out.
 """
 
 from __future__ import annotations
 
+import re
 from array import array
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from pdserve.errors import InvalidRequest
 
@@ -33,27 +38,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-MAX_TEXT = 256
-# More tensor-parallel ranks than any worker has.
-MAX_RANKS = 1024
-
-
 @dataclass(frozen=True, slots=True)
-class SourceParams:
-    """This request's KV goes to the worker that asks for `transfer_id`. With `resample` the first
-    token does not: the target samples it again. Then the id may be "", for one of our making."""
+class ProducerParams:
+    """The request's KV goes to the worker that names `transfer_id`. With `resample` the consumer
+    samples the first token again; then the id may be empty, and the connector makes one."""
 
     transfer_id: str
     resample: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class TargetParams:
-    """This request's KV and first token come from the worker whose ranks are at
-    `producer_addresses`; with `resample` the KV alone, and the token is sampled here.
-    `prompt_digest`, where given, is of the prompt that the KV is of. With `live` the source has
-    decoded as far as this request is resumed: KV comes for all before the last token, and no
-    token."""
+class ConsumerParams:
+    """The request's KV, and without `resample` its first token, come from the producer's ranks.
+
+    `prompt_digest`, if given, must be that of this request's prompt. With `live` the producer has
+    decoded as far as this request is resumed: KV comes for all tokens but the last, and no token.
+    """
 
     transfer_id: str
     producer_addresses: tuple[str, ...]
@@ -63,156 +63,129 @@ class TargetParams:
     live: bool = False
 
 
-def digest_of(prompt_token_ids: Sequence[int]) -> str:
-    """Tells prompts apart: BLAKE2b of the token ids, 128 bits in hexadecimal."""
-    return blake2b(array("I", prompt_token_ids).tobytes(), digest_size=16).hexdigest()
-
-
-_KEYS: dict[type, frozenset[str]] = {
-    type(None): frozenset({"role", "resume"}),
-    SourceParams: frozenset({"role", "resume", "transfer_id"}),
-    TargetParams: frozenset(
-        {
-            "role",
-            "resume",
-            "transfer_id",
-            "producer_addresses",
-            "producer_instance_id",
-            "prompt_digest",
-            "live",
-        },
-    ),
-}
-
-
-_VLLM_SWITCHES = frozenset({"do_remote_decode", "do_remote_prefill"})
-# vLLM's scheduler writes this into a prefill answer, and its front end reads it for the usage.
-_VLLM_NOTES = frozenset({"remote_prefill_cached_tokens"})
-
-
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """What one request asks of the connector; `part` is None where nothing moves."""
+    """What one request asks of the connector. `part` is None if no KV moves."""
 
-    part: SourceParams | TargetParams | None = None
+    part: ProducerParams | ConsumerParams | None = None
     resume: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that vLLM carries in `SamplingParams.extra_args["kv_transfer_params"]`."""
-        out: dict[str, Any] = {"resume": list(self.resume)} if self.resume else {}
+        """Return the dictionary for `SamplingParams.extra_args["kv_transfer_params"]`."""
+        out: dict[str, Any] = {"resume": list(self.resume)}
         match self.part:
-            case SourceParams(transfer_id, resample):
-                out |= {"do_remote_decode": True} if resample else {"role": "source"}
-                if transfer_id:
-                    out["transfer_id"] = transfer_id
-            case TargetParams() as part:
-                out |= {"do_remote_prefill": True} if part.resample else {"role": "target"}
+            case ProducerParams(transfer_id, resample):
+                out |= {"do_remote_decode": True} if resample else {"role": "producer"}
+                out["transfer_id"] = transfer_id
+            case ConsumerParams() as part:
+                out |= {"do_remote_prefill": True} if part.resample else {"role": "consumer"}
                 out |= {
                     "transfer_id": part.transfer_id,
                     "producer_addresses": list(part.producer_addresses),
                     "producer_instance_id": part.producer_instance_id,
+                    "prompt_digest": part.prompt_digest,
+                    "live": part.live,
                 }
-                if part.prompt_digest:
-                    out["prompt_digest"] = part.prompt_digest
-                if part.live:
-                    out["live"] = True
-        return out
+        return {key: value for key, value in out.items() if value}
 
 
-def _refuse(key: str, problem: str) -> InvalidRequest:
-    name = f"kv_transfer_params.{key}"
-    return InvalidRequest(f"{name} {problem}", field=name)
+def prompt_digest_of(prompt_token_ids: Sequence[int]) -> str:
+    """Return 128 bits of BLAKE2b of the token ids, in hexadecimal."""
+    return blake2b(array("I", prompt_token_ids).tobytes(), digest_size=16).hexdigest()
 
 
-def _text(params: Mapping[str, Any], key: str) -> str:
-    value = params.get(key)
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
-        raise _refuse(key, f"must be a string of 1 to {MAX_TEXT} characters")
-    return value
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+_Address = Annotated[str, Meta(pattern=r"^.+:[0-9]{1,5}$", max_length=256)]
+_Addresses = Annotated[list[_Address], Meta(min_length=1, max_length=1024)]
+_Token = Annotated[int, Meta(ge=0)]
 
 
-def _addresses(params: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    values = params.get(key)
-    if not isinstance(values, (list, tuple)) or not 0 < len(values) <= MAX_RANKS:
-        raise _refuse(key, f"must be a list of 1 to {MAX_RANKS} addresses")
-    if not all(_is_address(value) for value in values):
-        raise _refuse(key, "must be a list of host:port")
-    if len(set(values)) < len(values):
-        raise _refuse(key, "must name each rank once")
-    return tuple(values)
+class _Written(msgspec.Struct, forbid_unknown_fields=True):
+    """All keys that any form has."""
+
+    role: Literal["producer", "consumer"] | None = None
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    transfer_id: _Name | None = None
+    producer_addresses: _Addresses | None = None
+    producer_instance_id: _Name | None = None
+    prompt_digest: _Name | None = None
+    live: bool | None = None
+    resume: list[_Token] | None = None
+    # vLLM's scheduler writes this into a prefill answer, and its front end reads it for the usage.
+    remote_prefill_cached_tokens: Any = None
 
 
-def _is_address(value: object) -> bool:
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
-        return False
-    host, _, port = value.rpartition(":")
-    return bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 65536
-
-
-def _target(params: Mapping[str, Any], *, resample: bool) -> TargetParams:
-    return TargetParams(
-        _text(params, "transfer_id"),
-        _addresses(params, "producer_addresses"),
-        _text(params, "producer_instance_id"),
-        resample,
-        _text(params, "prompt_digest") if "prompt_digest" in params else "",
-        _flag(params, "live"),
-    )
-
-
-def _flag(params: Mapping[str, Any], key: str) -> bool:
-    value = params.get(key, False)
-    if not isinstance(value, bool):
-        raise _refuse(key, "must be true or false")
-    return value
-
-
-def _parse_vllm_names(params: Mapping[str, Any]) -> TransferParams:
-    given = {key: value for key, value in params.items() if value is not None}
-    for key in _VLLM_SWITCHES:
-        if not isinstance(given.setdefault(key, False), bool):
-            raise _refuse(key, "must be true or false")
-    part: SourceParams | TargetParams | None = None
-    if given["do_remote_decode"]:
-        if given["do_remote_prefill"]:
-            raise _refuse("do_remote_prefill", "cannot go with do_remote_decode")
-        transfer_id = _text(given, "transfer_id") if "transfer_id" in given else ""
-        part = SourceParams(transfer_id, resample=True)
-    elif given["do_remote_prefill"]:
-        part = _target(given, resample=True)
-    known = _KEYS[type(part)] - {"role", "resume", "live"}
-    _check_keys(given, known | _VLLM_SWITCHES | _VLLM_NOTES)
-    return TransferParams(part)
-
-
-def _check_keys(params: Mapping[str, Any], known: frozenset[str]) -> None:
-    for key in params:
-        if key not in known:
-            raise _refuse(str(key), "has no meaning here")
+_SWITCHES = {"do_remote_decode", "do_remote_prefill", "remote_prefill_cached_tokens"}
+_CONSUMER = {"transfer_id", "producer_addresses", "producer_instance_id"}
 
 
 def parse(params: Mapping[str, Any] | None) -> TransferParams:
-    """Reads `kv_transfer_params`; raises InvalidRequest naming the key."""
+    """Read `kv_transfer_params`. Raises InvalidRequest that names the key."""
     if params is None:
         return TransferParams()
     if not isinstance(params, dict):
         raise InvalidRequest("kv_transfer_params must be an object", field="kv_transfer_params")
-    if not _VLLM_SWITCHES.isdisjoint(params):
-        return _parse_vllm_names(params)
-    resume = params.get("resume", ())
-    if not isinstance(resume, (list, tuple)) or not all(type(x) is int and x >= 0 for x in resume):
-        raise _refuse("resume", "must be a list of token ids")
-    part: SourceParams | TargetParams | None
-    match params.get("role"):
+    try:
+        # Proxies also send nulls under names of vLLM's own connectors.
+        given = msgspec.convert({k: v for k, v in params.items() if v is not None}, _Written)
+    except msgspec.ValidationError as error:
+        # "Expected `str`, got `int` - at `$.transfer_id`", "... contains unknown field `x`"
+        found = re.search(r"at `(?:key in )?\$\.(\w+)|field `(\w+)`", str(error))
+        raise _refuse(found[1] or found[2] if found else "", str(error)) from None
+    if given.do_remote_decode is not None or given.do_remote_prefill is not None:
+        return _in_vllm_names(given)
+    resume = tuple(given.resume or ())
+    match given.role:
         case None:
-            part = None
-        case "source":
-            part = SourceParams(_text(params, "transfer_id"))
-        case "target":
-            part = _target(params, resample=False)
-            if part.live and not resume:
-                raise _refuse("live", "needs tokens to resume after")
-        case other:
-            raise _refuse("role", f"must be source or target, not {other!r}")
-    _check_keys(params, _KEYS[type(part)])
-    return TransferParams(part, tuple(resume))
+            _check(given, set(), {"resume"})
+            return TransferParams(None, resume)
+        case "producer":
+            _check(given, {"transfer_id"}, {"role", "resume"})
+            return TransferParams(ProducerParams(given.transfer_id or ""), resume)
+        case "consumer":
+            _check(given, _CONSUMER, {"role", "resume", "prompt_digest", "live"})
+            if given.live and not resume:
+                raise _refuse("live", "needs `resume`")
+            return TransferParams(_consumer(given, resample=False), resume)
+
+
+def _in_vllm_names(given: _Written) -> TransferParams:
+    if given.do_remote_decode:
+        if given.do_remote_prefill:
+            raise _refuse("do_remote_prefill", "cannot go with do_remote_decode")
+        _check(given, set(), {*_SWITCHES, "transfer_id"})
+        return TransferParams(ProducerParams(given.transfer_id or "", resample=True))
+    if given.do_remote_prefill:
+        _check(given, _CONSUMER, {*_SWITCHES, "prompt_digest"})
+        return TransferParams(_consumer(given, resample=True))
+    _check(given, set(), _SWITCHES)
+    return TransferParams()
+
+
+def _consumer(given: _Written, *, resample: bool) -> ConsumerParams:
+    addresses = tuple(given.producer_addresses or ())
+    if len(set(addresses)) < len(addresses):
+        raise _refuse("producer_addresses", "must name each rank once")
+    return ConsumerParams(
+        given.transfer_id or "",
+        addresses,
+        given.producer_instance_id or "",
+        resample,
+        given.prompt_digest or "",
+        bool(given.live),
+    )
+
+
+def _check(given: _Written, needed: set[str], allowed: set[str]) -> None:
+    for key in _Written.__struct_fields__:
+        is_given = getattr(given, key) is not None
+        if key in needed and not is_given:
+            raise _refuse(key, "is missing")
+        if is_given and key not in needed | allowed:
+            raise _refuse(key, "has no meaning here")
+
+
+def _refuse(key: str, problem: str) -> InvalidRequest:
+    name = f"kv_transfer_params.{key}" if key else "kv_transfer_params"
+    return InvalidRequest(f"{name}: {problem}", field=name)

@@ -1,12 +1,12 @@
-"""The connector's half in vLLM's scheduler process. Tried on vLLM 0.32.0.
+"""The connector's half in vLLM's scheduler process. Tried on vLLM 0.32.0 (CPU).
 
-It knows which requests take part in a transfer, reserves nothing itself (vLLM does), and keeps the
-ledger: blocks granted to a source and not yet filled, blocks held for a target and not yet
-acknowledged.
+It knows which requests take part in a transfer and keeps the ledger: blocks that a producer may
+still write to, and blocks that are held for a consumer that has not acknowledged them. vLLM itself
+reserves the blocks.
 
-The handed-over token becomes the first output token of the decode request (continuation.py). Where
-the parameters are in vLLM's own names (params.py) it is not handed over: vLLM computes the last
-prompt token again and samples.
+The first token of a decode request comes from prefill and becomes its first output token
+(continuation.py). With vLLM's own parameter names (params.py) it is not handed over: vLLM computes
+the last prompt token again and samples.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vllm.v1.request import RequestStatus
 
 from kv_transfer.vllm.continuation import Continuations
 from kv_transfer.vllm.params import (
-    SourceParams,
-    TargetParams,
+    ConsumerParams,
+    ProducerParams,
     TransferParams,
-    digest_of,
     parse,
+    prompt_digest_of,
 )
 from kv_transfer.vllm.step import (
     Arrival,
@@ -57,165 +57,161 @@ _MAX_FAILURES = 1024
 
 
 class _Load(Enum):
-    """Where a target request stands."""
+    """State of a consumer request's load."""
 
     WAITING = "waiting"  # no blocks yet
-    LOADING = "loading"  # granted; blocks are in flight
+    LOADING = "loading"  # blocks are reserved, KV is in flight
     OVER = "over"  # loaded, failed, or nothing was needed
 
 
 @dataclass(slots=True)
-class _Target:
+class _Consumer:
     request: Request
-    part: TargetParams
+    part: ConsumerParams
     load: _Load = _Load.WAITING
 
 
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    transfer_id: str
-    blocks: int  # held for the target
-
-
 @dataclass(slots=True)
-class _Source:
+class _Producer:
     request: Request
-    part: SourceParams
+    part: ProducerParams
     reported_blocks: int = -1
     is_live: bool = False  # it was decoding when its KV was asked for
 
 
-class SchedulerHalf:
-    """State: requests by their vLLM-internal id. Changed only by vLLM's calls, on one thread.
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """Blocks of an ended request that are held for the consumer."""
 
-    `instance_id` and `addresses` say where this engine's KV is reached; the addresses are those of
-    its tensor-parallel ranks, once their worker halves are up.
+    transfer_id: str
+    blocks: int
+
+
+class SchedulerHalf:
+    """Requests by vLLM's internal id. Called by vLLM, on one thread.
+
+    `addresses` are those of this engine's tensor-parallel ranks, once their worker halves are up.
     """
 
     def __init__(self, block_size: int, instance_id: str) -> None:
         self._block_size = block_size
         self._instance_id = instance_id
         self.addresses: tuple[str, ...] = ()
-        self._sources: dict[str, _Source] = {}
-        self._targets: dict[str, _Target] = {}
-        self._in_flight: dict[str, int] = {}  # request id → blocks its source may write to
-        self._leased: dict[str, _Lease] = {}  # by request id
+        self._producers: dict[str, _Producer] = {}
+        self._consumers: dict[str, _Consumer] = {}
+        self._in_flight: dict[str, int] = {}  # blocks that the producer may write to
+        self._leased: dict[str, _Lease] = {}
         self._continuations = Continuations()
         self._pending = StepMetadata()
-        self._refused: dict[str, str] = {}  # by request id, why; until vLLM lets it be said
-        self._arrivals: dict[str, Arrival] = {}  # of requests that are open, not yet taken
+        self._refused: dict[str, str] = {}  # reasons, until vLLM allows the load to fail
+        self._arrivals: dict[str, Arrival] = {}  # of open requests, not yet taken
         self._failures: dict[str, ErrorInfo] = {}
-        # Requests whose load has ended on some ranks: what came, and which of them have failed.
+        # Loads that have ended on some ranks: what came, and which of them have failed.
         self._arriving: dict[str, Arrival] = {}
-        self._broken: set[str] = set()
+        self._failed_ranks: set[str] = set()
 
     # -- what the worker process asks
 
     def take_arrivals(self) -> list[Arrival]:
-        """Handed-over tokens that came with the last steps, each once."""
+        """Return the handed-over tokens that came with the last steps, each once."""
         arrivals, self._arrivals = self._arrivals, {}
         return list(arrivals.values())
 
     def take_failure(self, request_id: str) -> ErrorInfo | None:
-        """Why the transfer of this request failed, once."""
+        """Return why this request's transfer failed, once."""
         return self._failures.pop(request_id, None)
 
     def holds(self, request_id: str) -> bool:
-        """Whether an ended request's blocks are held for its target."""
+        """Return True if an ended request's blocks are held for its consumer."""
         return request_id in self._leased
 
     def release(self, request_id: str) -> None:
-        """Gives up an ended request whose blocks are held; the next step frees them."""
+        """Free the held blocks of an ended request with the next step."""
         lease = self._leased.get(request_id)
         if lease is not None:
             self._pending.released.append(lease.transfer_id)
 
     def export(self, request: Request, transfer_id: str) -> bool:
-        """From its end on, which is to follow at once, a running request's blocks are held for
-        whoever presents `transfer_id`: with the KV of all its tokens but the last. False, with
-        nothing changed, where they do not have that."""
+        """Make a running request a producer, which the caller ends at once.
+
+        Its KV, for all tokens but the last, is then held for whoever names `transfer_id`. Return
+        False, with nothing changed, if the request is not decoding or lacks that KV.
+        """
         request_id = request.request_id
         is_computed = request.num_computed_tokens >= request.num_tokens - 1
         is_decoding = request.status == RequestStatus.RUNNING and request.num_output_tokens > 0
-        if request_id in self._sources or not (is_decoding and is_computed):
+        if request_id in self._producers or not (is_decoding and is_computed):
             return False
-        self._sources[request_id] = _Source(request, SourceParams(transfer_id), is_live=True)
+        self._producers[request_id] = _Producer(request, ProducerParams(transfer_id), is_live=True)
         self._pending.expected.append(SourceExpected(transfer_id, request_id))
         return True
 
     def ledger(self) -> KvLedger:
-        """Blocks pinned for transfers now; `engine_requests` is the engine's to fill in."""
-        in_flight = sum(self._in_flight.values())
-        leased = sum(lease.blocks for lease in self._leased.values())
+        """Return the blocks pinned for transfers; the engine fills in `engine_requests`."""
         return KvLedger(
-            in_flight_blocks=in_flight,
-            leased_blocks=leased,
+            in_flight_blocks=sum(self._in_flight.values()),
+            leased_blocks=sum(lease.blocks for lease in self._leased.values()),
             transfers=len(self._in_flight) + len(self._leased),
         )
 
     # -- vLLM's calls, in the order of a request's life
 
     def on_new_request(self, request: Request) -> None:
-        """Called as the request enters the scheduler, before anything else. Nothing may be raised
-        here: it would end the engine. What cannot be read becomes a load that fails."""
+        """Called as the request enters the scheduler. An exception here would end the engine, so
+        parameters that cannot be read become a load that fails."""
         try:
             params = _params_of(request)
         except InvalidRequest as error:
             self._refused[request.request_id] = error.message
             return
         match params.part:
-            case SourceParams() as part:
+            case ProducerParams() as part:
                 if not part.transfer_id:
                     part = replace(part, transfer_id=uuid4().hex)
-                self._sources[request.request_id] = _Source(request, part)
+                self._producers[request.request_id] = _Producer(request, part)
                 self._pending.expected.append(SourceExpected(part.transfer_id, request.request_id))
-            case TargetParams() as part:
-                self._targets[request.request_id] = self._new_target(request, part)
+            case ConsumerParams() as part:
+                self._consumers[request.request_id] = self._new_consumer(request, part)
         if params.resume:
             self._continuations.append(request, params.resume)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int, bool]:
-        """(tokens whose KV comes from outside, whether it comes asynchronously)."""
+        """Return (tokens whose KV comes from outside, True if it comes asynchronously)."""
         self._continuations.replay_grammar(request)
         if request.request_id in self._refused:
             return int(request.num_tokens) - computed, True
-        target = self._targets.get(request.request_id)
-        if target is None or target.load is not _Load.WAITING:
+        consumer = self._consumers.get(request.request_id)
+        if consumer is None or consumer.load is not _Load.WAITING:
             return 0, False
-        missing = self._wanted(target) - computed
+        missing = self._wanted(consumer) - computed
         return (missing, True) if missing > 0 else (0, False)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has allocated the request's blocks; `external` tokens are to be loaded into them."""
-        refusal = self._refused.pop(request.request_id, None)
+        request_id = request.request_id
+        refusal = self._refused.pop(request_id, None)
         if refusal is not None:
-            logger.warning("request %s refused: %s", request.request_id, refusal)
-            if external > 0:  # vLLM loads nothing where prompt logprobs are wanted
-                self._pending.refused[request.request_id] = refusal
-        target = self._targets.get(request.request_id)
-        if target is None or target.load is not _Load.WAITING:
+            logger.warning("request %s refused: %s", request_id, refusal)
+            if external > 0:  # vLLM loads nothing if prompt logprobs are wanted
+                self._pending.refused[request_id] = refusal
+        consumer = self._consumers.get(request_id)
+        if consumer is None or consumer.load is not _Load.WAITING:
             return
-        part = target.part
+        part = consumer.part
         if external <= 0:
-            target.load = _Load.OVER
-            self._pending.unneeded.append(
-                Unneeded(
-                    part.transfer_id,
-                    part.producer_addresses,
-                    part.producer_instance_id,
-                )
-            )
+            consumer.load = _Load.OVER
+            self._decline(part)
             return
-        wanted = self._wanted(target)
+        wanted = self._wanted(consumer)
         first = (wanted - external) // self._block_size
         last = -(-wanted // self._block_size)
         ids = list(blocks.get_block_ids()[0][first:last])
-        target.load = _Load.LOADING
-        self._in_flight[request.request_id] = len(ids)
+        consumer.load = _Load.LOADING
+        self._in_flight[request_id] = len(ids)
         self._pending.starts.append(
             TargetStart(
                 part.transfer_id,
-                request.request_id,
+                request_id,
                 part.producer_addresses,
                 part.producer_instance_id,
                 first,
@@ -225,35 +221,123 @@ class SchedulerHalf:
         )
 
     def step_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """What the worker half needs for the step that `output` describes."""
+        """Return what the worker half needs for the step that `output` describes."""
         metadata, self._pending = self._pending, StepMetadata()
         metadata.resumed = self._continuations.take_resumed(output)
-        for request_id, source in self._sources.items():
-            self._source_progress(request_id, source, output, metadata)
+        for request_id, producer in self._producers.items():
+            self._report_progress(request_id, producer, output, metadata)
         return metadata
 
     def request_finished(
         self, request: Request, block_ids: Iterable[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """(whether vLLM must keep the blocks until we say so, parameters for the output)."""
+        """Return (True if vLLM must keep the blocks until we release them, output parameters)."""
         request_id = request.request_id
         self._continuations.finished(request_id)
         self._refused.pop(request_id, None)
         self._arrivals.pop(request_id, None)
-        target = self._targets.pop(request_id, None)
-        if target is not None:
-            self._target_finished(request_id, target)
-        source = self._sources.pop(request_id, None)
-        if source is None:
+        consumer = self._consumers.pop(request_id, None)
+        if consumer is not None and consumer.load is _Load.WAITING:
+            self._decline(consumer.part)
+        elif consumer is not None and request_id in self._in_flight:
+            self._pending.cancels.append(consumer.part.transfer_id)
+        producer = self._producers.pop(request_id, None)
+        if producer is None:
             return False, None
-        # A first token that ends the answer leaves nothing to continue, unless its target samples
-        # it for itself.
-        part, blocks = source.part, list(block_ids)
+        return self._end_producer(request, producer, list(block_ids))
+
+    def worker_output(self, output: KVConnectorOutput) -> None:
+        """Take what the worker half reported with the step."""
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, WorkerOutput):
+            for request_id, arrival in meta.arrivals.items():
+                earlier = self._arriving.get(request_id)
+                self._arriving[request_id] = arrival if earlier is None else earlier.beside(arrival)
+            for request_id, error in meta.failures.items():
+                logger.warning("the KV of request %s did not come: %s", request_id, error.message)
+                self._failures.setdefault(request_id, error)
+                self._failed_ranks.add(request_id)
+            while len(self._failures) > _MAX_FAILURES:  # of requests that nobody asks for any more
+                del self._failures[next(iter(self._failures))]
+        for request_id in output.finished_recving or ():
+            self._received(request_id)
+        for request_id in output.finished_sending or ():
+            self._leased.pop(request_id, None)
+
+    # -- inside
+
+    def _new_consumer(self, request: Request, part: ConsumerParams) -> _Consumer:
+        # vLLM makes n requests of one with `n` answers. The transfer is for the first; the others
+        # find its blocks in the prefix cache, or compute.
+        is_known = any(c.part.transfer_id == part.transfer_id for c in self._consumers.values())
+        is_copy = part.resample and is_known
+        return _Consumer(request, part, _Load.OVER if is_copy else _Load.WAITING)
+
+    def _decline(self, part: ConsumerParams) -> None:
+        """Tell the producer that nothing will be fetched."""
+        self._pending.unneeded.append(
+            Unneeded(part.transfer_id, part.producer_addresses, part.producer_instance_id)
+        )
+
+    def _received(self, request_id: str) -> None:
+        """The request's load has ended on every rank, perhaps in different steps. It succeeded if
+        no rank has failed."""
+        self._in_flight.pop(request_id, None)
+        arrival = self._arriving.pop(request_id, None)
+        has_failed = request_id in self._failed_ranks
+        self._failed_ranks.discard(request_id)
+        consumer = self._consumers.get(request_id)
+        if consumer is None:
+            return
+        if arrival is not None and not has_failed and consumer.load is _Load.LOADING:
+            self._arrivals[request_id] = self._hand_over(consumer, arrival)
+        consumer.load = _Load.OVER
+
+    def _hand_over(self, consumer: _Consumer, arrival: Arrival) -> Arrival:
+        """Give the request the tokens that the producer sampled. Return the arrival with those of
+        them that are new."""
+        if consumer.part.resample:
+            return replace(arrival, token_ids=())
+        # The producer tells all output tokens of its request, also those resumed there.
+        new = arrival.token_ids[consumer.request.num_output_tokens :]
+        self._continuations.append(consumer.request, new)
+        self._continuations.replay_grammar(consumer.request)
+        return replace(arrival, token_ids=new)
+
+    def _wanted(self, consumer: _Consumer) -> int:
+        """Return the tokens whose KV the producer computes: the prompt and the resumed tokens. The
+        token that it samples after them comes along; a live producer has told it already."""
+        return int(consumer.request.num_tokens) - consumer.part.live
+
+    def _report_progress(
+        self, request_id: str, producer: _Producer, output: SchedulerOutput, metadata: StepMetadata
+    ) -> None:
+        request, transfer_id = producer.request, producer.part.transfer_id
+        scheduled = output.num_scheduled_tokens.get(request_id)
+        if scheduled is None:
+            if request.status == RequestStatus.PREEMPTED and producer.reported_blocks >= 0:
+                producer.reported_blocks = -1
+                metadata.preempted.append(transfer_id)
+            return
+        # num_computed_tokens is advanced after this call, so the step's own tokens are added.
+        ready = request.num_computed_tokens + scheduled
+        blocks = ready // self._block_size
+        if blocks != producer.reported_blocks or ready >= request.num_prompt_tokens:
+            producer.reported_blocks = blocks
+            ids = list(output.kv_connector_block_state.get_block_ids(request_id)[0])
+            metadata.progress.append(SourceProgress(transfer_id, ids, ready))
+
+    def _end_producer(
+        self, request: Request, producer: _Producer, blocks: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        part, request_id = producer.part, request.request_id
+        # A first token that ends the answer leaves nothing to continue, unless the consumer samples
+        # it again.
         is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
         is_stopped = request.status == RequestStatus.FINISHED_STOPPED
-        is_wanted = source.is_live or is_cut or (is_stopped and part.resample)
+        is_wanted = producer.is_live or is_cut or (is_stopped and part.resample)
         held = is_wanted and len(blocks) > 0
-        if source.is_live:
+        if producer.is_live:
             ready = request.num_tokens - 1
             self._pending.computed.append(SourceProgress(part.transfer_id, blocks, ready))
         self._pending.ended.append(
@@ -263,111 +347,23 @@ class SchedulerHalf:
             self._leased[request_id] = _Lease(part.transfer_id, len(blocks))
         if not (held and part.resample):
             return held, None
-        for_target = TargetParams(
+        for_consumer = ConsumerParams(
             part.transfer_id,
             self.addresses,
             self._instance_id,
             resample=True,
-            prompt_digest=digest_of(request.prompt_token_ids or ()),
+            prompt_digest=prompt_digest_of(request.prompt_token_ids or ()),
         )
-        return True, TransferParams(for_target).to_dict()
-
-    def worker_output(self, output: KVConnectorOutput) -> None:
-        """What the worker half reported with the step."""
-        meta = output.kv_connector_worker_meta
-        if isinstance(meta, WorkerOutput):
-            for request_id, arrival in meta.arrivals.items():
-                earlier = self._arriving.get(request_id)
-                self._arriving[request_id] = arrival if earlier is None else earlier.beside(arrival)
-            for request_id, error in meta.failures.items():
-                logger.warning("the KV of request %s did not come: %s", request_id, error.message)
-                self._failures.setdefault(request_id, error)
-                self._broken.add(request_id)
-            while len(self._failures) > _MAX_FAILURES:  # of requests nobody asks for any more
-                del self._failures[next(iter(self._failures))]
-        for request_id in output.finished_recving or ():
-            self._received(request_id)
-        for request_id in output.finished_sending or ():
-            self._leased.pop(request_id, None)
-
-    # -- inside
-
-    def _new_target(self, request: Request, part: TargetParams) -> _Target:
-        # vLLM makes n requests of one that asks for n answers. A transfer is for one of them; the
-        # others find its blocks in the prefix cache, or compute.
-        is_known = any(t.part.transfer_id == part.transfer_id for t in self._targets.values())
-        is_copy = part.resample and is_known
-        return _Target(request, part, _Load.OVER if is_copy else _Load.WAITING)
-
-    def _take_over(self, target: _Target, arrival: Arrival) -> Arrival:
-        """Gives the request what its source has sampled, where it takes that; returns the part that
-        is new."""
-        if target.part.resample:
-            return replace(arrival, token_ids=())
-        # The source tells all output tokens of its request, also those resumed there.
-        new = arrival.token_ids[target.request.num_output_tokens :]
-        self._continuations.append(target.request, new)
-        self._continuations.replay_grammar(target.request)
-        return replace(arrival, token_ids=new)
-
-    def _received(self, request_id: str) -> None:
-        """The request's load has ended on every rank, at different steps maybe. What came counts
-        when none of them has failed."""
-        self._in_flight.pop(request_id, None)
-        arrival, is_broken = self._arriving.pop(request_id, None), request_id in self._broken
-        self._broken.discard(request_id)
-        target = self._targets.get(request_id)
-        if target is None:
-            return
-        if arrival is not None and not is_broken and target.load is _Load.LOADING:
-            self._arrivals[request_id] = self._take_over(target, arrival)
-        target.load = _Load.OVER
-
-    def _wanted(self, target: _Target) -> int:
-        """Tokens whose KV the source computes: the prompt and what was resumed on both sides. The
-        token that it samples after them comes along; a live source has said it already."""
-        return int(target.request.num_tokens) - target.part.live
-
-    def _source_progress(
-        self, request_id: str, source: _Source, output: SchedulerOutput, metadata: StepMetadata
-    ) -> None:
-        request, transfer_id = source.request, source.part.transfer_id
-        scheduled = output.num_scheduled_tokens.get(request_id)
-        if scheduled is None:
-            if request.status == RequestStatus.PREEMPTED and source.reported_blocks >= 0:
-                source.reported_blocks = -1
-                metadata.preempted.append(transfer_id)
-            return
-        # num_computed_tokens is advanced after this call, so the step's own tokens are added.
-        ready = request.num_computed_tokens + scheduled
-        blocks = ready // self._block_size
-        if blocks != source.reported_blocks or ready >= request.num_prompt_tokens:
-            source.reported_blocks = blocks
-            state = output.kv_connector_block_state
-            ids = list(state.get_block_ids(request_id)[0])
-            metadata.progress.append(SourceProgress(transfer_id, ids, ready))
-
-    def _target_finished(self, request_id: str, target: _Target) -> None:
-        part = target.part
-        if target.load is _Load.WAITING:
-            self._pending.unneeded.append(
-                Unneeded(
-                    part.transfer_id,
-                    part.producer_addresses,
-                    part.producer_instance_id,
-                )
-            )
-        elif request_id in self._in_flight:
-            self._pending.cancels.append(part.transfer_id)
+        return True, TransferParams(for_consumer).to_dict()
 
 
 def _params_of(request: Request) -> TransferParams:
-    """Raises InvalidRequest where the parameters cannot be read or are another prompt's."""
+    """Raises InvalidRequest if the parameters cannot be read or belong to another prompt."""
     params = parse(request.kv_transfer_params)
-    digest = params.part.prompt_digest if isinstance(params.part, TargetParams) else ""
-    if digest and digest != digest_of(request.prompt_token_ids or ()):
+    digest = params.part.prompt_digest if isinstance(params.part, ConsumerParams) else ""
+    if digest and digest != prompt_digest_of(request.prompt_token_ids or ()):
         raise InvalidRequest(
-            "kv_transfer_params.prompt_digest is of another prompt",
+            "kv_transfer_params.prompt_digest is that of another prompt",
             field="kv_transfer_params.prompt_digest",
         )
     return params

@@ -193,8 +193,8 @@ async def test_a_first_token_that_is_handed_over_is_exact(
     """What a proxy can do that joins token streams itself."""
     kv = await run_prefill(pair, asked(fresh(40), "greedy"))
     body = asked(fresh(400), "seeded")
-    source = {"role": "source", "transfer_id": "by hand"}
-    target = {"role": "target", "transfer_id": "by hand"}
+    source = {"role": "producer", "transfer_id": "by hand"}
+    target = {"role": "consumer", "transfer_id": "by hand"}
     target |= {name: kv[name] for name in ("producer_addresses", "producer_instance_id")}
     first, rest = await asyncio.gather(
         pair.prefill.post(PATH, {**body, "max_tokens": 1, "kv_transfer_params": source}),
@@ -258,7 +258,7 @@ async def test_the_kv_of_another_prompt_is_refused(pair: Pair) -> None:
     body = {**asked(fresh(64), "greedy"), "kv_transfer_params": kv}
     status, _ = await pair.decode.post(PATH, body)
     assert status == 500
-    assert "prompt_digest is of another prompt" in pair.decode.log
+    assert "prompt_digest is that of another prompt" in pair.decode.log
 
 
 async def test_kv_that_nobody_fetches_is_freed(pair: Pair) -> None:

@@ -29,7 +29,7 @@ def loading() -> tuple[SchedulerHalf, list[int]]:
     request: Any = SimpleNamespace(
         request_id="r",
         kv_transfer_params={
-            "role": "target",
+            "role": "consumer",
             "transfer_id": "t",
             "producer_addresses": ["127.0.0.1:1"],
             "producer_instance_id": "e",
@@ -99,4 +99,4 @@ def test_one_rank_that_failed_fails_the_load(order: list[list[WorkerOutput]]) ->
     assert half.take_failure("r") is None
     assert half.ledger().is_empty
     assert not half._arriving
-    assert not half._broken
+    assert not half._failed_ranks
