@@ -32,6 +32,8 @@ KEEPALIVE_TIMEOUT_S = 75.0
 WRITE_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 TLS_HANDSHAKE_S = 15.0
+# Larger bodies may have to wait for the client.
+_LARGE_BODY = 16 * 1024
 # Open files that are no HTTP connections: gRPC, models, logs.
 _OTHER_FILES = 512
 _TOO_MANY = (
@@ -156,13 +158,15 @@ class HttpServer:
                 response = web.Response(status=500)
             if self._stopping and not response.prepared:
                 response.force_close()
-            try:
-                async with asyncio.timeout(WRITE_TIMEOUT_S):
-                    await response.prepare(request)
-                    await response.write_eof()
-            except TimeoutError:
-                if request.transport is not None:
-                    request.transport.abort()
+            if protocol.writing_paused or (response.content_length or 0) > _LARGE_BODY:
+                # aiohttp would wait without end for a client that does not read.
+                try:
+                    async with asyncio.timeout(WRITE_TIMEOUT_S):
+                        await response.prepare(request)
+                        await response.write_eof()
+                except TimeoutError:
+                    if request.transport is not None:
+                        request.transport.abort()
             return response
         finally:
             self._busy.discard(protocol)

@@ -265,52 +265,35 @@ class TextPart(_Strict, tag_field="type", tag="text"):
     text: str
 
 
-class _Message(_Strict, kw_only=True):
+_Empty = Annotated[list[Any], Meta(max_length=0)]
+
+
+class Message(_Strict, kw_only=True):
+    """A message of a conversation. OpenAI's clients send answers back with empty lists or nulls."""
+
+    role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         str | Annotated[list[TextPart], Meta(min_length=1)],
         Meta(description="Text, or parts of text, which are joined by line breaks."),
     ]
     name: str | None = None
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
-
-
-class SystemMessage(_Message, tag_field="role", tag="system"):
-    pass
-
-
-class DeveloperMessage(_Message, tag_field="role", tag="developer"):
-    pass
-
-
-class UserMessage(_Message, tag_field="role", tag="user"):
-    pass
-
-
-_Empty = Annotated[list[Any], Meta(max_length=0)]
-
-
-class AssistantMessage(_Message, tag_field="role", tag="assistant"):
-    """An earlier answer. OpenAI's clients send these fields back null or empty."""
-
     refusal: _Empty | None = None
     audio: _Empty | None = None
     tool_calls: _Empty | None = None
     function_call: _Empty | None = None
     annotations: _Empty | None = None
 
+    def parse(self) -> ChatMessage:
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        return ChatMessage(self.role, content, self.name)
+
 
 class ChatRequest(_Body, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[
-        list[SystemMessage | DeveloperMessage | UserMessage | AssistantMessage],
-        Meta(min_length=1),
-    ]
+    messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: _Logprobs | None = None
@@ -343,18 +326,13 @@ class ChatRequest(_Body, kw_only=True):
         if new is not None and old is not None and new != old:
             _refuse("max_tokens", f"is {old}, but max_completion_tokens is {new}")
         return self._parsed(
-            ChatPrompt(tuple(ChatMessage(_role_of(x), x.text, x.name) for x in self.messages)),
+            ChatPrompt(tuple(message.parse() for message in self.messages)),
             request_id,
             max_tokens=old if new is None else new,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_field="messages",
             max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
         )
-
-
-def _role_of(message: _Message) -> str:
-    role: str = type(message).__struct_config__.tag  # type: ignore[assignment]
-    return role
 
 
 def _constraint(
