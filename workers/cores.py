@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
+from workers import vllm_env
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -34,7 +35,8 @@ def pin(cores: Collection[int]) -> None:
     """
     if not cores:
         return
-    if "torch" in sys.modules:
+    # A forked worker has its parent's one-thread pools; its engine sets torch's threads.
+    if "torch" in sys.modules and not vllm_env.is_preloaded:
         raise RuntimeError("cores must be pinned before torch is imported")
     os.environ.update(thread_environment(cores))
     if not hasattr(os, "sched_setaffinity"):

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from typing import Any
 
-from pdserve.gpus import open_nvml, visible
+from pdserve.local.gpus import open_nvml, visible
 from pdserve.v1 import worker_pb2 as w
 
 logger = logging.getLogger(__name__)

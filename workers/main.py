@@ -9,9 +9,9 @@ import signal
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from pdserve.child import Reports
 from pdserve.errors import ConfigError
-from pdserve.gpus import gpu_environment
+from pdserve.local.child import Reports
+from pdserve.local.gpus import gpu_environment
 from workers.cores import pin
 from workers.server import WorkerServer
 

@@ -28,10 +28,14 @@ _UNLESS_SET = {
 }
 
 
+# True in a process that is forked from one that imported vllm (workers/preload.py).
+is_preloaded = False
+
+
 def apply_environment(settings: VllmSettings) -> None:
-    """Sets this process up for `settings`; imports torch, which takes a second. Raises RuntimeError
-    once vllm has been imported."""
-    if "vllm" in sys.modules:
+    """Set the environment for `settings`. Imports torch, which takes a second. Raises RuntimeError
+    if vllm was imported before."""
+    if "vllm" in sys.modules and not is_preloaded:
         raise RuntimeError("the environment must be set before vllm is imported")
     os.environ.update(_ALWAYS)
     for name, value in _UNLESS_SET.items():
@@ -42,6 +46,8 @@ def apply_environment(settings: VllmSettings) -> None:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.kv.host
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        if is_preloaded:
+            _set_threads(settings.threads)
     if Path(settings.model_path).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"
     if _is_cpu_build() and settings.engine_args.get("enforce_eager", True):
@@ -55,3 +61,9 @@ def _is_cpu_build() -> bool:
     import torch
 
     return torch.version.cuda is None and torch.version.hip is None
+
+
+def _set_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)

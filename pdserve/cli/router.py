@@ -8,15 +8,15 @@ import logging
 import signal
 from typing import TYPE_CHECKING
 
-from pdserve.child import add_child_options, served_process, set_up_logging
 from pdserve.cli.options import add_config_options, config_from, formatter
+from pdserve.local.child import add_child_options, served_process, set_up_logging
 
 if TYPE_CHECKING:
     import argparse
 
-    from pdserve.child import Reports
     from pdserve.cli.options import Subparsers
     from pdserve.config import RouterConfig
+    from pdserve.local.child import Reports
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
 
 async def _serve(config: RouterConfig, reports: Reports) -> None:
     """Serve until a signal, then let open requests finish. A second signal ends at once."""
-    from pdserve.up.specs import reachable
+    from pdserve.local.specs import reachable
     from router.main import RouterServer
 
     loop = asyncio.get_running_loop()

@@ -49,7 +49,7 @@ def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from pdserve.up.display import Display
-    from pdserve.up.supervisor import Supervisor
+    from pdserve.local.display import Display
+    from pdserve.local.supervisor import Supervisor
 
     return asyncio.run(Supervisor(config_from(args), Display()).run())

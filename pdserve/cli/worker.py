@@ -7,8 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from pdserve.child import add_child_options, served_process, set_up_logging
 from pdserve.cli.options import add_config_options, config_from, formatter
+from pdserve.local.child import add_child_options, served_process, set_up_logging
 
 if TYPE_CHECKING:
     import argparse

@@ -197,7 +197,7 @@ def test_a_worker_that_is_killed_at_its_start_ends_everything(tmp_path: Path) ->
         (("--model", "/nowhere"), "worker.model: /nowhere is not a model directory"),
         (("--prefill", "0"), "up.prefill: must be at least 1"),
         (("--cores-per-worker", "4096"), "up.cores_per_worker"),
-        (("--set", "worker.port=1"), "worker.port: is chosen by `pdserve up`"),
+        (("--set", "worker.port=1"), "worker.port: is set by `pdserve up`"),
         (("--set", "worker.prot=1"), "worker.prot: unknown key"),
         (("--set", "nonsense"), "must be KEY=VALUE"),
         (("--config", "/nowhere.yaml"), "cannot read the configuration file /nowhere.yaml"),

@@ -26,9 +26,9 @@ LEASE_S = WAIT_S / 3
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> Iterator[None]:
     """Engines and workers are forked from one process, which ends with the session."""
-    warm.shared = warm.Warm()
+    warm.shared = warm.fork_server()
     yield
-    warm.shared.close()
+    warm.shared.close(WAIT_S)
     warm.shared = None
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kv_transfer.snapshot import KvState
+    from pdserve.local.forkserver import Forked
     from pdserve.types import (
         ErrorInfo,
         FinishReason,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         StreamDelta,
         WorkerLoad,
     )
-    from tests.vllm.warm import Forked
     from workers.engine import EngineInfo
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pdserve.config import RouterConfig
-    from tests.vllm.warm import Forked
+    from pdserve.local.forkserver import Forked
 
 _LOOK_S = 0.05
 

@@ -12,7 +12,7 @@ from pdserve.cli import up as up_command
 from pdserve.cli.options import config_from
 from pdserve.config import Config, is_exposed, overlay, parse
 from pdserve.errors import ConfigError
-from pdserve.up.specs import worker_configs
+from pdserve.local.specs import worker_configs
 
 TLS = {"cert_file": "c", "key_file": "k"}
 TENANTS = [{"name": "t", "keys": [hash_key("t")]}]

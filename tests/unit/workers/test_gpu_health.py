@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.gpus import gpu_environment, visible_devices
+from pdserve.local.gpus import gpu_environment, visible_devices
 from workers.gpu_health import gpu_health
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _MAIN = """
 import json, os, sys
-from pdserve.child import Reports
+from pdserve.local.child import Reports
 from pdserve.config import WorkerConfig
 from pdserve.types import Role
 from workers.main import run_worker

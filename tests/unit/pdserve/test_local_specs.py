@@ -6,17 +6,17 @@ import pytest
 
 from pdserve.config import MOVE_S, UNPIN_S, Config, RouterConfig, UpConfig, WorkerConfig, parse
 from pdserve.errors import ConfigError
-from pdserve.types import Role
-from pdserve.up.cores import share_cores
-from pdserve.up.gpus import gpus_for, memory_share, share_gpus
-from pdserve.up.specs import (
+from pdserve.local.gpus import gpus_for, memory_share, share_gpus
+from pdserve.local.specs import (
     policy_of,
     reachable,
     router_configs,
     router_spec,
+    share_cores,
     worker_configs,
     worker_spec,
 )
+from pdserve.types import Role
 from router.api.open_requests import END_S as CUT_S
 from router.main import GRPC_STOP_S
 
@@ -125,11 +125,11 @@ def test_workers_on_one_gpu_share_its_memory_unless_they_are_told_how_much() -> 
 
 
 def test_gpus_are_for_a_vllm_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.up.gpus.visible_gpus", lambda: (0, 1))
-    monkeypatch.setattr("pdserve.up.gpus.version", lambda name: "2.13.0+cu130")
+    monkeypatch.setattr("pdserve.local.gpus.visible_gpus", lambda: (0, 1))
+    monkeypatch.setattr("pdserve.local.gpus.version", lambda name: "2.13.0+cu130")
     assert gpus_for(Config()) == (0, 1)
     assert gpus_for(Config(worker=WorkerConfig(engine="fake"))) == ()
-    monkeypatch.setattr("pdserve.up.gpus.version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr("pdserve.local.gpus.version", lambda name: "2.13.0+cpu")
     assert gpus_for(Config()) == ()
 
 

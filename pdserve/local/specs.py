@@ -1,27 +1,28 @@
-"""From one configuration to the processes of a `pdserve up`."""
+"""From one configuration to the processes of `pdserve up`: their configuration, cores and ports."""
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from pdserve.config import MOVE_S, UNPIN_S, WorkerConfig, refuse, to_mapping
+from pdserve.errors import ConfigError
+from pdserve.local.gpus import memory_share, share_gpus
+from pdserve.local.supervision import Policy
 from pdserve.types import Role
-from pdserve.up.cores import share_cores
-from pdserve.up.gpus import memory_share, share_gpus
-from pdserve.up.supervision import Policy
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from pdserve.config import Config, RouterConfig
 
-# What a process may take on top of its own deadline before it is killed.
+# Extra time after a process's own deadline before it is killed.
 _MARGIN_S = 5.0
 _CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus")
-# Engine arguments that say how much of a GPU's memory is taken.
+# Engine arguments that set the use of GPU memory.
 _OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 _PORTS_APART = 10
 _LAST_PORT = 65535
@@ -30,7 +31,7 @@ _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process: `pdserve COMMAND --config` with `config` as the file's content."""
+    """One process: `pdserve COMMAND --config` with the content `config`."""
 
     name: str
     command: str
@@ -38,13 +39,12 @@ class ProcessSpec:
 
 
 def reachable(address: str) -> str:
-    """Where a server that listens on `address` (host:port) is reached from this machine."""
+    """Return the address that reaches a server listening on `address` from this machine."""
     host, _, port = address.rpartition(":")
     return f"{_EVERYWHERE.get(host, host)}:{port}"
 
 
 def policy_of(config: Config) -> Policy:
-    """How patient to be with processes of this configuration."""
     return Policy(
         start_timeout_s=config.up.start_timeout_s,
         router_grace_s=config.router.stop_grace_s + _MARGIN_S,
@@ -54,8 +54,8 @@ def policy_of(config: Config) -> Policy:
 
 
 def router_configs(config: Config) -> dict[str, RouterConfig]:
-    """Each router's configuration by name. The first has the ports of the file, each other one
-    those `_PORTS_APART` above the one before it; 0 stays 0. Raises ConfigError."""
+    """Return each router's configuration by name. The ports of each are `_PORTS_APART` above those
+    of the one before; 0 stays 0. Raises ConfigError."""
     count, router = config.up.routers, config.router
     if count == 1:
         return {"router": router}
@@ -67,17 +67,16 @@ def router_configs(config: Config) -> dict[str, RouterConfig]:
         grpc_port = router.grpc_port and router.grpc_port + above
         for name, port in (("http_port", http_port), ("grpc_port", grpc_port)):
             if port > _LAST_PORT:
-                refuse(f"router.{name}", f"leaves no ports for {count} routers")
+                refuse(f"router.{name}", f"{count} routers do not fit below port {_LAST_PORT}")
             if port in taken:
-                refuse(f"router.{name}", f"{port} would be the port of two routers")
+                refuse(f"router.{name}", f"two routers would use port {port}")
             taken |= {port} - {0}
         found[f"router-{i}"] = replace(router, http_port=http_port, grpc_port=grpc_port)
     return found
 
 
 def router_spec(name: str, router: RouterConfig, facts: Mapping[str, str] | None) -> ProcessSpec:
-    """A router's process. One that is started again takes the ports that it had, from the
-    `facts` that it told."""
+    """Return a router's process. A restarted router keeps its ports, which `facts` has."""
     if facts is not None:
         http_port, grpc_port = (int(facts[x].rpartition(":")[2]) for x in ("http", "grpc"))
         router = replace(router, http_port=http_port, grpc_port=grpc_port)
@@ -87,13 +86,11 @@ def router_spec(name: str, router: RouterConfig, facts: Mapping[str, str] | None
 def worker_configs(
     config: Config, cores: Collection[int], gpus: Sequence[int] = ()
 ) -> dict[str, WorkerConfig]:
-    """Each worker's configuration by name, its routers' addresses still those of the file.
-
-    Raises ConfigError where the file sets what is chosen here, or cores or GPUs do not suffice.
-    """
+    """Return each worker's configuration by name. Raises ConfigError if the file sets what is set
+    here, or if there are too few cores or GPUs."""
     for name in _CHOSEN_HERE:
         if getattr(config.worker, name) != getattr(WorkerConfig(), name):
-            refuse(f"worker.{name}", "is chosen by `pdserve up`; remove it from the configuration")
+            refuse(f"worker.{name}", "is set by `pdserve up`; remove it from the configuration")
     strict = config.worker.access.require_auth or config.router.access.require_auth
     access = replace(config.worker.access, require_auth=strict)
     worker = replace(config.worker, access=access)
@@ -120,7 +117,7 @@ def worker_configs(
 
 def _gpu_shares(config: Config, workers: int, gpus: Sequence[int]) -> list[tuple[int, ...]]:
     asked = config.worker.engine_args.get("tensor_parallel_size", 1)
-    # Of another type it is the engine's to refuse.
+    # The engine rejects other types.
     tensor_parallel = asked if isinstance(asked, int) and asked > 0 else 1
     return share_gpus(
         workers, gpus, per_worker=config.up.gpus_per_worker, tensor_parallel=tensor_parallel
@@ -134,6 +131,53 @@ def _with_memory_share(args: dict[str, object], share: float | None) -> dict[str
 
 
 def worker_spec(config: WorkerConfig, routers: Sequence[str]) -> ProcessSpec:
-    """A worker's process, told the addresses of all routers."""
+    """Return a worker's process, with the addresses of all routers."""
     told = replace(config, routers=tuple(routers))
     return ProcessSpec(config.worker_id, "worker", {"worker": to_mapping(told)})
+
+
+def share_cores(workers: int, cores: Collection[int], per_worker: int = 0) -> list[tuple[int, ...]]:
+    """Return the cores that each worker is pinned to. With `per_worker` 0 they are shared evenly,
+    and one is left to the router if each worker still has two. With fewer cores than workers,
+    workers share. Raises ConfigError."""
+    available = sorted(cores)
+    if per_worker:
+        if workers * per_worker > len(available):
+            needs = f"{workers} workers with {per_worker} cores each need {workers * per_worker}"
+            refuse("up.cores_per_worker", f"{needs}; this process may use {len(available)}")
+        share = per_worker
+    elif len(available) < workers:
+        return [(available[i % len(available)],) for i in range(workers)]
+    else:
+        spare = 1 if (len(available) - 1) // workers >= 2 else 0
+        share = (len(available) - spare) // workers
+    return [tuple(available[i * share : (i + 1) * share]) for i in range(workers)]
+
+
+def check_model(worker: WorkerConfig) -> None:
+    """Raise ConfigError if the model's directory holds no model."""
+    try:
+        _ = worker.model_path
+    except ConfigError as error:
+        refuse("worker.model", error.message.removeprefix("model: "))
+
+
+def check_ports(router: RouterConfig) -> None:
+    """Raise ConfigError if a configured port is taken, or its host is not on this machine."""
+    if router.http_port and router.http_port == router.grpc_port:
+        refuse("router.grpc_port", f"is {router.grpc_port} like http_port; they must differ")
+    for listener, key in (("http", "http"), ("grpc", "grpc"), ("http", "shared_http")):
+        host, port = getattr(router, f"{listener}_host"), getattr(router, f"{key}_port")
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+        except OSError as error:
+            refuse(f"router.{listener}_host", f"{host} is not an address: {error}")
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                reason = f"cannot listen on {host}:{port} ({error.strerror})"
+                refuse(f"router.{key}_port", f"{reason}; choose another, or 0 for a free one")

@@ -45,13 +45,13 @@ class Reports:
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent `parent_pid` ends (Linux only). Exits if
-    the parent is gone already."""
+    """Have the kernel kill this process when its parent ends (Linux only). Exits if the parent is
+    not `parent_pid` any more; 0 is any parent."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
+    if parent_pid and os.getppid() != parent_pid:
         sys.exit(1)
 
 

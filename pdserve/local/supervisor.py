@@ -1,4 +1,4 @@
-"""Carries out what `supervision` decides: starts processes, hands on signals, watches."""
+"""Carry out what `supervision` decides: start processes, forward signals, watch registrations."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ import grpc.aio
 
 from pdserve.access.tls import dialer
 from pdserve.config import refuse
-from pdserve.up import ready_file, specs
-from pdserve.up import supervision as sv
-from pdserve.up.gpus import gpus_for
-from pdserve.up.preflight import check_model, check_ports
-from pdserve.up.process import ChildProcess, Doing, Exited, ProcessEvent, Ready
+from pdserve.local import specs
+from pdserve.local import supervision as sv
+from pdserve.local.display import ready_content, write_ready_file
+from pdserve.local.forkserver import ForkServer
+from pdserve.local.gpus import gpus_for, is_cpu_build
+from pdserve.local.process import ChildProcess, Doing, Exited, ProcessEvent, Ready
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
     from pdserve.config import Config
-    from pdserve.up.display import Display
+    from pdserve.local.display import Display
 
 _POLL_S = 0.05
 _SPINNER_S = 0.25
@@ -33,17 +34,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """One `pdserve up`, from the first process to the last. Owns the processes, the run directory's
-    files and the ready file."""
+    """One `pdserve up`. Owns the processes, the files in the run directory and the ready file."""
 
     def __init__(self, config: Config, display: Display) -> None:
-        """Raises ConfigError where the configuration cannot be started on this machine."""
+        """Raises ConfigError if this machine cannot run the configuration."""
         self._routers = specs.router_configs(config)
         for router in self._routers.values():
-            check_ports(router)
+            specs.check_ports(router)
         self._display = display
         self._model = config.worker.served_model_name
-        check_model(config.worker)
+        specs.check_model(config.worker)
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
@@ -52,6 +52,12 @@ class Supervisor:
             name: _address(router.grpc_host, router.grpc_port)
             for name, router in self._routers.items()
         }
+        self._forkserver: ForkServer | None = None
+        if config.worker.engine == "vllm" and is_cpu_build():
+            # A worker that is restarted need not import vLLM again, which takes most of its start.
+            self._forkserver = ForkServer(
+                "workers.preload:preload", log=self._run_dir / "forkserver.log"
+            )
         self._children: dict[str, ChildProcess] = {}
         self._facts: dict[str, dict[str, str]] = {}
         self._events: asyncio.Queue[ProcessEvent | signal.Signals | set[str]] = asyncio.Queue()
@@ -65,7 +71,7 @@ class Supervisor:
         self._registrations: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> int:
-        """Start everything, serve until stopped, and return the exit code with no process left."""
+        """Start everything, serve until stopped, and return the exit code. No process is left."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._events.put_nowait, number)
@@ -84,11 +90,11 @@ class Supervisor:
             for order in orders:
                 if isinstance(order, sv.Finish):
                     return order.exit_code
-                await self._carry_out(order)
+                self._carry_out(order)
             orders = await self._next_orders()
 
     async def _next_orders(self) -> list[sv.Order]:
-        """Wait for an event or a deadline; what is to be done then."""
+        """Wait for an event or a deadline, and return what to do."""
         wake_at = self._supervision.wake_at()
         wait_s = None if wake_at is None else max(0.0, wake_at - time.monotonic())
         if self._supervision.is_starting:
@@ -118,12 +124,14 @@ class Supervisor:
             return self._supervision.stop_requested(now)
         return self._supervision.registered(event)
 
-    async def _carry_out(self, order: sv.Order) -> None:
+    def _carry_out(self, order: sv.Order) -> None:
         match order:
             case sv.Start(name):
-                child = ChildProcess(self._spec(name), self._run_dir, self._events.put_nowait)
-                self._children[name] = child
-                await child.start()
+                spec = self._spec(name)
+                forkserver = self._forkserver if spec.command == "worker" else None
+                put = self._events.put_nowait
+                self._children[name] = ChildProcess(spec, self._run_dir, put, forkserver)
+                self._children[name].start()
             case sv.Send(name, number):
                 self._children[name].send(number)
             case sv.Announce(first):
@@ -134,7 +142,7 @@ class Supervisor:
                 child = self._children[name]
                 self._display.died(name, code, child.failure, child.tail(), child.log_path)
             case _:
-                raise AssertionError(f"not an order: {order!r}")
+                raise AssertionError(f"unknown order: {order!r}")
 
     def _spec(self, name: str) -> specs.ProcessSpec:
         if name in self._workers:
@@ -146,8 +154,8 @@ class Supervisor:
             [self._children[name] for name in names] for names in (self._routers, self._workers)
         )
         if self._ready_file is not None:
-            content = ready_file.describe(routers, workers, self._facts, self._model, self._run_dir)
-            ready_file.write(self._ready_file, content)
+            content = ready_content(routers, workers, self._facts, self._model, self._run_dir)
+            write_ready_file(self._ready_file, content)
         if first:
             self._display.serving([self._facts[name] for name in self._routers], self._model)
 
@@ -156,7 +164,7 @@ class Supervisor:
             self._registrations[router] = asyncio.create_task(self._poll_registration(router))
 
     async def _poll_registration(self, router: str) -> None:
-        """Tell of the workers that every router can place work on, until this one can on all."""
+        """Report the workers that every router can use, until this router can use all of them."""
         known = self._known[router]
         async with self._dialer.open_channel(self._addresses[router]) as channel:
             stub = worker_pb2_grpc.RegistryStub(channel)
@@ -181,11 +189,14 @@ class Supervisor:
             registration.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await registration
-        # Nothing is left here after an orderly stop; after an error of ours, everything may be.
+        # After an orderly stop no process is left; after an internal error all may be.
         for child in self._children.values():
             child.send(signal.SIGKILL)
         for child in self._children.values():
             await child.reaped()
+        if self._forkserver is not None:
+            self._forkserver.kill()
+            self._forkserver.close()
 
     def _forget_ready_file(self) -> None:
         if self._ready_file is not None:
@@ -203,5 +214,5 @@ def _make_run_dir(configured: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        refuse("up.run_dir", f"cannot be made: {error}")
+        refuse("up.run_dir", f"cannot create {configured}: {error}")
     return path

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from pdserve.up.supervision import (
+from pdserve.local.supervision import (
     FORGIVEN_AFTER_S,
     QUICK_STOP_S,
     Announce,

@@ -1,8 +1,9 @@
-"""What a person sees of `pdserve up`: a spinner on a terminal, plain lines elsewhere."""
+"""The output of `pdserve up`: a spinner on a terminal or plain lines, and the ready file."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import time
 from typing import TYPE_CHECKING
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 
     from rich.status import Status
 
+    from pdserve.local.process import ChildProcess
+
 
 class Display:
-    """Owns the terminal's spinner; `close` ends it."""
+    """Owns the terminal's spinner until `close`."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, soft_wrap=True)
@@ -27,14 +30,12 @@ class Display:
         self._began = time.monotonic()
 
     def starting(self, awaited: Iterable[str], run_dir: Path) -> None:
-        """The processes are on their way."""
         self._console.print(f"starting {', '.join(awaited)}; logs in {escape(str(run_dir))}")
         if self._console.is_terminal:
             self._status = self._console.status("")
             self._status.start()
 
     def doing(self, name: str, what: str) -> None:
-        """One process is at something new."""
         if self._doing.get(name) == what:
             return
         self._doing[name] = what
@@ -42,17 +43,15 @@ class Display:
             self._console.print(f"{name}: {escape(what)}")
 
     def waiting(self, awaited: Iterable[str]) -> None:
-        """Refresh the spinner: who is waited for, and what each of them does."""
+        """Refresh the spinner with what each awaited process is doing."""
         if self._status is not None:
             parts = [f"{name} ({escape(self._doing.get(name, 'starting'))})" for name in awaited]
             self._status.update(f"{time.monotonic() - self._began:.0f} s  {', '.join(parts)}")
 
     def tell(self, text: str, *, is_error: bool = False) -> None:
-        """A line to read."""
         self._console.print(escape(text), style="red" if is_error else None)
 
     def serving(self, routers: Sequence[Mapping[str, str]], model: str) -> None:
-        """Where it listens, and what to try."""
         took = time.monotonic() - self._began
         self.close()
         http, grpc = routers[0]["http"], ",".join(router["grpc"] for router in routers)
@@ -72,7 +71,6 @@ class Display:
             self._console.print(line)
 
     def died(self, name: str, code: int, failure: str, tail: Iterable[str], log: Path) -> None:
-        """A process ended that should not have: what it said, and where there is more."""
         self.close()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
         self._console.print(f"[bold red]{name} died ({how})[/]")
@@ -84,15 +82,62 @@ class Display:
         self._console.print(f"  its log: {escape(str(log))}")
 
     def close(self) -> None:
-        """End the spinner; idempotent."""
         if self._status is not None:
             self._status.stop()
             self._status = None
 
 
 def curl_line(http: str, model: str) -> str:
-    """A chat request to paste into a shell."""
+    """Return a chat request for a shell."""
     question = {"role": "user", "content": "What does a prefill worker do?"}
     body = {"model": model, "messages": [question], "temperature": 0, "stream": True}
     words = ["curl", "-N", f"{http}/v1/chat/completions", "-H", "Content-Type: application/json"]
     return shlex.join([*words, "-d", json.dumps(body)])
+
+
+def ready_content(
+    routers: Sequence[ChildProcess],
+    workers: Sequence[ChildProcess],
+    facts: Mapping[str, Mapping[str, str]],
+    model: str,
+    run_dir: Path,
+) -> dict[str, object]:
+    """Return the content of the ready file. `facts` has what each process reported when it became
+    ready. `http`, `grpc` and `router` are those of the first router; roles are those at start."""
+    listed = [
+        {
+            "http": facts[router.spec.name]["http"],
+            "grpc": facts[router.spec.name]["grpc"],
+            "pid": router.pid,
+            "log": str(router.log_path),
+        }
+        for router in routers
+    ]
+    first = listed[0]
+    return {
+        "pid": os.getpid(),
+        "http": first["http"],
+        "grpc": first["grpc"],
+        "model": model,
+        "run_dir": str(run_dir),
+        "router": {"pid": first["pid"], "log": first["log"]},
+        "routers": listed,
+        "workers": [
+            {
+                "worker_id": worker.spec.name,
+                "role": worker.spec.name.rpartition("-")[0],
+                "pid": worker.pid,
+                "address": facts[worker.spec.name]["address"],
+                "debug": facts[worker.spec.name]["debug"],
+                "log": str(worker.log_path),
+            }
+            for worker in workers
+        ],
+    }
+
+
+def write_ready_file(path: Path, content: Mapping[str, object]) -> None:
+    """Write the file atomically."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

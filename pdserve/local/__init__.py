@@ -1,0 +1,1 @@
+"""`pdserve up`: routers and workers as processes on this machine."""

@@ -1,0 +1,123 @@
+"""GPUs that a process may use (NVML and CUDA_VISIBLE_DEVICES), and how workers share them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from pdserve.config import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from pdserve.config import Config
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_UTILIZATION = 0.9  # vLLM's default share of a GPU's memory
+
+
+@contextlib.contextmanager
+def open_nvml() -> Iterator[Any]:
+    """Yield NVML, or None if there is no driver or no module."""
+    try:
+        import pynvml
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def visible_gpus() -> tuple[int, ...]:
+    """Return the NVML indices that this process may use; none without a driver."""
+    with open_nvml() as nvml:
+        if nvml is None:
+            return ()
+        try:
+            return tuple(index for index, _ in visible(nvml))
+        except nvml.NVMLError:
+            return ()
+
+
+def visible(nvml: Any) -> Iterator[tuple[int, Any]]:
+    """Yield index and NVML handle of each. Raises NVML's errors."""
+    allowed = visible_devices(os.environ.get(VISIBLE))
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = nvml.nvmlDeviceGetUUID(handle)
+        name = uuid.decode() if isinstance(uuid, bytes) else uuid
+        if allowed is None or str(index) in allowed or name.startswith(allowed):
+            yield index, handle
+
+
+def visible_devices(value: str | None) -> tuple[str, ...] | None:
+    """Return the entries of CUDA_VISIBLE_DEVICES (indices, or prefixes of UUIDs), or None for all.
+    CUDA stops at the first entry that is no device, such as -1."""
+    if value is None:
+        return None
+    entries: list[str] = []
+    for entry in (x.strip() for x in value.split(",")):
+        if not entry.isdecimal() and not entry.startswith(("GPU-", "MIG-")):
+            break
+        entries.append(entry)
+    return tuple(entries)
+
+
+def gpu_environment(gpus: Collection[int]) -> dict[str, str]:
+    """Return the environment that limits a process to `gpus`; none means no limit."""
+    if not gpus:
+        return {}
+    # CUDA orders GPUs by speed, NVML by bus.
+    return {VISIBLE: ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def gpus_for(config: Config) -> tuple[int, ...]:
+    """Return the GPUs that workers may use: none for the fake engine or a CPU build of torch."""
+    if config.worker.engine != "vllm":
+        return ()
+    return () if is_cpu_build() else visible_gpus()
+
+
+def is_cpu_build() -> bool:
+    """Return True if torch is absent or a CPU build, without importing it."""
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True
+
+
+def share_gpus(
+    workers: int, gpus: Sequence[int], *, per_worker: int = 0, tensor_parallel: int = 1
+) -> list[tuple[int, ...]]:
+    """Return the GPUs of each worker. No GPU is used twice while there are enough for `per_worker`
+    (0: `tensor_parallel`) each. With fewer, and `per_worker` 0, workers share groups. Raises
+    ConfigError."""
+    if not gpus:
+        return [()] * workers
+    share = per_worker or tensor_parallel
+    if share > len(gpus):
+        key = "up.gpus_per_worker" if per_worker else "worker.engine_args.tensor_parallel_size"
+        refuse(key, f"a worker needs {share} GPUs; this process may use {len(gpus)}")
+    groups = len(gpus) // share
+    if per_worker and groups < workers:
+        needs = f"{workers} workers with {per_worker} GPUs each need {workers * per_worker}"
+        refuse("up.gpus_per_worker", f"{needs}; this process may use {len(gpus)}")
+    at = [i % groups * share for i in range(workers)]
+    return [tuple(gpus[first : first + share]) for first in at]
+
+
+def memory_share(mine: tuple[int, ...], shares: Sequence[tuple[int, ...]]) -> float | None:
+    """Return vLLM's `gpu_memory_utilization` for a worker whose GPUs `mine` others use too, or None
+    if it has them alone."""
+    sharers = shares.count(mine)
+    return int(100 * _UTILIZATION / sharers) / 100 if mine and sharers > 1 else None

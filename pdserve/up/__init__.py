@@ -1,1 +1,0 @@
-"""`pdserve up`: router and workers started, watched and stopped together."""

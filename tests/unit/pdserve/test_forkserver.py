@@ -1,0 +1,41 @@
+"""Processes forked from a parent that has imported something already."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.local.forkserver import ForkFailed, ForkServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ForkServer]:
+    made = ForkServer("os:getpid", log=tmp_path / "log", path=str(Path(__file__).parents[3]))
+    yield made
+    made.kill()
+    made.close()
+
+
+async def test_a_fork_runs_a_module_and_reports_its_end(server: ForkServer) -> None:
+    done = await server.start("timeit", "-n", "1", "pass", env=os.environ)
+    assert await done.wait() == 0
+    with pytest.raises(ProcessLookupError):
+        done.kill()
+    killed = await server.start("timeit", "import time; time.sleep(60)", env=os.environ)
+    killed.kill()
+    assert await killed.wait() == -signal.SIGKILL
+
+
+async def test_a_preload_that_fails_is_reported(tmp_path: Path) -> None:
+    server = ForkServer("no_such_module:f", log=tmp_path / "log")
+    with pytest.raises(ForkFailed):
+        await server.start("timeit", env=os.environ)
+    assert "no_such_module" in (tmp_path / "log").read_text()
+    server.close()
