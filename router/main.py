@@ -1,4 +1,4 @@
-"""The router as one process: membership, coordinator and both faces, started and stopped."""
+"""The router as one process: everything it consists of, started and stopped."""
 
 from __future__ import annotations
 
@@ -23,34 +23,31 @@ from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
-from router.admission import AdmissionLimits, Tenants
+from router.admin import AdminService, RegistryService
+from router.admission import AdmissionController, AdmissionLimits, Tenants
 from router.api.auth import Keys
 from router.api.grpc import Generation
 from router.api.http import HttpApi
 from router.api.open_requests import OpenRequests
 from router.api.preprocess import Preprocessor
-from router.canaries import Canaries
-from router.coordinator import Coordinator
 from router.cost.book import CostBook
 from router.cost.objective import slo_of
 from router.decisions.log import DecisionLog
-from router.decisions.service import Admin
-from router.drains import Drains
-from router.fleet import Fleet
+from router.fleet.probes import ActiveHealthChecks
+from router.fleet.registry import Fleet
+from router.fleet.role_change import RoleChanger
 from router.metrics import RouterMetrics
+from router.placement.context import PlacementContext
 from router.placement.policies.by_name import POLICIES
-from router.prefill_queue import PrefillQueue
+from router.placer import Placer
 from router.prefix import PrefixWatcher
-from router.registry import Registry
-from router.roles.flips import Flips
+from router.request import RequestServer, Services
+from router.retry import RetryBudget
 from router.roles.rebalancer import Rebalancer
 from router.roles.watcher import RoleWatcher
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from pdserve.config import RouterConfig
-    from router.roles.controller import Verdict
 
 GRPC_STOP_S = 1.0
 _SERVICES = (
@@ -62,28 +59,27 @@ _SERVICES = (
 
 @dataclass(frozen=True, slots=True)
 class RouterAddresses:
-    """Where the two faces listen: host:port."""
+    """Where the two APIs listen: host:port."""
 
     http: str
     grpc: str
 
 
 class RouterServer:
-    """Owns everything of a router. `start` once, then `stop`; all in one event loop. `watches` is
-    what it knows of the workers' prefix caches, None before the start and where it keeps none."""
+    """Owns everything of a router. `start` once, then `stop`, in one event loop."""
 
     def __init__(self, config: RouterConfig) -> None:
-        self.watches: PrefixWatcher | None = None
         self._config = config
         self._stack = AsyncExitStack()
         self._open_requests = OpenRequests()
         self._health = health.aio.HealthServicer()
         self._http: HttpServer | None = None
-        self.coordinator: Coordinator
         self.fleet: Fleet
+        self.requests: RequestServer
+        self.metrics: RouterMetrics
 
     async def start(self) -> RouterAddresses:
-        """Serve. Raises ConfigError naming the key where an address cannot be had; nothing is left
+        """Raises ConfigError naming the key of an address that cannot be used; nothing is left
         behind then."""
         try:
             return await self._start()
@@ -92,14 +88,49 @@ class RouterServer:
             raise
 
     async def _start(self) -> RouterAddresses:
-        config = self._config
+        config, enter = self._config, self._stack.enter_async_context
         router_id = f"router-{uuid.uuid4().hex[:12]}"
-        self.fleet = fleet = await self._open_fleet(router_id)
-        metrics = RouterMetrics()
+        dials = dialer(config.access)
+
+        # The fleet.
+        watcher = None
+        if config.prefix_max_blocks:
+            watcher = PrefixWatcher(router_id, max_blocks=config.prefix_max_blocks, dialer=dials)
+        self.fleet = fleet = await enter(
+            Fleet(
+                router_id=router_id,
+                watches=watcher,
+                lease_s=config.lease_s,
+                dialer=dials,
+                ejection_s=config.quarantine_s,
+                detection=config.detection,
+            )
+        )
+        self.metrics = metrics = RouterMetrics()
+        if config.detection.probe_s:
+            await enter(ActiveHealthChecks(fleet, metrics, idle_s=config.detection.probe_s))
+
+        # The request path.
         slo = slo_of(config.slo)
         costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
         decisions = DecisionLog(config.decision_log_size)
-        metrics.watch_costs(costs, fleet.pool)
+        tenants = Tenants.of(config.tenants)
+        limits = AdmissionLimits(
+            config.max_running_requests,
+            config.max_queued_requests,
+            config.queue_timeout_s,
+            slo.latest_ttft_s,
+        )
+        admission = AdmissionController(limits, tenants=tenants, latency=costs)
+        placer = Placer(
+            fleet,
+            POLICIES[config.policy],
+            PlacementContext(watcher, costs),
+            costs=costs,
+            log=decisions,
+            prefill_chunks_ahead=config.prefill_chunks_ahead,
+            live_kv=config.fallback.live_kv,
+        )
         tracing = open_tracing(
             config.otlp_endpoint,
             service="pdserve-router",
@@ -108,88 +139,63 @@ class RouterServer:
         )
         if tracing is not None:
             self._stack.push_async_callback(asyncio.to_thread, tracing.close)
-        self.coordinator = coordinator = Coordinator(
-            fleet,
-            tracing=tracing,
-            metrics=metrics,
-            costs=costs,
-            limits=AdmissionLimits(
-                config.max_running_requests,
-                config.max_queued_requests,
-                config.queue_timeout_s,
-                slo.latest_ttft_s,
-            ),
-            tenants=Tenants.of(config.tenants),
-            prefill_queue=PrefillQueue(config.prefill_chunks_ahead),
-            request_timeout_s=config.request_timeout_s,
-            policy=POLICIES[config.policy],
-            fallback=config.fallback,
-            decisions=decisions,
-        )
-        if config.detection.probe_s:
-            await self._stack.enter_async_context(
-                Canaries(fleet, metrics, idle_s=config.detection.probe_s)
+        self.requests = requests = await enter(
+            RequestServer(
+                Services(
+                    fleet,
+                    admission,
+                    placer,
+                    metrics,
+                    RetryBudget(config.fallback.tokens_per_s, config.fallback.burst_s),
+                    config.fallback,
+                    config.queue_timeout_s,
+                ),
+                tracing=tracing,
+                request_timeout_s=config.request_timeout_s,
             )
-        preprocessor = Preprocessor(
-            coordinator.models, timeout_s=config.request_timeout_s, why_none=fleet.pool.why_none
         )
-        keys = Keys(config.tenants)
-        http_api = HttpApi(
-            coordinator,
-            preprocessor,
-            self._open_requests,
-            coordinator.metrics.render,
-            started=int(time.time()),
-            keys=keys,
-        )
-        generation = Generation(coordinator, preprocessor, self._open_requests, keys)
-        flips = Flips(fleet, coordinator.metrics)
-        admin = Admin(decisions, flips, Drains(fleet))
-        roles = await self._start_rebalancer(fleet, flips, costs)
-        grpc_address = await self._start_grpc(generation, Registry(fleet, costs, roles), admin)
-        http_address = await self._start_http(http_api)
-        return RouterAddresses(http=http_address, grpc=grpc_address)
+        metrics.watch(fleet, costs, admission, watcher)
+        watch_tasks(metrics.registry)
 
-    async def _open_fleet(self, router_id: str) -> Fleet:
-        config, dials = self._config, dialer(self._config.access)
-        if config.prefix_max_blocks:
-            self.watches = PrefixWatcher(
-                router_id,
-                max_blocks=config.prefix_max_blocks,
-                dialer=dials,
-            )
-        fleet = Fleet(
-            router_id=router_id,
-            watches=self.watches,
-            lease_s=config.lease_s,
-            dialer=dials,
-            quarantine_s=config.quarantine_s,
-            detection=config.detection,
-        )
-        return await self._stack.enter_async_context(fleet)
-
-    async def _start_rebalancer(
-        self, fleet: Fleet, flips: Flips, costs: CostBook
-    ) -> Mapping[str, Verdict]:
-        """Its verdicts; none where roles are not moved by load."""
-        if not self._config.roles.auto:
-            return {}
-        metrics = self.coordinator.metrics.roles
-        watcher = RoleWatcher(
+        # Role changes.
+        changer = RoleChanger(fleet, metrics)
+        roles = RoleWatcher(
             fleet,
             costs,
-            self._config.roles,
-            queued=self.coordinator.queued_of,
-            on_verdict=metrics.decided,
+            config.roles,
+            queued=admission.queued_of,
+            on_verdict=metrics.roles.decided,
         )
-        metrics.watch(watcher.verdicts)
-        rebalancer = Rebalancer(watcher, flips, self._config.roles)
-        await self._stack.enter_async_context(rebalancer)
-        return watcher.verdicts
+        if config.roles.auto:
+            metrics.roles.watch(roles.verdicts)
+            await enter(Rebalancer(roles, changer, config.roles))
 
-    async def _start_grpc(self, generation: Generation, registry: Registry, admin: Admin) -> str:
+        # The APIs.
+        keys = Keys(config.tenants)
+        preprocessor = Preprocessor(
+            requests.models, timeout_s=config.request_timeout_s, why_none=fleet.pool.why_none
+        )
+        grpc_address = await self._start_grpc(
+            Generation(requests, preprocessor, self._open_requests, keys),
+            RegistryService(fleet, requests, costs, roles.verdicts),
+            AdminService(decisions, fleet, changer),
+        )
+        http_address = await self._start_http(
+            HttpApi(
+                requests,
+                preprocessor,
+                self._open_requests,
+                metrics.render,
+                started=int(time.time()),
+                keys=keys,
+            )
+        )
+        return RouterAddresses(http=http_address, grpc=grpc_address)
+
+    async def _start_grpc(
+        self, generation: Generation, registry: RegistryService, admin: AdminService
+    ) -> str:
         host, access = self._config.grpc_host, self._config.access
-        credentials = server_credentials(access.tls)
         server = rpc.make_server(
             guards(access, shared_with=Party.WORKER), max_message_bytes=self._config.max_body_bytes
         )
@@ -200,7 +206,8 @@ class RouterServer:
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         try:
-            port = rpc.listen(server, _join(host, self._config.grpc_port), credentials)
+            address = _join(host, self._config.grpc_port)
+            port = rpc.listen(server, address, server_credentials(access.tls))
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {host} port {self._config.grpc_port}", field="grpc_port"
@@ -213,8 +220,6 @@ class RouterServer:
 
     async def _start_http(self, api: HttpApi) -> str:
         host = self._config.http_host
-        watch_tasks(self.coordinator.metrics.registry)
-        tls = http_context(self._config.access.http_tls)
         sockets = [bind(host, self._config.http_port)]
         self._stack.callback(sockets[0].close)
         port: int = sockets[0].getsockname()[1]
@@ -223,7 +228,7 @@ class RouterServer:
         self._http = HttpServer(
             api.handle,
             *sockets,
-            tls=tls,
+            tls=http_context(self._config.access.http_tls),
             max_connections=connection_limit(self._config.max_connections),
             max_body_bytes=self._config.max_body_bytes,
         )
@@ -232,8 +237,8 @@ class RouterServer:
         return _join(host, port)
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Take no more work, give open requests `grace_s` (the configured one) to end, cut the
-        rest, and close everything. Workers stay attached until the last request has ended.
+        """Take no more requests, give open ones `grace_s` (the configured one) to end, cut the
+        rest, and close everything. Workers stay connected until the last request has ended.
         Idempotent."""
         await self._health.enter_graceful_shutdown()
         if self._http is not None:

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from pdserve.errors import PdserveError
     from pdserve.metrics import Labelled
     from pdserve.types import Receipt, Usage
-    from router.admission import Tenants
+    from router.admission import AdmissionController, Tenants
     from router.cost.book import CostBook
-    from router.pool import WorkerPool
-    from router.token_gaps import TokenGaps
+    from router.fleet.pool import WorkerPool
+    from router.fleet.registry import Fleet
+    from router.prefix import PrefixWatcher
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -96,22 +97,33 @@ class RouterMetrics:
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def watch_pool(self, pool: WorkerPool) -> None:
-        """Report workers, their load and their KV planes."""
-        self.registry.register(_Workers(pool))
-        self.registry.register(_Loads(pool))
-        self.registry.register(KvCollector(lambda: _kv_reports(pool)))
-
-    def watch_gaps(self, gaps: TokenGaps) -> None:
-        self.registry.register(gaps)
-
-    def watch_costs(self, costs: CostBook, pool: WorkerPool) -> None:
-        """Report whether disaggregation is expected to help."""
-        self.registry.register(_Goodput(costs, pool))
-
-    def watch_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """Report `read()` as the gauge `pdserve_<name>`."""
-        Gauge(f"pdserve_{name}", text, registry=self.registry).set_function(read)
+    def watch(
+        self,
+        fleet: Fleet,
+        costs: CostBook,
+        admission: AdmissionController,
+        watcher: PrefixWatcher | None,
+    ) -> None:
+        """Report their state whenever the metrics are read."""
+        pool, register = fleet.pool, self.registry.register
+        register(_Workers(pool))
+        register(_Loads(pool))
+        register(KvCollector(lambda: _kv_reports(pool)))
+        register(_Goodput(costs, pool))
+        register(fleet.gaps)
+        self.tenants.watch(admission.tenants)
+        if watcher is not None:
+            self.prefix.watch(watcher)
+        for name, text, read in (
+            (
+                "kv_ejected_pairs",
+                "Pairs of workers that are not used together because KV between them failed.",
+                lambda: len(fleet.outliers.ejected(fleet.now())),
+            ),
+            ("requests_running", "Requests admitted.", lambda: admission.running),
+            ("requests_queued", "Requests waiting for admission.", lambda: admission.queued),
+        ):
+            Gauge(f"pdserve_{name}", text, registry=self.registry).set_function(read)
 
     def refused(self, model: str, error: PdserveError) -> None:
         """A request ended before anything was sent to a worker."""
@@ -162,15 +174,15 @@ class RouterMetrics:
         """Compare a prediction of ttft, prefill, transfer or itl with what happened."""
         self._histogram["prediction_ratio"](model, what).observe(ratio)
 
-    def canary(self, model: str, outcome: str) -> None:
+    def pair_probe(self, model: str, outcome: str) -> None:
         """A pair of workers was probed."""
         self._count["pair_probes"](model, outcome).inc()
 
-    def worker_canary(self, model: str, outcome: str) -> None:
+    def worker_probe(self, model: str, outcome: str) -> None:
         """A worker was probed."""
         self._count["worker_probes"](model, outcome).inc()
 
-    def flipped(self, model: str, role: str, outcome: str, seconds: float) -> None:
+    def role_changed(self, model: str, role: str, outcome: str, seconds: float) -> None:
         """A worker's role was to change to `role`."""
         self._histogram["role_change_seconds"](model, role, outcome).observe(seconds)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from pdserve.types import Receipt
-    from router.member import Member
+    from router.fleet.member import Member
     from router.placement.values import Demand
 
 logger = logging.getLogger(__name__)

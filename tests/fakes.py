@@ -7,10 +7,10 @@ import asyncio
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pdserve import framing, rpc, wire
-from pdserve.config import DetectionConfig
+from pdserve.config import DetectionConfig, FallbackConfig
 from pdserve.errors import InvalidRequest
 from pdserve.types import (
     FinishReason,
@@ -24,19 +24,29 @@ from pdserve.types import (
 )
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from router.coordinator import Coordinator
-from router.fleet import Fleet
+from router.admission import AdmissionController, AdmissionLimits
+from router.cost.book import CostBook
+from router.cost.objective import Slo
 from router.fleet.connection import ConnectionSettings
+from router.fleet.registry import Fleet
+from router.metrics import RouterMetrics
+from router.placement.policies.least_loaded import least_loaded
+from router.placer import Placer
+from router.request import RequestServer, Services
+from router.retry import RetryBudget
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     import grpc.aio
 
     from pdserve.errors import PdserveError
-    from pdserve.types import TransferReport
-    from router.member import Member
+    from pdserve.types import GenerateRequest, TransferReport
+    from router.admission import Tenants
+    from router.answer import AnswerDelta
+    from router.decisions.log import DecisionLog
+    from router.fleet.member import Member
 
 MODEL = ModelInfo("demo", "/models/demo", max_model_len=4096, vocab_size=512, dtype="float32")
 
@@ -245,24 +255,66 @@ class _ScriptedSession(asyncio.Protocol):
         self.transport.write(framing.pack(frame))
 
 
-class Stack:
-    """A fleet and a coordinator over scripted workers that are attached."""
+class Reader:
+    """A client: the deltas of one answer, as they come. Leaving it cancels the request."""
 
-    def __init__(self, fleet: Fleet, coordinator: Coordinator) -> None:
+    def __init__(self, serving: Callable[[Reader], Coroutine[Any, Any, None]]) -> None:
+        self._deltas: asyncio.Queue[AnswerDelta] = asyncio.Queue()
+        self._serving = asyncio.create_task(serving(self))
+
+    def write(self, delta: AnswerDelta) -> bool:
+        self._deltas.put_nowait(delta)
+        return True
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._serving.cancel()
+        await asyncio.wait([self._serving])
+
+    async def next(self) -> AnswerDelta:
+        """Raises the error of the request if no delta comes any more."""
+        taking = asyncio.ensure_future(self._deltas.get())
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.wait([taking, self._serving], return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done() and self._deltas.empty():
+                taking.cancel()
+                self._serving.result()
+                raise AssertionError("the answer has ended")
+            return await taking
+
+    async def rest(self) -> AnswerDelta:
+        """All that is left of an answer, as one delta."""
+        async with asyncio.timeout(WAIT_S):
+            await self._serving
+        deltas = [self._deltas.get_nowait() for _ in range(self._deltas.qsize())]
+        return replace(
+            deltas[-1],
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            text="".join(delta.text for delta in deltas),
+        )
+
+
+class Stack:
+    """A fleet and the request path over scripted workers."""
+
+    def __init__(self, fleet: Fleet, requests: RequestServer, metrics: RouterMetrics) -> None:
         self.fleet = fleet
-        self.coordinator = coordinator
-        self._changed = asyncio.Event()
-        fleet.subscribe(self._changed.set)
+        self.requests = requests
+        self.metrics = metrics
+
+    def ask(self, request: GenerateRequest) -> Reader:
+        return Reader(lambda out: self.requests.serve(request, out))
 
     def member(self, worker: ScriptedWorker) -> Member:
         return self.fleet.pool.members[worker.info.worker_id]
 
     async def until_state(self, worker: ScriptedWorker, state: str) -> None:
         """Wait until the pool says that a worker is in `state`."""
-        async with asyncio.timeout(WAIT_S):
-            while self.member(worker).state != state:
-                self._changed.clear()
-                await self._changed.wait()
+        until = asyncio.get_running_loop().time() + WAIT_S
+        while self.member(worker).state != state:
+            assert await self.fleet.capacity_change(until=until)
 
     async def join(self, *workers: ScriptedWorker) -> None:
         for worker in workers:
@@ -272,8 +324,8 @@ class Stack:
 
     def assert_no_leaks(self) -> None:
         """Nothing is open, outstanding, reserved, running or queued."""
-        assert self.coordinator.open_requests == 0
-        assert (self.coordinator.running_requests, self.coordinator.queued_requests) == (0, 0)
+        assert self.requests.open_requests == 0
+        assert (self.requests.running_requests, self.requests.queued_requests) == (0, 0)
         assert self.fleet.open_streams == 0
         for member in self.fleet.pool.members.values():
             assert member.outstanding_requests == 0, member
@@ -286,11 +338,17 @@ async def running_stack(
     *workers: ScriptedWorker,
     clock: Callable[[], float] = time.monotonic,
     detection: DetectionConfig | None = None,
-    **options: Any,
+    fallback: FallbackConfig | None = None,
+    limits: AdmissionLimits | None = None,
+    tenants: Tenants | None = None,
+    queue_timeout_s: float = 0.1,
+    prefill_chunks_ahead: int = 0,
+    decisions: DecisionLog | None = None,
 ) -> AsyncIterator[Stack]:
-    """`clock` and `detection` are the fleet's, which by default finds nobody hanging; `options` go
-    to the coordinator. Ends by asserting that nothing leaked."""
+    """`clock` and `detection` are the fleet's, which by default finds no stalls. Ends by asserting
+    that nothing leaked."""
     settings = ConnectionSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
+    fallback = fallback or FallbackConfig()
     async with AsyncExitStack() as exits:
         for worker in workers:
             await exits.enter_async_context(worker.serving())
@@ -299,11 +357,26 @@ async def running_stack(
             router_id="router-1",
             lease_s=3600.0,
             detection=detection or DetectionConfig(stall_s=0.0),
-            link_settings=settings,
+            settings=settings,
             clock=clock,
         )
         await exits.enter_async_context(fleet)
-        stack = Stack(fleet, Coordinator(fleet, **options))
+        metrics = RouterMetrics()
+        admission = AdmissionController(
+            limits or AdmissionLimits(queue_timeout_s=queue_timeout_s), tenants=tenants
+        )
+        services = Services(
+            fleet,
+            admission,
+            Placer(fleet, least_loaded, log=decisions, prefill_chunks_ahead=prefill_chunks_ahead),
+            metrics,
+            RetryBudget(fallback.tokens_per_s, fallback.burst_s),
+            fallback,
+            queue_timeout_s,
+        )
+        requests = await exits.enter_async_context(RequestServer(services))
+        metrics.watch(fleet, CostBook(fleet.pool, Slo(), fleet.now), admission, None)
+        stack = Stack(fleet, requests, metrics)
         await stack.join(*workers)
         yield stack
         stack.assert_no_leaks()

@@ -17,7 +17,7 @@ from router.cost.replay import Pool
 from router.cost.stalls import Stalls
 from router.cost.step_model import Batch, fit_steps, prompt_work
 from router.cost.transfer_model import TransferModel
-from router.member import MemberState
+from router.fleet.member import MemberState
 from router.placement.context import Prediction
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from router.cost.outcome import Outcome
     from router.cost.pace import Pace
     from router.cost.step_model import PromptWork, StepModel
+    from router.fleet.pool import WorkerPool
     from router.placement.values import Candidate, Decision, Demand
-    from router.pool import WorkerPool
 
 # A model is fitted anew when its worker has reported since and this long has passed.
 REFIT_S = 2.0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerInfo, WorkerLoad
-    from router.member import Member
+    from router.fleet.member import Member
 
     Connect = Callable[[WorkerInfo, Callable[[], asyncio.Protocol]], Awaitable[object]]
 

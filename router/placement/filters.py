@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.lean import lean
 from pdserve.types import Role
-from router.member import MemberState
+from router.fleet.member import MemberState
 from router.placement.pairing import sources_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pdserve.errors import ModelNotFound, Unavailable
 from pdserve.kv_pairs import exchange, unpaired
 from pdserve.types import Role
-from router.member import MemberState
+from router.fleet.member import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pdserve.kv_pairs import KvKind
     from pdserve.types import Role, WorkerInfo, WorkerLoad
-    from router.member import MemberState
+    from router.fleet.member import MemberState
     from router.placement.context import Prediction
     from router.placement.scoreboard import Scoreboard
 

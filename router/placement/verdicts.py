@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdserve.types import Role
-from router.member import MemberState
+from router.fleet.member import MemberState
 from router.placement import live, recompute
 from router.placement.filters import able, eligible, prefer, unbarred
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.types import Role
 from router.cost.step_model import Batch
-from router.member import MemberState
+from router.fleet.member import MemberState
 from router.roles.controller import Loads
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from router.cost.pace import Pace
     from router.cost.step_model import StepModel
-    from router.member import Member
+    from router.fleet.member import Member
 
 WORK_OFF_S = 10.0
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pdserve.config import RolesConfig
-    from router.member import Member
-    from router.roles.flips import Flips
+    from router.fleet.member import Member
+    from router.fleet.role_change import RoleChanger
     from router.roles.watcher import RoleWatcher
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Rebalancer:
     have deadlines. An async context manager: leaving ends the task, and a flip that is under way is
     taken back."""
 
-    def __init__(self, watcher: RoleWatcher, flips: Flips, config: RolesConfig) -> None:
+    def __init__(self, watcher: RoleWatcher, flips: RoleChanger, config: RolesConfig) -> None:
         self._watcher = watcher
         self._flips = flips
         self._config = config
@@ -57,7 +57,7 @@ class Rebalancer:
         role = other_role(member.info.role)
         drain_s = self._config.drain_timeout_s
         try:
-            done = await self._flips.flip(member.worker_id, role, drain_timeout_s=drain_s)
+            done = await self._flips.change(member.worker_id, role, drain_timeout_s=drain_s)
         except PdserveError as error:
             failure = error.message
         else:

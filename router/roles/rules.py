@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.kv_pairs import exchange, kind_of
 from pdserve.types import Role
-from router.member import MemberState
+from router.fleet.member import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from router.member import Member
+    from router.fleet.member import Member
 
 
 def spare_for(members: Sequence[Member], role: Role, failed: Collection[str]) -> Member | None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pdserve.config import RolesConfig
     from pdserve.types import Role
     from router.cost.book import CostBook
-    from router.fleet import Fleet
-    from router.member import Member
+    from router.fleet.member import Member
+    from router.fleet.registry import Fleet
     from router.roles.controller import Loads, Verdict, Watch
 
 logger = logging.getLogger(__name__)

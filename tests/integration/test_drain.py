@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.cli import main
 from pdserve.types import Role
-from router import migration
+from router import upstream
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
 from tests.integration.test_role_flips import under_load
@@ -32,7 +32,7 @@ def told(text: str) -> list[dict[str, object]]:
 async def test_what_runs_goes_on_elsewhere_and_the_worker_can_be_given_work_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(migration, "EXPORT_S", WAIT_S)
+    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", WAIT_S)
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         draining = asyncio.create_task(
@@ -67,7 +67,7 @@ async def test_what_does_not_end_in_time_goes_on_elsewhere(
     role: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with its KV, which an engine that makes no step does not let go."""
-    monkeypatch.setattr(migration, "EXPORT_S", 0.05)
+    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", 0.05)
     async with Cluster(prefill=2, decode=2) as cluster:
         names = (f"{role}-0", f"{role}-1")
         for name in names:
@@ -92,7 +92,7 @@ async def test_what_has_nowhere_to_go_waits_for_a_place(
 ) -> None:
     """The other worker is drained too, and comes back while the stream is to move."""
     monkeypatch.setattr(service, "MOVE_S", WAIT_S)
-    monkeypatch.setattr(migration, "EXPORT_S", 0.05)
+    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", 0.05)
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         cluster.faults(idle, FakeFaults())
@@ -108,6 +108,8 @@ async def test_what_has_nowhere_to_go_waits_for_a_place(
 async def test_a_drain_that_is_taken_back_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
+        engine = cluster.engine(busy)
+        await cluster.until(lambda: engine._core.faults.stalls(engine._steps + 1))
         draining = asyncio.create_task(command(cluster, "drain", busy, "--timeout", str(WAIT_S)))
         await cluster.until_state(busy, "draining")
         assert await command(cluster, "drain", busy, "--undo") == 0

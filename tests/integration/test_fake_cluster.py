@@ -187,7 +187,7 @@ class TestFaults:
             assert_same(answer, expected)
             assert answer.fallbacks[0].endswith(":worker_failed")
             entry = (await cluster.entries())[busy]
-            assert "has made no step for" in entry.breaker.reason
+            assert "no engine step for" in entry.breaker.reason
             # Once it gets on again, a request tries it.
             cluster.faults(busy, FakeFaults())
             async with asyncio.timeout(WAIT_S):
@@ -198,10 +198,10 @@ class TestFaults:
     async def test_answers_leave_a_worker_that_is_asked_to_be_empty(self) -> None:
         async with Cluster(prefill=1, decode=2) as cluster:
             busy, idle, asking = await ask_and_hold(cluster)
-            coordinator = cluster.router.coordinator
-            assert coordinator.move_off(idle, "it drains") == 0
+            requests = cluster.router.requests
+            assert requests.move_off(idle, "it drains") == 0
             cluster.faults(idle, FakeFaults())
-            assert coordinator.move_off(busy, "it drains") == 1
+            assert requests.move_off(busy, "it drains") == 1
             await cluster.until(lambda: not cluster.busy(busy))
             answer = await asking
             assert_same(answer, cluster.expected(PROMPT, LONG))
@@ -266,7 +266,7 @@ class TestFaults:
             assert answer.fallbacks
 
     async def test_without_a_worker_that_can_take_it_the_error_is_clean(self) -> None:
-        async with Cluster(prefill=1, decode=1) as cluster:
+        async with Cluster(prefill=1, decode=1, router={"queue_timeout_s": 0.2}) as cluster:
             await cluster.kill("decode-0")
             await cluster.kill("prefill-0")
             with pytest.raises(PdserveError) as caught:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from router import migration
+from router import upstream
 from tests.cluster import WAIT_S, Answer, Cluster
 from tests.integration.test_drain import command
 from tests.integration.test_fake_cluster import LONG, PROMPT, Trigger, assert_same
@@ -70,7 +70,7 @@ async def begin(cluster: Cluster, sampling: SamplingParams = LONG) -> Leaving:
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     # Only the test that is about it meets the end of that time.
-    monkeypatch.setattr(migration, "EXPORT_S", WAIT_S)
+    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", WAIT_S)
     async with Cluster(prefill=1, decode=2) as found:
         yield found
 
@@ -128,7 +128,7 @@ async def test_an_answer_with_nowhere_to_go_ends_where_it_is(cluster: Cluster) -
 async def test_a_worker_that_does_not_let_go_in_time_is_left_without_kv(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(migration, "EXPORT_S", 0.05)
+    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", 0.05)
     leaving = await begin(cluster)
     draining = leaving.drain()
     assert (await leaving.whole()).fallbacks == ("same_prefill:moved",)

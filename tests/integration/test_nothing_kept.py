@@ -17,9 +17,9 @@ import pytest
 from pdserve.config import DetectionConfig
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
-from router import pool
 from router.cost import book, meter
 from router.cost.transfer_model import TransferModel
+from router.fleet import pool
 from tests.cluster import LEASE_S, Cluster
 
 if TYPE_CHECKING:

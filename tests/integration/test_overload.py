@@ -16,7 +16,9 @@ from pdserve import http_server, wire
 from pdserve.errors import Overloaded, Refusal
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
-from router import answer, main
+from router import main
+from router.api import grpc as grpc_api
+from router.api import http as http_api
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same
 from tests.integration.test_role_flips import metrics
@@ -31,15 +33,15 @@ async def test_ten_times_the_capacity_is_refused_what_it_cannot_have_and_leaves_
     limits = {"max_running_requests": RUNNING, "max_queued_requests": QUEUED}
     async with Cluster(prefill=1, decode=1, router=limits) as cluster:
         expected = cluster.expected(PROMPT, PLAIN)
-        coordinator = cluster.router.coordinator
+        requests = cluster.router.requests
         outcomes: Counter[str] = Counter()
         most_queued = most_running = 0
 
         async def ask() -> None:
             nonlocal most_queued, most_running
             for _ in range(TRIES):
-                most_queued = max(most_queued, coordinator.queued_requests)
-                most_running = max(most_running, coordinator.running_requests)
+                most_queued = max(most_queued, requests.queued_requests)
+                most_running = max(most_running, requests.running_requests)
                 try:
                     assert_same(await cluster.ask(PROMPT, PLAIN), expected)
                     outcomes["served"] += 1
@@ -58,15 +60,15 @@ async def test_ten_times_the_capacity_is_refused_what_it_cannot_have_and_leaves_
         answers = await asyncio.gather(*(cluster.ask(PROMPT, PLAIN) for _ in range(RUNNING)))
         for one in answers:
             assert_same(one, expected)
-        await cluster.until(lambda: not coordinator.open_requests)
-        assert coordinator.queued_requests == coordinator.running_requests == 0
+        await cluster.until(lambda: not requests.open_requests)
+        assert requests.queued_requests == requests.running_requests == 0
 
 
 class TestSlowReaders:
     @pytest.fixture(autouse=True)
     def small_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        limits = answer.BufferLimits(tokens=64, characters=4096)
-        monkeypatch.setattr(answer, "BufferLimits", lambda: limits)
+        monkeypatch.setattr(grpc_api, "MAX_UNSENT_TOKENS", 64)
+        monkeypatch.setattr(http_api, "MAX_UNSENT_BYTES", 4096)
 
         def bind_small(host: str, port: int) -> socket.socket:
             sock = http_server.bind(host, port)
@@ -111,14 +113,14 @@ class TestSlowReaders:
                 await call.read()
                 await assert_cut(cluster)
                 call.cancel()
-                await cluster.until(lambda: not cluster.router.coordinator.open_requests)
+                await cluster.until(lambda: not cluster.router.requests.open_requests)
 
 
 async def assert_cut(cluster: Cluster) -> None:
     """The workers are free although the client is still there and has not read; others are
     answered."""
-    coordinator = cluster.router.coordinator
-    await cluster.until(lambda: coordinator.running_requests == 0)
+    requests = cluster.router.requests
+    await cluster.until(lambda: requests.running_requests == 0)
     await cluster.until(lambda: not cluster.busy("prefill-0", "decode-0"))
     ended = [x for x in (await metrics(cluster)).splitlines() if x.startswith(REQUESTS)]
     assert ["cancelled" in x for x in ended] == [True], ended

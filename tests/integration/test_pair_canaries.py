@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.config import DetectionConfig
 from pdserve.errors import DeadlineExceeded
-from router.canaries import Canaries
+from router.fleet.probes import ActiveHealthChecks
 from tests.cluster import Cluster
 from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same
 from tests.patience import WAIT_S
@@ -30,11 +30,10 @@ async def ask(cluster: Cluster) -> Answer:
 
 async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
     async with Cluster(prefill=1, decode=1, router={"quarantine_s": 0.05}) as cluster:
-        coordinator = cluster.router.coordinator
-        fleet = coordinator._fleet
+        fleet = cluster.router.fleet
         cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))
-        async with Canaries(fleet, coordinator.metrics, idle_s=0.0, period_s=0.001):
-            await cluster.until(lambda: fleet.quarantine.barred(fleet.now()) == {PAIR})
+        async with ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=0.0, period_s=0.001):
+            await cluster.until(lambda: fleet.outliers.ejected(fleet.now()) == {PAIR})
             # However often it is half open meanwhile, no client's request goes there.
             for _ in range(20):
                 answer = await ask(cluster)
@@ -43,36 +42,35 @@ async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
             _, failed = await cluster.canaries()
             assert failed >= 3
             cluster.faults("prefill-0", FakeFaults())
-            await cluster.until(lambda: not fleet.quarantine.barred(fleet.now()))
+            await cluster.until(lambda: not fleet.outliers.ejected(fleet.now()))
             answer = await ask(cluster)
             assert answer.receipt is not None
             assert answer.receipt.prefill_worker == "prefill-0"
         whole, _ = await cluster.canaries()
         assert whole >= 1
-        lines = coordinator.metrics.render().decode().splitlines()
+        lines = cluster.router.metrics.render().decode().splitlines()
         counted = [x for x in lines if x.startswith("pdserve_pair_probes_total{")]
-        assert [float(x.split()[-1]) for x in counted if 'outcome="whole"' in x] == [whole]
+        assert [float(x.split()[-1]) for x in counted if 'outcome="passed"' in x] == [whole]
 
 
 async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
     detection = DetectionConfig(stall_s=1.0, suspend_s=0.05, max_suspend_s=0.05, probe_s=0.0)
     async with Cluster(prefill=1, decode=2, router={"detection": detection}) as cluster:
-        coordinator = cluster.router.coordinator
-        fleet = coordinator._fleet
+        fleet = cluster.router.fleet
         member = fleet.pool.members["decode-0"]
         cluster.faults("decode-0", FakeFaults(stalled=True))
-        async with Canaries(fleet, coordinator.metrics, idle_s=WAIT_S, period_s=0.001):
-            fleet.pool.tripped(member, fleet.now(), "for the test")
+        async with ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=WAIT_S, period_s=0.001):
+            fleet.pool.stalled(member, fleet.now(), "for the test")
             await cluster.until(lambda: cluster.busy("decode-0"))
             # A canary hangs there; answers are given meanwhile, none of them by that worker.
             for _ in range(10):
                 answer = await ask(cluster)
                 assert answer.receipt is not None
                 assert answer.receipt.decode_worker == "decode-1"
-            await cluster.until(lambda: "no step" in member.breaker.reason)
+            await cluster.until(lambda: "no engine step" in member.breaker.reason)
             cluster.faults("decode-0", FakeFaults())
             await cluster.until(lambda: not member.suspended)
-        lines = coordinator.metrics.render().decode().splitlines()
+        lines = cluster.router.metrics.render().decode().splitlines()
         assert any(
             x.startswith("pdserve_worker_probes_total{") and 'outcome="failed"' in x for x in lines
         )
@@ -81,10 +79,10 @@ async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
 async def test_the_last_worker_is_not_given_up_for_being_slow() -> None:
     detection = DetectionConfig(stall_s=0.5, suspend_s=WAIT_S, probe_s=0.0)
     async with Cluster(aggregated=1, router={"detection": detection}) as cluster:
-        member = cluster.router.coordinator._fleet.pool.members["aggregated-0"]
+        member = cluster.router.fleet.pool.members["aggregated-0"]
         cluster.faults("aggregated-0", FakeFaults(stalled=True))
         asking = [asyncio.create_task(ask(cluster))]
-        await cluster.until(lambda: member.watch.is_doubted)
+        await cluster.until(lambda: member.stalls.is_suspected)
         asking.append(asyncio.create_task(ask(cluster)))
         with pytest.raises(DeadlineExceeded):
             await cluster.ask(PROMPT, PLAIN, timeout_s=0.5)

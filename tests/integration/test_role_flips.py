@@ -119,7 +119,7 @@ async def test_streams_that_do_not_end_go_on_elsewhere() -> None:
 @pytest.mark.parametrize("fault", ["drop_transfer", "fail_prefill"])
 async def test_a_canary_that_fails_leaves_the_worker_what_it_was(fault: str) -> None:
     async with Cluster(prefill=1, decode=2) as cluster, under_load(cluster, 2):
-        cluster.faults("decode-1", FakeFaults(**{fault: "canary-*"}))
+        cluster.faults("decode-1", FakeFaults(**{fault: "probe-*"}))
         done = await flip(cluster, "decode-1", PREFILL)
         assert "fault" in done.failure or "broke" in done.failure, done.failure
         assert await role_of(cluster, "decode-1") == (DECODE, "ready")

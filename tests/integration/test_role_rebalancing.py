@@ -51,7 +51,7 @@ async def test_a_flip_that_fails_is_waited_after_and_another_worker_is_tried() -
     cluster = Cluster(prefill=1, decode=3, engine_args=ENGINES, router={"roles": QUICK})
     async with cluster:
         for name in ("decode-0", "decode-1", "decode-2"):
-            cluster.faults(name, FakeFaults(fail_prefill="canary-*"))
+            cluster.faults(name, FakeFaults(fail_prefill="probe-*"))
         async with under_load(cluster, 8, *PROMPTS):
             async with asyncio.timeout(WAIT_S):
                 while True:

@@ -209,7 +209,7 @@ async def test_a_prefill_worker_that_dies_in_mid_prefill_is_replaced(
     await service.kill("prefill-0")
     await asked.task
     assert asked.answers == expected
-    assert asked.fallbacks == ("one_worker:worker_failed",)
+    assert asked.fallbacks == ("aggregated:worker_failed",)
 
 
 async def test_workers_are_restarted_under_answers_that_lose_nothing(

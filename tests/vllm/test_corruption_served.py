@@ -22,8 +22,8 @@ from pdserve.types import Role, SamplingParams
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminStub
+from router.fleet.member import MemberState
 from router.main import RouterServer
-from router.member import MemberState
 from tests.patience import WAIT_S
 from tests.vllm.service import Service
 from tests.vllm.test_handoff_exact import prompt
@@ -246,7 +246,7 @@ async def test_without_a_whole_pair_the_decode_worker_computes(
 ) -> None:
     service.order("flip", "prefill-1")
     receipt = await ask(service, aggregated)
-    assert receipt.fallbacks == ("one_worker:transfer_corrupted",)
+    assert receipt.fallbacks == ("aggregated:transfer_corrupted",)
     assert receipt.decode_worker == "decode-0"
     pairs = {("prefill-0", "decode-0"), ("prefill-1", "decode-0")}
     assert set(await quarantined(service)) == pairs
@@ -329,5 +329,5 @@ async def test_a_router_moves_workers_after_the_load_and_loses_nothing(
                 await until_split(router, *split, tasks)
     for role in ("decode", "prefill"):
         labels = {"model": "tiny", "role": role, "outcome": "done"}
-        registry = router.coordinator.metrics.registry
+        registry = router.metrics.registry
         assert registry.get_sample_value("pdserve_role_change_seconds_count", labels) == 1

@@ -14,14 +14,14 @@ from router.cost.objective import EARLY, SPREAD, Slo
 from router.cost.outcome import Outcome, outcome_of
 from router.cost.pace import MIN_OUTCOMES
 from router.cost.transfer_model import MIN_TRANSFERS, TransferModel
+from router.fleet.pool import WorkerPool
 from router.placement.context import PlacementContext
 from router.placement.policies.slo_aware import slo_aware
 from router.placement.values import Decision, Demand, Placement
-from router.pool import WorkerPool
 from tests.fakes import worker_info
 
 if TYPE_CHECKING:
-    from router.member import Member
+    from router.fleet.member import Member
 
 STEP_S, TOKEN_S, REQUEST_S = 0.010, 0.001, 0.001
 TRANSFER_S = 0.005

@@ -8,20 +8,21 @@ import pytest
 
 from pdserve.step_moments import StepRecorder, StepShape
 from pdserve.types import GenerateRequest, Role, SamplingParams, WorkerLoad
-from router.booking import Booker, Booking
 from router.cost.book import CostBook
 from router.cost.gaps import MARGIN, context_of, takes_one_more
 from router.cost.objective import Slo
 from router.cost.step_model import StepModel
-from router.fleet import Fleet
-from router.ladder import Rung, Step
-from router.member import Member
+from router.fleet.member import Member
+from router.fleet.registry import Fleet
 from router.placement.context import PlacementContext
 from router.placement.policies.by_name import POLICIES
+from router.placer import Placer
+from router.retry import Constraints, RetryStep
 from tests.fakes import worker_info
 
 if TYPE_CHECKING:
     from router.placement.values import Demand
+    from router.placer import Reservation
 
 # A step takes 10 ms, 2 ms for each that decodes, and 10 µs for each token of their context.
 STEPS = StepModel((0.01, 0.0, 0.0, 0.02, 0.1), 0.0, 100.0, 0, 0.0)
@@ -67,7 +68,7 @@ def test_context_is_what_the_worker_says_of_those_that_hold_any() -> None:
 
 
 class Rig:
-    """A prefill and a decode worker or several, of whose steps this is known, and a booker."""
+    """A prefill and a decode worker or several, of whose steps this is known, and a placer."""
 
     def __init__(self, tpot_s: float, *decodes: str, policy: str = "least_loaded") -> None:
         self.fleet = Fleet(router_id="r", clock=lambda: 0.0)
@@ -82,17 +83,17 @@ class Rig:
         for name, role in workers.items():
             pool.register(worker_info(name, role), 0.0)
             pool.attached(pool.members[name])
-            pool.measured(pool.members[name], recorder.moments(0.0))
+            pool.members[name].steps = recorder.moments(0.0)
         costs = CostBook(pool, Slo(tpot_s=tpot_s, reject_factor=1.0), lambda: 0.0)
         context = PlacementContext(None, costs)
-        self.booker = Booker(self.fleet, POLICIES[policy], context, costs)
+        self.placer = Placer(self.fleet, POLICIES[policy], context, costs=costs)
 
     def demand(self, tokens: int = 8) -> Demand:
         sampling = SamplingParams(max_tokens=tokens)
-        return self.booker.demand(GenerateRequest("r", "demo", (1,) * 100, sampling))
+        return self.placer.demand(GenerateRequest("r", "demo", (1,) * 100, sampling))
 
-    def book(self, tokens: int = 8) -> Booking | None:
-        return self.booker.book(self.demand(tokens))
+    def book(self, tokens: int = 8) -> Reservation | None:
+        return self.placer.reserve(self.demand(tokens))
 
 
 def test_who_would_make_the_gaps_too_long_waits_until_another_has_ended() -> None:
@@ -102,7 +103,9 @@ def test_who_would_make_the_gaps_too_long_waits_until_another_has_ended() -> Non
     assert len(held) == 5, "a step of five takes 25 ms"
     assert rig.book() is None
     assert rig.book(tokens=1) is not None, "of one that does not decode nobody has a gap"
-    again = rig.booker.book_again(rig.demand(), Rung(Step.OTHER_PREFILL), cause="it failed")
+    again = rig.placer.reserve_again(
+        rig.demand(), Constraints(RetryStep.OTHER_PREFILL), cause="it failed"
+    )
     assert again.decode is held[0].decode, "one that is under way does not wait"
     again.release()
     held[0].release()

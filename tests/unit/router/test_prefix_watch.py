@@ -17,7 +17,7 @@ from pdserve.errors import InvalidRequest
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, WorkerStub, add_WorkerServicer_to_server
-from router.member import Member
+from router.fleet.member import Member
 from router.prefix import PrefixWatcher, WatchSettings
 from tests.fakes import MODEL, worker_info
 from tests.patience import WAIT_S

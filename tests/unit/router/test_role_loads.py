@@ -11,7 +11,7 @@ from pdserve.types import Role, WorkerLoad
 from router.cost.outcome import Outcome
 from router.cost.pace import MIN_OUTCOMES, Pace, pace_of
 from router.cost.step_model import StepModel, fit_steps
-from router.member import Member
+from router.fleet.member import Member
 from router.roles.controller import Loads
 from router.roles.phase_load import loads_of
 from router.roles.rules import spare_for

@@ -11,12 +11,13 @@ from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import FinishReason, Role
 from router.admission import AdmissionLimits
 from router.decisions.log import MAX_OF_ONE_REQUEST, DecisionLog
-from router.member import Charge, Member
+from router.fleet.member import Member
 from router.placement.context import NO_CONTEXT, Prediction
 from router.placement.policies.least_loaded import least_loaded
 from router.placement.values import Demand
+from router.placer import Charge
 from tests.fakes import ScriptedWorker, running_stack, worker_info
-from tests.unit.router.asking import PROMPT, read, request
+from tests.unit.router.asking import PROMPT, request
 
 if TYPE_CHECKING:
     from router.placement.values import Decision
@@ -123,14 +124,14 @@ async def test_a_request_that_is_placed_again_says_why() -> None:
     decode = ScriptedWorker("d", Role.DECODE)
     async with (
         running_stack(*workers, decode, decisions=log) as stack,
-        stack.coordinator.generate(request(request_id="again")) as answer,
+        stack.ask(request(request_id="again")) as answer,
     ):
         await decode.submitted()
         workers[0].fail(await workers[0].submitted(), WorkerFailed("its engine died"))
         second, to_decode = await workers[1].submitted(), await decode.submitted()
         workers[1].send(second, 7, finish=LENGTH)
         decode.send(to_decode, 8, finish=LENGTH)
-        await read(answer)
+        await answer.rest()
     found = log.of("again")
     assert found is not None
     assert [x.cause for x in found.decisions] == ["", "other_prefill: its engine died"]
@@ -148,9 +149,9 @@ async def test_a_request_that_is_refused_says_why() -> None:
     prefill = ScriptedWorker("p", Role.PREFILL)
     async with running_stack(prefill, decisions=log, limits=limits) as stack:
         stack.fleet.pool.members["p"].draining = True
-        with pytest.raises(Unavailable):
-            async with stack.coordinator.generate(request(request_id="refused")):
-                pass
+        async with stack.ask(request(request_id="refused")) as answer:
+            with pytest.raises(Unavailable):
+                await answer.rest()
     found = log.of("refused")
     assert found is not None
     assert {x.refused for x in found.decisions} == {

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.errors import ModelNotFound, Unavailable
 from pdserve.types import Role, WorkerLoad
-from router.member import Charge, Member, MemberState
+from router.fleet.member import Member, MemberState
 from router.placement.context import NO_CONTEXT
 from router.placement.live import place_live
 from router.placement.pairing import check_known, check_servable, check_servable_alone
@@ -17,6 +17,7 @@ from router.placement.recompute import or_alone, place_recompute
 from router.placement.scorers import outstanding, quiet, room, seats
 from router.placement.values import NO_TOKENS_CACHED, Demand, Placement
 from router.placement.verdicts import why_not
+from router.placer import Charge
 from tests.fakes import worker_info
 
 DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
@@ -173,7 +174,7 @@ def test_a_blind_worker_among_busy_ones_does_not_attract_all_traffic() -> None:
     for turn in range(12):
         placement = least_loaded(members, Demand("demo", 100, 100), turn)
         assert placement is not None
-        Charge(next(m for m in members if m.seen() is placement.decode), kv_tokens=100)
+        Charge(next(m for m in members if m.worker_id == placement.decode.worker_id), kv_tokens=100)
         placed.append(placement.decode.worker_id)
     assert {name: placed.count(name) for name in set(placed)} == {
         "d0": 3,

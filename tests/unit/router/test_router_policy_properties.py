@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdserve.errors import Unavailable
 from pdserve.kv_pairs import exchange
 from pdserve.types import Role, WorkerLoad
-from router.member import Member, MemberState
+from router.fleet.member import Member, MemberState
 from router.placement.context import PlacementContext, Prediction
 from router.placement.policies.by_name import POLICIES
 from router.placement.values import Candidate, Decision, Demand

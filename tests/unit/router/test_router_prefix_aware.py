@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import Role, WorkerLoad
-from router.member import Member
+from router.fleet.member import Member
 from router.placement.context import PlacementContext
 from router.placement.policies.prefix_aware import prefix_aware
 from router.placement.values import Demand

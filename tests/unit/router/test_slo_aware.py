@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.types import Role, WorkerLoad
 from router.cost.objective import EARLY, MARGIN, SPREAD, Slo
-from router.member import Member
+from router.fleet.member import Member
 from router.placement.context import PlacementContext, Prediction
 from router.placement.policies.prefix_aware import prefix_aware
 from router.placement.policies.slo_aware import TRIED, slo_aware

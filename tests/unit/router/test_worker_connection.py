@@ -12,7 +12,7 @@ from pdserve.errors import Overloaded, PdserveError, WorkerFailed
 from pdserve.types import FinishReason, Role, StreamDelta, WorkerLoad
 from pdserve.v1 import worker_pb2 as w
 from router.fleet.connection import ConnectionSettings, WorkerConnection, connect_over_tcp
-from router.member import Member
+from router.fleet.member import Member
 from tests.fakes import WAIT_S, ScriptedWorker
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)

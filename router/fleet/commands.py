@@ -1,4 +1,4 @@
-"""Submit commands: what a worker is told of a request."""
+"""The commands by which a worker is given a request."""
 
 from __future__ import annotations
 
@@ -12,28 +12,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.types import GenerateRequest
-    from router.member import Member
+    from router.fleet.member import Member
 
-# A deadline that has just passed must not read as none.
-LEAST_DEADLINE_S = 0.001
-# What a submission does not have from the one before it.
-_OF_ONE_LEG = ("phase", "resume_token_ids", "forks")
+# A deadline that has just passed must not be sent as 0, which means none.
+MIN_DEADLINE_S = 0.001
 
 
-class SubmissionBuilder:
-    """Encodes one request once, however many workers are told of it, and not before one is: an
-    answer that forks from another may never be submitted by itself."""
+class CommandBuilder:
+    """Builds the commands of one request. State: the first command, whose prompt is copied."""
 
     __slots__ = ("_base", "_deadline", "_request")
 
     def __init__(self, request: GenerateRequest, deadline: float | None) -> None:
         self._deadline = deadline
         self._request = request
-        self._base: w.Submit | None = None  # the first that was made
+        self._base: w.Submit | None = None
 
     def prefill(self, transfer_id: str, resume: Sequence[int] = ()) -> w.Command:
-        """Compute KV and the token after `resume`; hold the blocks for whoever presents
-        `transfer_id`."""
+        """Compute the KV and the token after `resume`, and hold the blocks for `transfer_id`."""
         command = self._start(resume)
         command.submit.prefill.transfer_id = transfer_id
         return command
@@ -41,36 +37,34 @@ class SubmissionBuilder:
     def decode(
         self,
         transfer_id: str,
-        source: Member,
-        target: Member,
+        producer: Member,
         *,
         resume: Sequence[int] = (),
         kv_handle: bytes = b"",
         live: bool = False,
     ) -> w.Command:
-        """`target` shall receive from `source` KV and the token after `resume`, by a right that
-        only it has, and go on. Where the handoff is in turn, prefill's token is the last of
-        `resume`, and `kv_handle` is what prefill has said of its KV. A `live` source has decoded
-        all of `resume`."""
-        if source.info.kv is None:
-            raise AssertionError(f"worker {source.worker_id} was paired without a kv endpoint")
+        """Fetch KV from `producer` and continue after `resume`.
+
+        With a sequential handoff the last of `resume` is the token of prefill, and `kv_handle` its
+        KV. A `live` producer has decoded all of `resume`.
+        """
+        assert producer.info.kv is not None, "workers without KV are not paired"
         command = self._start(resume)
         decode = command.submit.decode
         decode.transfer_id = transfer_id
-        decode.producer_addresses.extend(source.info.kv.addresses)
-        decode.producer_instance_id = source.info.instance_id
+        decode.producer_addresses.extend(producer.info.kv.addresses)
+        decode.producer_instance_id = producer.info.instance_id
         decode.kv_handle = kv_handle
         decode.live = live
         return command
 
-    def whole(self, resume: Sequence[int] = ()) -> w.Command:
-        """Both phases on one worker, going on after the tokens of `resume`."""
+    def aggregated(self, resume: Sequence[int] = ()) -> w.Command:
+        """Do both phases, and continue after `resume`."""
         command = self._start(resume)
         command.submit.aggregated.SetInParent()
         return command
 
     def _start(self, resume: Sequence[int]) -> w.Command:
-        # Made where it is: to put one message into another copies the prompt once more.
         command = w.Command()
         submit = command.submit
         if self._base is None:
@@ -82,10 +76,10 @@ class SubmissionBuilder:
             self._base = submit
         else:
             submit.CopyFrom(self._base)
-            for name in _OF_ONE_LEG:
-                submit.ClearField(name)
+            submit.ClearField("phase")
+            submit.ClearField("resume_token_ids")
         submit.resume_token_ids.extend(resume)
         left_s = deadlines.remaining(self._deadline)
         if left_s is not None:
-            submit.deadline_s = max(left_s, LEAST_DEADLINE_S)
+            submit.deadline_s = max(left_s, MIN_DEADLINE_S)
         return command

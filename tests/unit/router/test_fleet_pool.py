@@ -1,4 +1,4 @@
-"""Membership: transitions under a clock that the test holds."""
+"""Membership of the fleet: transitions under a clock that the test holds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role, WorkerLoad
-from router.canaries import half_open_worker
-from router.member import Charge, Member, MemberState
-from router.pool import FORGET_AFTER_S, REMEMBERED_STARTS, CloseLink, OpenLink, WorkerPool
+from router.fleet.member import Member, MemberState
+from router.fleet.pool import (
+    FORGET_AFTER_S,
+    REMEMBERED_STARTS,
+    CloseConnection,
+    OpenConnection,
+    WorkerPool,
+)
+from router.fleet.probes import half_open_worker
+from router.placer import Charge
 from tests.fakes import MODEL, worker_info
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
@@ -28,7 +35,7 @@ def states(pool: WorkerPool) -> dict[str, str]:
 
 def test_a_worker_becomes_ready_when_its_link_is_up(pool: WorkerPool) -> None:
     (action,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
-    assert isinstance(action, OpenLink)
+    assert isinstance(action, OpenConnection)
     assert states(pool) == {"d": "connecting"}
     pool.attached(action.member)
     assert states(pool) == {"d": "ready"}
@@ -47,8 +54,8 @@ def test_registering_again_renews(pool: WorkerPool) -> None:
 def test_a_new_instance_id_replaces_the_old_one(pool: WorkerPool) -> None:
     (first,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
     close, open_ = pool.register(worker_info("d", Role.DECODE, instance_id="e2"), now=1.0)
-    assert close == CloseLink(first.member, "worker d is gone: it registered anew")
-    assert isinstance(open_, OpenLink)
+    assert close == CloseConnection(first.member, "worker d is gone: it registered again")
+    assert isinstance(open_, OpenConnection)
     assert open_.member is pool.members["d"] is not first.member
     assert first.member.state is MemberState.LOST
     pool.attached(first.member)
@@ -68,7 +75,7 @@ def test_an_earlier_start_that_speaks_late_does_not_cut_the_later_one_off(pool: 
     # Where the later one is gone, the earlier one is welcome, and the other way round.
     pool.expire(now=8.0)
     (open_,) = pool.register(old, now=9.0)
-    assert isinstance(open_, OpenLink)
+    assert isinstance(open_, OpenConnection)
     with pytest.raises(InvalidRequest, match="a later start"):
         pool.register(new, now=10.0)
 
@@ -83,8 +90,8 @@ def test_a_lease_that_runs_out_loses_the_worker_and_then_its_memory(pool: Worker
     pool.register(worker_info("d", Role.DECODE), now=0.0)
     assert pool.expire(now=4.9) == []
     (action,) = pool.expire(now=5.0)
-    assert isinstance(action, CloseLink)
-    assert action.reason == "worker d is gone: its lease ran out"
+    assert isinstance(action, CloseConnection)
+    assert action.reason == "worker d is gone: its lease expired"
     assert states(pool) == {"d": "lost"}
     assert pool.expire(now=5.0 + FORGET_AFTER_S - 0.1) == []
     pool.expire(now=5.0 + FORGET_AFTER_S)
@@ -99,7 +106,8 @@ def test_only_this_start_of_a_known_worker_renews(
     pool: WorkerPool, worker_id: str, instance_id: str, known: bool
 ) -> None:
     pool.register(worker_info("d", Role.DECODE), now=0.0)
-    assert pool.renew(worker_id, instance_id, 4.0, load=LOAD, draining=False) is known
+    renewed = pool.renew(worker_id, instance_id, 4.0, load=LOAD, draining=False)
+    assert (renewed is not None) is known
     assert bool(pool.expire(now=6.0)) is not known
     assert pool.members["d"].load == (LOAD if known else None)
 
@@ -110,7 +118,7 @@ def test_a_lost_worker_cannot_renew_but_can_register(pool: WorkerPool) -> None:
     pool.expire(now=5.0)
     assert not pool.renew("d", "e1", 5.1, load=None, draining=False)
     (action,) = pool.register(info, now=5.2)
-    assert isinstance(action, OpenLink)
+    assert isinstance(action, OpenConnection)
     assert states(pool) == {"d": "connecting"}
 
 
@@ -238,10 +246,10 @@ def seen(pool: WorkerPool) -> dict[str, str]:
 
 def test_the_suspended_are_tried_where_nobody_is_ready(pool: WorkerPool) -> None:
     a, b = ready(pool, "a", "b")
-    pool.tripped(a, 0.0, "it hangs")
+    pool.stalled(a, 0.0, "it hangs")
     assert seen(pool) == {"a": "suspended", "b": "ready"}
     assert (pool.is_last(a), pool.is_last(b)) == (False, True)
-    pool.tripped(b, 0.0, "it hangs")
+    pool.stalled(b, 0.0, "it hangs")
     assert seen(pool) == {"a": "ready", "b": "ready"}
     assert states(pool) == {"a": "suspended", "b": "suspended"}
     pool.detached(a)
@@ -253,17 +261,17 @@ def test_what_else_speaks_against_a_suspended_one_holds(
     pool: WorkerPool, change: dict[str, Any]
 ) -> None:
     (a,) = ready(pool, "a")
-    pool.tripped(a, 0.0, "it hangs")
+    pool.stalled(a, 0.0, "it hangs")
     pool.renew("a", "e1", 0.0, **{"load": None, "draining": False, **change})
     assert "ready" not in seen(pool).values()
 
 
 def test_where_canaries_try_a_half_open_one_gets_no_request(pool: WorkerPool) -> None:
     a, b = ready(pool, "a", "b")
-    pool.by_canary = True
-    pool.tripped(a, 0.0, "it hangs")
+    pool.by_probe = True
+    pool.stalled(a, 0.0, "it hangs")
     after = pool.breaker_limits.open_s
-    pool.let_try(after)
+    pool.end_suspensions(after)
     assert half_open_worker(pool.members, after - 0.1) is None
     assert half_open_worker(pool.members, after) is a
     assert seen(pool) == {"a": "suspended", "b": "ready"}
@@ -271,14 +279,37 @@ def test_where_canaries_try_a_half_open_one_gets_no_request(pool: WorkerPool) ->
     assert half_open_worker(pool.members, after) is None, "one tries"
     assert pool.succeeded(a, after)
     assert seen(pool) == {"a": "ready", "b": "ready"}
-    pool.tripped(b, 0.0, "it hangs")
+    pool.stalled(b, 0.0, "it hangs")
     pool.detached(b)
     assert half_open_worker(pool.members, 2 * after) is None, "it cannot be reached"
+
+
+def test_the_model_of_a_lost_worker_is_known_until_it_is_forgotten(pool: WorkerPool) -> None:
+    ready(pool, "a")
+    assert pool.has_ready("demo")
+    pool.expire(now=5.0)
+    assert list(pool.models()) == ["demo"]
+    assert not pool.has_ready("demo")
+    pool.expire(now=5.0 + FORGET_AFTER_S)
+    assert not pool.models()
+
+
+@pytest.mark.parametrize(("running", "foreign"), [(1, 0), (3, 38)])
+def test_blocks_of_other_routers_are_seen_in_the_load(
+    pool: WorkerPool, running: int, foreign: int
+) -> None:
+    """100 blocks, of which 60 are used; this router placed one request, with 2 blocks."""
+    (a,) = ready(pool, "a")
+    Charge(a, kv_tokens=32)
+    assert not pool.reported(a, WorkerLoad(0, running, 0.4, 60))
+    assert a.foreign_blocks == foreign
+    assert pool.reported(a, WorkerLoad(0, 1, 0.0, 98)) is bool(foreign)
+    assert a.foreign_blocks == 0
 
 
 def test_why_nothing_is_served(pool: WorkerPool) -> None:
     assert pool.why_none() == "no worker has registered yet"
     ready(pool, "a", "b")
     pool.expire(now=5.0)
-    ran_out = "is gone: its lease ran out"
+    ran_out = "is gone: its lease expired"
     assert pool.why_none() == f"no worker is left: a {ran_out}; b {ran_out}"

@@ -1,50 +1,49 @@
-"""The Registry service over a real server: joining, renewing, leaving, leases, listing."""
+"""The registry service over a real server: workers join, renew, leave and are listed."""
 
 from __future__ import annotations
 
-import time
+import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import grpc.aio
 import pytest
 
 from pdserve import rpc, wire
-from pdserve.errors import InvalidRequest, Unavailable, WorkerFailed
-from pdserve.types import FinishReason, GenerateRequest, Role, SamplingParams, WorkerLoad
+from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.types import Role, WorkerLoad
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
-from router.coordinator import Coordinator
-from router.fleet import Fleet
-from router.registry import Registry
-from tests.fakes import MODEL, ScriptedWorker, Stack, worker_info
+from router.admin import RegistryService
+from router.cost.book import CostBook
+from router.cost.objective import Slo
+from router.fleet.registry import Fleet
+from tests.fakes import MODEL, ScriptedWorker, worker_info
+from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
+    from router.request import RequestServer
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
 
 
-class Clock:
-    """Stands at 0 until it `runs`."""
+class Idle:
+    """A request path without requests."""
 
-    def __init__(self) -> None:
-        self._ran_at: float | None = None
-
-    def runs(self) -> None:
-        self._ran_at = time.monotonic()
-
-    def __call__(self) -> float:
-        return 0.0 if self._ran_at is None else time.monotonic() - self._ran_at
+    def move_off(self, worker_id: str, reason: str, *, live_only: bool) -> int:
+        return 0
 
 
 @asynccontextmanager
 async def registry(fleet: Fleet) -> AsyncIterator[RegistryAsyncStub]:
     server = rpc.make_server()
-    add_RegistryServicer_to_server(Registry(fleet), server)
+    costs = CostBook(fleet.pool, Slo(), fleet.now)
+    requests = cast("RequestServer", Idle())
+    add_RegistryServicer_to_server(RegistryService(fleet, requests, costs, {}), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with fleet, rpc.open_channel(f"127.0.0.1:{port}") as channel:
@@ -58,11 +57,11 @@ def register(worker: ScriptedWorker) -> w.RegisterRequest:
 
 async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
     worker = ScriptedWorker("p", Role.PREFILL)
-    fleet = Fleet(router_id="router-1", lease_s=5.0, clock=Clock())
+    fleet = Fleet(router_id="router-1", lease_s=5.0, clock=lambda: 0.0)
     async with worker.serving(), registry(fleet) as stub:
-        stack = Stack(fleet, Coordinator(fleet))
         assert (await stub.Register(register(worker))).lease_s == 5.0
-        await stack.until_state(worker, "ready")
+        while fleet.pool.members["p"].state != "ready":
+            assert await fleet.capacity_change(until=asyncio.get_running_loop().time() + WAIT_S)
         (entry,) = (await stub.ListWorkers(w.ListWorkersRequest())).workers
         assert not entry.HasField("load"), "an unknown load is not zeros"
         assert (entry.state, entry.lease_remaining_s) == ("ready", 5.0)
@@ -82,7 +81,7 @@ async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
 
 async def test_figures_that_are_none_are_refused_by_name() -> None:
     worker = ScriptedWorker("p", Role.PREFILL)
-    fleet = Fleet(router_id="router-1", lease_s=5.0, clock=Clock())
+    fleet = Fleet(router_id="router-1", lease_s=5.0, clock=lambda: 0.0)
     async with worker.serving(), registry(fleet) as stub:
         await stub.Register(register(worker))
         bad = w.KvReport(totals={"not a name": 1.0})
@@ -90,23 +89,6 @@ async def test_figures_that_are_none_are_refused_by_name() -> None:
             await stub.Renew(w.RenewRequest(worker_id="p", instance_id="e1", kv=bad))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert fleet.pool.members["p"].kv is None
-
-
-async def test_work_placed_is_listed() -> None:
-    prefill, decode = ScriptedWorker("p", Role.PREFILL), ScriptedWorker("d", Role.DECODE)
-    fleet = Fleet(router_id="router-1", lease_s=5.0, clock=Clock())
-    async with prefill.serving(), decode.serving(), registry(fleet) as stub:
-        stack = Stack(fleet, Coordinator(fleet))
-        await stack.join(prefill, decode)
-        request = GenerateRequest("r", "demo", (1,) * 40, SamplingParams(max_tokens=8))
-        async with stack.coordinator.generate(request):
-            entries = (await stub.ListWorkers(w.ListWorkersRequest())).workers
-            assert [(e.outstanding_requests, e.outstanding_tokens) for e in entries] == [
-                (1, 40),
-                (1, 48),
-            ]
-        entries = (await stub.ListWorkers(w.ListWorkersRequest())).workers
-        assert [(e.outstanding_requests, e.outstanding_tokens) for e in entries] == [(0, 0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -149,42 +131,3 @@ async def test_a_renewal_of_an_unknown_worker_says_register_again() -> None:
             await stub.Renew(w.RenewRequest(worker_id="p", instance_id="e1"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         assert isinstance(rpc.error_from_rpc(caught.value), Unavailable)
-
-
-async def test_a_lease_that_runs_out_fails_the_streams_of_its_worker() -> None:
-    clock = Clock()
-    worker = ScriptedWorker("a", Role.AGGREGATED)
-    fleet = Fleet(router_id="router-1", lease_s=0.5, clock=clock)
-    async with worker.serving(), registry(fleet):
-        stack = Stack(fleet, Coordinator(fleet))
-        await stack.join(worker)
-        request = GenerateRequest("r", "demo", (1,) * 40, SamplingParams(max_tokens=8))
-        async with stack.coordinator.generate(request) as answer:
-            submit = await worker.submitted()
-            worker.send(submit, 7)
-            assert (await anext(answer)).token_ids == (7,)
-            clock.runs()
-            await stack.until_state(worker, "lost")
-            with pytest.raises(Unavailable, match="no worker is ready for model demo"):
-                await anext(answer)
-        stack.assert_no_leaks()
-
-
-async def test_a_worker_that_starts_again_takes_new_work_and_its_old_streams_fail() -> None:
-    worker = ScriptedWorker("a", Role.AGGREGATED)
-    fleet = Fleet(router_id="router-1", lease_s=5.0, clock=Clock())
-    async with worker.serving(), registry(fleet) as stub:
-        stack = Stack(fleet, Coordinator(fleet))
-        await stack.join(worker)
-        request = GenerateRequest("r", "demo", (1,) * 40, SamplingParams(max_tokens=8))
-        async with stack.coordinator.generate(request) as answer:
-            await worker.submitted()
-            worker.info = replace(worker.info, instance_id="e2")
-            await stub.Register(register(worker))
-            with pytest.raises((Unavailable, WorkerFailed)):
-                await anext(answer)
-        await stack.until_state(worker, "ready")
-        async with stack.coordinator.generate(request) as answer:
-            worker.send(await worker.submitted(), 7, finish=FinishReason.STOP)
-            assert (await anext(answer)).token_ids == (7,)
-        stack.assert_no_leaks()

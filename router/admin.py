@@ -1,0 +1,230 @@
+"""gRPC services beside `Generation`: `Registry` for workers, `Admin` for operators."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import grpc
+
+from pdserve import rpc, wire
+from pdserve.errors import InvalidRequest, PdserveError, Unavailable
+from pdserve.types import Role
+from pdserve.v1 import admin_pb2 as a
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.admin_pb2_grpc import AdminServicer
+from pdserve.v1.worker_pb2_grpc import RegistryServicer
+from router.cost.wire import costs_to_pb, steps_to_pb
+from router.decisions.record import request_to_pb
+from router.fleet.drain import drain, undrain
+from router.fleet.health import BreakerState
+from router.roles.wire import roles_to_pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from typing import Any
+
+    from pdserve.types import WorkerInfo
+    from router.cost.book import CostBook
+    from router.decisions.log import DecisionLog, RequestDecisions
+    from router.fleet.health import Breaker
+    from router.fleet.member import Member
+    from router.fleet.registry import Fleet
+    from router.fleet.role_change import RoleChanger
+    from router.request import RequestServer
+    from router.roles.controller import Verdict
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_DRAIN_S = 86400.0
+
+
+class RegistryService(RegistryServicer):
+    """Through it workers register, renew their lease and leave."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        requests: RequestServer,
+        costs: CostBook,
+        roles: Mapping[str, Verdict],
+    ) -> None:
+        self._fleet = fleet
+        self._requests = requests
+        self._costs = costs
+        self._roles = roles
+
+    async def Register(  # noqa: N802
+        self, request: w.RegisterRequest, context: Context
+    ) -> w.RegisterResponse:
+        try:
+            info = wire.worker_from_pb(request.worker)
+            self._fleet.register(info, draining=request.draining)
+        except InvalidRequest as error:
+            await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
+        return w.RegisterResponse(lease_s=self._fleet.lease_s)
+
+    async def Renew(  # noqa: N802
+        self, request: w.RenewRequest, context: Context
+    ) -> w.RenewResponse:
+        load = wire.load_from_pb(request.load) if request.HasField("load") else None
+        try:
+            kv = wire.kv_report_from_pb(request.kv) if request.HasField("kv") else None
+        except InvalidRequest as error:
+            await rpc.abort(context, error)
+        worker_id = request.worker_id
+        if not self._fleet.renew(
+            worker_id,
+            request.instance_id,
+            load=load,
+            draining=request.draining,
+            kv=kv,
+            unhealthy=request.unhealthy,
+        ):
+            unknown = Unavailable(f"worker {worker_id} is not registered")
+            await rpc.abort(context, unknown, status=grpc.StatusCode.NOT_FOUND)
+        if request.moving or request.draining:
+            # A draining worker has time: until it asks, requests move only if that costs nothing.
+            reason = f"worker {worker_id} is draining"
+            self._requests.move_off(worker_id, reason, live_only=not request.moving)
+        return w.RenewResponse(lease_s=self._fleet.lease_s)
+
+    async def Deregister(  # noqa: N802
+        self, request: w.DeregisterRequest, context: Context
+    ) -> w.DeregisterResponse:
+        self._fleet.deregister(request.worker_id, request.instance_id)
+        return w.DeregisterResponse()
+
+    async def ListWorkers(  # noqa: N802
+        self, request: w.ListWorkersRequest, context: Context
+    ) -> w.ListWorkersResponse:
+        fleet, now = self._fleet, self._fleet.now()
+        return w.ListWorkersResponse(
+            workers=[self._entry(member, now) for member in fleet.pool.members.values()],
+            probes_passed=fleet.outliers.probes["passed"],
+            probes_failed=fleet.outliers.probes["failed"],
+            costs=costs_to_pb(self._costs, fleet.pool.models()),
+            roles=roles_to_pb(self._roles),
+            ejected_pairs=[
+                w.EjectedPair(
+                    prefill_worker=pair.prefill,
+                    decode_worker=pair.decode,
+                    remaining_s=pair.remaining_s,
+                    failures=pair.failures,
+                    reason=pair.reason,
+                )
+                for pair in fleet.outliers.listed(now)
+            ],
+        )
+
+    def _entry(self, member: Member, now: float) -> w.WorkerEntry:
+        prefills = member.info.role is Role.PREFILL
+        entry = w.WorkerEntry(
+            info=wire.worker_to_pb(member.info),
+            load=None if member.load is None else wire.load_to_pb(member.load),
+            state=member.state.value,
+            outstanding_requests=member.outstanding_requests,
+            outstanding_tokens=member.outstanding_tokens if prefills else member.reserved_tokens,
+            breaker=_breaker_to_pb(member.breaker, now),
+            unhealthy=member.unhealthy,
+        )
+        if not member.lost:
+            entry.lease_remaining_s = max(0.0, member.lease_end - self._fleet.lease_now())
+        if member.steps is not None:
+            entry.steps.CopyFrom(steps_to_pb(self._costs.step_model(member.worker_id)))
+        return entry
+
+
+def _breaker_to_pb(breaker: Breaker, now: float) -> w.Breaker | None:
+    state = breaker.state(now)
+    if state is BreakerState.CLOSED:
+        return None
+    return w.Breaker(
+        state=state.value,
+        reason=breaker.reason,
+        remaining_s=breaker.remaining_s(now),
+        failures=breaker.failures,
+    )
+
+
+class AdminService(AdminServicer):
+    def __init__(self, log: DecisionLog, fleet: Fleet, roles: RoleChanger) -> None:
+        self._log = log
+        self._fleet = fleet
+        self._roles = roles
+
+    # Responses are written, not yielded: a generator that waits at a yield when its RPC is
+    # cancelled is left to the garbage collector.
+    async def Explain(  # type: ignore[override]  # noqa: N802
+        self, request: a.ExplainRequest, context: Context
+    ) -> None:
+        if request.request_id:
+            found = self._log.of(request.request_id)
+            if found is None:
+                unknown = InvalidRequest(
+                    f"no decision for request {request.request_id} is kept", field="request_id"
+                )
+                await rpc.abort(context, unknown, status=grpc.StatusCode.NOT_FOUND)
+            requests: Iterable[RequestDecisions] = [found]
+        else:
+            requests = self._log.all()
+        for message in explained(requests):
+            await context.write(message)
+
+    async def ChangeRole(  # noqa: N802
+        self, request: a.ChangeRoleRequest, context: Context
+    ) -> a.ChangeRoleResponse:
+        try:
+            _check_timeout(request.drain_timeout_s, field="drain_timeout_s")
+            role = wire.role_from_pb(request.role)
+            done = await self._roles.change(
+                request.worker_id, role, drain_timeout_s=request.drain_timeout_s
+            )
+        except PdserveError as error:
+            await rpc.abort(context, error)
+        return a.ChangeRoleResponse(**asdict(done))
+
+    async def DrainWorker(  # type: ignore[override]  # noqa: N802
+        self, request: a.DrainWorkerRequest, context: Context
+    ) -> None:
+        try:
+            _check_timeout(request.timeout_s, field="timeout_s")
+            steps = drain(
+                self._fleet,
+                request.worker_id,
+                timeout_s=request.timeout_s,
+                force=request.force,
+                stop=request.stop,
+            )
+            async with aclosing(steps):
+                async for progress in steps:
+                    await context.write(a.DrainProgress(**asdict(progress)))
+        except PdserveError as error:
+            await rpc.abort(context, error)
+
+    async def UndrainWorker(  # noqa: N802
+        self, request: a.UndrainWorkerRequest, context: Context
+    ) -> a.UndrainWorkerResponse:
+        try:
+            await undrain(self._fleet, request.worker_id)
+        except PdserveError as error:
+            await rpc.abort(context, error)
+        return a.UndrainWorkerResponse()
+
+
+def _check_timeout(seconds: float, *, field: str) -> None:
+    if not 0 <= seconds <= MAX_DRAIN_S:
+        raise InvalidRequest(f"{field} must be between 0 and {MAX_DRAIN_S:g}", field=field)
+
+
+def explained(requests: Iterable[RequestDecisions]) -> Iterator[a.Explained]:
+    """Yield each request, after the workers that it names for the first time."""
+    described: dict[str, WorkerInfo] = {}
+    for request in requests:
+        for recorded in request.decisions:
+            for candidate in recorded.decision.candidates:
+                if described.get(candidate.worker_id) != candidate.info:
+                    described[candidate.worker_id] = candidate.info
+                    yield a.Explained(worker=wire.worker_to_pb(candidate.info))
+        yield a.Explained(request=request_to_pb(request))

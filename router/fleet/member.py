@@ -1,0 +1,110 @@
+"""One worker as this router sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from pdserve.kv_pairs import kind_of
+from router.fleet.health import Breaker, BreakerLimits, StallDetector
+from router.placement.values import Candidate
+
+if TYPE_CHECKING:
+    from pdserve.kv_pairs import KvKind
+    from pdserve.step_moments import StepMoments
+    from pdserve.types import KvReport, WorkerInfo, WorkerLoad
+
+
+class MemberState(StrEnum):
+    """Only a ready worker is given requests."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+    SUSPENDED = "suspended"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One start of one worker. Changed by `WorkerPool` and by reservations only.
+
+    `outstanding_tokens` are prompt tokens placed here and not prefilled yet. `reserved_blocks` are
+    KV blocks promised to requests of this router, `foreign_blocks` those that requests of other
+    routers were last seen to hold. `load`, `kv` and `steps` are None until reported. `lease_end`
+    is on the pool's clock; for a lost worker it is the time of its loss. `suspended` is the verdict
+    of `breaker`, `unhealthy` the worker's own verdict on its machine, `gone` the reason of its
+    loss, `replaced` the instance ids of earlier starts.
+    """
+
+    info: WorkerInfo
+    lease_end: float
+    attached: bool = False
+    draining: bool = False
+    lost: bool = False
+    load: WorkerLoad | None = None
+    outstanding_requests: int = 0
+    outstanding_tokens: int = 0
+    reserved_blocks: int = 0
+    foreign_blocks: int = 0
+    kv: KvReport | None = None
+    steps: StepMoments | None = None
+    suspended: bool = False
+    unhealthy: str = ""
+    gone: str = ""
+    replaced: tuple[str, ...] = ()
+    breaker: Breaker = field(default_factory=lambda: Breaker(BreakerLimits()))
+    stalls: StallDetector = field(default_factory=StallDetector)
+    kind: KvKind = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.info)
+
+    @property
+    def state(self) -> MemberState:
+        if self.lost:
+            return MemberState.LOST
+        if self.draining:
+            return MemberState.DRAINING
+        if self.suspended or self.unhealthy:
+            return MemberState.SUSPENDED
+        return MemberState.READY if self.attached else MemberState.CONNECTING
+
+    @property
+    def is_suspect(self) -> bool:
+        """Only its breaker keeps requests away."""
+        others = self.lost or self.draining or self.unhealthy or not self.attached
+        return self.suspended and not others
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose KV fits the worker."""
+        return self.info.total_blocks * self.info.block_size
+
+    @property
+    def reserved_tokens(self) -> int:
+        return self.reserved_blocks * self.info.block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the blocks of `tokens`, capped to those that there are."""
+        return min(-(-tokens // self.info.block_size), self.info.total_blocks)
+
+    def seen(self, state: MemberState | None = None) -> Candidate:
+        """Return the worker as a placement decision sees it now."""
+        return Candidate(
+            self.info.worker_id,
+            self.info.role,
+            self.kind,
+            self.capacity_tokens,
+            self.info,
+            state or self.state,
+            self.load,
+            self.outstanding_requests,
+            self.outstanding_tokens,
+            self.reserved_blocks + self.foreign_blocks,
+        )

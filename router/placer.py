@@ -1,0 +1,391 @@
+"""Choose workers for a request and reserve capacity on them. Nothing is sent here."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ContextLengthExceeded, Unavailable
+from pdserve.types import HandoffStyle, Role
+from router.cost.outcome import outcome_of
+from router.decisions.log import DecisionLog
+from router.fleet.member import MemberState
+from router.placement.context import NO_CONTEXT, PlacementContext
+from router.placement.live import place_live
+from router.placement.pairing import check_known, with_states
+from router.placement.recompute import or_alone, place_recompute
+from router.placement.values import Decision, Demand
+from router.retry import RetryStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from pdserve.types import GenerateRequest, Receipt, Usage, WorkerInfo
+    from router.cost.book import CostBook
+    from router.fleet.health import Pair
+    from router.fleet.member import Member
+    from router.fleet.registry import Fleet
+    from router.placement.context import Prediction
+    from router.placement.policies.by_name import Policy
+    from router.placement.values import Candidate
+    from router.retry import Constraints
+
+# Prompt tokens of one step of an engine that does not report how many it computes.
+ASSUMED_CHUNK_TOKENS = 2048
+
+
+class Charge:
+    """Capacity that one stream takes of one worker. Releasing it again does nothing."""
+
+    __slots__ = ("_blocks", "_leave_backlog", "_member", "_prompt_tokens", "_released")
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        prompt_tokens: int = 0,
+        kv_tokens: int = 0,
+        leave_backlog: Callable[[], None] | None = None,
+    ) -> None:
+        self._member = member
+        self._prompt_tokens = prompt_tokens
+        self._blocks = member.blocks_for(kv_tokens)
+        self._leave_backlog = leave_backlog
+        self._released = False
+        member.outstanding_requests += 1
+        member.outstanding_tokens += prompt_tokens
+        member.reserved_blocks += self._blocks
+
+    def prefilled(self) -> bool:
+        """The prompt is computed. Return True if that made room for another prompt."""
+        tokens, self._prompt_tokens = self._prompt_tokens, 0
+        self._member.outstanding_tokens -= tokens
+        if self._leave_backlog is not None:
+            self._leave_backlog()
+            self._leave_backlog = None
+        return tokens > 0
+
+    def release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        self.prefilled()
+        self._member.outstanding_requests -= 1
+        self._member.reserved_blocks -= self._blocks
+
+
+class Reservation:
+    """A placement and its charges. Releasing it again does nothing.
+
+    `prefill` computes the prompt for `decode`; without it `decode` does both phases, or continues
+    with the KV of `producer`, which has decoded before. `children_charge` covers the other answers
+    of a parallel-sampling request. With `is_trial` the pair was ejected and is tried again.
+    """
+
+    __slots__ = (
+        *("children_charge", "decision", "decode", "decode_charge", "is_trial", "prediction"),
+        *("prefill", "prefill_charge", "producer"),
+    )
+
+    def __init__(
+        self,
+        decision: Decision,
+        decode: Member,
+        *,
+        prefill: Member | None = None,
+        producer: Member | None = None,
+        costs: CostBook | None = None,
+    ) -> None:
+        demand = decision.demand
+        self.decision = decision
+        self.decode, self.prefill, self.producer = decode, prefill, producer
+        self.is_trial = False
+        self.prediction: Prediction | None = None
+        self.prefill_charge: Charge | None = None
+        self.children_charge: Charge | None = None
+        if demand.forks:
+            children_tokens = demand.forks * demand.fork_tokens
+            self.children_charge = Charge(decode, kv_tokens=_promised(decode, children_tokens))
+            demand = demand.without_forks()
+        if producer is not None:
+            self.decode_charge = Charge(decode, kv_tokens=demand.kv_tokens)
+            return
+        computing = prefill or decode
+        cached = decision.cached.get(computing.worker_id, 0)
+        leave = None
+        if costs is not None:
+            leave = costs.enter(computing.worker_id, demand.prompt_tokens, cached)
+        # An engine computes the last token of a prompt even if all of it is cached.
+        to_compute = max(1, demand.prompt_tokens - cached)
+        if prefill is None:
+            kv_tokens = _promised(decode, demand.kv_tokens)
+            self.decode_charge = Charge(
+                decode, prompt_tokens=to_compute, kv_tokens=kv_tokens, leave_backlog=leave
+            )
+        else:
+            self.prefill_charge = Charge(prefill, prompt_tokens=to_compute, leave_backlog=leave)
+            self.decode_charge = Charge(decode, kv_tokens=demand.kv_tokens)
+
+    @property
+    def pair(self) -> Pair | None:
+        """The ids of the workers that exchange KV."""
+        producer = self.producer or self.prefill
+        return None if producer is None else (producer.worker_id, self.decode.worker_id)
+
+    def release(self) -> None:
+        self.decode_charge.release()
+        if self.prefill_charge is not None:
+            self.prefill_charge.release()
+        self.release_children()
+
+    def release_children(self) -> None:
+        """The children reserve for themselves now."""
+        if self.children_charge is not None:
+            self.children_charge.release()
+
+
+def _promised(member: Member, kv_tokens: int) -> int:
+    """Blocks of a prefill worker are not promised: it holds them for one prefill only."""
+    return 0 if member.info.role is Role.PREFILL else kv_tokens
+
+
+class Placer:
+    """Places requests on the workers of a fleet by a policy and records each decision. State: the
+    number of placements, which breaks ties.
+
+    A worker that prefills is given at most `prefill_chunks_ahead` chunks of prompts, or one longer
+    prompt; the others wait in the router's queue, where priorities apply. 0 disables that.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        context: PlacementContext = NO_CONTEXT,
+        *,
+        costs: CostBook | None = None,
+        log: DecisionLog | None = None,
+        prefill_chunks_ahead: int = 0,
+        live_kv: bool = True,
+    ) -> None:
+        self._fleet = fleet
+        self._pool = fleet.pool
+        self._policy = policy
+        self._policy_or_aggregated = or_alone(policy)
+        self._context = context
+        self._costs = costs
+        self._log = DecisionLog(0) if log is None else log
+        self._chunks_ahead = prefill_chunks_ahead
+        self._live_kv = live_kv
+        self._turn = 0
+
+    def demand(self, request: GenerateRequest) -> Demand:
+        """Return what `request` asks for; its KV is capped to the largest worker's.
+
+        Raises ModelNotFound and Unavailable if its model has no workers, and ContextLengthExceeded
+        if prompt and one token fit none of them.
+        """
+        if not self._pool.of_model(request.model):
+            check_known((), request.model, others=self._pool.models())
+        token_ids = request.prompt_token_ids + request.resume
+        prompt_tokens = len(token_ids)
+        max_tokens = request.sampling.max_tokens - len(request.resume)
+        prefill_only = max_tokens <= 1
+        capacity, block_size = self._pool.largest(request.model, prefill_only=prefill_only)
+        if prompt_tokens + min(1, max_tokens) > capacity:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_tokens} tokens, and the largest worker of model "
+                f"{request.model} holds the KV of {capacity}",
+                field="prompt",
+            )
+        kv_tokens, children = min(prompt_tokens + max_tokens, capacity), request.sampling.n - 1
+        # A child shares all blocks of the prompt but the last.
+        own = (prompt_tokens - 1) % block_size + 1 + max_tokens
+        child_tokens = -(-own // block_size) * block_size
+        if children:
+            left = (capacity - kv_tokens) // children
+            child_tokens = min(child_tokens, left // block_size * block_size)
+        return Demand(
+            model=request.model,
+            prompt_tokens=prompt_tokens,
+            kv_tokens=kv_tokens + children * child_tokens,
+            forks=children,
+            fork_tokens=child_tokens if children else 0,
+            prefill_only=prefill_only,
+            request_id=request.request_id,
+            token_ids=token_ids,
+        )
+
+    def reserve(self, demand: Demand) -> Reservation | None:
+        """Place a new request. Return None if it must wait for room. Raises Unavailable if waiting
+        for room would not help."""
+        candidates = self._pool.candidates(demand.model)
+        busy = self._busy(candidates, demand.prompt_tokens)
+        if not busy:
+            return self._reserve(self._policy_or_aggregated, demand, candidates, is_new=True)
+        free = [c for c in candidates if c.worker_id not in busy]
+        if any(c.role is not Role.DECODE for c in free):
+            try:
+                return self._reserve(self._policy, demand, free, is_new=True)
+            except Unavailable:
+                return None  # the busy workers can serve it
+        if self._costs is None:
+            return None
+        # What is left is prefill on a decode worker, if the policy finds that cheaper.
+        return self._reserve(self._policy, demand, candidates, busy=busy, is_new=True)
+
+    def reserve_again(self, demand: Demand, constraints: Constraints, *, cause: str) -> Reservation:
+        """Place an admitted request after a failure; `cause` is for `explain`. Raises Unavailable.
+
+        An aggregated attempt waits for no room: its client is reading the answer.
+        """
+        cause = f"{constraints.step}: {cause}"
+        demand = replace(demand, avoid=constraints.avoid)
+        candidates = self._pool.candidates(demand.model)
+        policy = self._policy
+        if constraints.step is RetryStep.AGGREGATED:
+            policy = place_recompute
+        else:
+            candidates = [c for c in candidates if constraints.allows(c)]
+        reservation = self._reserve(policy, demand, candidates, cause=cause)
+        if reservation is None:
+            raise Unavailable(f"no decode worker of model {demand.model} has room")
+        return reservation
+
+    def reserve_on(self, member: Member, demand: Demand) -> Reservation:
+        """Reserve an aggregated attempt on a worker that has the KV of the prompt cached. Raises
+        Unavailable if it is not ready."""
+        if member.state is not MemberState.READY:
+            raise Unavailable(f"worker {member.worker_id} is {member.state}")
+        candidates = [member.seen()]
+        return self._reserve_at(
+            self._decide(place_recompute, demand, candidates, "parallel sampling")
+        )
+
+    def reserve_live(self, demand: Demand, producer_id: str, *, cause: str) -> Reservation:
+        """Reserve a decode worker that continues with the KV of `producer_id`. Raises Unavailable
+        if there is none."""
+        producer = self._pool.members[producer_id]
+        kv = producer.info.kv
+        if not self._live_kv or kv is None or kv.handoff is not HandoffStyle.CONCURRENT:
+            raise Unavailable(f"worker {producer_id} cannot export the KV of a running request")
+        now = self._fleet.now()
+        demand = replace(demand, barred=self._fleet.outliers.ejected(now))
+        candidates = self._pool.candidates(demand.model)
+        decision = self._decide(
+            place_live(producer.seen()), demand, candidates, f"live_kv: {cause}"
+        )
+        return self._reserve_at(decision, producer=producer)
+
+    def _reserve(
+        self,
+        policy: Policy,
+        demand: Demand,
+        candidates: Sequence[Candidate],
+        *,
+        cause: str = "",
+        busy: Collection[str] = (),
+        is_new: bool = False,
+    ) -> Reservation | None:
+        if ejected := self._fleet.outliers.ejected(self._fleet.now()):
+            demand = replace(demand, barred=ejected)
+        decision = self._decide(policy, demand, candidates, cause, busy=busy, is_new=is_new)
+        return None if decision.placement is None else self._reserve_at(decision)
+
+    def _reserve_at(self, decision: Decision, producer: Member | None = None) -> Reservation:
+        placement = decision.placement
+        assert placement is not None, "the decision is not to wait"
+        self._turn += 1
+        costs, members = self._costs, self._pool.members
+        prefill = None if placement.prefill is None else members[placement.prefill.worker_id]
+        reservation = Reservation(
+            decision,
+            members[placement.decode.worker_id],
+            prefill=prefill,
+            producer=producer,
+            costs=costs,
+        )
+        if costs is not None and producer is None:
+            reservation.prediction = costs.decided(decision)
+        if reservation.pair is not None:
+            now = self._fleet.now()
+            reservation.is_trial = self._fleet.outliers.try_once(reservation.pair, now)
+        return reservation
+
+    def _decide(
+        self,
+        policy: Policy,
+        demand: Demand,
+        candidates: Sequence[Candidate],
+        cause: str,
+        *,
+        busy: Collection[str] = (),
+        is_new: bool = False,
+    ) -> Decision:
+        """Return the decision of the policy, to wait if it chose a busy worker, and record it."""
+        try:
+            decision = policy(candidates, demand, self._turn, self._context)
+            if is_new:
+                decision = self._unsaturated(decision, policy)
+        except Unavailable as error:
+            told = with_states(error, candidates)
+            refusal = Decision("", candidates, demand, self._turn, None)
+            self._log.record(refusal, time.time(), cause=cause, refused=told.message)
+            raise told from error
+        placement = decision.placement
+        if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
+            decision = replace(decision, placement=None)
+        self._log.record(decision, time.time(), cause=cause)
+        return decision
+
+    def _unsaturated(self, decision: Decision, policy: Policy) -> Decision:
+        """Return `decision`, or place again without saturated decode workers: those whose streams
+        would exceed the limit of the SLO with one more. The decision is to wait if all are."""
+        costs, demand, placement = self._costs, decision.demand, decision.placement
+        if costs is None or placement is None or costs.takes_one_more(demand, placement.decode):
+            return decision
+        left = [
+            c
+            for c in decision.candidates
+            if c.role is Role.PREFILL or costs.takes_one_more(demand, c)
+        ]
+        if all(c.role is Role.PREFILL for c in left):
+            return replace(decision, placement=None)
+        return policy(left, demand, self._turn, self._context)
+
+    def _busy(self, candidates: Sequence[Candidate], prompt_tokens: int) -> set[str]:
+        """Return the workers that prefill and have enough prompts queued in their engine."""
+        if not self._chunks_ahead:
+            return set()
+        return {
+            c.worker_id
+            for c in candidates
+            if c.outstanding_tokens
+            and c.role is not Role.DECODE
+            and c.state is MemberState.READY
+            and c.outstanding_tokens + prompt_tokens > self._chunks_ahead * chunk_tokens(c.info)
+        }
+
+    def answered(
+        self,
+        prediction: Prediction | None,
+        model: str,
+        usage: Usage,
+        receipt: Receipt,
+        *,
+        ttft_s: float,
+        e2e_s: float,
+    ) -> None:
+        """A request was answered by its first attempt; times are from its placement."""
+        if self._costs is not None:
+            outcome = outcome_of(
+                model, usage, receipt, ended_at=self._fleet.now(), ttft_s=ttft_s, e2e_s=e2e_s
+            )
+            self._costs.answered(prediction, outcome)
+
+
+def chunk_tokens(info: WorkerInfo) -> int:
+    """Return the prompt tokens that a worker computes in one step."""
+    told = info.settings.get("max_num_batched_tokens", "")
+    return int(told) if told.isdecimal() and int(told) else ASSUMED_CHUNK_TOKENS

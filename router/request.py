@@ -1,0 +1,488 @@
+"""One request from admission to its last token. Read this file first.
+
+    admission ─► reserve workers ─► attempt: prefill and decode ─► tokens to the client
+                        ▲                  │
+                        └───── retry ◄─────┘  a worker failed, drains, or changes its role
+
+Every way to continue a request is another attempt of one loop (`Generation.run`). An attempt
+continues after the tokens that were delivered, which are never repeated or changed; with the KV of
+the old worker if that lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+from pdserve.errors import (
+    BudgetExhausted,
+    Cancelled,
+    DeadlineExceeded,
+    PdserveError,
+    TransferCorrupted,
+    Unavailable,
+)
+from pdserve.telemetry import UNTRACED
+from pdserve.types import FinishReason, StreamDelta
+from router.answer import AnswerDelta
+from router.background import Background
+from router.fleet.commands import CommandBuilder
+from router.handoff import Failed, Finished, Phase
+from router.placement.pairing import check_servable_alone
+from router.receipt import combined_receipt, combined_usage, receipt_of, usage_of
+from router.retry import LIVE_KV, MOVED, RETRYABLE, Constraints, RetryPolicy, RetryStep
+from router.upstream import Answer, Attempt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from pdserve.config import FallbackConfig
+    from pdserve.telemetry import Span, Tracing
+    from pdserve.types import GenerateRequest, ModelInfo, Receipt, Usage
+    from router.admission import AdmissionController
+    from router.answer import Out
+    from router.fleet.member import Member
+    from router.fleet.registry import Fleet
+    from router.metrics import RouterMetrics
+    from router.placement.values import Demand
+    from router.placer import Placer, Reservation
+    from router.retry import RetryBudget
+
+logger = logging.getLogger(__name__)
+
+UNAVAILABLE_RETRY_AFTER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What a request uses. A stream that lost its worker waits `queue_timeout_s` for another."""
+
+    fleet: Fleet
+    admission: AdmissionController
+    placer: Placer
+    metrics: RouterMetrics
+    budget: RetryBudget
+    fallback: FallbackConfig
+    queue_timeout_s: float = 30.0
+
+
+class RequestServer:
+    """Serves requests. State: the answers that are being generated.
+
+    A context manager: inside it, queued requests are admitted when workers or room come.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        *,
+        tracing: Tracing | None = None,
+        request_timeout_s: float | None = 600.0,
+    ) -> None:
+        self._services = services
+        self._tracing = tracing
+        self._request_timeout_s = request_timeout_s
+        self._generations: set[Generation] = set()
+        self._admitting = Background("admit-queued-requests", self._admit_queued)
+        self.open_requests = 0
+
+    async def __aenter__(self) -> Self:
+        await self._admitting.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._admitting.__aexit__(kind, error, trace)
+
+    async def _admit_queued(self) -> None:
+        while True:
+            await self._services.fleet.capacity_change()
+            self._services.admission.wake()
+
+    async def serve(self, request: GenerateRequest, out: Out) -> None:
+        """Write the answer to `request` to `out`.
+
+        Raises, mostly before anything was written: ModelNotFound, ContextLengthExceeded, Overloaded
+        and Unavailable; at any time: DeadlineExceeded, WorkerFailed and its subclasses, the errors
+        of the engine, and Cancelled if the client does not read.
+        """
+        self.open_requests += 1
+        try:
+            request = replace(request, deadline=self._deadline(request))
+            with self._traced(request) as (request, span):
+                await self._serve(request, out, span)
+        finally:
+            self.open_requests -= 1
+
+    async def _serve(self, request: GenerateRequest, out: Out, span: Span | None) -> None:
+        placer, metrics = self._services.placer, self._services.metrics
+        loop = asyncio.get_running_loop()
+        arrived = loop.time()
+        is_admitted = False
+        try:
+            demand = placer.demand(request)
+            async with self._services.admission.slot(
+                request, lambda: placer.reserve(demand), kv_tokens=demand.kv_tokens
+            ) as reservation:
+                is_admitted = True
+                admitted = loop.time()
+                if span is not None:
+                    span.phase("admission", 0.0, admitted - arrived)
+                generations = [
+                    Generation(self._services, request, demand, out, index)
+                    for index in range(request.sampling.n)
+                ]
+                outcome = Cancelled.code
+                self._generations.update(generations)
+                try:
+                    outcome = await self._generate(generations, reservation, arrived, admitted)
+                except PdserveError as error:
+                    outcome = error.code
+                    logger.info("request %s failed: %s", request.request_id, error.message)
+                    raise
+                finally:
+                    self._generations.difference_update(generations)
+                    metrics.ended(request.model, outcome)
+        except PdserveError as error:
+            if not is_admitted:
+                # A model name that is not served must not become a label.
+                known = request.model if request.model in self.models() else ""
+                metrics.refused(known, error)
+                metrics.tenants.refused(request.tenant, error)
+            raise
+
+    async def _generate(
+        self,
+        generations: Sequence[Generation],
+        reservation: Reservation,
+        arrived: float,
+        admitted: float,
+    ) -> str:
+        """Write all answers and return why the first one ended. The last delta has the usage and
+        the receipt of all."""
+        parent, *children = generations
+        request, unfinished = parent.request, len(generations)
+        loop = asyncio.get_running_loop()
+
+        async def complete(generation: Generation, reservation: Reservation | None) -> None:
+            nonlocal unfinished
+            delta = await generation.run(reservation)
+            unfinished -= 1
+            if not unfinished:
+                usage, receipt = self._account(generations, arrived, admitted)
+                delta = replace(delta, usage=usage, receipt=receipt)
+            generation.answer.out.write(delta)
+
+        try:
+            async with asyncio.timeout_at(request.deadline):
+                if not children:
+                    await complete(parent, reservation)
+                    return parent.finish_reason
+                # Parallel sampling: one prefill and one transfer for the first answer; the others
+                # start on its decode worker, which then has the KV of the prompt in its cache.
+                parent.answer.kv_worker = loop.create_future()
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(complete(parent, reservation))
+                    member = await parent.answer.kv_worker
+                    reservation.release_children()
+                    for child in children:
+                        group.create_task(complete(child, child.reserve_on(member)))
+                return parent.finish_reason
+        except TimeoutError:
+            count = sum(len(x.answer.tokens) for x in generations)
+            raise DeadlineExceeded(f"the deadline passed after {count} tokens") from None
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def _account(
+        self, generations: Sequence[Generation], arrived: float, admitted: float
+    ) -> tuple[Usage, Receipt]:
+        """Return what all answers cost, and count it."""
+        placer, metrics = self._services.placer, self._services.metrics
+        parent, now = generations[0], asyncio.get_running_loop().time()
+        request = parent.request
+        usages = [usage_of(x.answer, len(request.prompt_token_ids)) for x in generations]
+        receipts = [x.receipt(admitted - arrived) for x in generations]
+        usage, receipt = combined_usage(usages), combined_receipt(receipts)
+        firsts = [x.answer.first_token_at or now for x in generations]
+        ttft_s, e2e_s = min(firsts) - arrived, now - arrived
+        metrics.tenants.answered(request.tenant, usage)
+        computed = usage.completion_tokens - len(request.resume)
+        metrics.answered(
+            request.model,
+            replace(usage, completion_tokens=computed) if request.resume else usage,
+            receipt,
+            ttft_s=ttft_s,
+            e2e_s=e2e_s,
+            longest=max(x.completion_tokens for x in usages),
+        )
+        first = parent.first_reservation
+        if first is not None:
+            metrics.prefix.judge(request.model, first.decision.cached, receipt)
+            if len(generations) == 1 and not (receipt.fallbacks or request.resume):
+                waited_s = admitted - arrived
+                placer.answered(
+                    first.prediction,
+                    request.model,
+                    usage,
+                    receipt,
+                    ttft_s=ttft_s - waited_s,
+                    e2e_s=e2e_s - waited_s,
+                )
+        return usage, receipt
+
+    def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> int:
+        """Move the requests of a worker elsewhere, with their KV if possible; with `live_only` no
+        other. Return how many move. The rest end where they are."""
+        moving = [
+            x.move_off(worker_id, reason, live_only=live_only) for x in list(self._generations)
+        ]
+        return sum(moving)
+
+    def models(self) -> Mapping[str, ModelInfo]:
+        """The models of the registered workers, by name."""
+        return self._services.fleet.pool.models()
+
+    def check_ready(self) -> None:
+        """Raises Unavailable unless every model can be served now."""
+        models = self.models()
+        if not models:
+            raise Unavailable("no worker is registered")
+        for name in models:
+            check_servable_alone(self._services.fleet.pool.candidates(name), name)
+
+    @property
+    def running_requests(self) -> int:
+        return self._services.admission.running
+
+    @property
+    def queued_requests(self) -> int:
+        return self._services.admission.queued
+
+    def _deadline(self, request: GenerateRequest) -> float | None:
+        if self._request_timeout_s is None:
+            return request.deadline
+        latest = asyncio.get_running_loop().time() + self._request_timeout_s
+        return latest if request.deadline is None else min(latest, request.deadline)
+
+    @contextmanager
+    def _traced(self, request: GenerateRequest) -> Iterator[tuple[GenerateRequest, Span | None]]:
+        """Run under a span; the request then names it to the workers."""
+        if self._tracing is None:
+            yield request, None
+            return
+        span = self._tracing.begin(
+            "request",
+            request.traceparent,
+            {
+                "gen_ai.request.model": request.model,
+                "pdserve.request_id": request.request_id,
+                "pdserve.prompt_tokens": len(request.prompt_token_ids),
+            },
+        )
+        if span is None:
+            yield request.under(UNTRACED), None
+            return
+        ended_by: PdserveError | None = Cancelled("the client went away")
+        try:
+            yield request.under(span.traceparent), span
+            ended_by = None
+        except PdserveError as error:
+            ended_by = error
+            raise
+        finally:
+            span.end(ended_by)
+
+
+class Generation:
+    """Generates one answer of a request, in as many attempts as that takes."""
+
+    def __init__(
+        self, services: Services, request: GenerateRequest, demand: Demand, out: Out, index: int
+    ) -> None:
+        sampling = request.sampling
+        if sampling.n > 1:
+            request = replace(request, sampling=sampling.of_choice(index))
+        self.request = request
+        self.answer = Answer(out, sampling.max_tokens, list(request.resume), index)
+        self.finish_reason = ""
+        self.first_reservation: Reservation | None = None
+        self._fleet = services.fleet
+        self._placer = services.placer
+        self._metrics = services.metrics
+        self._budget = services.budget
+        self._queue_timeout_s = services.queue_timeout_s
+        self._retry = RetryPolicy(
+            services.fallback.max_fallbacks, services.fallback.progress_tokens
+        )
+        self._demand = demand.without_forks() if demand.forks else demand
+        self._commands = CommandBuilder(request, request.deadline)
+        self._attempt: Attempt | None = None
+
+    async def run(self, reservation: Reservation | None) -> AnswerDelta:
+        """Return the last delta, which is not written yet. Raises PdserveError."""
+        self.first_reservation, moved = reservation, None
+        if len(self.answer.tokens) >= self.answer.max_tokens:
+            return self._last(Finished(StreamDelta(0), FinishReason.LENGTH))
+        if reservation is None:
+            reservation = await self._reserve_again(Unavailable("no worker is ready"), MOVED)
+        while True:
+            with Attempt(self._fleet, self._commands, reservation, self.answer, moved) as attempt:
+                self._attempt = attempt
+                try:
+                    end = await attempt.pump()
+                finally:
+                    self._attempt = None
+            if isinstance(end, Finished):
+                return self._last(end)
+            if isinstance(end, Failed):
+                reservation, moved = await self._after_failure(end), None
+            else:
+                reservation, moved = end.reservation, end if end.producer is not None else None
+                self._continue(reservation, MOVED, "the worker is to be empty")
+
+    def _last(self, end: Finished) -> AnswerDelta:
+        self.finish_reason = end.reason.value
+        return AnswerDelta(
+            token_ids=end.delta.token_ids,
+            text=end.delta.text,
+            logprobs=end.delta.logprobs,
+            finish_reason=end.reason,
+            stop_reason=end.delta.stop_reason,
+            index=self.answer.index,
+        )
+
+    async def _after_failure(self, end: Failed) -> Reservation:
+        """Place the next attempt. Raises the error of the failure if there is none."""
+        error, prefill = end.error, self.answer.prefill_worker
+        if not isinstance(error, RETRYABLE):
+            raise error
+        failed = end.stream.worker_id
+        if isinstance(error, TransferCorrupted) and end.stream.phase is Phase.DECODE:
+            # Either worker may have damaged the KV; the producer is easier to replace.
+            failed = end.producer_id or prefill
+        self._retry.failed(failed, prefill, error, len(self.answer.tokens))
+        return await self._reserve_again(error, MOVED if end.was_moving else error.code)
+
+    async def _reserve_again(self, error: PdserveError, reason: str) -> Reservation:
+        """Reserve workers for the next attempt; wait for some if none is ready."""
+        model = self.request.model
+        give_up_at = asyncio.get_running_loop().time() + self._queue_timeout_s
+        while True:
+            unavailable: Unavailable | None = None
+            prefill, done = self.answer.prefill_worker, len(self.answer.tokens)
+            pair_helps = done + 1 < self.answer.max_tokens
+            while (step := self._retry.next(prefill, pair_helps=pair_helps)) is not None:
+                try:
+                    reservation = self._reserve(step, error.message)
+                except BudgetExhausted as exhausted:
+                    raise self._gave_up(exhausted) from None
+                except Unavailable as nowhere:
+                    unavailable = nowhere
+                    continue
+                self._continue(reservation, reason, error.message)
+                return reservation
+            nobody_is_ready = unavailable is not None or not self._fleet.pool.has_ready(model)
+            if self._retry.is_used_up or not nobody_is_ready:
+                tried = " and ".join(self._retry.done)
+                after = f" (after {tried})" if tried else ""
+                raise self._gave_up(type(error)(f"{error.message}{after}"))
+            if not await self._fleet.capacity_change(until=give_up_at):
+                refused = unavailable or Unavailable(f"no worker is ready for model {model}")
+                refused.retry_after_s = refused.retry_after_s or UNAVAILABLE_RETRY_AFTER_S
+                raise self._gave_up(refused)
+            self._retry.restart()
+
+    def _gave_up(self, error: PdserveError) -> PdserveError:
+        self._metrics.fell_back(self.request.model, "error", error.code)
+        return error
+
+    def _reserve(self, constraints: Constraints, cause: str) -> Reservation:
+        """Raises BudgetExhausted or another Unavailable."""
+        demand, now = self._demand_now(), self._fleet.now()
+        self._budget.take(demand.model, demand.prompt_tokens, now)
+        try:
+            return self._placer.reserve_again(demand, constraints, cause=cause)
+        except Unavailable:
+            self._budget.give_back(demand.model, demand.prompt_tokens)
+            raise
+
+    def reserve_on(self, member: Member) -> Reservation | None:
+        """Reserve an aggregated attempt on `member`, or nothing if it is not ready."""
+        try:
+            return self._placer.reserve_on(member, self._demand)
+        except Unavailable:
+            return None
+
+    def _demand_now(self) -> Demand:
+        """Return the demand of the next attempt: the tokens delivered join the prompt."""
+        made = tuple(self.answer.tokens[len(self.request.resume) :])
+        return replace(
+            self._demand,
+            prompt_tokens=self._demand.prompt_tokens + len(made),
+            prefill_only=False,
+            token_ids=self._demand.token_ids + made,
+        )
+
+    def _continue(self, reservation: Reservation, reason: str, cause: str) -> None:
+        """Record that the next attempt uses `reservation`."""
+        prefill, tokens = reservation.prefill, len(self.answer.tokens)
+        if reservation.producer is not None:
+            step, kv_from = LIVE_KV, LIVE_KV
+        elif prefill is None:
+            step, kv_from = RetryStep.AGGREGATED.value, "prefill"
+        else:
+            is_same = prefill.worker_id == self.answer.prefill_worker
+            step = (RetryStep.SAME_PREFILL if is_same else RetryStep.OTHER_PREFILL).value
+            kv_from = "prefill"
+        self._retry.continued(step, reason, tokens)
+        model = self.request.model
+        self._metrics.fell_back(model, step, reason)
+        if tokens:
+            self._metrics.continued(model, kv_from)
+        workers = [x.worker_id for x in (prefill, reservation.decode) if x is not None]
+        logger.info(
+            "request %s: %s on %s after %d tokens: %s",
+            *(self.request.request_id, step, " and ".join(workers), tokens, cause),
+        )
+
+    def move_off(self, worker_id: str, reason: str, *, live_only: bool) -> bool:
+        """Continue on another worker, with the KV of this one if possible. Return False, and change
+        nothing, if the answer is not there, is nearly done or has nowhere to go."""
+        attempt = self._attempt
+        if attempt is None:
+            return False
+
+        def reserve_live() -> Reservation:
+            return self._placer.reserve_live(self._demand_now(), worker_id, cause=reason)
+
+        try:
+            if attempt.export(worker_id, reserve_live):
+                return True
+        except Unavailable:
+            pass  # the prompt can still be computed again
+        if live_only or not attempt.handoff.uses(worker_id):
+            return False
+        elsewhere = Constraints(RetryStep.OTHER_PREFILL, without=frozenset({worker_id}))
+        try:
+            attempt.leave(self._reserve(elsewhere, reason))
+        except Unavailable:
+            return False
+        return True
+
+    def receipt(self, admission_s: float) -> Receipt:
+        prediction = None if self.first_reservation is None else self.first_reservation.prediction
+        return receipt_of(
+            self.answer,
+            self._retry.done,
+            admission_s=admission_s,
+            predicted_ttft_s=0.0 if prediction is None else prediction.ttft_s,
+        )

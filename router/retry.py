@@ -1,0 +1,166 @@
+"""Retries: what the next attempt of a request may use after a failure, and how much may be
+computed again.
+
+    same prefill worker ─► other prefill worker ─► aggregated ─► error
+
+A pair of workers comes first, because a long prefill on a decode worker delays every stream there.
+The same prefill worker comes before others if the failure was not its own, since it has the KV of
+the prompt in its prefix cache. Each step is used once; after `progress_tokens` more tokens all
+steps are available again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from pdserve.errors import (
+    BudgetExhausted,
+    Overloaded,
+    TransferCorrupted,
+    TransferFailed,
+    Unavailable,
+    WorkerFailed,
+)
+from pdserve.types import Role
+
+if TYPE_CHECKING:
+    from pdserve.errors import PdserveError
+    from router.placement.values import Candidate
+
+# Failures of a worker or of a moment. Other errors would happen again elsewhere.
+RETRYABLE = (WorkerFailed, TransferFailed, Unavailable, Overloaded)
+
+# The reason in receipts of a request that left a healthy worker, and the step if its KV came along.
+MOVED = "moved"
+LIVE_KV = "live_kv"
+
+
+class RetryStep(StrEnum):
+    """Steps under the names that receipts, metrics and logs use. AGGREGATED is one worker for both
+    phases."""
+
+    SAME_PREFILL = "same_prefill"
+    OTHER_PREFILL = "other_prefill"
+    AGGREGATED = "aggregated"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Which workers an attempt may use.
+
+    `prefill` is the only one that may prefill, "" for any. None of `without` takes part, and none
+    of `avoid` if there are others.
+    """
+
+    step: RetryStep
+    prefill: str = ""
+    without: frozenset[str] = frozenset()
+    avoid: frozenset[str] = frozenset()
+
+    def allows(self, candidate: Candidate) -> bool:
+        if candidate.worker_id in self.without:
+            return False
+        prefills = candidate.role is not Role.DECODE
+        return not (self.prefill and prefills) or candidate.worker_id == self.prefill
+
+
+@dataclass(slots=True)
+class RetryPolicy:
+    """State of one answer: the steps left, the workers that failed, and what was done so far."""
+
+    max_retries: int = 16
+    progress_tokens: int = 16
+    done: list[str] = field(default_factory=list)
+    _left: list[RetryStep] = field(default_factory=lambda: list(RetryStep))
+    _failed: set[str] = field(default_factory=set)
+    _avoid: set[str] = field(default_factory=set)
+    _from_tokens: int = 0
+    _moves: int = 0  # entries of `done` that followed no failure
+
+    def failed(self, worker_id: str, prefill: str, error: PdserveError, tokens: int) -> None:
+        """An attempt failed on `worker_id` after `tokens` of the answer. `prefill` is the worker
+        that prefilled last, "" if none did for another."""
+        if tokens - self._from_tokens >= self.progress_tokens:
+            self.restart()
+        self._avoid.add(worker_id)
+        # A failed transfer or an overload is the fault of a pair or of a moment.
+        if not isinstance(error, TransferFailed | Overloaded):
+            self._failed.add(worker_id)
+        is_corrupted = isinstance(error, TransferCorrupted)
+        if is_corrupted or not prefill or prefill in self._failed:
+            self._drop(RetryStep.SAME_PREFILL)
+
+    def restart(self) -> None:
+        """Make all steps available again."""
+        self._left, self._failed, self._avoid = list(RetryStep), set(), set()
+
+    @property
+    def is_used_up(self) -> bool:
+        return len(self.done) - self._moves >= self.max_retries
+
+    def next(self, prefill: str, *, pair_helps: bool) -> Constraints | None:
+        """Return the next step, which is then used up, or None if there is none."""
+        if self.is_used_up:
+            return None
+        while self._left:
+            step = self._left.pop(0)
+            failed, avoid = frozenset(self._failed), frozenset(self._avoid)
+            match step:
+                case RetryStep.AGGREGATED:
+                    return Constraints(step, avoid=avoid)
+                case RetryStep.SAME_PREFILL if pair_helps and prefill:
+                    return Constraints(step, prefill, failed - {prefill}, avoid - {prefill})
+                case RetryStep.OTHER_PREFILL if pair_helps:
+                    return Constraints(step, "", failed, avoid)
+        return None
+
+    def continued(self, step: str, reason: str, tokens: int) -> None:
+        """The next attempt starts after `tokens` of the answer."""
+        self.done.append(f"{step}:{reason}")
+        self._moves += reason == MOVED
+        self._from_tokens = tokens
+
+    def _drop(self, step: RetryStep) -> None:
+        if step in self._left:
+            self._left.remove(step)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    tokens: float
+    at: float
+
+
+class RetryBudget:
+    """Token bucket for each model: prompt and answer tokens that retries compute again.
+
+    When a worker dies, all its requests are computed again elsewhere. The budget keeps that from
+    overloading the rest. A bucket may go below zero by one request, so that a long prompt is not
+    refused forever. A rate of 0 disables the limit. Times are in seconds on the caller's clock.
+    """
+
+    def __init__(self, tokens_per_s: float, burst_s: float) -> None:
+        self._rate = tokens_per_s
+        self._burst = tokens_per_s * burst_s
+        self._buckets: dict[str, _Bucket] = {}
+
+    def take(self, model: str, tokens: int, now: float) -> None:
+        """Raises BudgetExhausted with the seconds until there is more."""
+        if not self._rate:
+            return
+        bucket = self._buckets.setdefault(model, _Bucket(self._burst, now))
+        bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.at) * self._rate)
+        bucket.at = now
+        if bucket.tokens <= 0:
+            raise BudgetExhausted(
+                f"retry budget of model {model} is used up ({self._rate:g} tokens/s)",
+                retry_after_s=max(1.0, -bucket.tokens / self._rate),
+            )
+        bucket.tokens -= tokens
+
+    def give_back(self, model: str, tokens: int) -> None:
+        """Return tokens that were taken and not computed."""
+        if model in self._buckets:
+            self._buckets[model].tokens += tokens

@@ -1,0 +1,557 @@
+"""The request path over scripted workers: what is sent to them, and what the client gets."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pdserve.config import FallbackConfig
+from pdserve.errors import (
+    BudgetExhausted,
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    TransferCorrupted,
+    TransferFailed,
+    Unavailable,
+    WorkerFailed,
+)
+from pdserve.types import FinishReason, HandoffStyle, Role, SamplingParams, TransferReport, Usage
+from router.admission import AdmissionLimits, Tenant, Tenants
+from router.answer import AnswerDelta
+from tests.fakes import Reader, ScriptedWorker, running_stack
+from tests.patience import WAIT_S
+from tests.unit.router.asking import PROMPT, request
+
+if TYPE_CHECKING:
+    from tests.fakes import Stack
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+TRANSFER = TransferReport(0.02, 0.01, 4096, 3, "loopback")
+CORRUPTED = TransferCorrupted("KV digest mismatch in blocks 0-2")
+EJECTION_S = 60.0
+
+
+@pytest.fixture
+def prefill() -> ScriptedWorker:
+    return ScriptedWorker("p", Role.PREFILL)
+
+
+@pytest.fixture
+def decode() -> ScriptedWorker:
+    return ScriptedWorker("d", Role.DECODE)
+
+
+class TestAnswer:
+    async def test_both_workers_get_the_request_and_the_client_one_answer(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
+            to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
+            assert tuple(to_prefill.prompt_token_ids) == tuple(to_decode.prompt_token_ids) == PROMPT
+            assert to_prefill.request_id == to_decode.request_id == "r1"
+            assert to_prefill.sampling == to_decode.sampling
+            assert to_prefill.prefill.transfer_id == to_decode.decode.transfer_id != ""
+            assert to_decode.decode.producer_addresses == ["kv-p"]
+            assert to_decode.decode.producer_instance_id == "e1"
+            assert 0 < to_decode.deadline_s <= 600
+            assert stack.member(decode).reserved_blocks == 3, "40 + 8 tokens in blocks of 16"
+            assert stack.member(prefill).outstanding_tokens == 40
+
+            prefill.send(to_prefill, 7, finish=LENGTH)
+            assert await answer.next() == AnswerDelta((7,), "<7>")
+            assert stack.member(prefill).outstanding_tokens == 0
+            decode.send(to_decode, 8)
+            assert await answer.next() == AnswerDelta((8,), "<8>")
+            decode.send(to_decode, 9, finish=STOP, transfer=TRANSFER, stop_reason="x")
+            last = await answer.rest()
+            assert (last.token_ids, last.finish_reason, last.stop_reason) == ((9,), STOP, "x")
+            assert last.usage == Usage(prompt_tokens=40, completion_tokens=3, cached_tokens=4)
+            receipt = last.receipt
+            assert receipt is not None
+            assert (receipt.prefill_worker, receipt.decode_worker) == ("p", "d")
+            assert receipt.first_token_source == "prefill"
+            assert (receipt.prefill_s, receipt.decode_s) == (1.0, 1.5)
+            assert (receipt.transfer_s, receipt.exposed_transfer_s) == (0.02, 0.01)
+            assert (receipt.transfer_bytes, receipt.transfer_blocks) == (4096, 3)
+            assert (receipt.transport, receipt.fallbacks) == ("loopback", ())
+            assert receipt.queue_s >= 0.25
+
+    async def test_an_answer_that_ends_with_the_first_token_cancels_decode(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
+            submit = await decode.submitted()
+            prefill.send(await prefill.submitted(), 7, finish=STOP)
+            last = await answer.rest()
+            assert (last.token_ids, last.finish_reason) == ((7,), STOP)
+            assert last.receipt is not None
+            assert last.receipt.decode_worker == ""
+            assert await decode.cancelled() == submit.stream_id
+
+    async def test_one_token_is_made_by_the_prefill_worker_alone(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        one = request(sampling=SamplingParams(max_tokens=1))
+        async with running_stack(prefill, decode) as stack, stack.ask(one) as answer:
+            submit = await prefill.submitted()
+            assert submit.WhichOneof("phase") == "aggregated"
+            prefill.send(submit, 7, finish=LENGTH)
+            last = await answer.rest()
+            assert (last.token_ids, last.finish_reason) == ((7,), LENGTH)
+            assert last.receipt is not None
+            assert (last.receipt.first_token_source, last.receipt.decode_worker) == ("prefill", "")
+            assert not decode.has_submissions
+
+    async def test_an_aggregated_worker_does_both_phases(self) -> None:
+        aggregated = ScriptedWorker("a", Role.AGGREGATED)
+        async with running_stack(aggregated) as stack, stack.ask(request()) as answer:
+            submit = await aggregated.submitted()
+            assert submit.WhichOneof("phase") == "aggregated"
+            aggregated.send(submit, 7, 8, finish=LENGTH)
+            receipt = (await answer.rest()).receipt
+            assert receipt is not None
+            assert (receipt.prefill_worker, receipt.decode_worker) == ("a", "a")
+            assert receipt.first_token_source == "aggregated"
+
+    async def test_with_a_sequential_handoff_decode_follows_prefill(self) -> None:
+        prefill, decode = ScriptedWorker("p", Role.PREFILL), ScriptedWorker("d", Role.DECODE)
+        for worker in (prefill, decode):
+            assert worker.info.kv is not None
+            kv = replace(worker.info.kv, handoff=HandoffStyle.SEQUENTIAL)
+            worker.info = replace(worker.info, kv=kv)
+        async with running_stack(prefill, decode) as stack:
+            async with stack.ask(request()) as answer:
+                to_prefill = await prefill.submitted()
+                assert not decode.has_submissions
+                assert stack.member(decode).reserved_blocks == 3, "from the start"
+                prefill.send(to_prefill, 7, finish=LENGTH, kv_handle=b"kv")
+                to_decode = await decode.submitted()
+                assert list(to_decode.resume_token_ids) == [7]
+                assert to_decode.decode.kv_handle == b"kv"
+                assert to_decode.decode.transfer_id == to_prefill.prefill.transfer_id
+                decode.send(to_decode, 8, 9, finish=STOP, transfer=TRANSFER)
+                assert (await answer.rest()).token_ids == (7, 8, 9)
+            async with stack.ask(request()) as answer:
+                submit = await prefill.submitted()
+                prefill.send(submit, 7, finish=LENGTH, kv_handle=b"kv")
+                await answer.next()
+                to_decode = await decode.submitted()
+            assert await decode.cancelled() == to_decode.stream_id
+            assert await prefill.cancelled() == submit.stream_id, "it holds KV"
+
+    async def test_a_request_leaves_nothing_to_the_garbage_collector(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        gc.disable()
+        try:
+            async with running_stack(prefill, decode) as stack, asyncio.timeout(WAIT_S):
+                async with stack.ask(request()) as answer:
+                    prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+                    (generation,) = map(weakref.ref, stack.requests._generations)
+                    decode.send(await decode.submitted(), 8, 9, finish=LENGTH)
+                    await answer.rest()
+                while generation() is not None:  # noqa: ASYNC110 - nobody is told when it goes
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+
+
+class TestParallelSampling:
+    async def test_children_start_on_the_decode_worker_once_it_has_the_kv(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        three = request(sampling=SamplingParams(max_tokens=8, n=3, seed=5))
+        async with running_stack(prefill, decode) as stack, stack.ask(three) as answer:
+            parent = await decode.submitted()
+            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            assert not decode.has_submissions
+            reserved = stack.member(decode).reserved_blocks
+            decode.send(parent, 8)
+            children = [await decode.submitted(), await decode.submitted()]
+            assert [x.WhichOneof("phase") for x in children] == ["aggregated"] * 2
+            assert [x.sampling.seed for x in (parent, *children)] == [5, 6, 7]
+            assert stack.member(decode).reserved_blocks <= reserved + 4
+            for i, child in enumerate(children):
+                decode.send(child, 20 + i, finish=STOP)
+            decode.send(parent, 9, finish=STOP, transfer=TRANSFER)
+            last = await answer.rest()
+            assert last.usage == Usage(40, 5, 4)
+            assert last.receipt is not None
+            assert (last.receipt.prefill_worker, last.receipt.transfer_blocks) == ("p", 3)
+            assert not prefill.has_submissions
+
+    async def test_an_error_of_one_child_ends_all(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        two = request(sampling=SamplingParams(max_tokens=8, n=2))
+        async with running_stack(prefill, decode) as stack, stack.ask(two) as answer:
+            parent = await decode.submitted()
+            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            decode.send(parent, 8)
+            decode.fail(await decode.submitted(), InvalidRequest("no such grammar"))
+            with pytest.raises(InvalidRequest, match="no such grammar"):
+                await answer.rest()
+            assert await decode.cancelled() == parent.stream_id
+
+
+class TestRetry:
+    async def test_a_failed_transfer_is_tried_again_without_repeating_a_token(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
+            first = await prefill.submitted()
+            prefill.send(first, 7, finish=LENGTH)
+            decode.fail(await decode.submitted(), TransferFailed("no blocks"))
+            second, again = await prefill.submitted(), await decode.submitted()
+            assert list(second.resume_token_ids) == list(again.resume_token_ids) == [7]
+            assert second.prefill.transfer_id == again.decode.transfer_id
+            assert second.prefill.transfer_id != first.prefill.transfer_id
+            assert await prefill.cancelled() == first.stream_id, "it held KV"
+            prefill.send(second, 8, finish=LENGTH)
+            decode.send(again, 9, finish=STOP)
+            last = await answer.rest()
+            assert last.token_ids == (7, 8, 9)
+            assert last.usage == Usage(40, 3, 4), "each token counts once"
+            assert last.receipt is not None
+            assert last.receipt.fallbacks == ("same_prefill:transfer_failed",)
+            text = stack.metrics.render().decode()
+            labels = 'model="demo",reason="transfer_failed",step="same_prefill"'
+            assert f"pdserve_fallbacks_total{{{labels}}} 1.0" in text
+            assert 'pdserve_requests_total{model="demo",outcome="stop"} 1.0' in text
+
+    async def test_prefill_that_fails_is_replaced(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        other = ScriptedWorker("p2", Role.PREFILL)
+        async with running_stack(prefill, decode, other) as stack, stack.ask(request()) as answer:
+            first, held = await prefill.submitted(), await decode.submitted()
+            prefill.fail(first, WorkerFailed("out of memory"))
+            assert await decode.cancelled() == held.stream_id
+            second, again = await other.submitted(), await decode.submitted()
+            assert second.prefill.transfer_id == again.decode.transfer_id
+            assert again.decode.producer_addresses == ["kv-p2"]
+            other.send(second, 7, finish=LENGTH)
+            decode.send(again, 8, finish=STOP)
+            last = await answer.rest()
+            assert last.receipt is not None
+            assert last.receipt.fallbacks == ("other_prefill:worker_failed",)
+            assert (last.token_ids, last.receipt.prefill_worker) == ((7, 8), "p2")
+
+    async def test_a_decode_worker_that_breaks_off_is_replaced_mid_answer(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        other = ScriptedWorker("d2", Role.DECODE)
+        async with running_stack(prefill, decode, other) as stack:
+            async with stack.ask(request()) as answer:
+                prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+                await answer.next()
+                decode.send(await decode.submitted(), 8)
+                await answer.next()
+                decode.break_link()
+                first, again = await prefill.submitted(), await other.submitted()
+                assert list(first.resume_token_ids) == list(again.resume_token_ids) == [7, 8]
+                prefill.send(first, 9, finish=LENGTH)
+                other.send(again, 10, finish=STOP)
+                last = await answer.rest()
+                assert last.receipt is not None
+                assert last.receipt.fallbacks == ("same_prefill:worker_failed",)
+                assert last.receipt.decode_worker == "d2"
+                assert last.usage == Usage(40, 4, 4)
+            await stack.until_state(decode, "ready")
+
+    async def test_a_stream_waits_for_a_worker_to_come(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with running_stack(prefill, decode, queue_timeout_s=WAIT_S) as stack:
+            async with stack.ask(request()) as answer:
+                prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+                await decode.submitted()
+                await answer.next()
+                stack.fleet.deregister("d", "e1")
+                stack.fleet.deregister("p", "e1")
+                other = ScriptedWorker("p9", Role.PREFILL)
+                async with other.serving():
+                    await stack.join(other)
+                    other.send(await other.submitted(), 8, finish=STOP)
+                    last = await answer.rest()
+                    stack.fleet.deregister("p9", "e1")
+            assert last.token_ids == (8,)
+            assert last.receipt is not None
+            assert last.receipt.fallbacks == ("aggregated:worker_failed",)
+
+    async def test_if_no_worker_comes_the_error_says_when_to_retry(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
+            await prefill.submitted()
+            await decode.submitted()
+            stack.fleet.deregister("d", "e1")
+            stack.fleet.deregister("p", "e1")
+            with pytest.raises(Unavailable, match="no worker is ready for model demo") as caught:
+                await answer.rest()
+            assert caught.value.retry_after_s > 0
+
+    async def test_an_error_that_a_retry_would_meet_again_reaches_the_client(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
+            await decode.submitted()
+            prefill.fail(await prefill.submitted(), InvalidRequest("no such grammar", field="g"))
+            with pytest.raises(InvalidRequest, match="no such grammar"):
+                await answer.rest()
+
+    async def test_over_the_retry_budget_a_request_fails(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        """The budget is 30 tokens, and the first retry takes 41."""
+        fallback = FallbackConfig(tokens_per_s=0.001, burst_s=30_000)
+        async with (
+            running_stack(prefill, decode, fallback=fallback) as stack,
+            stack.ask(request()) as answer,
+        ):
+            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            decode.fail(await decode.submitted(), TransferFailed("no blocks"))
+            prefill.send(await prefill.submitted(), 8, finish=LENGTH)
+            decode.fail(await decode.submitted(), TransferFailed("no blocks"))
+            with pytest.raises(BudgetExhausted, match=r"\(0\.001 tokens/s\)") as caught:
+                await answer.rest()
+            assert caught.value.retry_after_s > 1000
+            assert 'reason="retry_budget_exhausted",step="error"' in stack.metrics.render().decode()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestDamagedKv:
+    async def aggregated(self, stack: Stack, decode: ScriptedWorker) -> None:
+        """Answer one request with the decode worker alone."""
+        async with stack.ask(request()) as answer:
+            submit = await decode.submitted()
+            assert submit.WhichOneof("phase") == "aggregated"
+            decode.send(submit, 7, 8, finish=STOP)
+            await answer.rest()
+
+    async def corrupted(
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> AnswerDelta:
+        async with stack.ask(request()) as answer:
+            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            decode.fail(await decode.submitted(), CORRUPTED)
+            again = await decode.submitted()
+            assert again.WhichOneof("phase") == "aggregated"
+            assert list(again.resume_token_ids) == [7]
+            decode.send(again, 8, finish=STOP)
+            return await answer.rest()
+
+    async def test_another_prefill_worker_computes_it_again(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        other = ScriptedWorker("p2", Role.PREFILL)
+        async with running_stack(prefill, other, decode) as stack, stack.ask(request()) as answer:
+            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            decode.fail(await decode.submitted(), CORRUPTED)
+            second, again = await other.submitted(), await decode.submitted()
+            decode.send(again, 9, finish=STOP, transfer=TRANSFER)
+            other.send(second, 8, finish=LENGTH)
+            last = await answer.rest()
+            assert (last.token_ids, last.text) == ((7, 8, 9), "<7><8><9>")
+            assert last.receipt is not None
+            assert last.receipt.fallbacks == ("other_prefill:transfer_corrupted",)
+            assert stack.fleet.outliers.ejected(stack.fleet.now()) == {("p", "d")}
+
+    async def test_the_pair_is_ejected_until_one_request_has_tried_it(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        clock = Clock()
+        async with running_stack(prefill, decode, clock=clock) as stack:
+            last = await self.corrupted(stack, prefill, decode)
+            assert last.receipt is not None
+            assert last.receipt.fallbacks == ("aggregated:transfer_corrupted",)
+            clock.now = EJECTION_S - 1
+            await self.aggregated(stack, decode)
+
+            clock.now = EJECTION_S
+            async with stack.ask(request()) as trial:
+                to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
+                assert to_decode.WhichOneof("phase") == "decode"
+                await self.aggregated(stack, decode)  # meanwhile nobody else tries
+                prefill.send(to_prefill, 7, finish=LENGTH)
+                decode.send(to_decode, 8, finish=STOP, transfer=TRANSFER)
+                await trial.rest()
+            assert not stack.fleet.outliers.listed(clock.now)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"model": "other"}, ModelNotFound, "model other is not served"),
+            ({"prompt_token_ids": (1,) * 1600}, ContextLengthExceeded, "holds the KV of 1600"),
+            ({"deadline": 1.0}, DeadlineExceeded, "before the request was admitted"),
+        ],
+    )
+    async def test_a_request_that_cannot_be_served_is_refused_at_once(
+        self,
+        prefill: ScriptedWorker,
+        decode: ScriptedWorker,
+        changes: dict[str, Any],
+        error: type[Exception],
+        message: str,
+    ) -> None:
+        async with running_stack(prefill, decode) as stack:
+            async with stack.ask(request(**changes)) as answer:
+                with pytest.raises(error, match=message):
+                    await answer.rest()
+            assert not prefill.has_submissions
+            assert b"pdserve_refusals_total" in stack.metrics.render()
+            assert b'model="other"' not in stack.metrics.render()
+
+    async def test_without_a_ready_worker_a_request_waits_and_is_then_refused(
+        self, prefill: ScriptedWorker
+    ) -> None:
+        async with running_stack(prefill) as stack:
+            stack.fleet.pool.members["p"].draining = True
+            with pytest.raises(Unavailable, match="no decode worker is ready for model demo"):
+                stack.requests.check_ready()
+            async with stack.ask(request()) as answer:
+                with pytest.raises(Unavailable, match="no decode worker") as caught:
+                    await answer.rest()
+            assert caught.value.retry_after_s > 0
+        async with running_stack() as stack:
+            with pytest.raises(Unavailable, match="no worker is registered"):
+                stack.requests.check_ready()
+
+    async def test_a_request_waits_for_room_and_is_placed_when_another_ends(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        large = request(sampling=SamplingParams(max_tokens=1000))
+        async with running_stack(prefill, decode) as stack:
+            async with stack.ask(large) as first:
+                submit = await decode.submitted()
+                prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+                await first.next()
+                second = stack.ask(large)
+                await asyncio.sleep(0)
+                assert stack.requests.queued_requests == 1
+                assert not prefill.has_submissions
+                decode.send(submit, 8, finish=STOP)
+                await first.rest()
+            async with second:
+                prefill.send(await prefill.submitted(), 7, finish=STOP)
+                assert (await second.rest()).token_ids == (7,)
+
+    async def test_over_the_queue_a_request_is_refused(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with (
+            running_stack(prefill, decode, limits=AdmissionLimits(1, 0)) as stack,
+            stack.ask(request()),
+        ):
+            await prefill.submitted()
+            async with stack.ask(request()) as answer:
+                with pytest.raises(Overloaded) as caught:
+                    await answer.rest()
+            assert caught.value.retry_after_s > 0
+
+    async def test_a_worker_is_given_few_prompts_ahead(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        prefill.info = replace(prefill.info, settings={"max_num_batched_tokens": "32"})
+        async with (
+            running_stack(prefill, decode, prefill_chunks_ahead=2) as stack,
+            stack.ask(request()) as first,
+            stack.ask(request()) as second,
+        ):
+            submit = await prefill.submitted()
+            await asyncio.sleep(0)
+            assert stack.requests.queued_requests == 1
+            prefill.send(submit, 7, finish=STOP)
+            await first.rest()
+            prefill.send(await prefill.submitted(), 8, finish=STOP)
+            assert (await second.rest()).token_ids == (8,)
+
+    async def test_a_tenant_over_its_limit_is_refused_and_counted(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        tenants = Tenants([Tenant("a", max_concurrent_requests=1), Tenant("b")])
+        async with running_stack(prefill, decode, tenants=tenants) as stack:
+            async with stack.ask(request(tenant="a")) as answer:
+                submit = await prefill.submitted()
+                async with stack.ask(request(tenant="a")) as refused:
+                    with pytest.raises(Overloaded):
+                        await refused.rest()
+                prefill.send(submit, 7, finish=STOP)
+                await answer.rest()
+            metrics = stack.metrics.render().decode()
+            for line in (
+                'tenant_refusals_total{code="overloaded",reason="tenant_concurrency",tenant="a"} 1',
+                'tenant_answers_total{tenant="a"} 1.0',
+                'tenant_tokens_total{kind="prompt",tenant="a"} 40.0',
+                'tenant_requests_open{tenant="b"} 0.0',
+            ):
+                assert f"pdserve_{line}" in metrics
+
+
+class TestEnds:
+    @pytest.mark.parametrize("tokens", [0, 1, 2])
+    async def test_a_deadline_ends_the_answer_on_both_workers(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker, tokens: int
+    ) -> None:
+        async with running_stack(prefill, decode) as stack:
+            deadline = asyncio.get_running_loop().time() + 0.3
+            async with stack.ask(request(deadline=deadline)) as answer:
+                to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
+                if tokens:
+                    prefill.send(to_prefill, 7, finish=LENGTH)
+                    await answer.next()
+                if tokens > 1:
+                    decode.send(to_decode, 8)
+                    await answer.next()
+                with pytest.raises(DeadlineExceeded, match=f"after {tokens} tokens"):
+                    await answer.rest()
+                assert await decode.cancelled() == to_decode.stream_id
+                if not tokens:
+                    assert await prefill.cancelled() == to_prefill.stream_id
+            assert b'outcome="deadline_exceeded"} 1.0' in stack.metrics.render()
+
+    async def test_a_client_that_leaves_cancels_both_workers(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        async with running_stack(prefill, decode) as stack:
+            async with stack.ask(request()):
+                to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
+            assert await decode.cancelled() == to_decode.stream_id
+            assert await prefill.cancelled() == to_prefill.stream_id
+            assert b'outcome="cancelled"} 1.0' in stack.metrics.render()
+
+    async def test_a_client_that_does_not_read_is_cut_off(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        class Full(Reader):
+            def write(self, delta: AnswerDelta) -> bool:
+                return 8 not in delta.token_ids
+
+        async with (
+            running_stack(prefill, decode) as stack,
+            Full(lambda out: stack.requests.serve(request(), out)) as answer,
+        ):
+            to_decode = await decode.submitted()
+            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            decode.send(to_decode, 8)
+            assert await decode.cancelled() == to_decode.stream_id
+            with pytest.raises(Cancelled, match="does not read"):
+                await answer.rest()
