@@ -76,6 +76,22 @@ def with_unknown_sampling() -> g.GenerateRequest:
     return ask(sampling=sampling)
 
 
+BAD_SAMPLING: dict[str, list[Any]] = {
+    "n": [0],
+    "max_tokens": [0],
+    "min_tokens": [64],
+    "temperature": [float("nan"), -1],
+    "top_p": [float("inf"), 0],
+    "top_k": [-2],
+    "min_p": [1.5],
+    "presence_penalty": [3],
+    "frequency_penalty": [-3],
+    "repetition_penalty": [0],
+    "logprobs": [21],
+    "stop": [[""], ["a"] * 17],
+    "stop_token_ids": [[300]],
+    "logit_bias": [{300: 1.0}, {1: 101.0}, {1: float("nan")}],
+}
 BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
     (g.GenerateRequest(), INVALID, VALUE, "prompt"),
     (ask(text=""), INVALID, VALUE, "text"),
@@ -95,25 +111,11 @@ BAD_REQUESTS: list[tuple[g.GenerateRequest, grpc.StatusCode, str, str]] = [
     (with_unknown_field(ask()), INVALID, UNKNOWN, "99"),
     (with_unknown_sampling(), INVALID, UNKNOWN, "sampling.99"),
     (sampled(n=2, seed=-3), INVALID, VALUE, "seed"),
-    (sampled(n=0), INVALID, VALUE, "n"),
-    (sampled(max_tokens=0), INVALID, VALUE, "max_tokens"),
-    (sampled(min_tokens=64), INVALID, VALUE, "min_tokens"),
-    (sampled(temperature=float("nan")), INVALID, VALUE, "temperature"),
-    (sampled(temperature=-1), INVALID, VALUE, "temperature"),
-    (sampled(top_p=float("inf")), INVALID, VALUE, "top_p"),
-    (sampled(top_p=0), INVALID, VALUE, "top_p"),
-    (sampled(top_k=-2), INVALID, VALUE, "top_k"),
-    (sampled(min_p=1.5), INVALID, VALUE, "min_p"),
-    (sampled(presence_penalty=3), INVALID, VALUE, "presence_penalty"),
-    (sampled(frequency_penalty=-3), INVALID, VALUE, "frequency_penalty"),
-    (sampled(repetition_penalty=0), INVALID, VALUE, "repetition_penalty"),
-    (sampled(logprobs=21), INVALID, VALUE, "logprobs"),
-    (sampled(stop=[""]), INVALID, VALUE, "stop"),
-    (sampled(stop=["a"] * 17), INVALID, VALUE, "stop"),
-    (sampled(stop_token_ids=[300]), INVALID, VALUE, "stop_token_ids"),
-    (sampled(logit_bias={300: 1.0}), INVALID, VALUE, "logit_bias"),
-    (sampled(logit_bias={1: 101.0}), INVALID, VALUE, "logit_bias"),
-    (sampled(logit_bias={1: float("nan")}), INVALID, VALUE, "logit_bias"),
+    *(
+        (sampled(**{name: x}), INVALID, VALUE, name)
+        for name, values in BAD_SAMPLING.items()
+        for x in values
+    ),
     (sampled(structured_output=c.StructuredOutput()), INVALID, VALUE, "structured_output"),
 ]
 

@@ -162,24 +162,6 @@ async def test_official_client_streams_chat(
     assert chunks[-1].model_extra["pdserve"]["receipt"]["decode_worker"] == "decode-0"
 
 
-async def test_official_client_gets_a_whole_chat_answer(official: openai.AsyncOpenAI) -> None:
-    answer = await official.chat.completions.create(
-        model="demo",
-        messages=[
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-        ],
-        max_completion_tokens=8,
-        metadata={"team": "a"},
-        store=False,
-        user="me",
-    )
-    assert answer.choices[0].message.content == ANSWER_TEXT
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 2
-
-
 async def test_official_client_completes_text_and_token_ids(
     apis: Apis, official: openai.AsyncOpenAI, token_ids: Callable[[str], tuple[int, ...]]
 ) -> None:
@@ -287,13 +269,6 @@ async def test_completion_logprobs_are_parallel_lists(apis: Apis, stream: bool) 
         "top_logprobs": [{"é": -0.5, "x": -2.0}, {"a": -0.1, "\ufffd": -9999.0}, {"!": -1.0}],
         "text_offset": [0, 1, 2],
     }
-
-
-async def test_unknown_model_is_404(apis: Apis) -> None:
-    status, answer = await apis.post(CHAT, chat(model="gpt-9"))
-    assert (status, answer["error"]["code"]) == (404, "model_not_found")
-    assert answer["error"]["param"] == "model"
-    assert (await apis.post(CHAT, chat()))[0] == 200
 
 
 async def test_without_any_worker_the_service_is_unavailable(apis: Apis) -> None:
@@ -416,16 +391,24 @@ async def test_answer_that_breaks_off_in_silence_is_an_error(
     assert "[DONE]" not in text
 
 
+async def asked(
+    apis: Apis, *, stream: bool = True, version: str = "1.1"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that has sent a chat request, and reads little ahead."""
+    body = json.dumps(chat(stream=stream))
+    reader, writer = await asyncio.open_connection(apis.host, apis.port, limit=1024)
+    head = f"POST {CHAT} HTTP/{version}\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write((head + body).encode())
+    return reader, writer
+
+
 @pytest.mark.parametrize("script", [(Hold.FOR_EVER,), (ANSWER[0], Hold.FOR_EVER)])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_disconnect_leaves_the_answer(
     apis: Apis, script: tuple[Any, ...], stream: bool
 ) -> None:
     apis.generator.script = script
-    body = json.dumps(chat(stream=stream)).encode()
-    _, writer = await asyncio.open_connection(apis.host, apis.port)
-    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\n" % CHAT.encode())
-    writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+    _, writer = await asked(apis, stream=stream)
     await apis.generator.waiting.wait()
     assert not apis.generator.left.is_set()
     writer.close()
@@ -436,20 +419,14 @@ async def test_disconnect_leaves_the_answer(
 async def test_client_that_does_not_read_is_cut(apis: Apis) -> None:
     piece = AnswerDelta((1,), "x" * (MAX_UNSENT_BYTES // 4))
     apis.generator.script = (piece,) * 1000
-    body = json.dumps(chat(stream=True)).encode()
-    _, writer = await asyncio.open_connection(apis.host, apis.port, limit=1024)
-    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\n" % CHAT.encode())
-    writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+    _, writer = await asked(apis)
     await apis.generator.left.wait()
     assert apis.generator.unread > 900
     writer.transport.abort()
 
 
 async def test_stream_to_a_client_of_http_1_0_ends_with_its_connection(apis: Apis) -> None:
-    body = json.dumps(chat(stream=True)).encode()
-    reader, writer = await asyncio.open_connection(apis.host, apis.port)
-    writer.write(b"POST %b HTTP/1.0\r\nhost: x\r\n" % CHAT.encode())
-    writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+    reader, writer = await asked(apis, version="1.0")
     head, _, text = (await reader.read()).decode().partition("\r\n\r\n")
     assert "chunked" not in head
     assert events(text)[-1] == "[DONE]"
