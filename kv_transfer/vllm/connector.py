@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kv_transfer import transport
 from kv_transfer.errors import UnsupportedLayout
@@ -44,23 +44,30 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from kv_transfer.memory import KvRegion
     from kv_transfer.snapshot import KvSnapshot
     from kv_transfer.transport.base import Transport
     from pdserve.types import ErrorInfo, KvLedger
 
 
-class PdConnector(KVConnectorBase_V1, SupportsHMA):
-    """One half or the other, by `role`. The part a request takes is in its kv_transfer_params."""
+class PdConnector(KVConnectorBase_V1):
+    """Forwards vLLM's calls to the scheduler half or the worker half, by `role`.
+
+    What a request asks for is in its kv_transfer_params (params.py). vLLM turns its hybrid KV cache
+    manager off for a connector that is no SupportsHMA: layers with sliding windows then keep the KV
+    of all tokens, and all layers have one kind of KV cache.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise UnsupportedLayout("models with several kinds of KV cache are not supported")
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1 or isinstance(groups[0].kv_cache_spec, SlidingWindowSpec):
+            raise UnsupportedLayout(
+                "several kinds of KV cache, as state-space layers have, are not supported"
+            )
         if self._kv_transfer_config.kv_load_failure_policy != "fail":
-            # Recomputed in silence, a first token that was handed over would be sampled twice.
+            # With "recompute", a first token that was handed over would be sampled twice.
             raise ConfigError(
                 'kv_load_failure_policy must be "fail"', field="kv_load_failure_policy"
             )
@@ -68,7 +75,6 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._transports: list[Transport] = []
-        self._region: KvRegion | None = None
         self._num_blocks = kv_cache_config.num_blocks
         self._shared: SharedMemory | None = None
         self._handshake: PdHandshake | None = None
@@ -102,48 +108,41 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     # -- for the worker process that hosts the engine
 
     def take_arrivals(self) -> list[Arrival]:
-        """See SchedulerHalf.take_arrivals."""
         return self._scheduler_half().take_arrivals()
 
     def take_failure(self, request_id: str) -> ErrorInfo | None:
-        """See SchedulerHalf.take_failure."""
         return self._scheduler_half().take_failure(request_id)
 
     def holds(self, request_id: str) -> bool:
-        """See SchedulerHalf.holds."""
         return self._scheduler_half().holds(request_id)
 
     def release(self, request_id: str) -> None:
-        """See SchedulerHalf.release."""
         self._scheduler_half().release(request_id)
 
     def export(self, request: Request, transfer_id: str) -> bool:
-        """See SchedulerHalf.export."""
         return self._scheduler_half().export(request, transfer_id)
 
     def wake_with(self, wake: Callable[[], None]) -> bool:
-        """See WorkerHalf.wake_with. True, for it will be called."""
+        """Call `wake` when the next step may find that a transfer moved on. Return True: it will be
+        called."""
         self._worker_half().wake_with(wake)
         return True
 
     def tick_with(self, on_layer: Callable[[], None]) -> bool:
-        """`on_layer` is called after each layer of a step, on the thread that runs the model."""
+        """Call `on_layer` after each layer of a step, on the thread that runs the model."""
         self._on_layer = on_layer
         return True
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See SchedulerHalf."""
         return self._scheduler_half().addresses
 
     def ledger(self) -> KvLedger:
-        """See SchedulerHalf.ledger."""
         return self._scheduler_half().ledger()
 
     # -- worker half
 
     def snapshot(self) -> KvSnapshot:
-        """See Links.snapshot."""
         return self._worker_half().links.snapshot()
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
@@ -153,13 +152,13 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         worker = self._worker_half()
         settings = from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         shard = shard_of(self._config, kv_caches)
-        self._region = region_of(kv_caches, self._num_blocks, shard.block_size)
+        region = region_of(kv_caches, self._num_blocks, shard.block_size)
         layout = describe(self._config, kv_caches, shard)
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
-        transport.check(settings, self._transports, self._region)
+        transport.check(settings, self._transports, region)
         worker.register(
-            LocalKv(self._region, shared),
+            LocalKv(region, shared),
             Identity(self._kv_transfer_config.engine_id, key),
             shard,
         )
@@ -170,7 +169,7 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._handshake
 
     def handshake(self) -> PdHandshake:
-        """What this worker registers with."""
+        """Return what this worker registers with."""
         assert self._handshake is not None, "called before the KV cache was registered"
         return self._handshake
 
@@ -178,15 +177,14 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_half().before_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads run beside the step; before_step has asked for them."""
+        """Nothing: before_step has asked for the loads, which run beside the step."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request is scheduled only when its load has ended."""
+        """Nothing: a request is scheduled only when its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are pushed by step, not by layer."""
         self._on_layer()
 
     def wait_for_save(self) -> None:
@@ -232,27 +230,18 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler_half().request_finished(request, block_ids)
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler_half().request_finished(request, block_ids[0])
-
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler_half().worker_output(connector_output)
 
-    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return (0,)
-
     def set_xfer_handshake_metadata(self, metadata: dict[int, PdHandshake]) -> None:
-        """By tensor-parallel rank. Peers are reached at addresses that requests carry; ours goes
-        into the answers of those that ask for it."""
+        """Note the ranks' addresses, for the answers that tell a consumer where its KV is."""
         self._scheduler_half().addresses = tuple(
             metadata[rank].address for rank in sorted(metadata)
         )
 
 
 def _nothing() -> None:
-    """Nobody asked to hear of layers."""
+    """Default of `tick_with`."""
 
 
 def snapshot_in(_worker: Any) -> KvSnapshot:

@@ -1,5 +1,6 @@
-"""A small proxy that joins two plain `vllm serve` processes with PdConnector, as an example of how
-little that takes; docs/kv_transfer.md has the commands and the contract.
+"""Example of a proxy that joins two plain `vllm serve` processes with PdConnector.
+
+docs/kv_transfer.md has the commands and the contract.
 
     python -m kv_transfer.vllm.example_proxy --prefill http://HOST:PORT --decode http://HOST:PORT
 
@@ -28,43 +29,44 @@ _NOT_FOR_PREFILL = frozenset({"n", "min_tokens", "max_completion_tokens", "strea
 
 
 class Proxy:
-    """State: where prefill's KV is, once an answer has said it."""
+    """Knows where prefill's KV is, once an answer has named it."""
 
     def __init__(self, prefill: str, decode: str, *, at_once: bool) -> None:
         self._prefill, self._decode, self._at_once = prefill, decode, at_once
-        self._source: Body = {}
+        self._producer: Body = {}
         self._client: aiohttp.ClientSession
 
     async def session(self, _: web.Application) -> AsyncIterator[None]:
-        """Owns the connections to both servers for as long as the proxy serves."""
+        """Keep connections to both servers open while the proxy serves."""
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as self._client:
             yield
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """One request on its way through both servers."""
         body = await request.json()
-        if not (self._at_once and self._source):
+        if not (self._at_once and self._producer):
             kv = await self._run_prefill(request.path, body, {"do_remote_decode": True})
             return await self._run_decode(request, {**body, "kv_transfer_params": kv})
         transfer = {"transfer_id": uuid.uuid4().hex}
-        kv = {"do_remote_prefill": True, **transfer, **self._source}
+        kv = {"do_remote_prefill": True, **transfer, **self._producer}
         prefill = asyncio.create_task(
             self._run_prefill(request.path, body, {"do_remote_decode": True, **transfer})
         )
         try:
             return await self._run_decode(request, {**body, "kv_transfer_params": kv})
         finally:
-            prefill.cancel()  # if it is not over, nobody waits for its KV any more
+            prefill.cancel()  # if it still runs, nobody waits for its KV
             await asyncio.gather(prefill, return_exceptions=True)
 
     async def models(self, _: web.Request) -> web.Response:
-        """What decode serves."""
         async with self._client.get(self._decode + "/v1/models") as answer:
             return web.json_response(await answer.json(), status=answer.status)
 
     async def _run_prefill(self, path: str, body: Body, kv: Body) -> Body | None:
-        """One token, which decode will sample again. Returns what decode has to be told; a prefill
-        that fails costs the answer nothing, for decode computes the prompt then."""
+        """Compute the prompt and one token, which decode will sample again.
+
+        Return the parameters for decode, or None if prefill failed: then decode computes the
+        prompt itself.
+        """
         short = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
         short |= {"max_tokens": 1, "stream": False, "kv_transfer_params": kv}
         try:
@@ -72,16 +74,16 @@ class Proxy:
                 found: Body | None = (await answer.json()).get("kv_transfer_params")
         except aiohttp.ClientError:
             found = None
-        self._source = {k: v for k, v in (found or {}).items() if k.startswith("source_")}
+        self._producer = {k: v for k, v in (found or {}).items() if k.startswith("producer_")}
         return found
 
     async def _run_decode(self, request: web.Request, body: Body) -> web.StreamResponse:
-        """The whole answer, as it comes."""
+        """Forward decode's answer as it comes."""
         async with self._client.post(self._decode + request.path, json=body) as answer:
             piece = await answer.content.readany()
             failed = answer.status == 500 or piece.startswith(b'data: {"error"')
             if failed and body["kv_transfer_params"] is not None:
-                self._source = {}  # its KV did not come: it may have been started again
+                self._producer = {}  # its KV did not come: prefill may have restarted
                 return await self._run_decode(request, {**body, "kv_transfer_params": None})
             response = web.StreamResponse(status=answer.status)
             response.content_type = answer.content_type

@@ -1,5 +1,4 @@
-"""Reads the layout of vLLM's KV cache and puts the cache into shared memory. Tried on vLLM 0.32.0,
-CPU."""
+"""Layout of vLLM's KV cache, and its allocation in shared memory. Tried on vLLM 0.32.0 (CPU)."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-# Ways of parallel_config to deal out KV that the plan of shards does not know.
-_UNSPLIT = (
+# Ways to split KV that protocol/plan.py does not know.
+_UNSUPPORTED_SPLITS = (
     "pipeline_parallel_size",
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
@@ -34,8 +33,7 @@ _UNSPLIT = (
 
 
 class _SharedZeros(TorchFunctionMode):
-    """Answers the one torch.zeros(n, dtype=int8) that allocates the KV cache with a shared
-    mapping."""
+    """Answers the one torch.zeros(n, dtype=int8) that allocates the KV cache with `shared`."""
 
     def __init__(self, shared: SharedMemory) -> None:
         super().__init__()
@@ -62,7 +60,7 @@ class _SharedZeros(TorchFunctionMode):
 
 @contextmanager
 def allocate_in(shared: SharedMemory) -> Iterator[None]:
-    """While it is open, vLLM's KV cache is allocated in `shared`."""
+    """Allocate vLLM's KV cache in `shared` while this is open."""
     with _SharedZeros(shared):
         yield
 
@@ -86,15 +84,16 @@ def _geometry(caches: list[torch.Tensor]) -> KvGeometry:
 
 
 def region_of(caches: dict[str, torch.Tensor], num_blocks: int, block_size: int) -> KvRegion:
-    """The KV cache that vLLM registered, of which its scheduler counts `num_blocks` blocks of so
-    many tokens. Raises UnsupportedLayout."""
+    """Return the KV cache that vLLM registered, in which its scheduler counts `num_blocks` blocks
+    of `block_size` tokens. Raises UnsupportedLayout."""
     tensors = list(caches.values())
     if not tensors:
         raise UnsupportedLayout("the model has no KV cache")
     if tensors[0].device.type == "cuda":
         region = device_region(tensors, num_blocks)
-        if region.block_size != block_size:
-            raise UnsupportedLayout(f"{region.block_size} tokens in blocks of {block_size}")
+        tokens = region.split * tensors[0].shape[2]
+        if tokens != block_size:
+            raise UnsupportedLayout(f"blocks hold {tokens} tokens, the scheduler has {block_size}")
         return region
     if tensors[0].device.type != "cpu":
         raise UnsupportedLayout(f"the KV cache is on {tensors[0].device}")
@@ -110,17 +109,17 @@ def _cpu_packing(dtype: torch.dtype, block_size: int, head_size: int) -> str:
 
 
 def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
-    """Which part of its pool's KV this process holds: heads [1] of [blocks, heads, tokens,
+    """Return the KV heads that this process holds: dimension 1 of [blocks, heads, tokens,
     channels]. Raises UnsupportedLayout."""
     parallel, model = config.parallel_config, config.model_config
-    for name in _UNSPLIT:
+    for name in _UNSUPPORTED_SPLITS:
         if (size := getattr(parallel, name)) > 1:
             raise UnsupportedLayout(
-                f"{name} is {size}: KV moves between tensor-parallel ranks alone"
+                f"{name} is {size}: KV moves only between tensor-parallel ranks"
             )
     first = next(iter(caches.values()))
     if first.dim() != 4:
-        raise UnsupportedLayout(f"a KV cache of {first.dim()} dimensions, where 4 are known")
+        raise UnsupportedLayout(f"the KV cache has {first.dim()} dimensions, must have 4")
     block_size, heads = config.cache_config.block_size, first.shape[1]
     shard = Shard(
         num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
@@ -130,7 +129,7 @@ def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
         rank=get_tensor_model_parallel_rank(),
     )
     if len(shard.heads) != heads:
-        raise UnsupportedLayout(f"{heads} heads in a page, where {len(shard.heads)} are due")
+        raise UnsupportedLayout(f"{heads} heads in a page, expected {len(shard.heads)}")
     return shard
 
 
@@ -148,6 +147,7 @@ def describe(
     packing = "plain"
     if first.device.type == "cpu":
         packing = _cpu_packing(first.dtype, shard.block_size, first.shape[3] // 2)
+    speculative = config.speculative_config
     return {
         "connector": f"pdserve {PROTOCOL_VERSION}",
         "vllm": str(vllm.__version__),
@@ -157,7 +157,11 @@ def describe(
         "kv_heads": str(shard.num_kv_heads),
         "head_content": str(first.shape[3]),
         "dtype": str(first.dtype).removeprefix("torch."),
+        # All quantised formats are uint8 to torch.
+        "quantised": str(config.cache_config.cache_dtype) if first.dtype is torch.uint8 else "no",
+        "speculative": "no" if speculative is None else str(speculative.method),
         "block_size": str(shard.block_size),
+        "kernel_block_size": str(first.shape[2]),
         "attention": str(get_current_attn_backend(config, list(caches)).get_name()),
         "packing": packing,
     }
@@ -172,6 +176,6 @@ def _model_identity(config: VllmConfig) -> str:
         text.num_attention_heads,
         model.get_vocab_size(),
     )
-    # The weights themselves are the operator's word: a name, and beside it a revision.
+    # The weights are not read: equal names and revisions are taken for equal weights.
     name = str(model.model).rstrip("/").rsplit("/", 1)[-1]
     return f"{name}:{'x'.join(str(n) for n in shape)}"

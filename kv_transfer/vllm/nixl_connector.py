@@ -1,9 +1,8 @@
-"""PdNixlConnector: vLLM's own NixlConnector with what our workers ask of a connector beside moving
-KV. Tried on vLLM 0.32.0 (CPU) with nixl 1.5.1.
+"""vLLM's NixlConnector for pdserve's workers. Tried on vLLM 0.32.0 (CPU) with nixl 1.5.1.
 
-How KV moves is NixlConnector's: decode pulls it when prefill has ended, told where it is by what
-the prefill request leaves behind. Added here are requests that go on after tokens generated
-elsewhere, the ledger, reports, and blocks that are given up before their lease ends.
+NixlConnector moves the KV: decode pulls it when prefill has ended, at the place that prefill's
+output parameters name. Added here are requests that continue after tokens generated elsewhere, the
+ledger, transfer reports, and the release of blocks before their lease ends.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ NAME = "nixl"
 
 @dataclass(frozen=True, slots=True)
 class _Pull:
-    """KV on its way to a request; `began_at` is a monotonic time."""
+    """KV on its way to a request. `began_at` is monotonic."""
 
     blocks: int
     began_at: float
 
 
 class PdNixlConnector(NixlConnector):
-    """State of the scheduler's half: pulls and leases by vLLM's request id. The worker's half has
-    the tokens that runner V1 reads (continuation.py)."""
+    """The scheduler half has pulls and leases by vLLM's request id, the worker half the tokens that
+    runner V1 reads (continuation.py)."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -73,25 +72,25 @@ class PdNixlConnector(NixlConnector):
     # -- for the worker process that hosts the engine, as PdConnector has them
 
     def take_arrivals(self) -> list[Arrival]:
-        """The pulls that have ended well since the last call."""
+        """Return the pulls that have succeeded since the last call."""
         arrivals, self._arrivals = self._arrivals, {}
         return list(arrivals.values())
 
     def take_failure(self, request_id: str) -> ErrorInfo | None:
-        """Why the pull of this request failed, once."""
+        """Return why this request's pull failed, once."""
         return self._failures.pop(request_id, None)
 
     def holds(self, request_id: str) -> bool:
-        """Whether an ended request's blocks are held for whoever pulls them."""
+        """Return True if an ended request's blocks are held for the consumer."""
         return request_id in self._leased
 
     def release(self, request_id: str) -> None:
-        """Gives up an ended request whose blocks are held: its lease ends with the next step."""
+        """Free the held blocks of an ended request with the next step."""
         if request_id in self._leased:
             self.connector_scheduler._reqs_need_send[request_id] = 0.0
 
     def ledger(self) -> KvLedger:
-        """Blocks pinned for transfers now; `engine_requests` is the engine's to fill in."""
+        """Return the blocks pinned for transfers; the engine fills in `engine_requests`."""
         in_flight = sum(pull.blocks for pull in self._pulls.values())
         leased = sum(self._leased.values())
         return KvLedger(
@@ -101,21 +100,21 @@ class PdNixlConnector(NixlConnector):
         )
 
     def wake_with(self, wake: Callable[[], None]) -> bool:
-        """False: NIXL has to be looked at."""
+        """Return False: NIXL wakes nobody, so the engine must poll."""
         return False
 
     def snapshot(self) -> KvSnapshot:
-        """NIXL keeps its links to itself, and its counts for vLLM's metrics."""
+        """Return an empty snapshot: NIXL shows no links, and counts for vLLM's metrics."""
         return KvSnapshot(time.monotonic())
 
     def handshake(self) -> PdHandshake:
-        """What this worker registers with. The address is the scheduler half's to know."""
+        """Return what this worker registers with. Only the scheduler half knows the address."""
         key = compatibility(self._layout)
         return PdHandshake("", key, self._layout, (NAME,), HandoffStyle.SEQUENTIAL)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where others ask how to reach this worker's memory."""
+        """Return where other workers ask how to reach this worker's memory."""
         half = self.connector_scheduler
         return (f"{half.side_channel_host}:{half.side_channel_port}",)
 
