@@ -444,7 +444,8 @@ class WorkerService:
         if announce:
             self._is_announcing = True
             try:
-                await asyncio.wait_for(self._routers.renewed(), ANNOUNCE_S)
+                async with asyncio.timeout(ANNOUNCE_S):
+                    await self._routers.renewed()
             except TimeoutError:
                 pass  # a router that hangs finds this worker draining later
             finally:
