@@ -24,8 +24,8 @@ from router.main import RouterServer
 from tests.patience import WAIT_S
 from workers.engine import AggregatedPhase, Work
 from workers.engines import make_engine
-from workers.fake_engine import FakeEngine
-from workers.fake_sequence import FakeSequence
+from workers.fake.engine import FakeEngine
+from workers.fake.engine import Sequence as FakeSequence
 from workers.server import WorkerServer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from pdserve.client import Delta
     from pdserve.types import FinishReason, Receipt, Usage
-    from workers.fake_settings import FakeFaults
+    from workers.fake.settings import FakeFaults
 
 # Nobody is refused because the machine is slow.
 NOBODY_LATE = SloConfig(reject_factor=0.0)
@@ -62,7 +62,7 @@ class Answer:
 class Cluster:
     """Owns a router and its workers. Workers are named prefill-0, decode-0, aggregated-0, ...
 
-    `engine_args` are those of every fake engine (workers/fake_settings.py), `router` goes over the
+    `engine_args` are those of every fake engine (workers/fake/settings.py), `router` goes over the
     router's configuration. Workers register with `other_routers` too, if they are there or not.
     """
 
@@ -145,9 +145,9 @@ class Cluster:
         """What one engine that nothing happens to says."""
         vocab_size = next(iter(self.workers.values())).info.model.vocab_size
         work = Work(1, "expected", tuple(token_ids), sampling, AggregatedPhase())
-        sequence, answer = FakeSequence(work, vocab_size, 0, 0.0), Answer()
+        sequence, answer = FakeSequence(work, vocab_size), Answer()
         while answer.finish_reason is None:
-            delta, _ = sequence.advance(0.0)
+            delta = sequence.advance(0.0)
             answer.token_ids += delta.token_ids
             answer.text += delta.text
             answer.finish_reason = delta.finish_reason

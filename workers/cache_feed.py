@@ -15,7 +15,7 @@ from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
-    from workers.cache_mirror import CacheChange
+    from workers.engine import CacheChange
 
 MAX_WATCHERS = 64
 MAX_PENDING = 1 << 17

@@ -13,23 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve import prefix_hash
+from workers.engine import CacheChange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 Key = bytes
-
-
-@dataclass(frozen=True, slots=True)
-class CacheChange:
-    """What changed, by chain hashes: first `removed` goes, then `stored` comes, each block behind
-    its parent. `removed` holds no block that is not known to the reader."""
-
-    removed: tuple[int, ...] = ()
-    stored: tuple[int, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.removed or self.stored)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,28 @@
-"""What a worker asks of an inference engine, and what it promises in return.
+"""What a worker asks of an inference engine, and what the engine promises.
 
-Promises of every implementation (tests/unit/workers/test_engine_contract.py holds them to it):
+tests/unit/workers/engine_contract.py tests these promises for every engine:
 
-1.  After `submit` returned, exactly one delta of that stream carries a finish reason, and it is
-    the last one, unless `cancel` came first: then there may be none. Nothing is lost in silence.
-2.  Deltas of one stream arrive in order. All deltas of one engine step arrive in one call of
+1.  After `submit`, exactly one delta of the stream carries a finish reason, and it is the last one,
+    unless `cancel` came first: then there may be none.
+2.  The deltas of a stream arrive in order. All deltas of one engine step arrive in one call of
     `on_step`, on the event loop that called `start`.
 3.  `submit` never blocks. A request that the engine refuses ends with FinishReason.ERROR and an
     error that names the field.
-4.  Prefill work samples exactly one token, reports it, and holds its blocks until the decode worker
-    has them, gave up, or the lease ran out. If that token ends the answer, with a finish reason of
-    `stop`, the blocks are freed at once. If it does not, the finish reason is `length`.
-5.  Decode work reserves its blocks, then waits for KV and first token from the source. Its first
-    delta is the token after those handed over. If the transfer fails, the stream ends with a
-    `transfer_failed` error and without tokens: it is never recomputed in silence.
+4.  A prefill samples exactly one token, reports it, and holds its blocks until the decode worker
+    has them, gave up, or the lease ended. If that token ends the answer, with finish reason `stop`,
+    the blocks are released at once. Otherwise the finish reason is `length`.
+5.  A decode reserves its blocks, then waits for the KV and the first token from the producer. Its
+    first delta is the token after that one. If the transfer fails, the stream ends with a
+    `transfer_failed` error and without tokens; the engine never recomputes by itself.
 6.  `resume_token_ids` count as generated: they are not reported again, and penalties, seeds, stop
-    strings, grammars, minimum and maximum lengths go on as if this engine had sampled them.
-7.  `cancel` is idempotent, frees the stream's blocks on both sides of a transfer, and may be called
-    for a stream that is not known.
-8.  A fork begins, from the bare prompt, when the prompt's KV is in this engine, and shares its
-    blocks; from then on it is a stream like any other. Where its leader ends before that, the fork
-    ends with a `transfer_failed` error and without tokens.
-9.  `export` ends a stream: its last delta has no tokens and says how many it has had in all, as
-    `exported_tokens`, with a finish reason of `abort`. Its blocks are held then, as those of
-    prefill work are, with the KV of all tokens but the last. Where they cannot be held the last
-    delta has an `unavailable` error, and where the stream has ended meanwhile, it is its own.
-10. `close` ends everything, at once, and returns with no thread or process of the engine alive.
+    strings, grammars, minimum and maximum lengths continue as if this engine had sampled them.
+7.  `cancel` is idempotent, releases the stream's blocks on both sides of a transfer, and ignores
+    unknown streams.
+8.  `export` ends a stream. Its last delta has no tokens, `exported_tokens` set to the number of
+    tokens it generated in all, and finish reason `abort`. Its blocks are then held as those of a
+    prefill, with the KV of all tokens but the last. If they cannot be held, the last delta has an
+    `unavailable` error; if the stream has ended meanwhile, it has its own last delta.
+9.  `close` ends everything and returns when no thread or process of the engine is left.
 """
 
 from __future__ import annotations
@@ -34,18 +31,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from pdserve.errors import ContextLengthExceeded, InvalidRequest
+from pdserve.types import ErrorInfo, FinishReason, StreamDelta
+
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
+    from pdserve.errors import PdserveError
     from pdserve.step_moments import StepMoments
-    from pdserve.types import (
-        KvEndpoint,
-        KvLedger,
-        ModelInfo,
-        SamplingParams,
-        StreamDelta,
-        WorkerLoad,
-    )
-    from workers.cache_mirror import CacheChange
+    from pdserve.types import KvEndpoint, KvLedger, ModelInfo, SamplingParams, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +50,12 @@ class PrefillPhase:
 
 @dataclass(frozen=True, slots=True)
 class DecodePhase:
-    """Receive KV and first token from the worker at `producer_addresses`, then go on.
-    Where the handoff is in turn there is `kv_handle`, which the prefill's last delta said, and the
-    token is one of `resume_token_ids`. With `live` the source has decoded all of
-    `resume_token_ids`: the KV of all before the last of them comes, and no token."""
+    """Receive KV and first token from the worker at `producer_addresses`, then continue.
+
+    Where prefill and decode run one after the other, `kv_handle` is what the prefill's last delta
+    said, and the first token is in `resume_token_ids`. With `live` the producer has decoded all of `resume_token_ids`: the KV of
+    all but the last of them comes, and no token.
+    """
 
     transfer_id: str
     producer_addresses: tuple[str, ...]
@@ -78,17 +73,8 @@ Phase = PrefillPhase | DecodePhase | AggregatedPhase
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
-    """One more answer to the same prompt, as a stream of its own."""
-
-    stream_id: int
-    seed: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
-    """One request as an engine gets it. `stream_id` is unique in this engine's process. Prefill
-    work has no forks."""
+    """One request for an engine. `stream_id` is unique in the engine's process."""
 
     stream_id: int
     request_id: str
@@ -96,18 +82,12 @@ class Work:
     sampling: SamplingParams
     phase: Phase
     resume_token_ids: tuple[int, ...] = ()
-    forks: tuple[Fork, ...] = ()
-
-    @property
-    def stream_ids(self) -> list[int]:
-        """Its own, and those of its forks."""
-        return [self.stream_id, *(fork.stream_id for fork in self.forks)]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a started engine is. `kv` is None where KV cannot leave the engine; `settings` are what
-    else bears on its speed, as it is in effect."""
+    """What a started engine is. `kv` is None if KV cannot leave the engine; `settings` are other
+    settings in effect that bear on its speed."""
 
     name: str
     model: ModelInfo
@@ -118,30 +98,43 @@ class EngineInfo:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
-StepCallback = Callable[[Sequence["StreamDelta"]], None]
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """A change of the prefix cache, by the chain hashes of blocks (pdserve/prefix_hash.py).
+
+    First `removed` go, then `stored` come, each block after its parent. `removed` holds only blocks
+    that were reported as stored.
+    """
+
+    removed: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.removed or self.stored)
+
+
+StepCallback = Callable[[Sequence[StreamDelta]], None]
 FailureCallback = Callable[[BaseException], None]
-CacheCallback = Callable[["CacheChange"], None]
+CacheCallback = Callable[[CacheChange], None]
 
 
 def ignore_cache(change: CacheChange) -> None:
-    """For who does not want to know."""
+    """A CacheCallback that does nothing."""
 
 
 class Engine(Protocol):
     """See the promises at the top of this file."""
 
     def on_cache(self, callback: CacheCallback) -> None:
-        """Called before `start`: `callback` is called, on the loop, with every change of the prefix
-        cache; before the deltas of the step that made it. Never where the cache cannot be told."""
+        """Report every change of the prefix cache to `callback`, on the loop, before the deltas of
+        the step that made it. Called before `start`. Engines that cannot tell never call it."""
         ...
 
     async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
         """Load the model. `on_failure` is called once, on the loop, if the engine dies later."""
         ...
 
-    def submit(self, work: Work) -> None:
-        """Queue `work`; its outcome comes through `on_step`."""
-        ...
+    def submit(self, work: Work) -> None: ...
 
     def cancel(self, stream_id: int) -> None:
         """Stop a stream; deltas that are on their way may still arrive."""
@@ -152,22 +145,57 @@ class Engine(Protocol):
         ...
 
     def load(self) -> WorkerLoad | None:
-        """The load of the last step, or None before the engine has said anything."""
+        """Return the load after the last step, or None before the first report."""
         ...
 
     def ledger(self) -> KvLedger:
-        """Blocks pinned for transfers now."""
+        """Return the blocks that are pinned for transfers now."""
         ...
 
     def kv_state(self) -> KvState | None:
-        """The KV plane now, or as it was last seen; None where KV cannot leave the engine. Cheap,
-        and nothing waits for it."""
+        """Return the state of KV transfers as last seen, without waiting; None if KV cannot leave
+        the engine."""
         ...
 
     def step_moments(self) -> StepMoments | None:
-        """What its steps have cost, as far as it remembers; None before it has started. Cheap."""
+        """Return what its steps have cost, or None before the start."""
         ...
 
     async def close(self) -> None:
-        """End everything; idempotent."""
+        """End everything. Idempotent."""
         ...
+
+
+def check_work(work: Work, model: ModelInfo, *, has_kv: bool) -> None:
+    """Raise the error that refuses `work` on any engine of this model."""
+    sampling, prompt = work.sampling, len(work.prompt_token_ids)
+    if not prompt:
+        raise InvalidRequest("prompt_token_ids is empty", field="prompt_token_ids")
+    for name in ("prompt_token_ids", "resume_token_ids"):
+        ids = getattr(work, name)
+        if ids and not 0 <= min(ids) <= max(ids) < model.vocab_size:
+            raise InvalidRequest(
+                f"{name} has a token outside the vocabulary of {model.vocab_size}", field=name
+            )
+    if prompt + sampling.max_tokens > model.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt} tokens and max_tokens is {sampling.max_tokens}, "
+            f"which together exceed the model's context of {model.max_model_len}",
+            field="prompt_token_ids" if prompt >= model.max_model_len else "max_tokens",
+        )
+    if len(work.resume_token_ids) >= sampling.max_tokens:
+        raise InvalidRequest(
+            f"resume_token_ids has {len(work.resume_token_ids)} tokens, and max_tokens is "
+            f"{sampling.max_tokens}",
+            field="resume_token_ids",
+        )
+    if sampling.n != 1:
+        raise InvalidRequest(f"n must be 1 on a worker, not {sampling.n}", field="n")
+    if not has_kv and not isinstance(work.phase, AggregatedPhase):
+        raise InvalidRequest("this worker's engine cannot exchange KV", field="phase")
+
+
+def ended_by(stream_id: int, error: PdserveError) -> StreamDelta:
+    """Return the last delta of a stream that ends with `error`."""
+    info = ErrorInfo(error.code, error.message, error.field, error.retry_after_s)
+    return StreamDelta(stream_id, finish_reason=FinishReason.ERROR, error=info)

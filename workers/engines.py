@@ -55,8 +55,8 @@ def _extra(kv: KvConfig) -> dict[str, Any]:
 
 
 def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
-    from workers.fake_engine import FakeEngine
-    from workers.fake_settings import FakeKv, settings_from_args
+    from workers.fake.engine import FakeEngine
+    from workers.fake.settings import FakeKv, settings_from_args
 
     kv = None
     if config.kv.connector != "pdserve":

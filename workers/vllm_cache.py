@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from workers.cache_mirror import CacheMirror
 
 if TYPE_CHECKING:
-    from workers.cache_mirror import CacheChange
+    from workers.engine import CacheChange
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -22,7 +21,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from kv_transfer.vllm.connector import handshake_in, snapshot_in
 from kv_transfer.vllm.continuation import patch_runner_v1
 from pdserve.errors import (
-    ContextLengthExceeded,
     InvalidRequest,
     PdserveError,
     TransferFailed,
@@ -40,8 +38,7 @@ from pdserve.types import (
     StreamDelta,
 )
 from workers import sampling, text_state, vllm_cache
-from workers.engine import AggregatedPhase, DecodePhase, EngineInfo, PrefillPhase
-from workers.forks import WaitingForks, forks_of
+from workers.engine import DecodePhase, EngineInfo, PrefillPhase, check_work
 from workers.kv_params import handle_of, params_for
 from workers.load import LoadBoard, usable_blocks
 from workers.vllm_args import engine_args, settings_in_effect
@@ -52,8 +49,7 @@ from workers.vllm_steps import StepWatch
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.step_moments import StepMoments
-    from workers.cache_mirror import CacheChange
-    from workers.engine import Work
+    from workers.engine import CacheChange, Work
     from workers.vllm_settings import VllmSettings
 
 KvLook = Callable[[], "KvSnapshot"]
@@ -78,7 +74,6 @@ class VllmCore:
         self._watch = StepWatch(self._scheduler, self._recorder, time.monotonic)
         self._streams: dict[str, OpenStream] = {}
         self._keys: dict[int, str] = {}
-        self._forks = WaitingForks()
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
         self.is_idle = False
         self._cache_events = vllm_cache.watch(
@@ -179,7 +174,7 @@ class VllmCore:
 
     @property
     def open_streams(self) -> list[int]:
-        return [*self._keys, *self._forks.stream_ids]
+        return list(self._keys)
 
     def has_work(self) -> bool:
         """True while a step can change something: also while blocks of ended requests are held."""
@@ -198,99 +193,53 @@ class VllmCore:
         )
 
     def add(self, work: Work, submitted: float) -> list[StreamDelta]:
-        """Takes `work` in. Returns last deltas of what ends here: refused, or already finished."""
-        ended = self._add_one(work, submitted)
-        if ended is not None and ended.error is not None:
-            forks = [replace(ended, stream_id=fork.stream_id) for fork in work.forks]
-            return [ended, *forks]
-        deltas = [] if ended is None else [ended]
-        if not isinstance(work.phase, DecodePhase):
-            began = [self._add_one(fork, submitted) for fork in forks_of(work)]
-            return deltas + [delta for delta in began if delta is not None]
-        self._forks.add(work, submitted)
-        return deltas if ended is None else deltas + self._forks.end(work.stream_id)
-
-    def _add_one(self, work: Work, submitted: float) -> StreamDelta | None:
+        """Take `work` in. Return its last delta if it ends here: refused, or already finished."""
         key = f"{work.request_id}/{work.stream_id}"
         try:
-            self._check(work)
+            check_work(work, self.info.model, has_kv=self._connector is not None)
+            if self._connector is None and work.resume_token_ids:
+                raise InvalidRequest(
+                    "this engine has no KV connector to continue a request with",
+                    field="resume_token_ids",
+                )
             transfer = params_for(work, self._handoff)
             vllm_id = self._engine.add_request(
                 key, tokens_input(list(work.prompt_token_ids)), sampling.to_vllm(work, transfer)
             )
         except (PdserveError, VLLMClientError, ValueError) as error:
             self._engine.abort_request([key])  # what it may have registered before it refused
-            return refusal(work, error)
+            return [refusal(work, error)]
         state = self._engine.output_processor.request_states[vllm_id]
-        stream = OpenStream(
-            work, vllm_id, state, submitted, has_kv=not isinstance(work.phase, DecodePhase)
-        )
+        stream = OpenStream(work, vllm_id, state, submitted)
         self._streams[key] = stream
         self._keys[work.stream_id] = key
         if stopped := text_state.feed(stream.state, work.resume_token_ids):
-            return self._end_at_seam(stream, stopped)
-        return None
+            return [self._end_at_seam(stream, stopped)]
+        return []
 
-    def _check(self, work: Work) -> None:
-        prompt, answer = len(work.prompt_token_ids), work.sampling.max_tokens
-        limit, vocabulary = self.info.model.max_model_len, self.info.model.vocab_size
-        if not prompt:
-            raise InvalidRequest("prompt_token_ids is empty", field="prompt_token_ids")
-        for name, ids in (
-            ("prompt_token_ids", work.prompt_token_ids),
-            ("resume_token_ids", work.resume_token_ids),
-        ):
-            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-                raise InvalidRequest(
-                    f"{name} has a token outside the vocabulary of {vocabulary}", field=name
-                )
-        if prompt + answer > limit:
-            raise ContextLengthExceeded(
-                f"the prompt has {prompt} tokens and max_tokens is {answer}, "
-                f"which together is more than the model's context of {limit}",
-                field="prompt_token_ids" if prompt >= limit else "max_tokens",
-            )
-        if self._connector is None and not isinstance(work.phase, AggregatedPhase):
-            raise InvalidRequest("this engine has no KV connector to move KV with", field="phase")
-        if self._connector is None and work.resume_token_ids:
-            raise InvalidRequest(
-                "this engine has no KV connector to continue a request with",
-                field="resume_token_ids",
-            )
-
-    def cancel(self, stream_id: int) -> list[StreamDelta]:
-        """Returns the last deltas of the forks that waited for it."""
-        if self._forks.discard(stream_id):
-            return []
+    def cancel(self, stream_id: int) -> None:
         key = self._keys.pop(stream_id, None)
         if key is not None:
             self._engine.abort_request([self._streams.pop(key).vllm_id], internal=True)
         elif (held := self._held.pop(stream_id, None)) is not None:
             self._connector.release(held)
-        return self._forks.end(stream_id)
 
     def export(self, stream_id: int, transfer_id: str) -> list[StreamDelta]:
         """Ends a stream and holds its blocks for whoever presents `transfer_id`; see promise 9 of
         workers/engine.py. Unknown streams are ignored."""
         key = self._keys.get(stream_id)
         if key is None:
-            return [not_exported(stream_id)] if self._forks.discard(stream_id) else []
+            return []
         stream = self._streams[key]
         request = self._scheduler.requests.get(stream.vllm_id)
         is_ours = self._connector is not None and self._handoff is HandoffStyle.CONCURRENT
-        if request is None or not is_ours or not self._connector.export(request, transfer_id):
-            return [not_exported(stream_id), *self.cancel(stream_id)]
-        last = exported(stream, int(request.num_output_tokens))
-        forks = self.cancel(stream_id)
+        is_held = request is not None and is_ours and self._connector.export(request, transfer_id)
+        tokens = int(request.num_output_tokens) if is_held else 0
+        self.cancel(stream_id)
+        if not is_held:
+            return [not_exported(stream_id)]
         self._remember_held(stream)
-        return [last, *forks]
-
-    def _begin_forks(self, stream: OpenStream) -> list[StreamDelta]:
-        """The KV of the stream's prompt is here. vLLM schedules requests that hold blocks before
-        new ones, so these find its blocks in the prefix cache in the step that continues it."""
-        stream.has_kv = True
-        began = [self._add_one(*fork) for fork in self._forks.take(stream.work.stream_id)]
-        return [delta for delta in began if delta is not None]
+        return [exported(stream, tokens)]
 
     def cache_change(self) -> CacheChange | None:
         """What changed in the prefix cache since the last call, or None."""
@@ -299,7 +248,7 @@ class VllmCore:
     def step(self) -> list[StreamDelta]:
         """One step of the engine; the deltas of all requests that it moved."""
         outputs = self._engine.step()
-        deltas = [delta for output in outputs for delta in self._deltas(output)]
+        deltas = [self._delta(output) for output in outputs]
         deltas += self._take_arrivals()
         # With nothing running, a step only looks after transfers.
         self.is_idle = not outputs and not self._scheduler.running
@@ -318,7 +267,6 @@ class VllmCore:
             if stream is None:
                 continue
             stream.transfer = arrival.report
-            ended += self._begin_forks(stream)
             if stopped := text_state.feed(stream.state, arrival.token_ids):
                 ended.append(self._end_at_seam(stream, stopped))
         return ended
@@ -332,16 +280,8 @@ class VllmCore:
             report=PhaseReport(transfer=stream.transfer),
         )
 
-    def _deltas(self, output: Any) -> list[StreamDelta]:
+    def _delta(self, output: Any) -> StreamDelta:
         stream = self._streams[output.request_id]
-        forks: list[StreamDelta] = []
-        if not stream.has_kv and output.outputs[0].token_ids:
-            forks = self._begin_forks(stream)  # a connector that hands over in turn says no more
-        elif output.finished:
-            forks = self._forks.end(stream.work.stream_id)
-        return [self._delta(stream, output), *forks]
-
-    def _delta(self, stream: OpenStream, output: Any) -> StreamDelta:
         work, made = stream.work, output.outputs[0]
         text, finish, error, report, handle = made.text, None, None, None, b""
         if output.finished:

@@ -110,8 +110,7 @@ class VllmEngine:
     def submit(self, work: Work) -> None:
         if not self._put(_Submitted(work, time.monotonic())):
             assert self._end is not None
-            ended = [_ended(stream_id, self._end) for stream_id in work.stream_ids]
-            self._loop.call_soon(self._on_step, ended)
+            self._loop.call_soon(self._on_step, [_ended(work.stream_id, self._end)])
 
     def cancel(self, stream_id: int) -> None:
         self._put(_Cancelled(stream_id))
@@ -244,7 +243,7 @@ class VllmEngine:
                 case _Submitted(work, at):
                     ended += core.add(work, at)
                 case _Cancelled(stream_id):
-                    ended += core.cancel(stream_id)
+                    core.cancel(stream_id)
                 case _Exported(stream_id, transfer_id):
                     ended += core.export(stream_id, transfer_id)
                 case _Looked():
@@ -255,9 +254,8 @@ class VllmEngine:
         """Ends all streams with `end`, and every one that is submitted from here on."""
         with self._lock:
             self._end = end
-            works = [item.work for item in self._inbox if isinstance(item, _Submitted)]
+            waiting = [x.work.stream_id for x in self._inbox if isinstance(x, _Submitted)]
             self._inbox.clear()
-        waiting = [stream_id for work in works for stream_id in work.stream_ids]
         self._emit([_ended(stream_id, end) for stream_id in [*open_streams, *waiting]])
 
     def _emit(self, deltas: Sequence[StreamDelta]) -> None:

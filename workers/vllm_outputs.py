@@ -15,15 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class OpenStream:
-    """One open request: `state` is vLLM's output side of it, `submitted` a monotonic time. With
-    `has_kv` its prompt's KV is here, or will be computed here."""
+    """One open request: `state` is vLLM's output side of it, `submitted` a monotonic time."""
 
     work: Work
     vllm_id: str
     state: Any
     submitted: float
     transfer: TransferReport | None = None
-    has_kv: bool = True
 
 
 def finish_reason_of(reason: str) -> FinishReason:

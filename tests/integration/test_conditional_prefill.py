@@ -13,7 +13,7 @@ import pytest
 from pdserve.config import SloConfig
 from pdserve.types import SamplingParams
 from tests.cluster import WAIT_S, Answer, Cluster
-from workers.fake_settings import FakeFaults
+from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
     from pdserve.types import Receipt

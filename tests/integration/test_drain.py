@@ -15,7 +15,7 @@ from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
 from tests.integration.test_role_flips import under_load
 from workers import service
-from workers.fake_settings import FakeFaults
+from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from pdserve.config import DetectionConfig, FallbackConfig
 from pdserve.errors import PdserveError
 from pdserve.types import FinishReason, Role, SamplingParams
 from tests.cluster import WAIT_S, Answer, Cluster
-from workers.fake_settings import FakeFaults
+from workers.fake.settings import FakeFaults
 
 PROMPT = list(range(20, 90))
 PLAIN = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)

@@ -14,7 +14,7 @@ from tests.cluster import WAIT_S, Answer, Cluster
 from tests.integration.test_drain import command
 from tests.integration.test_fake_cluster import LONG, PROMPT, Trigger, assert_same
 from tests.integration.test_role_flips import metrics
-from workers.fake_settings import FakeFaults
+from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -13,7 +13,7 @@ from router.fleet.probes import ActiveHealthChecks
 from tests.cluster import Cluster
 from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same
 from tests.patience import WAIT_S
-from workers.fake_settings import FakeFaults
+from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
     from tests.cluster import Answer

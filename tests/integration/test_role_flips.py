@@ -19,7 +19,7 @@ from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, assert_same
-from workers.fake_settings import FakeFaults
+from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -10,7 +10,7 @@ from pdserve.config import RolesConfig
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_fake_cluster import PLAIN, PROMPT
 from tests.integration.test_role_flips import metrics, role_of, under_load
-from workers.fake_settings import FakeFaults
+from workers.fake.settings import FakeFaults
 
 QUICK = RolesConfig(
     auto=True, interval_s=0.01, window_s=0.2, dwell_s=0.2, settle_s=0.3, failure_pause_s=0.1

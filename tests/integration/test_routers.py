@@ -27,7 +27,7 @@ from tests.integration.test_drain import restart
 from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT
 from tests.integration.test_role_flips import under_load
 from tests.router_process import a_router
-from workers.fake_settings import FakeFaults
+from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

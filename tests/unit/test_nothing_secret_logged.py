@@ -25,7 +25,7 @@ from pdserve.types import Role, SamplingParams
 from router.main import RouterServer
 from tests.patience import WAIT_S
 from workers.engines import make_engine
-from workers.fake_engine import FakeEngine
+from workers.fake.engine import FakeEngine
 from workers.server import WorkerServer
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from router.prefix import PrefixWatcher, WatchSettings
 from tests.fakes import MODEL, worker_info
 from tests.patience import WAIT_S
 from workers.cache_feed import CacheFeed
-from workers.cache_mirror import CacheChange, CacheMirror
+from workers.cache_mirror import CacheMirror
 from workers.control import ControlService
-from workers.fake_engine import FakeEngine
+from workers.engine import CacheChange
+from workers.fake.engine import FakeEngine
 from workers.service import WorkerService
 
 if TYPE_CHECKING:

@@ -176,32 +176,6 @@ class EngineContract:
         assert load is not None
         assert (load.num_waiting_reqs, load.num_running_reqs) == (0, 0)
 
-    async def test_forks_give_the_answers_of_requests_of_their_own(
-        self, driver: EngineDriver
-    ) -> None:
-        leader = driver.submit(prompt(40), SAMPLED, fork_seeds=[8, 9])
-        for stream_id, seed in enumerate((7, 8, 9), start=leader):
-            stream = await driver.finish(stream_id)
-            assert_ended_once(stream)
-            alone = await driver.run(prompt(40), replace(SAMPLED, seed=seed))
-            assert (stream.token_ids, stream.text) == (alone.token_ids, alone.text)
-        await driver.until_empty()
-
-    async def test_a_refused_leader_refuses_its_forks(self, driver: EngineDriver) -> None:
-        leader = driver.submit((), SAMPLED, fork_seeds=[8])
-        for stream_id in (leader, leader + 1):
-            assert (await driver.finish(stream_id)).error.field == "prompt_token_ids"
-        await driver.until_empty()
-
-    async def test_a_cancelled_fork_leaves_the_others(self, driver: EngineDriver) -> None:
-        long = replace(SAMPLED, max_tokens=200)
-        leader = driver.submit(prompt(40), long, fork_seeds=[8, 9])
-        await driver.until(lambda: driver.streams[leader + 2].deltas)
-        driver.engine.cancel(leader)
-        driver.engine.cancel(leader + 1)
-        assert len((await driver.finish(leader + 2)).token_ids) == long.max_tokens
-        await driver.until_empty()
-
 
 class HandoffContract:
     """A prefill engine and a decode engine against one that does both."""
@@ -314,38 +288,6 @@ class HandoffContract:
         assert rest.error.code == "transfer_failed"
         assert not rest.token_ids
         await pair.until_empty()
-
-    async def test_forks_begin_when_the_kv_is_here(self, driver: EngineDriver, pair: Pair) -> None:
-        prefill_phase, decode_phase = pair.phases()
-        leader = pair.decode.submit(prompt(100), SAMPLED, decode_phase, fork_seeds=[8, 9])
-        first = await pair.prefill.run(prompt(100), SAMPLED, prefill_phase)
-        rest = await pair.decode.finish(leader)
-        whole = await driver.run(prompt(100), SAMPLED)
-        assert first.token_ids + rest.token_ids == whole.token_ids
-        for stream_id, seed in ((leader + 1, 8), (leader + 2, 9)):
-            fork = await pair.decode.finish(stream_id)
-            alone = await driver.run(prompt(100), replace(SAMPLED, seed=seed))
-            assert (fork.token_ids, fork.text) == (alone.token_ids, alone.text)
-            assert fork.last.report is not None
-            # All full blocks but the one that holds the prompt's last token.
-            block = pair.decode.info.block_size
-            assert fork.last.report.cached_tokens == 99 // block * block
-        await pair.until_empty()
-
-    @pytest.mark.parametrize("how", ["cancelled", "failed"])
-    async def test_forks_of_a_leader_whose_kv_never_came_end(self, pair: Pair, how: str) -> None:
-        _, decode_phase = pair.phases()
-        if how == "failed":
-            decode_phase = DecodePhase("no-one", ("127.0.0.1:1",), pair.producer_instance_id)
-        leader = pair.decode.submit(prompt(40), SAMPLED, decode_phase, fork_seeds=[8, 9])
-        pair.decode.engine.cancel(leader + 1)
-        if how == "cancelled":
-            pair.decode.engine.cancel(leader)
-        fork = await pair.decode.finish(leader + 2)
-        assert fork.error.code == "transfer_failed"
-        assert not fork.token_ids
-        await pair.until_empty()
-        assert not pair.decode.streams[leader + 1].deltas
 
     @pytest.mark.parametrize("sampling", [LONG, replace(LONG, seed=7)], ids=["greedy", "seeded"])
     async def test_an_exported_stream_goes_on_elsewhere_from_its_kv(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.types import ErrorInfo, FinishReason, SamplingParams, StreamDelta
 from tests.patience import WAIT_S
-from workers.engine import AggregatedPhase, DecodePhase, Fork, Phase, PrefillPhase, Work
+from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,17 +75,14 @@ class EngineDriver:
         *,
         resume: Sequence[int] = (),
         request_id: str = "request",
-        fork_seeds: Sequence[int | None] = (),
     ) -> int:
-        """The stream id of what was submitted; those of its forks follow it."""
-        first = self._ids + 1
-        forks = tuple(Fork(first + i, seed) for i, seed in enumerate(fork_seeds, start=1))
+        """The stream id of what was submitted."""
+        self._ids += 1
         phase = phase or AggregatedPhase()
-        work = Work(first, request_id, tuple(token_ids), sampling, phase, tuple(resume), forks)
-        self._ids += len(work.stream_ids)
-        self.streams.update((x, Stream()) for x in work.stream_ids)
+        work = Work(self._ids, request_id, tuple(token_ids), sampling, phase, tuple(resume))
+        self.streams[self._ids] = Stream()
         self.engine.submit(work)
-        return first
+        return self._ids
 
     async def run(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,8 +20,8 @@ from pdserve.v1.worker_pb2_grpc import (
     add_RegistryServicer_to_server,
 )
 from tests.patience import WAIT_S
-from workers.fake_engine import FakeEngine
-from workers.fake_settings import FakeKv, FakeSettings, FakeTiming
+from workers.fake.engine import FakeEngine
+from workers.fake.settings import FakeKv, FakeSettings
 from workers.server import WorkerServer
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def worker_config(role: Role = Role.AGGREGATED, *, router: str, **values: Any) -
     )
 
 
-def fake_engine(instance_id: str, *, timing: FakeTiming | None = None) -> FakeEngine:
-    settings = FakeSettings(timing=timing or FakeTiming(), kv=FakeKv(instance_id, **PATIENT_KV))
+def fake_engine(instance_id: str, *, timing: FakeSettings | None = None) -> FakeEngine:
+    settings = replace(timing or FakeSettings(), kv=FakeKv(instance_id, **PATIENT_KV))
     return FakeEngine(MODEL, settings)
 
 
@@ -128,7 +128,7 @@ async def a_worker(
     role: Role = Role.AGGREGATED,
     *,
     registry: FakeRegistry | None = None,
-    timing: FakeTiming | None = None,
+    timing: FakeSettings | None = None,
     max_unsent_bytes: int = framing.MAX_UNSENT_BYTES,
     engine: Engine | None = None,
     **values: Any,

@@ -10,8 +10,8 @@ from pdserve.types import ModelInfo
 from tests.unit.workers.engine_contract import EngineContract, HandoffContract
 from tests.unit.workers.engine_driver import EngineDriver, Pair
 from tests.unit.workers.router_side import PATIENT_KV
-from workers.fake_engine import FakeEngine
-from workers.fake_settings import FakeKv, FakeSettings
+from workers.fake.engine import FakeEngine
+from workers.fake.settings import FakeKv, FakeSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -10,36 +10,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.types import FinishReason, ModelInfo, SamplingParams
+from pdserve.types import FinishReason, ModelInfo
 from tests.unit.workers.engine_driver import PLAIN, EngineDriver, Pair, prompt
 from tests.unit.workers.router_side import PATIENT_KV
-from workers.engine import AggregatedPhase, Phase, PrefillPhase, Work
-from workers.fake_core import FakeCore
-from workers.fake_engine import FakeEngine
-from workers.fake_settings import (
-    FakeFaults,
-    FakeKv,
-    FakeSettings,
-    FakeShape,
-    FakeTiming,
-    settings_from_args,
-)
-from workers.fake_text import FakeText
-from workers.fake_tokens import LEAD, TAILS
+from workers.engine import PrefillPhase
+from workers.fake import engine
+from workers.fake.engine import FakeEngine
+from workers.fake.settings import FakeFaults, FakeKv, FakeSettings, settings_from_args
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from workers.fake_sequence import Handoff
 
 MODEL = ModelInfo(name="fake", path="", max_model_len=4096, vocab_size=512, dtype="none")
-SHAPE = FakeShape(block_size=16, total_blocks=8, max_num_seqs=2)
-
-
-def work(stream_id: int, tokens: int, max_tokens: int, phase: Phase | None = None) -> Work:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    phase = phase or AggregatedPhase()
-    return Work(stream_id, f"request-{stream_id}", prompt(tokens), sampling, phase)
 
 
 @asynccontextmanager
@@ -66,65 +49,60 @@ def fake(driver: EngineDriver) -> FakeEngine:
     return driver.engine
 
 
+@pytest.fixture
+async def small() -> AsyncIterator[EngineDriver]:
+    settings = FakeSettings(block_size=16, total_blocks=8, max_num_seqs=2)
+    driver = await EngineDriver(FakeEngine(MODEL, settings)).start()
+    yield driver
+    await driver.close()
+
+
 class TestRoom:
-    def test_a_request_waits_while_blocks_are_lacking_and_runs_when_they_are_back(self) -> None:
-        core = FakeCore(MODEL, SHAPE, has_kv=False)
-        core.submit(work(1, tokens=64, max_tokens=16), 0.0)
-        core.submit(work(2, tokens=64, max_tokens=16), 0.0)
-        core.plan(0.0)
-        assert (core.load.num_running_reqs, core.load.num_waiting_reqs) == (1, 1)
-        assert core.load.free_blocks == 3
-        assert core.load.kv_cache_usage == pytest.approx(5 / 8)
-        core.cancel(1)
-        core.plan(0.0)
-        assert (core.load.num_running_reqs, core.load.num_waiting_reqs) == (1, 0)
+    async def test_a_request_waits_while_blocks_are_lacking(self, small: EngineDriver) -> None:
+        fake(small).faults = FakeFaults(stall_at_step=2)
+        sampling = replace(PLAIN, max_tokens=16)
+        first, second = (small.submit(prompt(64), sampling) for _ in range(2))
+        await small.until(lambda: small.streams[first].deltas)
+        load = fake(small).load()
+        assert load is not None
+        assert (load.num_running_reqs, load.num_waiting_reqs, load.free_blocks) == (1, 1, 3)
+        assert load.kv_cache_usage == pytest.approx(5 / 8)
+        fake(small).cancel(first)
+        fake(small).faults = FakeFaults()
+        assert len((await small.finish(second)).token_ids) == 16
 
-    def test_no_more_requests_run_than_there_are_places(self) -> None:
-        core = FakeCore(MODEL, SHAPE, has_kv=False)
-        for stream_id in (1, 2, 3):
-            core.submit(work(stream_id, tokens=4, max_tokens=4), 0.0)
-        core.plan(0.0)
-        assert (core.load.num_running_reqs, core.load.num_waiting_reqs) == (2, 1)
-        assert [d.stream_id for d in core.step(0.0)] == [1, 2]
+    async def test_no_more_requests_run_than_there_are_slots(self, small: EngineDriver) -> None:
+        ids = [small.submit(prompt(4)) for _ in range(3)]
+        for stream_id in ids:
+            await small.finish(stream_id)
+        assert [d.stream_id for d in small.steps[0]] == ids[:2]
 
-    def test_a_request_that_can_never_have_its_blocks_is_refused(self) -> None:
-        core = FakeCore(MODEL, SHAPE, has_kv=False)
-        core.submit(work(1, tokens=120, max_tokens=16), 0.0)
-        assert core.plan(0.0).has_step
-        (delta,) = core.step(0.0)
-        assert delta.error is not None
-        assert delta.error.field == "max_tokens"
+    async def test_a_request_that_can_never_have_its_blocks_is_refused(
+        self, small: EngineDriver
+    ) -> None:
+        stream = await small.run(prompt(120), replace(PLAIN, max_tokens=16))
+        assert stream.error.field == "max_tokens"
 
-    def test_the_first_step_of_a_prompt_counts_all_its_tokens(self) -> None:
-        core = FakeCore(MODEL, SHAPE, has_kv=False)
-        core.submit(work(1, tokens=30, max_tokens=4), 0.0)
-        assert core.plan(0.0).shape.prefill_tokens == 30
-        core.step(0.0)
-        assert core.plan(0.0).shape.prefill_tokens == 0
-
-    def test_phases_that_move_kv_are_refused_where_it_cannot_move(self) -> None:
-        core = FakeCore(MODEL, SHAPE, has_kv=False)
-        core.submit(work(1, 4, 4, PrefillPhase("t")), 0.0)
-        core.plan(0.0)
-        (delta,) = core.step(0.0)
-        assert delta.error is not None
-        assert delta.error.field == "phase"
+    async def test_phases_that_move_kv_are_refused_where_it_cannot_move(
+        self, small: EngineDriver
+    ) -> None:
+        assert (await small.run(prompt(4), PLAIN, PrefillPhase("t"))).error.field == "phase"
 
 
-class TestTiming:
-    async def test_steps_take_what_the_script_says(self) -> None:
-        slept: list[float] = []
+async def test_steps_take_the_scripted_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    sleep = asyncio.sleep
 
-        async def sleep(seconds: float) -> None:
-            slept.append(seconds)
-            await asyncio.sleep(0)
+    async def noted(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
 
-        timing = FakeTiming(start_s=9.0, prefill_s=0.5, step_s=2.0)
-        engine = FakeEngine(MODEL, FakeSettings(timing=timing), clock=lambda: 0.0, sleep=sleep)
-        driver = await EngineDriver(engine).start()
-        await driver.run(prompt(10), replace(PLAIN, max_tokens=3))
-        await driver.close()
-        assert slept == [9.0, 7.0, 2.0, 2.0]
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    driver = EngineDriver(FakeEngine(MODEL, FakeSettings(start_s=9.0, prefill_s=0.5, step_s=2.0)))
+    await driver.start()
+    await driver.run(prompt(10), replace(PLAIN, max_tokens=3))
+    await driver.close()
+    assert slept == [9.0, 7.0, 2.0, 2.0]
 
 
 class TestTransfers:
@@ -154,19 +132,25 @@ class TestTransfers:
         ledger = pair.prefill.engine.ledger()
         assert (ledger.leased_blocks, ledger.in_flight_blocks, ledger.transfers) == (3, 0, 1)
 
-    async def test_wrong_kv_is_seen_in_the_first_token_after_it(
-        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_wrong_kv_is_seen_in_the_first_token_after_it(self, pair: Pair) -> None:
         good = await pair.run(prompt(40))
-        fetch = FakeEngine.fetch
-
-        async def corrupt(self: FakeEngine, transfer_id: str) -> Handoff:
-            return replace(await fetch(self, transfer_id), kv=b"otherone")
-
-        monkeypatch.setattr(FakeEngine, "fetch", corrupt)
+        fake(pair.prefill).faults = FakeFaults(corrupt_transfer="*")
         bad = await pair.run(prompt(40))
         assert bad.token_ids[0] == good.token_ids[0]
         assert bad.token_ids[1:3] != good.token_ids[1:3]
+
+    async def test_engines_of_other_processes_are_reached_over_tcp(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = await pair.run(prompt(40))
+        monkeypatch.setattr(engine, "_local", {})
+        assert (await pair.run(prompt(40))).token_ids == whole.token_ids
+        fake(pair.prefill).faults = FakeFaults(drop_transfer="*")
+        _, decode_phase = pair.phases()
+        await pair.until_empty()
+        fake(pair.prefill).crash()
+        rest = await pair.decode.run(prompt(20), PLAIN, decode_phase)
+        assert rest.error.code == "transfer_failed"
 
     async def test_a_running_transfer_is_in_flight_on_both_sides(self, pair: Pair) -> None:
         fake(pair.prefill).faults = FakeFaults(delay_transfer_s=30.0)
@@ -248,28 +232,13 @@ class TestFaults:
         assert (await pair.decode.finish(decoding)).error.code == "transfer_failed"
 
 
-class TestText:
-    def test_half_a_character_waits_for_its_other_half(self) -> None:
-        text = FakeText(PLAIN)
-        text.push(LEAD)
-        assert not text.take(finished=False)
-        text.push(TAILS[0])
-        assert text.take(finished=False) == "à"
-
-    def test_a_character_across_a_handoff_is_said_once(self) -> None:
-        text = FakeText(PLAIN)
-        text.prime([LEAD])
-        text.push(TAILS[0])
-        assert text.take(finished=True) == "à"
-
-
 class TestSettings:
     def test_flat_arguments_find_their_place(self) -> None:
         settings = settings_from_args(
             {"total_blocks": 9, "step_s": 1, "fail_prefill": "x"}, kv=None
         )
-        assert settings.shape.total_blocks == 9
-        assert settings.timing.step_s == 1
+        assert settings.total_blocks == 9
+        assert settings.step_s == 1
         assert settings.faults.fail_prefill == "x"
 
     @pytest.mark.parametrize(

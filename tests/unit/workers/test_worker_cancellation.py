@@ -21,12 +21,12 @@ from tests.unit.workers.router_side import (
     error_of,
     token_ids,
 )
-from workers.fake_settings import FakeFaults, FakeTiming
+from workers.fake.settings import FakeFaults, FakeSettings
 
 if TYPE_CHECKING:
     from workers.server import WorkerServer
 
-SLOW = FakeTiming(step_s=0.005)
+SLOW = FakeSettings(step_s=0.005)
 
 
 def decode_phase(source: WorkerServer, transfer_id: str = "t") -> w.DecodePhase:
@@ -125,7 +125,7 @@ async def test_a_decode_that_is_cancelled_in_mid_transfer_frees_both_sides() -> 
 
 async def test_a_prefill_that_is_cancelled_fails_the_decode() -> None:
     async with (
-        a_worker(Role.PREFILL, timing=FakeTiming(prefill_s=1000.0)) as prefill,
+        a_worker(Role.PREFILL, timing=FakeSettings(prefill_s=1000.0)) as prefill,
         a_worker(Role.DECODE) as decode,
         RouterSide(prefill) as to_prefill,
         RouterSide(decode) as to_decode,

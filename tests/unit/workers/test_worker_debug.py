@@ -20,7 +20,7 @@ from tests.unit.workers.router_side import (
     fake_engine,
     worker_config,
 )
-from workers.fake_engine import FakeEngine
+from workers.fake.engine import FakeEngine
 from workers.server import WorkerServer
 
 if TYPE_CHECKING:

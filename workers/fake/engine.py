@@ -1,0 +1,689 @@
+"""An engine without a model: deterministic tokens, simulated step times, real transfers of "KV".
+
+It keeps the promises of workers/engine.py and needs neither torch nor vllm. It steps on the event
+loop, by the loop's clock. Sampling parameters that shape probabilities (temperature, penalties)
+have no effect on its tokens; the seed has. Structured output is refused.
+
+Every block is with exactly one of: the free ones, a sequence, a transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kv_transfer.snapshot import SOURCE, KvSnapshot, KvState, TransferView
+from pdserve import prefix_hash
+from pdserve.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    PdserveError,
+    TransferFailed,
+    Unavailable,
+    UnsupportedField,
+    WorkerFailed,
+)
+from pdserve.step_moments import StepRecorder, StepShape
+from pdserve.types import (
+    FinishReason,
+    KvEndpoint,
+    KvLedger,
+    PhaseReport,
+    StreamDelta,
+    TransferReport,
+    WorkerLoad,
+)
+from workers.engine import (
+    CacheChange,
+    DecodePhase,
+    EngineInfo,
+    PrefillPhase,
+    check_work,
+    ended_by,
+    ignore_cache,
+)
+from workers.fake import link, model
+from workers.fake.settings import FakeFaults, FakeSettings, matches
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pdserve.step_moments import StepMoments
+    from pdserve.types import ModelInfo, PositionLogprobs
+    from workers.engine import CacheCallback, FailureCallback, StepCallback, Work
+
+_KILLED = "a scripted fault killed the engine"
+_MAX_REMEMBERED = 4096
+logger = logging.getLogger(__name__)
+
+# The started engines of this process by KV address: they fetch from one another without a socket.
+_local: dict[str, FakeEngine] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What goes from prefill to decode: the KV (a digest), its size, the last token, and how long
+    the transfer took after the prefill had ended."""
+
+    kv: bytes
+    blocks: int
+    token: int
+    exposed_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One request. `kv` covers the prompt and all of `generated`, `kv_before` all but the last
+    token; both are None until they were computed or received."""
+
+    work: Work
+    vocab_size: int
+    blocks: int = 0
+    submitted_at: float = 0.0
+    admitted_at: float = 0.0
+    first_at: float = 0.0
+    kv: bytes | None = None
+    kv_before: bytes | None = None
+    generated: list[int] = field(default_factory=list)
+    transfer: TransferReport | None = None
+    cached_tokens: int = 0
+    text: model.Text = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.text = model.Text(self.work.sampling)
+        self.generated.extend(self.work.resume_token_ids)
+        self.text.resume(self.work.resume_token_ids)
+
+    @property
+    def context(self) -> int:
+        return len(self.work.prompt_token_ids) + len(self.generated)
+
+    @property
+    def handoff(self) -> Handoff:
+        """What another engine needs to continue after the last token."""
+        assert self.kv_before is not None
+        return Handoff(self.kv_before, self.blocks, self.generated[-1])
+
+    def receive(self, handoff: Handoff, report: TransferReport) -> None:
+        """Take KV and first token from a prefill, or the KV alone from an engine that decoded."""
+        phase = self.work.phase
+        if not (isinstance(phase, DecodePhase) and phase.live):
+            self.generated.append(handoff.token)
+            self.text.resume([handoff.token])
+        self.kv_before = handoff.kv
+        self.kv = model.extend(handoff.kv, self.generated[-1:])
+        self.transfer = report
+
+    def advance(self, now: float) -> StreamDelta:
+        """Generate one token."""
+        sampling, stream_id = self.work.sampling, self.work.stream_id
+        if self.kv is None:
+            self.kv = model.extend(model.kv_of(self.work.prompt_token_ids), self.generated)
+        if len(self.generated) >= sampling.max_tokens:
+            return self.end(StreamDelta(stream_id), FinishReason.LENGTH, now)
+        early = len(self.generated) < sampling.min_tokens
+        token = model.next_token(
+            self.kv,
+            seed=sampling.seed,
+            vocab_size=self.vocab_size,
+            forbidden={model.EOS, *sampling.stop_token_ids} if early else (),
+        )
+        self.kv_before, self.kv = self.kv, model.extend(self.kv, [token])
+        self.generated.append(token)
+        self.first_at = self.first_at or now
+        is_eos = token == model.EOS and not sampling.ignore_eos
+        is_stop_token = token in sampling.stop_token_ids and not is_eos
+        silent = is_stop_token and not sampling.include_stop_str_in_output
+        stop_string = self.text.push(token, silent=silent)
+        stop = token if is_stop_token else stop_string
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if sampling.logprobs is not None:
+            logprobs = (model.logprobs_of(token, sampling.logprobs),)
+        delta = StreamDelta(stream_id, (token,), logprobs=logprobs, stop_reason=stop)
+        if stop is not None or is_eos:
+            return self.end(delta, FinishReason.STOP, now)
+        is_full = len(self.generated) >= sampling.max_tokens
+        if is_full or isinstance(self.work.phase, PrefillPhase):
+            return self.end(delta, FinishReason.LENGTH, now, goes_on=not is_full)
+        return StreamDelta(stream_id, (token,), self.text.take(finished=False), logprobs)
+
+    def end(
+        self, last: StreamDelta, reason: FinishReason, now: float, *, goes_on: bool = False
+    ) -> StreamDelta:
+        """Return the last delta. With `goes_on`, text that may become a stop string is kept."""
+        first = self.first_at or now
+        is_decode = isinstance(self.work.phase, DecodePhase)
+        report = PhaseReport(
+            queue_s=self.admitted_at - self.submitted_at,
+            prefill_s=0.0 if is_decode else first - self.admitted_at,
+            decode_s=now - first,
+            cached_tokens=self.cached_tokens,
+            transfer=self.transfer,
+        )
+        text = self.text.take(finished=not goes_on)
+        return replace(last, text=text, finish_reason=reason, report=report)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Blocks for a decode engine: leased once `handoff` is there, then in flight."""
+
+    stream_id: int
+    request_id: str
+    handoff: Handoff | None = None
+    is_in_flight: bool = False
+    lease: asyncio.TimerHandle | None = None
+    travel: asyncio.Timeout | None = None
+
+    @property
+    def blocks(self) -> int:
+        return 0 if self.handoff is None else self.handoff.blocks
+
+    @property
+    def state(self) -> str:
+        if self.handoff is None:
+            return "computing"
+        return "in_flight" if self.is_in_flight else "leased"
+
+
+class PrefixCache:
+    """Chain hashes of cached blocks, the least recently used first. As vLLM's cache it evicts the
+    last blocks of a prompt before its first. State: also what changed since `take`."""
+
+    def __init__(self, name: str, block_size: int, max_blocks: int) -> None:
+        self._block_size = block_size
+        self._max_blocks = max_blocks
+        self._root = prefix_hash.root(name, block_size)
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._stored: dict[int, None] = {}
+        self._removed: dict[int, None] = {}
+
+    def hit(self, prompt_token_ids: tuple[int, ...]) -> int:
+        """Return how many tokens of the prompt need not be computed."""
+        count = prefix_hash.usable_blocks(len(prompt_token_ids), self._block_size)
+        found = 0
+        for chain_hash in self._chain(prompt_token_ids, count):
+            if chain_hash not in self._blocks:
+                break
+            found += 1
+        return found * self._block_size
+
+    def store(self, prompt_token_ids: tuple[int, ...]) -> None:
+        """Cache the blocks of a prompt that was computed or received."""
+        chain = self._chain(prompt_token_ids, self._max_blocks)
+        for chain_hash in chain:
+            if chain_hash not in self._blocks:
+                self._blocks[chain_hash] = None
+                if self._removed.pop(chain_hash, chain_hash) is not None:
+                    self._stored[chain_hash] = None
+        for chain_hash in reversed(chain):
+            self._blocks.move_to_end(chain_hash)
+        while len(self._blocks) > self._max_blocks:
+            evicted, _ = self._blocks.popitem(last=False)
+            if self._stored.pop(evicted, evicted) is not None:
+                self._removed[evicted] = None
+
+    def _chain(self, token_ids: tuple[int, ...], count: int) -> list[int]:
+        return prefix_hash.chain(token_ids, self._block_size, self._root, blocks=count)
+
+    def take(self) -> CacheChange:
+        """Return what has changed since the last call."""
+        change = CacheChange(tuple(self._removed), tuple(self._stored))
+        self._stored, self._removed = {}, {}
+        return change
+
+
+class FakeEngine:
+    """State: sequences waiting for room, waiting for KV, and running; blocks held for transfers.
+
+    `faults` takes effect at the next step or transfer.
+    """
+
+    def __init__(self, info: ModelInfo, settings: FakeSettings | None = None) -> None:
+        if info.vocab_size < model.MIN_VOCAB_SIZE:
+            raise ConfigError(
+                f"vocab_size must be at least {model.MIN_VOCAB_SIZE}", field="vocab_size"
+            )
+        self._model = info
+        self._settings = settings = settings or FakeSettings()
+        self._kv = settings.kv
+        self._faults = settings.faults
+        self._free = settings.total_blocks
+        self._waiting: deque[Sequence] = deque()
+        self._receiving: dict[int, Sequence] = {}
+        self._running: dict[int, Sequence] = {}
+        self._ended: list[StreamDelta] = []  # last deltas to report with the next step
+        self._transfers: dict[str, _Transfer] = {}
+        self._gone: OrderedDict[str, str] = OrderedDict()  # why transfers ended
+        self._cache: PrefixCache | None = None
+        if settings.prefix_cache:
+            self._cache = PrefixCache(info.name, settings.block_size, settings.total_blocks)
+        self._steps = 0
+        self._step_s = 0.0  # of the step under way
+        self._recorder = StepRecorder()
+        self._is_over = False
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()  # replaced whenever a transfer changes
+        self._stepper: asyncio.Task[None] | None = None
+        self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._address = ""
+        self._on_cache: CacheCallback = ignore_cache
+        self._on_step: StepCallback
+        self._on_failure: FailureCallback
+
+    def on_cache(self, callback: CacheCallback) -> None:
+        self._on_cache = callback
+
+    async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
+        """Take `start_s`. Raises OSError if the KV address cannot be listened on."""
+        self._on_step, self._on_failure = on_step, on_failure
+        settings, endpoint = self._settings, None
+        await asyncio.sleep(settings.start_s)
+        if self._kv is not None:
+            self._address = f"local:{self._kv.instance_id}"
+            if self._kv.host:
+                self._server = await link.listen(self._kv.host, self.lend, self._connections)
+                port = self._server.sockets[0].getsockname()[1]
+                self._address = f"{self._kv.host}:{port}"
+            _local[self._address] = self
+            endpoint = KvEndpoint(
+                addresses=(self._address,),
+                compatibility=f"fake/{self._model.name}/{settings.block_size}",
+                layout={"engine": "fake", "block_size": str(settings.block_size)},
+                transports=("fake",),
+            )
+        self._stepper = asyncio.create_task(self._run(), name="fake-engine-steps")
+        times = ("start_s", "prefill_s", "step_s", "transfer_s")
+        return EngineInfo(
+            name="fake",
+            model=self._model,
+            block_size=settings.block_size,
+            total_blocks=settings.total_blocks,
+            max_num_seqs=settings.max_num_seqs,
+            kv=endpoint,
+            settings={name: f"{getattr(settings, name):g}" for name in times},
+        )
+
+    @property
+    def faults(self) -> FakeFaults:
+        return self._faults
+
+    @faults.setter
+    def faults(self, faults: FakeFaults) -> None:
+        self._faults = faults
+        self._wake.set()
+
+    def submit(self, work: Work) -> None:
+        try:
+            if self._is_over:
+                raise WorkerFailed("the engine has ended")
+            blocks = self._blocks_needed(work)
+        except PdserveError as error:
+            self._ended.append(ended_by(work.stream_id, error))
+            if self._is_over:
+                asyncio.get_running_loop().call_soon(self._report_ended)
+        else:
+            if isinstance(work.phase, PrefillPhase):
+                self._open_transfer(work.phase.transfer_id, work)
+            self._waiting.append(Sequence(work, self._model.vocab_size, blocks, self._now()))
+        self._wake.set()
+
+    def cancel(self, stream_id: int) -> None:
+        if fetch := self._fetches.get(stream_id):
+            fetch.cancel()
+        for transfer_id, transfer in list(self._transfers.items()):
+            if transfer.stream_id == stream_id:
+                self._drop(transfer_id, "the prefill was cancelled")
+        sequence = self._receiving.pop(stream_id, None) or self._running.pop(stream_id, None)
+        if sequence is not None:
+            self._free += sequence.blocks
+        self._waiting = deque(x for x in self._waiting if x.work.stream_id != stream_id)
+        self._pulse()
+
+    def export(self, stream_id: int, transfer_id: str) -> None:
+        sequence = self._running.get(stream_id)
+        has_kv = sequence is not None and sequence.kv_before is not None
+        if sequence is None or not has_kv or isinstance(sequence.work.phase, PrefillPhase):
+            if stream_id in self._stream_ids:
+                self.cancel(stream_id)
+                error = Unavailable("the KV of the stream is not complete here")
+                self._ended.append(ended_by(stream_id, error))
+                self._wake.set()
+            return
+        del self._running[stream_id]
+        last = StreamDelta(stream_id, exported_tokens=len(sequence.generated))
+        self._ended.append(sequence.end(last, FinishReason.ABORT, self._now(), goes_on=True))
+        self._open_transfer(transfer_id, sequence.work)
+        self._lease(transfer_id, sequence.handoff)
+
+    def load(self) -> WorkerLoad | None:
+        if self._stepper is None:
+            return None
+        total = self._settings.total_blocks
+        waits_for_room = bool(self._waiting) and not self.ledger().pinned_blocks
+        return WorkerLoad(
+            num_waiting_reqs=len(self._waiting) + len(self._receiving),
+            num_running_reqs=len(self._running),
+            kv_cache_usage=(total - self._free) / total,
+            free_blocks=self._free,
+            progress=self._steps,
+            has_work=bool(self._running) or waits_for_room,
+            step_allowance_s=4 * self._step_s,
+        )
+
+    def ledger(self) -> KvLedger:
+        if self._is_over:
+            return KvLedger()
+        held = [x for x in self._transfers.values() if x.handoff is not None]
+        in_flight = sum(x.blocks for x in held if x.is_in_flight)
+        return KvLedger(
+            in_flight_blocks=in_flight + sum(x.blocks for x in self._receiving.values()),
+            leased_blocks=sum(x.blocks for x in held if not x.is_in_flight),
+            transfers=len(held) + len(self._receiving),
+            engine_requests=len(self._stream_ids) + len(held),
+        )
+
+    def kv_state(self) -> KvState | None:
+        if self._kv is None:
+            return None
+        views = [
+            TransferView(x, t.request_id, SOURCE, t.state, "", "fake", t.blocks, 0, 0)
+            for x, t in self._transfers.items()
+        ]
+        return KvState(self.ledger(), (KvSnapshot(time.monotonic(), tuple(views)),))
+
+    def step_moments(self) -> StepMoments | None:
+        return None if self._stepper is None else self._recorder.moments(self._now())
+
+    async def close(self) -> None:
+        self._end(WorkerFailed("the engine was closed"))
+        self._ended.clear()
+        tasks = [*self._fetches.values(), *self._connections]
+        if self._stepper is not None:
+            self._stepper.cancel()
+            tasks.append(self._stepper)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def crash(self, error: BaseException | None = None) -> None:
+        """The engine dies: its streams end with an error, its transfers fail."""
+        if self._is_over or self._stepper is None:
+            return
+        self._stepper.cancel()
+        self._end(WorkerFailed("the engine died"))
+        self._report_ended()
+        self._on_failure(error or WorkerFailed(_KILLED))
+
+    def _end(self, error: PdserveError) -> None:
+        if not self._is_over:
+            self._ended += [ended_by(x, error) for x in self._stream_ids]
+        self._is_over = True
+        _local.pop(self._address, None)
+        if self._server is not None:
+            self._server.close()
+        for task in (*self._fetches.values(), *self._connections):
+            task.cancel()
+        for table in (self._waiting, self._receiving, self._running):
+            table.clear()
+        for transfer_id in list(self._transfers):
+            self._drop(transfer_id, error.message)
+        self._pulse()
+
+    def _report_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        if ended:
+            self._on_step(ended)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def _stream_ids(self) -> list[int]:
+        sequences = (*self._waiting, *self._receiving.values(), *self._running.values())
+        return [x.work.stream_id for x in sequences]
+
+    # Steps.
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while not self._faults.stalls(self._steps + 1) and await self._step():
+                    pass
+        except Exception as error:
+            logger.exception("the fake engine failed")
+            self.crash(error)
+
+    async def _step(self) -> bool:
+        """Make one step. Return False if there is nothing to do until something happens."""
+        self._admit()
+        if not (self._running or self._ended):
+            return False
+        planned, shape = list(self._running), self._step_shape()
+        self._step_s = self._settings.step_s + self._settings.prefill_s * shape.prefill_tokens
+        await asyncio.sleep(self._step_s)
+        # The scripted time, not the measured one: what routers learn of a fake engine is exact.
+        self._recorder.observe(shape, self._step_s, self._now())
+        self._step_s = 0.0
+        self._steps += 1
+        if self._steps == self._faults.crash_at_step:
+            raise WorkerFailed(_KILLED)
+        deltas, self._ended = self._ended, []
+        for stream_id in planned:
+            if stream_id in self._running:
+                deltas.append(self._advance(self._running[stream_id]))
+        if self._settings.clock_text:
+            stamp = f"{time.monotonic():.6f} "
+            deltas = [replace(x, text=stamp) if x.token_ids else x for x in deltas]
+        self._report_cache()
+        if deltas:
+            self._on_step(deltas)
+        return True
+
+    def _admit(self) -> None:
+        """Start waiting requests in order while there are blocks and slots for them."""
+        while self._waiting:
+            sequence = self._waiting[0]
+            slots = self._settings.max_num_seqs - len(self._running) - len(self._receiving)
+            if slots <= 0 or sequence.blocks > self._free:
+                return
+            work = self._waiting.popleft().work
+            sequence.admitted_at = self._now()
+            self._free -= sequence.blocks
+            if isinstance(work.phase, DecodePhase):
+                self._receiving[work.stream_id] = sequence
+                self._fetches[work.stream_id] = asyncio.create_task(
+                    self._receive(work.stream_id, work.phase), name="fake-engine-fetch"
+                )
+            else:
+                if self._cache is not None:
+                    sequence.cached_tokens = self._cache.hit(work.prompt_token_ids)
+                self._running[work.stream_id] = sequence
+
+    def _step_shape(self) -> StepShape:
+        running = self._running.values()
+        prompts = [x.context - x.cached_tokens for x in running if x.kv is None]
+        contexts = [x.context for x in running if x.kv is not None]
+        return StepShape(
+            prefill_tokens=sum(prompts),
+            prefill_pairs=sum(x * x / 2 for x in prompts),
+            prefill_end=max(prompts, default=0),
+            decode_reqs=len(contexts),
+            decode_kv_tokens=sum(contexts),
+        )
+
+    def _advance(self, sequence: Sequence) -> StreamDelta:
+        work = sequence.work
+        if sequence.kv is None and matches(self._faults.fail_prefill, work.request_id):
+            error = WorkerFailed("a scripted fault failed the prefill")
+            delta = ended_by(work.stream_id, error)
+        else:
+            if sequence.kv is None and self._cache is not None:
+                self._cache.store(work.prompt_token_ids)
+            delta = sequence.advance(self._now())
+        if delta.finish_reason is None:
+            return delta
+        del self._running[work.stream_id]
+        if not isinstance(work.phase, PrefillPhase):
+            self._free += sequence.blocks
+        elif delta.finish_reason is FinishReason.LENGTH:
+            self._lease(work.phase.transfer_id, sequence.handoff)
+        else:
+            self._drop(work.phase.transfer_id, "the answer ended at prefill")
+            self._free += sequence.blocks
+        return delta
+
+    def _report_cache(self) -> None:
+        if self._cache is not None and (change := self._cache.take()):
+            self._on_cache(change)
+
+    def _blocks_needed(self, work: Work) -> int:
+        """Return the blocks that `work` holds at its end. Raises the error that refuses it."""
+        check_work(work, self._model, has_kv=self._kv is not None)
+        sampling, prompt = work.sampling, len(work.prompt_token_ids)
+        is_prefill = isinstance(work.phase, PrefillPhase)
+        if isinstance(work.phase, PrefillPhase) and work.phase.transfer_id in self._transfers:
+            raise InvalidRequest("this transfer exists already", field="transfer_id")
+        if sampling.structured_output is not None:
+            raise UnsupportedField(
+                "structured_output is not supported by the fake engine", field="structured_output"
+            )
+        generated = len(work.resume_token_ids) if is_prefill else sampling.max_tokens
+        blocks = -(-(prompt + generated) // self._settings.block_size)
+        if blocks > self._settings.total_blocks:
+            raise ContextLengthExceeded(
+                f"the request needs {blocks} blocks; this worker has {self._settings.total_blocks}",
+                field="max_tokens",
+            )
+        return blocks
+
+    # Transfers, as the producer.
+
+    def _open_transfer(self, transfer_id: str, work: Work) -> None:
+        if transfer_id not in self._gone:  # its consumer may have given up before
+            self._transfers[transfer_id] = _Transfer(work.stream_id, work.request_id)
+
+    def _lease(self, transfer_id: str, handoff: Handoff) -> None:
+        """Hold computed blocks for the consumer until the lease ends."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or self._kv is None:
+            self._free += handoff.blocks
+            return
+        transfer.handoff = handoff
+        transfer.lease = asyncio.get_running_loop().call_later(
+            self._kv.lease_s, self._expire, transfer_id
+        )
+        self._pulse()
+
+    def _expire(self, transfer_id: str) -> None:
+        if not self._transfers[transfer_id].is_in_flight:
+            self._drop(transfer_id, "its lease has ended")
+
+    def _drop(self, transfer_id: str, reason: str) -> None:
+        """End a transfer in any state, also one that is not open yet."""
+        self._gone.setdefault(transfer_id, reason)
+        if len(self._gone) > _MAX_REMEMBERED:
+            self._gone.popitem(last=False)
+        transfer = self._transfers.pop(transfer_id, None)
+        if transfer is not None:
+            self._free += transfer.blocks
+            if transfer.lease is not None:
+                transfer.lease.cancel()
+            if transfer.travel is not None:
+                transfer.travel.reschedule(self._now())
+        self._pulse()
+
+    def _pulse(self) -> None:
+        """Wake the step task and everything that waits for a transfer to change."""
+        self._wake.set()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @asynccontextmanager
+    async def lend(self, transfer_id: str, instance_id: str) -> AsyncIterator[Handoff]:
+        """Yield the KV of a transfer once it is computed and has "arrived"; release its blocks at
+        the end, whatever the end is. Raises TransferFailed."""
+        if self._kv is None or instance_id != self._kv.instance_id:
+            raise TransferFailed("the prefill worker was restarted")
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None and transfer.is_in_flight:
+            raise TransferFailed(f"transfer {transfer_id} is in flight already")
+        try:
+            async with asyncio.timeout(self._kv.pairing_s):
+                while transfer is None or transfer.handoff is None:
+                    if transfer_id in self._gone:
+                        raise TransferFailed(f"transfer {transfer_id}: {self._gone[transfer_id]}")
+                    await self._changed.wait()
+                    transfer = self._transfers.get(transfer_id)
+            transfer.is_in_flight = True
+            began = self._now()
+            async with asyncio.timeout(None) as transfer.travel:
+                await self.travel(transfer.request_id)
+            transfer.travel = None
+            handoff = replace(transfer.handoff, exposed_s=self._now() - began)
+            if matches(self._faults.corrupt_transfer, transfer.request_id):
+                handoff = replace(handoff, kv=bytes(x ^ 1 for x in handoff.kv))
+            yield handoff
+        except TimeoutError:
+            reason = self._gone.get(transfer_id, "it is not known")
+            raise TransferFailed(f"transfer {transfer_id}: {reason}") from None
+        finally:
+            if transfer is not None:
+                transfer.travel = None
+            self._drop(transfer_id, "the consumer has it, or gave it up")
+
+    async def travel(self, request_id: str) -> None:
+        """Take the time of a transfer. Raises TransferFailed if the link is to break."""
+        if matches(self._faults.drop_transfer, request_id):
+            raise TransferFailed("a scripted fault dropped the transfer")
+        await asyncio.sleep(self._settings.transfer_s + self._faults.delay_transfer_s)
+
+    # Transfers, as the consumer.
+
+    async def _receive(self, stream_id: int, phase: DecodePhase) -> None:
+        """Fetch KV and first token. Every other outcome is a failed transfer."""
+        assert self._kv is not None
+        began, address = self._now(), phase.producer_addresses[0]
+        try:
+            async with asyncio.timeout(self._kv.receive_timeout_s):
+                handoff = await _fetch(address, phase)
+        except TransferFailed as error:
+            self._fail_transfer(stream_id, error)
+        except (OSError, TimeoutError, ValueError):
+            reason = f"the link to {address} broke before the KV had arrived"
+            self._fail_transfer(stream_id, TransferFailed(reason))
+        else:
+            sequence = self._receiving.pop(stream_id)
+            size, took_s = handoff.blocks * self._settings.block_bytes, self._now() - began
+            report = TransferReport(took_s, handoff.exposed_s, size, handoff.blocks, "fake")
+            sequence.receive(handoff, report)
+            if self._cache is not None:
+                self._cache.store(sequence.work.prompt_token_ids)
+                self._report_cache()
+            self._running[stream_id] = sequence
+        finally:
+            del self._fetches[stream_id]
+            self._wake.set()
+
+    def _fail_transfer(self, stream_id: int, error: TransferFailed) -> None:
+        self._free += self._receiving.pop(stream_id).blocks
+        self._ended.append(ended_by(stream_id, error))
+
+
+async def _fetch(address: str, phase: DecodePhase) -> Handoff:
+    """Raises TransferFailed, OSError, ValueError."""
+    transfer_id, instance_id = phase.transfer_id, phase.producer_instance_id
+    producer = _local.get(address)
+    if producer is not None:
+        async with producer.lend(transfer_id, instance_id) as handoff:
+            return handoff
+    return Handoff(**await link.fetch(address, transfer_id, instance_id))
