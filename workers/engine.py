@@ -53,8 +53,8 @@ class DecodePhase:
     """Receive KV and first token from the worker at `producer_addresses`, then continue.
 
     Where prefill and decode run one after the other, `kv_handle` is what the prefill's last delta
-    said, and the first token is in `resume_token_ids`. With `live` the producer has decoded all of `resume_token_ids`: the KV of
-    all but the last of them comes, and no token.
+    said, and the first token is in `resume_token_ids`. With `live` the producer has decoded all of
+    `resume_token_ids`: the KV of all but the last of them comes, and no token.
     """
 
     transfer_id: str

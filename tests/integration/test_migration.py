@@ -40,7 +40,7 @@ class Leaving:
     async def _drain(self) -> int:
         # One that still makes steps lets go at once, and nobody sees it asked.
         engine = self.cluster.engine(self.old)
-        await self.cluster.until(lambda: engine._core.faults.stalls(engine._steps + 1))
+        await self.cluster.until(lambda: engine.faults.stalls(engine._steps + 1))
         return await command(self.cluster, "drain", self.old, "--timeout", str(WAIT_S))
 
     async def asked_for(self) -> None:

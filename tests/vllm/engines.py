@@ -15,7 +15,7 @@ from pdserve.types import SamplingParams
 from tests.patience import START_S, WAIT_S
 from tests.vllm.engine_process import read_frame, write_frame
 from tests.vllm.warm import start_python
-from workers.engine import AggregatedPhase, DecodePhase, Fork, Phase, Work
+from workers.engine import AggregatedPhase, DecodePhase, Phase, Work
 from workers.vllm_settings import KvSettings, VllmSettings
 
 if TYPE_CHECKING:
@@ -179,11 +179,9 @@ class EngineProcess:
         *,
         resume: Sequence[int] = (),
         request_id: str = "",
-        fork_seeds: Sequence[int | None] = (),
     ) -> int:
-        """Submits work and returns its stream id; those of its forks follow it."""
+        """Submit work and return its stream id."""
         stream_id = next(self._ids)
-        forks = tuple(Fork(next(self._ids), seed) for seed in fork_seeds)
         work = Work(
             stream_id=stream_id,
             request_id=request_id or f"test-{stream_id}",
@@ -191,9 +189,8 @@ class EngineProcess:
             sampling=sampling or SamplingParams(temperature=0.0),
             phase=phase or AggregatedPhase(),
             resume_token_ids=tuple(resume),
-            forks=forks,
         )
-        self._answers.update((x, Answer()) for x in work.stream_ids)
+        self._answers[stream_id] = Answer()
         write_frame(self._writer, ("submit", work))
         return stream_id
 

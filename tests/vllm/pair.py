@@ -55,14 +55,13 @@ class Pair:
         sampling: SamplingParams,
         *,
         resume: Sequence[int] = (),
-        fork_seeds: Sequence[int | None] = (),
     ) -> tuple[int, int]:
         """Both at once, as the coordinator does; returns (prefill stream, decode stream)."""
         transfer_id = f"t{next(_TRANSFERS)}"
         source = DecodePhase(transfer_id, self.prefill.addresses, self.instance_id)
         return (
             self.prefill.submit(prompt, sampling, PrefillPhase(transfer_id), resume=resume),
-            self.decode.submit(prompt, sampling, source, resume=resume, fork_seeds=fork_seeds),
+            self.decode.submit(prompt, sampling, source, resume=resume),
         )
 
     async def collect(self, streams: tuple[int, int]) -> Joined:
