@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,14 @@ from vllm.platforms import current_platform
 
 from pdserve.errors import ConfigError
 from workers.vllm_cache import events_config
-from workers.vllm_settings import memory_left_to_kv
+from workers.vllm_settings import cpu_cache_bytes, memory_left_to_kv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from workers.vllm_settings import KvSettings, VllmSettings
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 64,
@@ -28,7 +31,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _CPU_DEFAULTS: dict[str, Any] = {
     "block_size": 32,  # the smallest that vLLM's CPU attention packs well
-    "kv_cache_memory_bytes": 256 << 20,
+    "max_model_len": -1,  # the model's context, or as much of it as the KV cache holds
     "enforce_eager": True,
 }
 
@@ -68,6 +71,8 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         **(_CPU_DEFAULTS if current_platform.is_cpu() else {}),
         **settings.engine_args,
     }
+    if current_platform.is_cpu() and "kv_cache_memory_bytes" not in args:
+        args["kv_cache_memory_bytes"] = cpu_cache_bytes(settings.model_path, settings.threads)
     if settings.kv is not None and not current_platform.is_cpu():
         total_bytes = current_platform.get_device_total_memory()
         args |= memory_left_to_kv(settings.kv, args, total_bytes, EngineArgs.gpu_memory_utilization)
@@ -101,3 +106,15 @@ def settings_in_effect(config: VllmConfig) -> dict[str, str]:
         "device": config.device_config.device_type,
     }
     return {name: str(value) for name, value in found.items()}
+
+
+def warn_of_cut_context(config: VllmConfig) -> None:
+    """Log a line if the KV cache does not hold the model's whole context."""
+    model, size = config.model_config, config.cache_config.kv_cache_memory_bytes
+    whole = getattr(model.hf_text_config, "max_position_embeddings", 0)
+    if model.original_max_model_len == -1 and model.max_model_len < whole:
+        logger.warning(
+            "context cut from %d to %d tokens: the KV cache has %d MiB; "
+            "worker.engine_args.kv_cache_memory_bytes sets its size",
+            *(whole, model.max_model_len, (size or 0) >> 20),
+        )

@@ -41,7 +41,7 @@ from workers import sampling, text_state, vllm_cache
 from workers.engine import DecodePhase, EngineInfo, PrefillPhase, check_work
 from workers.kv_params import handle_of, params_for
 from workers.load import LoadBoard, usable_blocks
-from workers.vllm_args import engine_args, settings_in_effect
+from workers.vllm_args import engine_args, settings_in_effect, warn_of_cut_context
 from workers.vllm_outputs import OpenStream, exported, finish_reason_of, report_of
 from workers.vllm_refusals import not_exported, refusal
 from workers.vllm_steps import StepWatch
@@ -66,6 +66,7 @@ class VllmCore:
         self._engine = LLMEngine.from_engine_args(
             args, stat_loggers=[board.logger_factory()], enable_multiprocessing=False
         )
+        warn_of_cut_context(self._engine.vllm_config)
         core = self._engine.engine_core.engine_core
         self._scheduler = core.scheduler
         self._executor = core.model_executor

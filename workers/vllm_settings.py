@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from kv_transfer.settings import from_extra_config
 from pdserve.errors import ConfigError
@@ -65,6 +70,45 @@ class VllmSettings:
                     f"engine_args.{name} cannot be set: the worker sets it itself",
                     field=f"engine_args.{name}",
                 )
+
+
+# A worker on a CPU gives this share of its part of the machine's memory to the KV cache, but no
+# more than so many full contexts need, and never less than the smallest cache.
+_CACHE_SHARE = 0.4
+_CONTEXTS = 16
+_SMALLEST_CACHE = 64 << 20
+_USUAL_CACHE = 256 << 20
+
+
+def cpu_cache_bytes(model_path: str, threads: int | None) -> int:
+    """Return the default size of a KV cache in host memory. A worker's part of the machine's memory
+    is that of its cores among all cores, or all of it if it is not pinned."""
+    cores = os.cpu_count() or 1
+    share = int(_memory_bytes() * _CACHE_SHARE * min(1.0, (threads or cores) / cores))
+    wanted = max(_USUAL_CACHE, _CONTEXTS * _context_bytes(Path(model_path)))
+    return max(_SMALLEST_CACHE, min(share, wanted))
+
+
+def _memory_bytes() -> int:
+    """Return the memory of the machine, or of the control group if that has less."""
+    total = psutil.virtual_memory().total
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no control group, or "max"
+        return total
+
+
+def _context_bytes(model: Path) -> int:
+    """Estimate the KV of one full context with full attention in 16 bits; 0 if not known."""
+    try:
+        values = json.loads((model / "config.json").read_text())
+        heads = values["num_attention_heads"]
+        head_dim = values.get("head_dim") or values["hidden_size"] // heads
+        kv_heads = values.get("num_key_value_heads") or heads
+        token = 2 * 2 * values["num_hidden_layers"] * kv_heads * head_dim
+        return int(token * values["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def memory_left_to_kv(

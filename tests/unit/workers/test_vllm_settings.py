@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from typing import TYPE_CHECKING
+
 import pytest
 
 from pdserve.errors import ConfigError
-from workers.vllm_settings import KvSettings, memory_left_to_kv
+from workers.vllm_settings import KvSettings, cpu_cache_bytes, memory_left_to_kv
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EXTRA = {"transports": ["nccl"], "staging_slots": 2, "staging_slot_bytes": 50}
 KV = KvSettings("instance_id", {**EXTRA, "nccl_budget_bytes": 100})
@@ -29,3 +35,21 @@ def test_transports_that_leave_nothing_to_the_kv_cache_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"300 bytes are more than 0\.90 of a GPU of 300"):
         memory_left_to_kv(KV, {}, 300, 0.9)
     assert memory_left_to_kv(KvSettings("instance_id", connector="nixl"), {}, 300, 0.9) == {}
+
+
+def test_a_cpu_cache_is_a_share_of_the_memory_and_no_more_than_contexts_need(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shape = {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4}
+    shape |= {"hidden_size": 1024, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    context = 2 * 2 * 16 * 4 * 64 * 8192
+    for memory, threads, wanted in (
+        (1 << 40, 4, 16 * context),
+        (8 << 30, 2, int((8 << 30) * 0.4 * 0.5)),
+        (8 << 30, None, 16 * context if 16 * context < (8 << 30) * 0.4 else int((8 << 30) * 0.4)),
+        (64 << 20, 1, 64 << 20),
+    ):
+        monkeypatch.setattr("workers.vllm_settings._memory_bytes", lambda memory=memory: memory)
+        assert cpu_cache_bytes(str(tmp_path), threads) == wanted
