@@ -43,6 +43,7 @@ def register(subparsers: _Parsers) -> None:
         (_add_replay, _replay),
         (_add_compare, _compare),
         (_add_report, _report),
+        (_add_chaos, _chaos),
     ):
         add(commands).set_defaults(handler=_guarded(run))
 
@@ -435,6 +436,93 @@ def _report(args: argparse.Namespace) -> int:
     if args.html is not None:
         write_text(args.html, render_page(result))
     return _print_compare(result, as_json=args.json)
+
+
+# -- chaos
+
+
+def _add_chaos(commands: _Parsers) -> argparse.ArgumentParser:
+    chaos: argparse.ArgumentParser = commands.add_parser(
+        "chaos",
+        help="break a service in many ways and check every answer",
+        description="Start a service, send it requests, and break it in one way a scenario. Every "
+        "answer is compared, token by token, with that of an engine to which nothing happens. Exit "
+        "status: 0 if no request failed, no token was wrong and no KV block leaked, else 1.",
+    )
+    chaos.add_argument("--list", action="store_true", help="list the scenarios")
+    chaos.add_argument("--only", metavar="NAME,...", help="these scenarios (default: all)")
+    chaos.add_argument("--engine", choices=("vllm", "fake"), default="vllm")
+    chaos.add_argument("--prefill", type=_count, default=2, metavar="N", help="workers (2)")
+    chaos.add_argument("--decode", type=_count, default=2, metavar="N", help="workers (2)")
+    chaos.add_argument("--requests", type=_count, default=24, metavar="N", help="a scenario (24)")
+    chaos.add_argument("--rate", type=_positive, default=6.0, metavar="R", help="requests/s (6)")
+    chaos.add_argument("--seed", type=_whole, default=1)
+    chaos.add_argument("--json", action="store_true", help="print the rows as JSON")
+    chaos.add_argument("--run-dir", type=Path, metavar="DIR", help="for logs (default: a new one)")
+    chaos.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the configuration"
+    )
+    return chaos
+
+
+def _chaos(args: argparse.Namespace) -> int:
+    import json
+    import tempfile
+    from contextlib import aclosing
+
+    from benchmarks.chaos.matrix import ChaosSettings, Row, print_rows, run_matrix
+    from benchmarks.chaos.scenarios import SCENARIOS
+    from benchmarks.errors import BenchError
+    from benchmarks.progress import Progress
+    from benchmarks.report.tables import stdout_console
+
+    if args.list:
+        for scenario in SCENARIOS.values():
+            note = " (vLLM only)" if scenario.needs_vllm else ""
+            sys.stdout.write(f"{scenario.name:22} {scenario.what}{note}\n")
+        return OK
+    names = args.only.split(",") if args.only else list(SCENARIOS)
+    if unknown := [name for name in names if name not in SCENARIOS]:
+        raise BenchError(f"--only: no scenario {unknown[0]!r}; --list shows them")
+    chosen = [SCENARIOS[x] for x in names if args.engine != "fake" or not SCENARIOS[x].needs_vllm]
+    if not chosen:
+        raise BenchError("--only: these scenarios need --engine vllm")
+    settings = ChaosSettings(
+        engine=args.engine,
+        prefill=args.prefill,
+        decode=args.decode,
+        requests=args.requests,
+        rate_per_s=args.rate,
+        seed=args.seed,
+        changes=tuple(changes_from(args).items()),
+    )
+    directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
+    rows: list[Row] = []
+
+    async def work(progress: Progress) -> None:
+        async with aclosing(run_matrix(settings, chosen, directory, progress)) as found:  # type: ignore[type-var]
+            async for row in found:
+                rows.append(row)
+                notes = "; ".join([*row.notes, *(f"{k} x{n}" for k, n in row.fallbacks.items())])
+                progress.say(f"{'ok' if row.passed else 'FAILED':6} {row.fault}: {notes}")
+                for text in (*row.errors, *row.left):
+                    progress.say(f"       {text}")
+
+    is_interrupted = False
+    with Progress() as progress:
+        progress.say(f"logs are in {directory}")
+        try:
+            run_async(work(progress))
+        except KeyboardInterrupt:
+            is_interrupted = True
+    if args.json:
+        whole = {"rows": [row.to_json() for row in rows], "passed": all(x.passed for x in rows)}
+        sys.stdout.write(json.dumps(whole, indent=1) + "\n")
+    else:
+        print_rows(stdout_console(), rows)
+    if is_interrupted:
+        return INTERRUPTED
+    return OK if all(row.passed for row in rows) else FAILED
 
 
 # -- values of options

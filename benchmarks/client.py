@@ -63,6 +63,7 @@ class Request:
     model: str
     body: Any
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Target(Protocol):
@@ -146,7 +147,7 @@ class HttpTarget:
             async with self._session.post(
                 f"{self.address}/v1/completions",
                 data=request.body,
-                headers={"X-Request-Id": request.request_id},
+                headers=request.headers or {"X-Request-Id": request.request_id},
             ) as response:
                 if response.status != 200:
                     raw = await response.content.read(_ERROR_BODY_BYTES)

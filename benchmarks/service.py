@@ -126,17 +126,22 @@ class Child:
 class Service:
     """One `pdserve up`; its files are in `directory`.
 
-    `ready` is the content of the ready file, None while the service does not run. `module` is the
-    program: `pdserve`, or one that wraps it.
+    `ready` is the content of the ready file, None while the service does not run. `environment` is
+    added to ours.
     """
 
     def __init__(
-        self, name: str, config: Mapping[str, Any], directory: Path, *, module: str = "pdserve"
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        directory: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.directory = directory
         self.ready: Mapping[str, Any] | None = None
-        self._module = module
+        self._environment = environment
         self._ready_path = directory / "ready.json"
         up = {**config["up"], "ready_file": str(self._ready_path), "run_dir": str(directory)}
         self._config = {**config, "up": up}
@@ -148,7 +153,8 @@ class Service:
         config_path = self.directory / "up.yaml"
         config_path.write_text(yaml.safe_dump(self._config, sort_keys=False), encoding="utf-8")
         self._ready_path.unlink(missing_ok=True)
-        self._child.start([sys.executable, "-m", self._module, "up", "--config", str(config_path)])
+        command = [sys.executable, "-m", "pdserve", "up", "--config", str(config_path)]
+        self._child.start(command, self._environment)
         await self._child.until_file(self._ready_path)
         self.ready = self.read_ready()
 

@@ -1,4 +1,4 @@
-"""Four rows of `pdserve chaos` on real vLLM, one service for all of them."""
+"""Scenarios of `pdserve bench chaos` on real vLLM, one service for all of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = ("freeze_decode", "corrupt_transfers", "abort_storm", "kill_decode")
+SCENARIOS = ("freeze_decode", "corrupt_transfers", "abort_storm", "kill_decode")
 PATIENCE_S = 900.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(PATIENCE_S + 60)]
 
 
-def test_answers_are_right_and_nothing_is_left_whatever_is_done_to_a_service(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "result.json"
-    options = ["--rows", ",".join(ROWS), "--prefill", "1", "--requests", "9"]
+def test_answers_are_right_and_nothing_is_left(tmp_path: Path) -> None:
+    options = ["--only", ",".join(SCENARIOS), "--prefill", "1", "--requests", "9", "--json"]
     ended = subprocess.run(
         [
-            *(sys.executable, "-m", "pdserve", "chaos", *options),
-            *("--run-dir", str(tmp_path / "run"), "--json", str(path)),
+            *(sys.executable, "-m", "pdserve", "bench", "chaos", *options),
+            *("--run-dir", str(tmp_path / "run")),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -33,10 +30,9 @@ def test_answers_are_right_and_nothing_is_left_whatever_is_done_to_a_service(
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    result = json.loads(path.read_text())
-    assert [row["name"] for row in result["rows"]] == list(ROWS)
-    assert all(row["passed"] and row["hit"] for row in result["rows"])
-    assert result["left"] == []
-    damaged, killed = result["rows"][1], result["rows"][3]
+    rows = json.loads(ended.stdout)["rows"]
+    assert [row["fault"] for row in rows] == list(SCENARIOS)
+    assert all(row["passed"] for row in rows)
+    damaged, killed = rows[1], rows[3]
     assert any(step.endswith(":transfer_corrupted") for step in damaged["fallbacks"])
     assert sum(killed["fallbacks"].values()) >= 1

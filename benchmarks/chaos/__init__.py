@@ -1,0 +1,1 @@
+"""`pdserve bench chaos`: break a running service and check every answer."""

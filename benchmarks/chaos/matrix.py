@@ -1,0 +1,258 @@
+"""Run scenarios against one service, and compare every answer with one that nothing happened to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.chaos.load import (
+    REPEATED,
+    Asker,
+    Load,
+    kinds_of,
+    make_questions,
+    right_answers,
+    wrong_tokens,
+)
+from benchmarks.chaos.scenarios import MissedError, Run
+from benchmarks.chaos.service import ServiceUnderTest
+from benchmarks.errors import BenchError
+from benchmarks.runner import print_table
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from benchmarks.chaos.load import Answer
+    from benchmarks.chaos.scenarios import Scenario
+    from benchmarks.progress import Progress
+
+TRIES: Final = 3  # for a fault that found nothing to hit
+EMPTY_S: Final = 30.0  # longer than the lease of KV blocks
+FAULT_S: Final = 900.0
+# Leases and timeouts are shorter than by default, so that a scenario is over soon; KV caches are
+# small, and prompts are computed in several chunks. With float32 no batch shape breaks a tie.
+_CONFIG: Final[Mapping[str, Any]] = {
+    "router.http_port": 0,
+    "router.grpc_port": 0,
+    "router.quarantine_s": 5.0,
+    "router.detection.suspend_s": 3.0,
+    "router.stop_grace_s": 5.0,
+    "router.slo.reject_factor": 0.0,
+    "worker.drain_timeout_s": 10.0,
+    "worker.kv.lease_s": 8.0,
+    "worker.kv.receive_timeout_s": 8.0,
+    "up.max_restarts": 100000,
+}
+_ENGINE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "vllm": {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 96 << 20,
+        "max_num_batched_tokens": 256,
+    },
+    "fake": {"step_s": 0.01, "prefill_s": 0.0005, "transfer_s": 0.02},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosSettings:
+    """`changes` are dotted configuration keys over those of the matrix."""
+
+    engine: str = "vllm"
+    prefill: int = 2
+    decode: int = 2
+    requests: int = 24
+    rate_per_s: float = 6.0
+    seed: int = 1
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def config(self, scenario: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
+        """Return the configuration of the service under test."""
+        workers = {"up.prefill": self.prefill, "up.decode": self.decode}
+        return self._config({**dict(self.changes), **workers, **dict(scenario)})
+
+    def reference(self) -> dict[str, Any]:
+        """Return the configuration of the one engine that nothing happens to."""
+        changes = {
+            "up.prefill": 0,
+            "up.decode": 0,
+            "up.aggregated": 1,
+            "up.cores_per_worker": 1,
+            "router.lease_s": 600.0,  # however slow, it is not given up
+            "router.detection.stall_s": 0.0,
+        }
+        if self.engine == "fake":
+            changes["worker.engine_args.step_s"] = 0.0005
+        return self._config({**dict(self.changes), **changes})
+
+    def _config(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        whole: dict[str, Any] = {"up": {}, "router": {}, "worker": {}}
+        engine = {"worker.engine": self.engine}
+        engine |= {f"worker.engine_args.{k}": x for k, x in _ENGINE_ARGS[self.engine].items()}
+        for dotted, value in {**_CONFIG, **engine, **changes}.items():
+            at = whole
+            *sections, key = dotted.split(".")
+            for name in sections:
+                at = at.setdefault(name, {})
+            at[key] = value
+        return whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The result of one scenario. `failed` counts requests that failed and were not allowed to;
+    `allowed_failures` those that the fault itself ends. `pause_s` is the longest wait of a client,
+    `whole_s` the time from the fault until all processes were ready again."""
+
+    fault: str
+    what: str
+    hit: bool
+    requests: int
+    failed: int
+    allowed_failures: int
+    wrong_tokens: int
+    leaked_blocks: int
+    left: Sequence[str]
+    pause_s: float
+    whole_s: float
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    errors: Sequence[str] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Nothing was lost, wrong or left, and the fault took place."""
+        bad = self.failed or self.wrong_tokens or self.leaked_blocks or self.left
+        return self.hit and not bad
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"passed": self.passed}
+
+
+async def run_matrix(
+    settings: ChaosSettings, scenarios: Sequence[Scenario], directory: Path, progress: Progress
+) -> AsyncIterator[Row]:
+    """Yield a row for each scenario. Raises BenchError if a service does not start or recover."""
+    async with AsyncExitStack() as ending:
+        progress.step("starting the engine for the right answers")
+        reference = ServiceUnderTest(settings.reference(), directory / "reference")
+        ending.push_async_callback(reference.stop)
+        await reference.start()
+        right = await ending.enter_async_context(_asker(reference, 600.0))
+        place = 0
+        # Scenarios with the same configuration share a service.
+        for config in dict.fromkeys(scenario.config for scenario in scenarios):
+            service = ServiceUnderTest(settings.config(config), directory / f"service-{place}")
+            async with AsyncExitStack() as own:
+                progress.step("starting the service")
+                own.push_async_callback(service.stop)
+                await service.start()
+                asker = await own.enter_async_context(_asker(service))
+                for scenario in (x for x in scenarios if x.config == config):
+                    yield await _row(settings, scenario, place, (service, asker, right), progress)
+                    place += 1
+            if left := service.left():
+                raise BenchError(f"the service left behind: {', '.join(left)}")
+
+
+def _asker(service: ServiceUnderTest, timeout_s: float | None = None) -> Asker:
+    more = {} if timeout_s is None else {"timeout_s": timeout_s}
+    return Asker(grpc=service.grpc, http=service.http, model=service.model, **more)
+
+
+async def _row(
+    settings: ChaosSettings,
+    scenario: Scenario,
+    place: int,
+    of: tuple[ServiceUnderTest, Asker, Asker],
+    progress: Progress,
+) -> Row:
+    service, asker, right = of
+    for attempt in range(TRIES):
+        progress.step(f"{scenario.name}: computing the right answers")
+        questions = make_questions(
+            settings.requests,
+            seed=settings.seed,
+            vocab_size=service.vocab_size,
+            kinds=kinds_of(settings.engine),
+            first=(place * TRIES + attempt) * settings.requests,
+        )
+        expected = await right_answers(right, questions)
+        rng = random.Random(f"{settings.seed}/{place}/{attempt}")
+        run = Run(service, Load(questions, asker, settings.rate_per_s), rng)
+        row = await _run(scenario, run, expected, progress)
+        if row.hit or row.failed or row.wrong_tokens:
+            break
+    return row
+
+
+async def _run(
+    scenario: Scenario, run: Run, expected: Mapping[int, Answer], progress: Progress
+) -> Row:
+    progress.step(f"{scenario.name}: requests run")
+    running = asyncio.create_task(run.load.run())
+    hit = True
+    try:
+        async with asyncio.timeout(FAULT_S):
+            await scenario.run(run)
+    except MissedError as missed:
+        hit = False
+        run.notes.append(str(missed))
+    except TimeoutError:
+        raise BenchError(f"{scenario.name} was not over in {FAULT_S:g} s") from None
+    finally:
+        run.load.resume()
+    try:
+        await running
+    finally:
+        running.cancel()
+    progress.step(f"{scenario.name}: waiting until all processes are ready")
+    await run.service.until_whole()
+    whole_s = time.monotonic() - run.struck_s if run.struck_s else 0.0
+    left = await run.service.until_empty(EMPTY_S)
+    answers = run.load.answers
+    failed = [x for x in answers.values() if x.ending != "ok"]
+    blamed = [x for x in failed if not run.allows(x)]
+    wrong = {n: wrong_tokens(x, expected[n % REPEATED]) for n, x in answers.items()}
+    errors = [f"request {x.number}: {x.error or x.ending}" for x in blamed]
+    errors += [f"request {n}: {count} wrong tokens" for n, count in wrong.items() if count]
+    pauses = [x.pause_s for x in answers.values() if x.number not in run.load.slow]
+    return Row(
+        fault=scenario.name,
+        what=scenario.what,
+        hit=hit,
+        requests=len(answers),
+        failed=len(blamed),
+        allowed_failures=len(failed) - len(blamed),
+        wrong_tokens=sum(wrong.values()),
+        leaked_blocks=left.blocks,
+        left=left.what,
+        pause_s=round(max(pauses, default=0.0), 3),
+        whole_s=round(whole_s, 3),
+        fallbacks=dict(sorted(Counter(s for x in answers.values() for s in x.fallbacks).items())),
+        notes=run.notes,
+        errors=errors[:5],
+    )
+
+
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
+    """Print the matrix."""
+    columns = ["fault", "requests", "failed", "allowed", "wrong tokens", "leaked blocks"]
+    cells = [
+        [
+            row.fault,
+            *(row.requests, row.failed, row.allowed_failures, row.wrong_tokens, row.leaked_blocks),
+            f"{row.pause_s:.1f} s",
+            f"{row.whole_s:.1f} s",
+            "ok" if row.passed else "FAILED" if row.hit else "not hit",
+        ]
+        for row in rows
+    ]
+    print_table(console, [*columns, "longest pause", "whole after", ""], cells)

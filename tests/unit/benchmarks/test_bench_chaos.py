@@ -1,0 +1,161 @@
+"""What chaos counts: wrong tokens, allowed failures, and whether a scenario passed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from benchmarks.chaos.hooks import environment, give, hits
+from benchmarks.chaos.load import (
+    REPEATED,
+    Answer,
+    Choice,
+    Load,
+    Question,
+    kinds_of,
+    make_questions,
+    wrong_tokens,
+)
+from benchmarks.chaos.matrix import ChaosSettings, Row
+from benchmarks.chaos.scenarios import SCENARIOS, Run
+from benchmarks.client import Piece
+from pdserve.config import load_config
+from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks.chaos.load import Asker
+    from benchmarks.chaos.service import ServiceUnderTest
+
+
+def answer(
+    tokens: list[int], text: str = "abc", ending: Any = "ok", finish: str = "length", **more: Any
+) -> Answer:
+    choice = Choice(token_ids=tokens, text=text, finish=finish, logprobs=more.pop("logprobs", []))
+    count = more.pop("count", len(tokens))
+    return Answer(1, 0.0, ending=ending, choices={0: choice}, completion_tokens=count, **more)
+
+
+WANT = answer([1, 2, 3], logprobs=[-0.5, -0.5, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("got", "wrong"),
+    [
+        (answer([1, 2, 3], logprobs=[-0.5, -0.5, -0.5]), 0),
+        (answer([1, 9, 3], logprobs=[-0.5, -0.5, -0.5]), 1),
+        (answer([1, 2], logprobs=[-0.5, -0.5, -0.5]), 2),
+        (answer([1, 2, 3], logprobs=[-0.5, -0.5, -0.7]), 1),
+        (answer([1, 2, 3], text="abd", logprobs=[-0.5] * 3), 1),
+        (answer([1, 2, 3], finish="stop", logprobs=[-0.5] * 3), 1),
+        (answer([1, 2], "ab", "failed", ""), 0),
+        (answer([1, 9], "ab", "failed", ""), 1),
+        (answer([], "x", "aborted", ""), 1),
+    ],
+)
+def test_wrong_tokens_are_counted(got: Answer, wrong: int) -> None:
+    assert wrong_tokens(got, WANT) == wrong
+
+
+def test_a_second_answer_where_one_was_asked_for_is_wrong() -> None:
+    got = answer([1, 2, 3], logprobs=[-0.5] * 3)
+    got.choices[1] = Choice()
+    assert wrong_tokens(got, WANT) == 1
+
+
+def test_an_answer_is_put_together_from_its_pieces() -> None:
+    got = Answer(1, 0.0)
+    got.take(Piece(token_ids=(1, 2), text="a"))
+    got.take(Piece(token_ids=(3,), text="b", finish_reason="length"))
+    got.take(Piece(has_choice=False, usage={"completion_tokens": 3}, receipt={"fallbacks": ["x"]}))
+    assert got.choices == {0: Choice([1, 2, 3], "ab", "length")}
+    assert (got.completion_tokens, got.fallbacks, got.pieces) == (3, ("x",), 3)
+
+
+def test_only_what_a_fault_ends_may_fail() -> None:
+    nothing = cast("ServiceUnderTest", None), Load([], cast("Asker", None), 1.0)
+    run = Run(*nothing, random.Random(0), struck_s=10.0, allowed={1}, workers_s=20.0)
+    assert run.allows(Answer(1, 5.0, ended_s=6.0))
+    clean = replace(Answer(2, 15.0, ended_s=16.0), code=Unavailable.code)
+    assert run.allows(clean)
+    assert not run.allows(replace(clean, sent_s=21.0, ended_s=22.0))
+    assert not run.allows(replace(clean, ended_s=9.0))
+    assert not run.allows(replace(clean, code=InvalidRequest.code))
+
+
+def row(**changes: Any) -> Row:
+    whole = Row(
+        fault="kill_decode",
+        what="",
+        hit=True,
+        requests=3,
+        failed=0,
+        allowed_failures=2,
+        wrong_tokens=0,
+        leaked_blocks=0,
+        left=[],
+        pause_s=0.1,
+        whole_s=1.0,
+    )
+    return replace(whole, **changes)
+
+
+def test_a_row_passes_if_the_fault_struck_and_nothing_was_lost() -> None:
+    assert row().passed
+    for name in ("failed", "wrong_tokens", "leaked_blocks"):
+        assert not row(**{name: 1}).passed
+    assert not row(left=["process 7"]).passed
+    assert not row(hit=False).passed
+    assert {"fault", "failed", "wrong_tokens", "leaked_blocks", "passed"} <= row().to_json().keys()
+
+
+def test_questions_share_no_prompt_and_have_every_feature() -> None:
+    kinds = kinds_of("fake")
+    assert "structured" not in kinds
+    first = make_questions(16, seed=1, vocab_size=2048, kinds=kinds, first=0)
+    more = make_questions(16, seed=1, vocab_size=2048, kinds=kinds, first=16)
+    assert {x.kind for x in first} == set(kinds)
+    assert len({x.prompt for x in first + more}) == 32
+    assert first == make_questions(16, seed=1, vocab_size=2048, kinds=kinds, first=0)
+
+
+async def test_a_load_sends_again_under_another_number() -> None:
+    class Instant:
+        async def ask(self, question: Question, found: Answer, *, slow_s: float = 0.0) -> None:
+            found.end("ok")
+
+    questions = [Question(n, "greedy", (1,), SamplingParams()) for n in (4, 5)]
+    load = Load(questions, cast("Asker", Instant()), 1000.0)
+    load.send(4)
+    load.send(4, slow_s=0.1)
+    assert load.unsent == 1
+    assert load.slow == {4 + REPEATED}
+    await load.run()
+    assert load.is_over
+    assert {n % REPEATED for n in load.answers} == {4, 5}
+
+
+@pytest.mark.parametrize("engine", ["fake", "vllm"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_configuration_is_valid(engine: str, name: str, tmp_path: Path) -> None:
+    import yaml
+
+    settings = ChaosSettings(engine=engine)
+    for config in (settings.config(SCENARIOS[name].config), settings.reference()):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        assert load_config(path, {}).worker.engine == engine
+
+
+def test_orders_are_for_one_process(tmp_path: Path) -> None:
+    variables = environment(tmp_path)
+    assert (tmp_path / "python" / "sitecustomize.py").exists()
+    assert str(tmp_path / "python") in variables["PYTHONPATH"]
+    give(tmp_path, 7, "drop")
+    assert (tmp_path / "7.order").read_text() == "drop"
+    assert hits(tmp_path, 7) == 0
