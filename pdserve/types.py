@@ -265,7 +265,7 @@ class Receipt:
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One request as the router works on it: tokenised, checked, with its deadline as a point on
-    the monotonic clock (see pdserve.deadline). A lower `priority` is served earlier, as in vLLM;
+    the event loop's clock (see pdserve.deadline). A lower `priority` is served earlier, as in vLLM;
     `tenant` is empty where no API keys are asked for. `resume` are tokens of the answer that the
     client has from elsewhere already."""
 
