@@ -46,7 +46,7 @@ class KvSettings:
     # How long a source holds blocks for a target that does not take them.
     lease_s: float = 30.0
     # How long a target waits without any progress before it gives a transfer up.
-    receive_timeout_s: float = 60.0
+    receive_timeout_s: float = 30.0
     # How long a source may take to answer a Cancel before its link is closed.
     cancel_timeout_s: float = 5.0
     # How long two workers may take from connecting to agreeing on a transport.

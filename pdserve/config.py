@@ -265,7 +265,7 @@ class RolesConfig(_Section, frozen=True):
     ] = 30.0
 
 
-class DetectionConfig(_Section, frozen=True):
+class HealthConfig(_Section, frozen=True):
     """When a worker that is alive gets no work."""
 
     stall_s: Annotated[
@@ -276,31 +276,30 @@ class DetectionConfig(_Section, frozen=True):
             "while a step is expected to take longer. 0: never."
         ),
     ] = 2.0
-    failures: Annotated[Positive, doc("Consecutive failures that eject a worker or a pair.")] = 3
-    suspend_s: Annotated[
+    eject_s: Annotated[
         Seconds,
         doc(
-            "Seconds of the first ejection, after which a probe decides; doubles while probes "
-            "fail. 0: never eject."
+            "Eject a worker for this time after three failures in a row, and longer while probes "
+            "fail. 0: never."
         ),
     ] = 10.0
-    max_suspend_s: Annotated[Seconds, doc("Longest ejection in seconds.")] = 120.0
+    eject_pair_s: Annotated[
+        Seconds,
+        doc("Eject a pair of workers for this time after KV was damaged between them. 0: never."),
+    ] = 60.0
     probe_s: Annotated[
         Seconds,
         doc(
-            "Probe a pair of workers after so many seconds without a transfer between them. 0: no "
+            "Probe a pair of workers after this time without a transfer between them. 0: no "
             "probes; requests of clients try ejected workers."
         ),
     ] = 60.0
 
 
-class FallbackConfig(_Section, frozen=True):
+class RetryConfig(_Section, frozen=True):
     """The retry policy: what is computed again when a worker fails."""
 
-    max_fallbacks: Annotated[int, Meta(ge=0, le=1000), doc("Retries of one request.")] = 16
-    progress_tokens: Annotated[
-        Positive, doc("Tokens after which the retry policy starts from its first step.")
-    ] = 16
+    max_retries: Annotated[int, Meta(ge=0, le=1000), doc("Retries of one request.")] = 16
     tokens_per_s: Annotated[
         Amount,
         doc(
@@ -309,9 +308,6 @@ class FallbackConfig(_Section, frozen=True):
         ),
     ] = 20000.0
     burst_s: Annotated[Duration, doc("Seconds of the budget usable at once.")] = 30.0
-    live_kv: Annotated[bool, doc("Move the KV cache of a stream that leaves a healthy worker.")] = (
-        True
-    )
 
 
 class RouterConfig(_Section, frozen=True):
@@ -354,21 +350,11 @@ class RouterConfig(_Section, frozen=True):
     queue_timeout_s: Annotated[
         Seconds, doc("How long a request waits while no worker of a role is ready. Then 503.")
     ] = 30.0
-    prefill_chunks_ahead: Annotated[
-        Count, doc("Prompt chunks a worker is given ahead. 0: all at once.")
-    ] = 2
     tenants: Annotated[
         tuple[TenantConfig, ...], doc("Tenants by API key. Without any, every caller is served.")
     ] = ()
     request_timeout_s: Annotated[Duration, doc("Deadline of a request that gives none.")] = 600.0
     lease_s: Annotated[Lease, doc("Lease of a worker. One that does not renew it is lost.")] = 5.0
-    quarantine_s: Annotated[
-        Seconds,
-        doc(
-            "Seconds for which a pair of workers is ejected after KV between them was damaged "
-            "twice. 0: never."
-        ),
-    ] = 60.0
     max_body_bytes: Annotated[
         int, Meta(ge=1024), doc("Largest HTTP body or gRPC message of a client.")
     ] = 8 * 1024 * 1024
@@ -376,19 +362,13 @@ class RouterConfig(_Section, frozen=True):
         RouterAccessConfig, doc("Who may connect. API keys of clients are under `tenants`.")
     ] = RouterAccessConfig()
     roles: Annotated[RolesConfig, doc("The autoscaler of roles.")] = RolesConfig()
-    max_connections: Annotated[
-        Positive, doc("HTTP connections at a time. More are rejected with 503.")
-    ] = 16_384
-    detection: Annotated[DetectionConfig, doc("When a worker that is alive gets no work.")] = (
-        DetectionConfig()
+    health: Annotated[HealthConfig, doc("When a worker that is alive gets no work.")] = (
+        HealthConfig()
     )
+    retry: Annotated[RetryConfig, doc("The retry policy.")] = RetryConfig()
     otlp_endpoint: Annotated[
         str, doc("OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.")
     ] = ""
-    trace_share: Annotated[
-        float, Meta(ge=0, le=1), doc("Share of requests traced without a `traceparent`.")
-    ] = 1.0
-    fallback: Annotated[FallbackConfig, doc("The retry policy.")] = FallbackConfig()
     stop_grace_s: Annotated[Amount, doc("Seconds that open requests have after SIGTERM.")] = 10.0
     slo: Annotated[SloConfig, doc("Latency targets.")] = SloConfig()
     log_level: LogLevel = "info"
@@ -448,49 +428,12 @@ class KvConfig(_Section, frozen=True):
     lease_s: Annotated[
         Lease, doc("Seconds for which a prefill worker keeps blocks for a silent decode worker.")
     ] = 30.0
-    receive_timeout_s: Annotated[
-        Lease, doc("Seconds a decode worker waits between two messages of a transfer.")
-    ] = 30.0
-    digest: Annotated[
-        Literal["auto", "always", "sampled", "off"],
-        doc(
-            "Chunks that are sent with a digest: all, one in 16, or none. `auto` is all. KV on "
-            "GPUs is sent without."
-        ),
-    ] = "auto"
-    staging_slots: Annotated[
-        int, Meta(ge=2, le=256), doc("nccl: staging slots a direction, in GPU memory.")
-    ] = 4
-    staging_slot_bytes: Annotated[
-        int, Meta(ge=1, le=1 << 32), doc("nccl: size of a slot, at least one block.")
-    ] = 32 << 20
-    nccl_budget_bytes: Annotated[
-        int, Meta(ge=1, le=1 << 40), doc("nccl: GPU memory of all communicators.")
-    ] = 512 << 20
-    nccl_max_ctas: Annotated[
-        int, Meta(ge=1, le=32), doc("nccl: thread blocks of a communicator.")
-    ] = 4
-    nccl_init_timeout_s: Annotated[Lease, doc("nccl: seconds to make a communicator.")] = 20.0
-    nccl_library: Annotated[
-        str, doc("nccl: path of the library. Empty: the one that torch ships.")
-    ] = ""
 
     def __post_init__(self) -> None:
         if len(set(self.transports)) != len(self.transports):
             _invalid("transports", f"has a duplicate: {', '.join(self.transports)}")
         if "auto" in self.transports and len(self.transports) > 1:
             _invalid("transports", "`auto` must be the only entry")
-
-
-class GpuConfig(_Section, frozen=True):
-    """Limits of GPU health beyond which a worker takes no more work."""
-
-    look_s: Annotated[Seconds, doc("Seconds between two checks. 0: none.")] = 10.0
-    max_temperature_c: Annotated[Count, doc("Highest temperature in degrees. 0: no limit.")] = 95
-    max_ecc_errors: Annotated[
-        Count, doc("Most uncorrected memory errors since the driver was loaded.")
-    ] = 0
-    min_free_memory_bytes: Annotated[Count, doc("Least free GPU memory, beside the engine's.")] = 0
 
 
 class WorkerConfig(_Section, frozen=True):
@@ -526,7 +469,6 @@ class WorkerConfig(_Section, frozen=True):
         doc("GPUs that the engine may use, by NVML index. Empty: all visible ones."),
     ] = ()
     kv: Annotated[KvConfig, doc("How KV blocks travel between workers.")] = KvConfig()
-    gpu: Annotated[GpuConfig, doc("Limits of GPU health.")] = GpuConfig()
     access: Annotated[AccessConfig, doc("Who may connect.")] = AccessConfig()
     engine_args: Annotated[
         dict[str, object], doc("Engine arguments of vLLM, under vLLM's names.")

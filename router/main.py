@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from pdserve.config import RouterConfig
 
 GRPC_STOP_S = 1.0
+# Prompts that a worker is given ahead: so many chunks, or one longer prompt.
+PREFILL_CHUNKS_AHEAD = 2
+MAX_CONNECTIONS = 16_384
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
     worker_pb2.DESCRIPTOR.services_by_name["Registry"].full_name,
@@ -102,13 +105,13 @@ class RouterServer:
                 watches=watcher,
                 lease_s=config.lease_s,
                 dialer=dials,
-                ejection_s=config.quarantine_s,
-                detection=config.detection,
+                ejection_s=config.health.eject_pair_s,
+                health=config.health,
             )
         )
         self.metrics = metrics = RouterMetrics()
-        if config.detection.probe_s:
-            await enter(ActiveHealthChecks(fleet, metrics, idle_s=config.detection.probe_s))
+        if config.health.probe_s:
+            await enter(ActiveHealthChecks(fleet, metrics, idle_s=config.health.probe_s))
 
         # The request path.
         slo = slo_of(config.slo)
@@ -128,15 +131,9 @@ class RouterServer:
             PlacementContext(watcher, costs),
             costs=costs,
             log=decisions,
-            prefill_chunks_ahead=config.prefill_chunks_ahead,
-            live_kv=config.fallback.live_kv,
+            prefill_chunks_ahead=PREFILL_CHUNKS_AHEAD,
         )
-        tracing = open_tracing(
-            config.otlp_endpoint,
-            service="pdserve-router",
-            instance=router_id,
-            share=config.trace_share,
-        )
+        tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
         if tracing is not None:
             self._stack.push_async_callback(asyncio.to_thread, tracing.close)
         self.requests = requests = await enter(
@@ -146,8 +143,8 @@ class RouterServer:
                     admission,
                     placer,
                     metrics,
-                    RetryBudget(config.fallback.tokens_per_s, config.fallback.burst_s),
-                    config.fallback,
+                    RetryBudget(config.retry.tokens_per_s, config.retry.burst_s),
+                    config.retry,
                     config.queue_timeout_s,
                 ),
                 tracing=tracing,
@@ -229,7 +226,7 @@ class RouterServer:
             api.handle,
             *sockets,
             tls=http_context(self._config.access.http_tls),
-            max_connections=connection_limit(self._config.max_connections),
+            max_connections=connection_limit(MAX_CONNECTIONS),
             max_body_bytes=self._config.max_body_bytes,
         )
         self._stack.push_async_callback(self._http.stop)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
-    from pdserve.config import FallbackConfig
+    from pdserve.config import RetryConfig
     from pdserve.telemetry import Span, Tracing
     from pdserve.types import GenerateRequest, ModelInfo, Receipt, Usage
     from router.admission import AdmissionController
@@ -66,7 +66,7 @@ class Services:
     placer: Placer
     metrics: RouterMetrics
     budget: RetryBudget
-    fallback: FallbackConfig
+    retry: RetryConfig
     queue_timeout_s: float = 30.0
 
 
@@ -320,9 +320,7 @@ class Generation:
         self._metrics = services.metrics
         self._budget = services.budget
         self._queue_timeout_s = services.queue_timeout_s
-        self._retry = RetryPolicy(
-            services.fallback.max_fallbacks, services.fallback.progress_tokens
-        )
+        self._retry = RetryPolicy(services.retry.max_retries)
         self._demand = demand.without_forks() if demand.forks else demand
         self._commands = CommandBuilder(request, request.deadline)
         self._attempt: Attempt | None = None

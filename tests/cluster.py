@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from pdserve import rpc
 from pdserve.client import Client
-from pdserve.config import DetectionConfig, KvConfig, RouterConfig, SloConfig, WorkerConfig
+from pdserve.config import HealthConfig, KvConfig, RouterConfig, SloConfig, WorkerConfig
 from pdserve.types import Role, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
@@ -87,7 +87,7 @@ class Cluster:
             "stop_grace_s": 0.0,
             # The default learns: which way a request goes would hang on what was asked before.
             "policy": "least_loaded",
-            "detection": DetectionConfig(stall_s=LEASE_S, probe_s=0.0),
+            "health": HealthConfig(stall_s=LEASE_S, probe_s=0.0),
             "slo": NOBODY_LATE,
             **(router or {}),
         }

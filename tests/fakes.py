@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from pdserve import framing, rpc, wire
-from pdserve.config import DetectionConfig, FallbackConfig
+from pdserve.config import HealthConfig, RetryConfig
 from pdserve.errors import InvalidRequest
 from pdserve.types import (
     FinishReason,
@@ -337,18 +337,18 @@ class Stack:
 async def running_stack(
     *workers: ScriptedWorker,
     clock: Callable[[], float] = time.monotonic,
-    detection: DetectionConfig | None = None,
-    fallback: FallbackConfig | None = None,
+    health: HealthConfig | None = None,
+    retry: RetryConfig | None = None,
     limits: AdmissionLimits | None = None,
     tenants: Tenants | None = None,
     queue_timeout_s: float = 0.1,
     prefill_chunks_ahead: int = 0,
     decisions: DecisionLog | None = None,
 ) -> AsyncIterator[Stack]:
-    """`clock` and `detection` are the fleet's, which by default finds no stalls. Ends by asserting
+    """`clock` and `health` are the fleet's, which by default finds no stalls. Ends by asserting
     that nothing leaked."""
     settings = ConnectionSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
-    fallback = fallback or FallbackConfig()
+    retry = retry or RetryConfig()
     async with AsyncExitStack() as exits:
         for worker in workers:
             await exits.enter_async_context(worker.serving())
@@ -356,7 +356,7 @@ async def running_stack(
         fleet = Fleet(
             router_id="router-1",
             lease_s=3600.0,
-            detection=detection or DetectionConfig(stall_s=0.0),
+            health=health or HealthConfig(stall_s=0.0),
             settings=settings,
             clock=clock,
         )
@@ -370,8 +370,8 @@ async def running_stack(
             admission,
             Placer(fleet, least_loaded, log=decisions, prefill_chunks_ahead=prefill_chunks_ahead),
             metrics,
-            RetryBudget(fallback.tokens_per_s, fallback.burst_s),
-            fallback,
+            RetryBudget(retry.tokens_per_s, retry.burst_s),
+            retry,
             queue_timeout_s,
         )
         requests = await exits.enter_async_context(RequestServer(services))

@@ -37,7 +37,7 @@ class RouterProcess:
 async def a_router(**options: object) -> AsyncIterator[RouterProcess]:
     """`pdserve router` with the configuration of `options`; ended at the end, if it still runs."""
     settings = {"http_port": 0, "grpc_port": 0, "stop_grace_s": 0, "lease_s": 60, **options}
-    settings["detection.stall_s"] = 60  # a test that holds a worker still means no failure
+    settings["health.stall_s"] = 60  # a test that holds a worker still means no failure
     read_fd, write_fd = os.pipe()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "pdserve", "router", "--report-fd", str(write_fd)),

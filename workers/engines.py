@@ -68,7 +68,6 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
             instance_id,
             host=config.kv.host,
             lease_s=config.kv.lease_s,
-            receive_timeout_s=config.kv.receive_timeout_s,
         )
     model = _model_info(config.model_path, config.served_model_name)
     return FakeEngine(model, settings_from_args(config.engine_args, kv=kv))

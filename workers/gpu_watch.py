@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from workers.gpu_health import gpu_health
@@ -11,36 +12,44 @@ from workers.gpu_health import gpu_health
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pdserve.config import GpuConfig
     from pdserve.v1 import worker_pb2 as w
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 10.0
 
-def fault_of(gpus: Sequence[w.GpuHealth], limits: GpuConfig) -> str:
+
+@dataclass(frozen=True, slots=True)
+class GpuLimits:
+    """Limits beyond which a GPU is not healthy."""
+
+    max_temperature_c: int = 95
+    max_ecc_errors: int = 0
+
+
+def fault_of(gpus: Sequence[w.GpuHealth], limits: GpuLimits) -> str:
     """What is wrong with the first GPU that is not well, "" where all are. A figure that a card
     does not give is 0, and wrong with nobody."""
     for gpu in gpus:
-        free = gpu.memory_total_bytes - gpu.memory_used_bytes
         if gpu.ecc_errors > limits.max_ecc_errors:
             return f"GPU {gpu.index} has {gpu.ecc_errors} uncorrected memory errors"
-        if 0 < limits.max_temperature_c < gpu.temperature_c:
+        if limits.max_temperature_c < gpu.temperature_c:
             return f"GPU {gpu.index} is at {gpu.temperature_c} degrees"
-        if gpu.memory_total_bytes and free < limits.min_free_memory_bytes:
-            return f"GPU {gpu.index} has {free} bytes of memory left"
     return ""
 
 
 async def watch_gpus(
-    limits: GpuConfig,
     report: Callable[[str], None],
     look: Callable[[], list[w.GpuHealth]] = gpu_health,
+    *,
+    limits: GpuLimits | None = None,
+    look_s: float = LOOK_S,
 ) -> None:
     """Call `report` with the fault of a GPU, and with "" when it is gone, until cancelled.
 
     Return at once if there is no GPU.
     """
-    reported = ""
+    limits, reported = limits or GpuLimits(), ""
     # NVML can take its time on a machine with many GPUs.
     while gpus := await asyncio.to_thread(look):
         fault = fault_of(gpus, limits)
@@ -48,4 +57,4 @@ async def watch_gpus(
             logger.warning("%s", fault or "the GPUs are well again")
             reported = fault
             report(fault)
-        await asyncio.sleep(limits.look_s)
+        await asyncio.sleep(look_s)

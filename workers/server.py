@@ -128,11 +128,8 @@ class WorkerServer:
             await web.start()
         self._registrations.start(self.info, self.service)
         self._stack.push_async_callback(self._registrations.stop)
-        if config.gpu.look_s:
-            watch = asyncio.create_task(
-                watch_gpus(config.gpu, self.service.set_unhealthy), name="gpu-watch"
-            )
-            self._stack.push_async_callback(_cancel, watch)
+        watch = asyncio.create_task(watch_gpus(self.service.set_unhealthy), name="gpu-watch")
+        self._stack.push_async_callback(_cancel, watch)
         return self.info
 
     async def _listen_for_sessions(self) -> str:

@@ -42,8 +42,8 @@ FAULT_S: Final = 900.0
 _CONFIG: Final[Mapping[str, Any]] = {
     "router.http_port": 0,
     "router.grpc_port": 0,
-    "router.quarantine_s": 5.0,
-    "router.detection.suspend_s": 3.0,
+    "router.health.eject_pair_s": 5.0,
+    "router.health.eject_s": 3.0,
     "router.stop_grace_s": 5.0,
     "router.slo.reject_factor": 0.0,
     "worker.drain_timeout_s": 10.0,
@@ -86,7 +86,7 @@ class ChaosSettings:
             "up.aggregated": 1,
             "up.cores_per_worker": 1,
             "router.lease_s": 600.0,  # however slow, it is not given up
-            "router.detection.stall_s": 0.0,
+            "router.health.stall_s": 0.0,
         }
         if self.engine == "fake":
             changes["worker.engine_args.step_s"] = 0.0005

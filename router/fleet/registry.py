@@ -10,7 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Self
 
-from pdserve.config import DetectionConfig
+from pdserve.config import HealthConfig
 from pdserve.errors import WorkerFailed
 from pdserve.kv_pairs import unpaired
 from pdserve.rpc import PLAIN
@@ -51,16 +51,16 @@ class Fleet:
         lease_s: float = 5.0,
         ejection_s: float = 60.0,
         watches: PrefixWatcher | None = None,
-        detection: DetectionConfig | None = None,
+        health: HealthConfig | None = None,
         settings: ConnectionSettings | None = None,
         dialer: Dialer = PLAIN,
         connect: Connect | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._detection = detection = detection or DetectionConfig()
-        limits = BreakerLimits(detection.failures, detection.suspend_s, detection.max_suspend_s)
+        self._health = health = health or HealthConfig()
+        limits = BreakerLimits(open_s=health.eject_s)
         self.pool = WorkerPool(lease_s, limits)
-        self.outliers = OutlierEjection(ejection_s, detection.failures)
+        self.outliers = OutlierEjection(ejection_s, limits.failures)
         self.dialer = dialer
         self._connect = connect or connect_over_tcp(dialer)
         self.watches = watches
@@ -258,7 +258,7 @@ class Fleet:
                 frames=link.frames,
                 streams=link.open_streams,
                 load=member.load,
-                stall_s=self._detection.stall_s,
+                stall_s=self._health.stall_s,
             )
             is_last = bool(why) and self.pool.is_last(member)
             if is_last and not member.stalls.is_suspected:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from pdserve.cli import main
-from pdserve.config import DetectionConfig, FallbackConfig
+from pdserve.config import HealthConfig, RetryConfig
 from pdserve.errors import PdserveError
 from pdserve.types import FinishReason, Role, SamplingParams
 from tests.cluster import WAIT_S, Answer, Cluster
@@ -173,8 +173,8 @@ class TestFaults:
     @pytest.mark.parametrize("role", ["prefill", "decode"])
     async def test_a_worker_that_makes_no_step_costs_no_token(self, role: str) -> None:
         """Its RPCs answer all the time, and its lease never ends."""
-        detection = DetectionConfig(stall_s=1.0, suspend_s=0.01)
-        async with Cluster(prefill=2, decode=2, router={"detection": detection}) as cluster:
+        health = HealthConfig(stall_s=1.0, eject_s=0.01)
+        async with Cluster(prefill=2, decode=2, router={"health": health}) as cluster:
             expected = cluster.expected(PROMPT, LONG)
             names = (f"{role}-0", f"{role}-1")
             for name in names:
@@ -209,8 +209,8 @@ class TestFaults:
 
     async def test_a_storm_of_failures_ends_with_clean_errors(self) -> None:
         """Every transfer fails; what may be computed again is a few requests' worth."""
-        fallback = FallbackConfig(tokens_per_s=1.0, burst_s=5.0 * len(PROMPT))
-        router = {"fallback": fallback, "quarantine_s": 0.0}
+        retry = RetryConfig(tokens_per_s=1.0, burst_s=5.0 * len(PROMPT))
+        router = {"retry": retry, "health": HealthConfig(stall_s=WAIT_S, eject_pair_s=0.0)}
         async with Cluster(prefill=2, decode=2, router=router) as cluster:
             for name in ("prefill-0", "prefill-1"):
                 cluster.faults(name, FakeFaults(drop_transfer="*"))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from pdserve.config import DetectionConfig
+from pdserve.config import HealthConfig
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
 from router.cost import book, meter
@@ -45,7 +45,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
         "policy": "slo_aware",
         "decision_log_size": KEPT,
         "prefix_max_blocks": 64,
-        "detection": DetectionConfig(stall_s=LEASE_S, probe_s=0.0),
+        "health": HealthConfig(stall_s=LEASE_S, probe_s=0.0),
     }
     engine_args: dict[str, object] = {"prefix_cache": True, "total_blocks": 512}
     async with Cluster(prefill=2, decode=2, engine_args=engine_args, router=router) as made:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.config import DetectionConfig
+from pdserve.config import HealthConfig
 from pdserve.errors import DeadlineExceeded
 from router.fleet.probes import ActiveHealthChecks
 from tests.cluster import Cluster
@@ -29,7 +29,11 @@ async def ask(cluster: Cluster) -> Answer:
 
 
 async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
-    async with Cluster(prefill=1, decode=1, router={"quarantine_s": 0.05}) as cluster:
+    async with Cluster(
+        prefill=1,
+        decode=1,
+        router={"health": HealthConfig(stall_s=WAIT_S, probe_s=0.0, eject_pair_s=0.05)},
+    ) as cluster:
         fleet = cluster.router.fleet
         cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))
         async with ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=0.0, period_s=0.001):
@@ -54,8 +58,8 @@ async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
 
 
 async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
-    detection = DetectionConfig(stall_s=1.0, suspend_s=0.05, max_suspend_s=0.05, probe_s=0.0)
-    async with Cluster(prefill=1, decode=2, router={"detection": detection}) as cluster:
+    health = HealthConfig(stall_s=1.0, eject_s=0.05, probe_s=0.0)
+    async with Cluster(prefill=1, decode=2, router={"health": health}) as cluster:
         fleet = cluster.router.fleet
         member = fleet.pool.members["decode-0"]
         cluster.faults("decode-0", FakeFaults(stalled=True))
@@ -77,8 +81,8 @@ async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
 
 
 async def test_the_last_worker_is_not_given_up_for_being_slow() -> None:
-    detection = DetectionConfig(stall_s=0.5, suspend_s=WAIT_S, probe_s=0.0)
-    async with Cluster(aggregated=1, router={"detection": detection}) as cluster:
+    health = HealthConfig(stall_s=0.5, eject_s=WAIT_S, probe_s=0.0)
+    async with Cluster(aggregated=1, router={"health": health}) as cluster:
         member = cluster.router.fleet.pool.members["aggregated-0"]
         cluster.faults("aggregated-0", FakeFaults(stalled=True))
         asking = [asyncio.create_task(ask(cluster))]

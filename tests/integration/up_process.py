@@ -59,7 +59,7 @@ class UpProcess:
         self._has_ended = False
         options = ["--ready-file", str(self.ready_path), "--run-dir", str(directory / "run")]
         options += ["--set", f"router.lease_s={LEASE_S}"]
-        options += ["--set", f"router.detection.stall_s={LEASE_S}"]
+        options += ["--set", f"router.health.stall_s={LEASE_S}"]
         # Nobody is refused because the machine is slow.
         options += ["--set", "router.slo.reject_factor=0"]
         command = ["-m", "pdserve", "up", *options, *args]

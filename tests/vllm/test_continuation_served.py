@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from pdserve.config import DetectionConfig, RouterConfig
+from pdserve.config import HealthConfig, RouterConfig
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from pdserve.v1 import worker_pb2 as w
 from tests.patience import HUNG_S, WAIT_S
@@ -113,7 +113,7 @@ async def running(tiny_model: Path) -> AsyncIterator[Service]:
         # Whoever freezes is found out by what it does not say, not by the end of its lease.
         lease_s=20.0,
         stop_grace_s=0.0,
-        detection=DetectionConfig(stall_s=2.0, suspend_s=0.5, max_suspend_s=0.5, probe_s=0.0),
+        health=HealthConfig(stall_s=2.0, eject_s=0.5, probe_s=0.0),
     )
     async with Service.start(config, tiny_model) as service:
         for name in WORKERS:

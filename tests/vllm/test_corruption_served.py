@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from pdserve import rpc
 from pdserve.client import Client
-from pdserve.config import DetectionConfig, RolesConfig, RouterConfig
+from pdserve.config import HealthConfig, RolesConfig, RouterConfig
 from pdserve.types import Role, SamplingParams
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
@@ -52,7 +52,7 @@ ELASTIC = RouterConfig(
     grpc_port=0,
     stop_grace_s=0.0,
     policy="least_loaded",
-    detection=DetectionConfig(probe_s=0.0),
+    health=HealthConfig(probe_s=0.0),
 )
 QUICK = RolesConfig(
     auto=True,
@@ -74,7 +74,7 @@ async def local() -> AsyncIterator[tuple[str, Client]]:
         grpc_port=0,
         stop_grace_s=0.0,
         policy="always_local",
-        detection=DetectionConfig(probe_s=0.0),
+        health=HealthConfig(probe_s=0.0),
     )
     router = RouterServer(config)
     address = (await router.start()).grpc
@@ -103,10 +103,10 @@ async def running(
     config = RouterConfig(
         http_port=0,
         grpc_port=0,
-        quarantine_s=3600.0,
         stop_grace_s=0.0,
         policy="least_loaded",
-        detection=DetectionConfig(probe_s=0.0),  # it would use up an order
+        # A probe would use up an order.
+        health=HealthConfig(eject_pair_s=3600.0, probe_s=0.0),
     )
     async with Service.start(config, tiny_model) as service:
         service.others = [local[0], elastic[0]]

@@ -50,7 +50,7 @@ class FakeKv:
     host: str = "127.0.0.1"
     lease_s: float = 30.0
     pairing_s: float = 30.0
-    receive_timeout_s: float = 60.0
+    receive_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

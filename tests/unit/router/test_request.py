@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.config import FallbackConfig
+from pdserve.config import RetryConfig
 from pdserve.errors import (
     BudgetExhausted,
     Cancelled,
@@ -313,9 +313,9 @@ class TestRetry:
         self, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         """The budget is 30 tokens, and the first retry takes 41."""
-        fallback = FallbackConfig(tokens_per_s=0.001, burst_s=30_000)
+        retry = RetryConfig(tokens_per_s=0.001, burst_s=30_000)
         async with (
-            running_stack(prefill, decode, fallback=fallback) as stack,
+            running_stack(prefill, decode, retry=retry) as stack,
             stack.ask(request()) as answer,
         ):
             prefill.send(await prefill.submitted(), 7, finish=LENGTH)

@@ -6,15 +6,14 @@ import asyncio
 
 import pytest
 
-from pdserve.config import GpuConfig
 from pdserve.v1 import worker_pb2 as w
 from tests.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.unit.workers.router_side import a_worker
-from workers.gpu_watch import fault_of, watch_gpus
+from workers.gpu_watch import GpuLimits, fault_of, watch_gpus
 
 WELL = w.GpuHealth(index=0, temperature_c=60, memory_used_bytes=60, memory_total_bytes=80)
-LIMITS = GpuConfig(look_s=0.001, max_temperature_c=90, max_ecc_errors=2, min_free_memory_bytes=10)
+LIMITS = GpuLimits(max_temperature_c=90, max_ecc_errors=2)
 
 
 @pytest.mark.parametrize(
@@ -25,20 +24,10 @@ LIMITS = GpuConfig(look_s=0.001, max_temperature_c=90, max_ecc_errors=2, min_fre
         ({"temperature_c": 91}, "GPU 1 is at 91 degrees"),
         ({"ecc_errors": 2}, ""),
         ({"ecc_errors": 3}, "GPU 1 has 3 uncorrected memory errors"),
-        ({"memory_total_bytes": 80, "memory_used_bytes": 70}, ""),
-        (
-            {"memory_total_bytes": 80, "memory_used_bytes": 71},
-            "GPU 1 has 9 bytes of memory left",
-        ),
     ],
 )
 def test_a_gpu_is_well_up_to_the_limits(figures: dict[str, int], fault: str) -> None:
     assert fault_of([WELL, w.GpuHealth(index=1, **figures)], LIMITS) == fault
-
-
-def test_a_limit_of_no_degrees_is_none() -> None:
-    hot = w.GpuHealth(temperature_c=200)
-    assert fault_of([hot], GpuConfig(max_temperature_c=0)) == ""
 
 
 async def test_a_worker_is_out_while_its_gpu_is_not_well() -> None:
@@ -46,7 +35,9 @@ async def test_a_worker_is_out_while_its_gpu_is_not_well() -> None:
     gpus = [w.GpuHealth(index=0, temperature_c=99)]
     async with Cluster(prefill=1, decode=2) as cluster:
         service = cluster.workers["decode-0"].service
-        watch = asyncio.create_task(watch_gpus(LIMITS, service.set_unhealthy, lambda: gpus))
+        watch = asyncio.create_task(
+            watch_gpus(service.set_unhealthy, lambda: gpus, limits=LIMITS, look_s=0.001)
+        )
         await cluster.until_state("decode-0", "suspended")
         assert (await cluster.entries())["decode-0"].unhealthy == "GPU 0 is at 99 degrees"
         answer = await cluster.ask([20, 21, 22])
@@ -59,7 +50,7 @@ async def test_a_worker_is_out_while_its_gpu_is_not_well() -> None:
 
 async def test_without_a_gpu_the_watch_ends() -> None:
     async with asyncio.timeout(WAIT_S):
-        await watch_gpus(LIMITS, lambda _: None, list)
+        await watch_gpus(lambda _: None, list)
 
 
 async def test_a_worker_says_which_gpus_are_its_own() -> None:
