@@ -92,8 +92,8 @@ class Generation(GenerationServicer):
                 traceparent=_metadata(context, "traceparent") or "",
             )
             name, resumes = request.request_id, bool(made.resume)
-            with self._open_requests.claim(open_request, tenant, name, resumes):
-                await self._answer(made, context)
+            self._open_requests.claim(open_request, tenant, name, resumes)
+            await self._answer(made, context)
 
     async def _answer(self, made: GenerateRequest, context: Context) -> None:
         queue = _SendQueue()

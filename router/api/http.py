@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import HttpVersion11, web
+from aiohttp.http_writer import StreamWriter
 
 from pdserve.errors import (
     ClientError,
@@ -25,7 +26,7 @@ from router.api.auth import EVERYONE
 from router.api.preprocess import check_request_id, new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from pdserve.types import GenerateRequest, ModelInfo
     from router.answer import AnswerDelta, Generates
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BODY_TIMEOUT_S = 30.0
 # Bytes that may wait in the router for a client that reads slower than its answer is made.
@@ -173,16 +176,16 @@ class HttpApi:
                     traceparent=request.headers.get("traceparent", ""),
                 )
                 key = _idempotency_key(request)
-                with self._open_requests.claim(open_request, made.tenant, key, bool(made.resume)):
-                    if body.stream:
-                        writer = openai.EventWriter(body, request_id, made.model)
-                        events = EventStream(request, request[_HEADERS], writer)
-                        await self._serve(made, events, body)
-                        events.end()
-                        return events.response
-                    answer = openai.WholeAnswer(body, request_id, made.model)
-                    await self._serve(made, answer, body)
-                    return web.Response(body=answer.body(), content_type="application/json")
+                self._open_requests.claim(open_request, made.tenant, key, bool(made.resume))
+                if body.stream:
+                    writer = openai.EventWriter(body, request_id, made.model)
+                    events = EventStream(request, request[_HEADERS], writer)
+                    await self._serve(made, events, body)
+                    events.end()
+                    return events.response
+                answer = openai.WholeAnswer(body, request_id, made.model)
+                await self._serve(made, answer, body)
+                return web.Response(body=answer.body(), content_type="application/json")
         except PdserveError as error:
             # The client learns of an error by its status, or by an event once the stream began.
             if events is None or not events.response.prepared:
@@ -205,8 +208,18 @@ class HttpApi:
             raise
 
 
+class EventResponse(web.StreamResponse):
+    """A response of server-sent events. `last` are those that go out with the end of the body."""
+
+    last = b""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        last, self.last = self.last, b""
+        await super().write_eof(last + data)
+
+
 class EventStream:
-    """A response of server-sent events, which begins with the first delta.
+    """Writes an answer as server-sent events. The response begins with the first delta.
 
     Tokens are written synchronously, past aiohttp's writer: a token costs no task switch.
     """
@@ -218,42 +231,51 @@ class EventStream:
         self._writer = writer
         self._chunked = request.version >= HttpVersion11
         self._transport: asyncio.Transport | None = None
-        self.response = web.StreamResponse(headers={**_EVENT_STREAM, **headers})
+        self.response = EventResponse(headers={**_EVENT_STREAM, **headers})
 
     def write(self, delta: AnswerDelta) -> bool:
         """Return False if the client is too far behind."""
-        self._send(self._writer.write(delta))
+        events = self._writer.write(delta)
+        if delta.usage is not None:
+            # The last delta of all goes out with the end of the body.
+            self.response.last = events
+            return True
+        if not events:
+            return True
         transport = self._transport
-        return transport is None or transport.get_write_buffer_size() <= MAX_UNSENT_BYTES
+        if transport is None:
+            self._begin(events)
+            return True
+        if not transport.is_closing():
+            size = len(events)
+            transport.write(b"%x\r\n%b\r\n" % (size, events) if self._chunked else events)
+        return transport.get_write_buffer_size() <= MAX_UNSENT_BYTES
 
     def end(self) -> None:
-        """Write the last event. Raises InternalError if the answer is incomplete."""
-        self._send(self._writer.end())
+        """Raises InternalError if the answer is incomplete."""
+        self.response.last += self._writer.end()
 
     def fail(self, error: PdserveError) -> None:
-        self._send(b"data: %b\n\n" % openai.encode(_error_body(error)))
+        self.response.last += b"data: %b\n\n" % openai.encode(_error_body(error))
 
-    def _send(self, data: bytes) -> None:
-        if not data:
-            return
-        if self._transport is None:
-            self._begin()
-        transport = self._transport
-        if transport is None or transport.is_closing():
-            return
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-
-    def _begin(self) -> None:
+    def _begin(self, events: bytes) -> None:
+        """Write the head and the first events in one piece."""
         self._transport = self._request.transport
         if self._transport is None:
             return
-        # prepare() only fills a buffer and never waits, so it can be run from a synchronous write.
-        try:
-            self.response.prepare(self._request).send(None)
-        except StopIteration as done:
-            done.value.send_headers()
-        else:
-            raise AssertionError("aiohttp waits in StreamResponse.prepare()")
+        writer = _run(self.response.prepare(self._request))
+        assert isinstance(writer, StreamWriter)
+        _run(writer.write(events, drain=False))
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of aiohttp that only fills buffers, and never waits, to its end."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        value: T = done.value
+        return value
+    raise AssertionError("aiohttp waits where it should not")
 
 
 async def _read_body(request: web.BaseRequest) -> bytes:
@@ -265,6 +287,8 @@ async def _read_body(request: web.BaseRequest) -> bytes:
             raise _too_large(request)
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
+        if request.content.is_eof():
+            return await request.read()
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError:

@@ -18,10 +18,12 @@ END_S = 1.0
 
 
 class OpenRequest:
-    """One request, answered by one task. `error` is set if somebody else ended it."""
+    """One request, answered by one task. `error` is set if somebody else ended it, `claimed` if it
+    has an idempotency key."""
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self._task = task
+        self.claimed: tuple[str, str] | None = None
         self.error: PdserveError | None = None
 
     def end(self, error: PdserveError) -> None:
@@ -64,30 +66,26 @@ class OpenRequests:
                 raise request.error from None
             raise
         finally:
+            if request.claimed and self._claimed.get(request.claimed) is request:
+                del self._claimed[request.claimed]
             self._open.discard(request)
             if not self._open:
                 self._idle.set()
 
-    @contextmanager
-    def claim(self, request: OpenRequest, tenant: str, key: str, resumes: bool) -> Iterator[None]:
+    def claim(self, request: OpenRequest, tenant: str, key: str, resumes: bool) -> None:
         """Make this the tenant's only open request with the idempotency key `key`, if it has one.
 
         A request that resumes ends the other one. Raises Conflict for one that does not.
         """
         if not key:
-            yield
             return
         other = self._claimed.get((tenant, key))
         if other is not None:
             if not resumes:
                 raise Conflict(f"request {key!r} is being answered", retry_after_s=1.0)
             other.end(Conflict(f"request {key!r} is resumed by another connection"))
-        self._claimed[tenant, key] = request
-        try:
-            yield
-        finally:
-            if self._claimed[tenant, key] is request:
-                del self._claimed[tenant, key]
+        request.claimed = (tenant, key)
+        self._claimed[request.claimed] = request
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, wait `grace_s` for open ones, then end them with an error."""
