@@ -76,7 +76,7 @@ class ModelCard:
 class Client:
     """Owns a channel to each router. Errors of the service are raised as PdserveError; one that no
     router answered is Unavailable. `patience_s` is how long an answer may make no progress while
-    routers are away: with one router none. `pdserve.access.tls.tls_dialer` makes a `dialer` for
+    routers are away: with one router none. `pdserve.security.tls.tls_dialer` makes a `dialer` for
     TLS."""
 
     def __init__(

@@ -20,8 +20,8 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from pdserve.api_keys import is_hash
 from pdserve.errors import ConfigError
+from pdserve.security.keys import is_hash
 from pdserve.types import Role
 
 DEMO_MODEL = "demo"

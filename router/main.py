@@ -13,11 +13,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve import rpc
-from pdserve.access.guard import Party, guards
-from pdserve.access.tls import dialer, http_context, server_credentials
 from pdserve.errors import ConfigError
 from pdserve.http_server import HttpServer, bind, connection_limit
 from pdserve.metrics import watch_tasks
+from pdserve.security.roles import Party, guards
+from pdserve.security.tls import dialer, http_context, server_credentials
 from pdserve.telemetry import open_tracing
 from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server

@@ -15,10 +15,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve import framing, rpc
-from pdserve.access.guard import Party, make_guard
-from pdserve.access.tls import dialer, server_context, server_credentials
 from pdserve.errors import ConfigError, Unavailable
 from pdserve.http_server import HttpServer, bind
+from pdserve.security.roles import Party, make_guard
+from pdserve.security.tls import dialer, server_context, server_credentials
 from pdserve.telemetry import open_tracing
 from pdserve.types import Role, WorkerInfo
 from pdserve.v1 import worker_pb2

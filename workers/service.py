@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kv_transfer.snapshot import KvState
-    from pdserve.access.guard import Guard
+    from pdserve.security.roles import Guard
     from pdserve.telemetry import Span, Tracing
     from pdserve.types import ErrorInfo, KvLedger, KvReport, PhaseReport, WorkerLoad
     from workers.cache_feed import CacheWatcher

@@ -6,9 +6,9 @@ import getpass
 import sys
 from typing import TYPE_CHECKING
 
-from pdserve.api_keys import hash_key, new_key
 from pdserve.cli.options import add_config_options, config_from, formatter
 from pdserve.config import as_yaml, refuse
+from pdserve.security.keys import hash_key, new_key
 
 if TYPE_CHECKING:
     import argparse

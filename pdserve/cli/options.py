@@ -137,8 +137,8 @@ def api_key_from(args: argparse.Namespace) -> str:
 
 def dialer_from(args: argparse.Namespace) -> Dialer:
     """Return how to reach the service over gRPC. Raises ConfigError."""
-    from pdserve.access.tls import tls_dialer
     from pdserve.rpc import Dialer
+    from pdserve.security.tls import tls_dialer
 
     values = {name: getattr(args, f"tls_{name}") for name in _TLS_OPTIONS}
     if not (args.tls or any(values.values())):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import grpc.aio
 
-from pdserve.access.tls import dialer
 from pdserve.config import refuse
 from pdserve.local import specs
 from pdserve.local import supervision as sv
@@ -21,6 +20,7 @@ from pdserve.local.display import ready_content, write_ready_file
 from pdserve.local.forkserver import ForkServer
 from pdserve.local.gpus import gpus_for, is_cpu_build
 from pdserve.local.process import ChildProcess, Doing, Exited, ProcessEvent, Ready
+from pdserve.security.tls import dialer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:

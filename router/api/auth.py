@@ -5,8 +5,8 @@ from __future__ import annotations
 import hmac
 from typing import TYPE_CHECKING
 
-from pdserve.api_keys import digest_in, digest_of
 from pdserve.errors import Unauthenticated
+from pdserve.security.keys import digest_in, digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

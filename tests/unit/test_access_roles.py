@@ -12,9 +12,6 @@ import grpc
 import pytest
 
 from pdserve import framing, rpc
-from pdserve.access.guard import Party, allowed
-from pdserve.access.tls import tls_dialer
-from pdserve.api_keys import hash_key
 from pdserve.client import Client
 from pdserve.config import (
     AccessConfig,
@@ -25,6 +22,9 @@ from pdserve.config import (
     WorkerConfig,
 )
 from pdserve.rpc import Dialer
+from pdserve.security.keys import hash_key
+from pdserve.security.roles import Party, allowed
+from pdserve.security.tls import tls_dialer
 from pdserve.types import SamplingParams, WorkerInfo
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import generation_pb2, worker_pb2
@@ -214,6 +214,6 @@ async def test_without_certificates_a_shared_token_does_the_same(tmp_path: Path)
         await intruder.start()
         refused = await asyncio.wait_for(intruder.refused, WAIT_S)
         assert isinstance(refused, RegistrationRefused)
-        assert "is for worker alone" in str(refused)
+        assert "requires role worker" in str(refused)
         assert TOKEN[::-1] not in str(refused)
         await intruder.stop()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from pdserve.api_keys import hash_key
 from pdserve.client import Client
 from pdserve.config import (
     AccessConfig,
@@ -21,6 +20,7 @@ from pdserve.config import (
     WorkerConfig,
 )
 from pdserve.errors import PdserveError
+from pdserve.security.keys import hash_key
 from pdserve.types import Role, SamplingParams
 from router.main import RouterServer
 from tests.patience import WAIT_S

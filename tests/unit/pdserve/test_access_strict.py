@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.api_keys import hash_key
 from pdserve.cli import router as router_command
 from pdserve.cli import up as up_command
 from pdserve.cli.options import config_from
 from pdserve.config import Config, is_exposed, overlay, parse
 from pdserve.errors import ConfigError
 from pdserve.local.specs import worker_configs
+from pdserve.security.keys import hash_key
 
 TLS = {"cert_file": "c", "key_file": "k"}
 TENANTS = [{"name": "t", "keys": [hash_key("t")]}]

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from pdserve import __version__
-from pdserve.api_keys import hash_key
 from pdserve.cli import build_parser, main
 from pdserve.cli.options import api_key_from, config_from
 from pdserve.config import all_keys
+from pdserve.security.keys import hash_key
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = (

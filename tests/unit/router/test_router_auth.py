@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.api_keys import hash_key, is_hash, new_key
 from pdserve.config import TenantConfig
 from pdserve.errors import ConfigError, Unauthenticated
+from pdserve.security.keys import hash_key, is_hash, new_key
 from router.api.auth import EVERYONE, Keys
 
 ONE, TWO, THREE = new_key(), new_key(), "a key that somebody chose"

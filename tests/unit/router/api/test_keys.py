@@ -10,10 +10,10 @@ import openai
 import pytest
 from scripted import ANSWER_TEXT, CHAT, chat
 
-from pdserve.api_keys import hash_key, new_key
 from pdserve.client import Client
 from pdserve.config import TenantConfig
 from pdserve.errors import Unauthenticated
+from pdserve.security.keys import hash_key, new_key
 from router.api.auth import Keys
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.access.tls import dialer, http_context, server_credentials, tls_dialer
-from pdserve.api_keys import hash_key
 from pdserve.config import AccessConfig, Config, HttpTlsConfig, RouterAccessConfig, TlsConfig, parse
 from pdserve.errors import ConfigError
+from pdserve.security.keys import hash_key
+from pdserve.security.tls import dialer, http_context, server_credentials, tls_dialer
 from tests.pki import Ca
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ def test_each_fault_of_a_pair_names_its_key_and_the_reason(ca: Ca, tmp_path: Pat
     field, reason = start(cert_file=late.cert, key_file=late.key)
     assert (field, "certificate has expired" in reason) == ("access.tls.cert_file", True)
     field, reason = start(cert_file=str(garbage), key_file=good.key)
-    assert (field, "is no certificate in PEM" in reason) == ("access.tls.cert_file", True)
+    assert (field, "is not a certificate in PEM" in reason) == ("access.tls.cert_file", True)
     field, reason = start(cert_file=good.cert, key_file=str(garbage))
-    assert (field, "is no private key" in reason) == ("access.tls.key_file", True)
+    assert (field, "is not a private key" in reason) == ("access.tls.key_file", True)
     for path, why in (
-        (str(garbage), "no certificate in PEM"),
-        (good.cert, "holds no CA's certificate"),
+        (str(garbage), "not a certificate in PEM"),
+        (good.cert, "holds no CA certificate"),
         (Ca(tmp_path, "old", hours=-1).path, "has expired"),
     ):
         field, reason = start(cert_file=good.cert, key_file=good.key, ca_file=path)

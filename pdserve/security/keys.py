@@ -1,7 +1,6 @@
-"""API keys and their hashes. Configuration has hashes alone; a key is shown when it is made.
+"""API keys and their hashes. Configuration holds only hashes; a key is shown once, when it is made.
 
-A plain SHA-256 does, because keys are random: nobody can try 2^256 of them. It would not do for
-words that people choose.
+SHA-256 without salt suffices because keys are random. It would not for passwords.
 """
 
 from __future__ import annotations
@@ -16,17 +15,15 @@ _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def new_key() -> str:
-    """A key that nobody else has."""
     return f"pd-{secrets.token_urlsafe(KEY_BYTES)}"
 
 
 def digest_of(key: str) -> bytes:
-    """The 32 bytes that a key is known by."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def hash_key(key: str) -> str:
-    """What configuration says of a key."""
+    """Return the hash of a key as configuration holds it."""
     return _PREFIX + digest_of(key).hex()
 
 
@@ -35,5 +32,5 @@ def is_hash(text: str) -> bool:
 
 
 def digest_in(text: str) -> bytes:
-    """The digest that a hash of the configuration stands for."""
+    """Return the digest in a hash of the configuration."""
     return bytes.fromhex(text.removeprefix(_PREFIX))

@@ -1,6 +1,6 @@
-"""Who may call which gRPC method: shown by the role in a certificate, or by a token.
+"""Which roles may call which gRPC method. A certificate or a token gives a caller its role.
 
-A method that nobody has thought of is for nobody.
+A method without an entry is closed to everyone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import grpc
 import grpc.aio
 
 from pdserve import rpc
-from pdserve.access.token import read_token
-from pdserve.api_keys import digest_in, digest_of
 from pdserve.errors import PdserveError, PermissionDenied, Unauthenticated
+from pdserve.security.keys import digest_in, digest_of
+from pdserve.security.tls import read_token
 
 if TYPE_CHECKING:
     import asyncio
@@ -38,7 +38,7 @@ _LOG_EVERY_S = 1.0
 
 
 class Party(StrEnum):
-    """What a caller can be, beside a client."""
+    """Role of a caller that is more than a client."""
 
     WORKER = "worker"
     ROUTER = "router"
@@ -47,7 +47,7 @@ class Party(StrEnum):
 
 _EVERYONE: frozenset[Party] | None = None
 _OPEN = (
-    "pdserve.v1.Generation",  # asks for API keys itself
+    "pdserve.v1.Generation",  # checks API keys itself
     "grpc.health.v1.Health",
     "grpc.reflection.v1alpha.ServerReflection",
 )
@@ -66,7 +66,7 @@ _METHODS = {
 
 
 def allowed(method: str) -> frozenset[Party] | None:
-    """Who may call `method` (/package.Service/Method); None for everyone."""
+    """Return the roles that may call `method` (/package.Service/Method), or None for everyone."""
     service = method.rpartition("/")[0].removeprefix("/")
     if service in _OPEN:
         return _EVERYONE
@@ -74,8 +74,8 @@ def allowed(method: str) -> frozenset[Party] | None:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Refuses calls before they are read. `shared_with` is who may have the worker token: workers
-    at a router, routers at a worker. State: when a refusal was last logged."""
+    """Rejects calls before they are read. `shared_with` is the role of those who hold the worker
+    token: workers for a router, routers for a worker."""
 
     def __init__(self, token: str, admin_keys: tuple[str, ...], shared_with: Party) -> None:
         known = [(digest_in(text), Party.ADMIN) for text in admin_keys]
@@ -92,7 +92,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return self._guarded(handler, details.method, parties)
 
     async def check(self, context: Context, method: str, parties: frozenset[Party]) -> None:
-        """Ends the RPC unless its caller is one of `parties`."""
+        """End the RPC unless its caller has one of the roles `parties`."""
         facts = context.auth_context()
         uris = [bytes(raw).decode("ascii", "replace") for raw in facts.get("peer_uri", ())]
         tokens = [
@@ -135,10 +135,8 @@ class Guard(grpc.aio.ServerInterceptor):
         has_shown: bool,
         peer: str,
     ) -> None:
-        """Raises Unauthenticated or PermissionDenied unless the caller is one of `parties`.
-
-        `uris` are the URIs of its certificate; `has_shown` is True if it has one.
-        """
+        """Raise Unauthenticated or PermissionDenied unless the caller has one of the roles
+        `parties`. `uris` are those of its certificate; `has_shown` is True if it has one."""
         roles: set[Party] = set()
         for uri in uris:
             name = uri.removeprefix(_ROLE_URI)
@@ -148,18 +146,18 @@ class Guard(grpc.aio.ServerInterceptor):
             roles |= {x for known, x in self._known if hmac.compare_digest(known, digest)}
         if roles & parties:
             return
-        who = " or ".join(sorted(parties)) or "nobody"
-        name = method.removeprefix("/")
+        name = method.rpartition("pdserve.v1.")[2].replace("/", ".")
+        needs = f"{name} requires role {' or '.join(sorted(parties)) or '(none has access)'}"
         self._log(name, peer)
         if not (has_shown or tokens):
-            raise Unauthenticated(f"{name} is for {who}: show who you are")
-        raise PermissionDenied(f"{name} is for {who} alone")
+            raise Unauthenticated(f"authentication required: {needs} (client certificate or token)")
+        raise PermissionDenied(f"permission denied: {needs}")
 
     def _log(self, name: str, peer: str) -> None:
         now = time.monotonic()
         if now - self._logged_at > _LOG_EVERY_S:
             self._logged_at = now
-            logger.warning("%s was refused to %s", name, peer)
+            logger.warning("rejected a call of %s by %s", name, peer)
 
     def _guarded(self, handler: Handler, method: str, parties: frozenset[Party]) -> Handler:
         async def unary(request: object, context: Context) -> object:

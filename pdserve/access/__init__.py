@@ -1,1 +1,0 @@
-"""Who may do what, and over which connections: TLS, tokens, and the parties behind them."""

@@ -1,0 +1,1 @@
+"""TLS, API keys and roles of callers."""
