@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
-from workers import vllm_env
+from workers.vllm import settings as vllm_settings
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -36,7 +36,7 @@ def pin(cores: Collection[int]) -> None:
     if not cores:
         return
     # A forked worker has its parent's one-thread pools; its engine sets torch's threads.
-    if "torch" in sys.modules and not vllm_env.is_preloaded:
+    if "torch" in sys.modules and not vllm_settings.is_preloaded:
         raise RuntimeError("cores must be pinned before torch is imported")
     os.environ.update(thread_environment(cores))
     if not hasattr(os, "sched_setaffinity"):

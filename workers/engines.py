@@ -27,8 +27,8 @@ def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
 
 
 def _make_vllm(config: WorkerConfig, instance_id: str) -> Engine:
-    from workers.vllm_engine import VllmEngine
-    from workers.vllm_settings import KvSettings, VllmSettings
+    from workers.vllm.engine import VllmEngine
+    from workers.vllm.settings import KvSettings, VllmSettings
 
     kv = None
     if config.role is not Role.AGGREGATED:

@@ -13,7 +13,7 @@ from tests.vllm import warm
 from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.models import ModelSpec, make_model
 from tests.vllm.pair import Pair
-from workers.vllm_settings import KvSettings
+from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -17,7 +17,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from workers.cache_feed import CacheFeed
-from workers.vllm_engine import VllmEngine
+from workers.vllm.engine import VllmEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from tests.patience import START_S, WAIT_S
 from tests.vllm.engine_process import read_frame, write_frame
 from tests.vllm.warm import start_python
 from workers.engine import AggregatedPhase, DecodePhase, Phase, Work
-from workers.vllm_settings import KvSettings, VllmSettings
+from workers.vllm.settings import KvSettings, VllmSettings
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process

@@ -13,7 +13,7 @@ from tests.patience import HUNG_S, WAIT_S
 from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.test_handoff_exact import BLOCK, CHUNK, params, prompt
 from workers.engine import PrefillPhase
-from workers.vllm_settings import KvSettings
+from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

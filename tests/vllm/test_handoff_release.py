@@ -15,7 +15,7 @@ from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.pair import Pair, joined
 from tests.vllm.test_handoff_exact import params, prompt
 from workers.engine import DecodePhase, PrefillPhase
-from workers.vllm_settings import KvSettings
+from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -21,7 +21,7 @@ from tests.vllm.middle import Middle
 from tests.vllm.pair import Joined, Pair, joined
 from tests.vllm.test_handoff_exact import BLOCK, params, prompt
 from workers.engine import DecodePhase, PrefillPhase
-from workers.vllm_settings import KvSettings
+from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -12,7 +12,7 @@ from pdserve.types import SamplingParams
 from tests.vllm.engines import Answer, EngineProcess, settings
 from tests.vllm.pair import Pair, joined
 from tests.vllm.test_handoff_exact import prompt
-from workers.vllm_settings import KvSettings
+from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

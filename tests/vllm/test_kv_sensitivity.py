@@ -13,7 +13,7 @@ from tests.patience import HUNG_S
 from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.pair import Pair
 from tests.vllm.test_handoff_exact import params, prompt
-from workers.vllm_settings import KvSettings
+from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -11,7 +11,7 @@ from tests.patience import WAIT_S
 from tests.vllm.engines import EngineProcess, settings
 from tests.vllm.test_handoff_exact import params, prompt
 from workers.engine import PrefillPhase
-from workers.vllm_settings import KvSettings
+from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -141,8 +141,8 @@ async def test_the_same_prompts_at_once_are_told_apart_from_one(small: EnginePro
 async def test_blocks_that_tokens_alone_do_not_tell_are_left_out() -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-    from workers.cache_mirror import CacheMirror
-    from workers.vllm_cache import CacheEvents
+    from workers.vllm.cache import CacheEvents
+    from workers.vllm.cache_mirror import CacheMirror
 
     held = {b"a": object(), b"b": object(), b"c": object(), b"d": object()}
     pool = SimpleNamespace(medium="GPU", get_cached_block=lambda key, groups: held.get(key))

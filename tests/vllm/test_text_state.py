@@ -41,7 +41,7 @@ class Vllm:
 
     def state(self, stop: Sequence[str], include: bool, min_tokens: int) -> Any:
         from pdserve.types import SamplingParams
-        from workers.sampling import to_vllm
+        from workers.vllm.sampling import to_vllm
 
         sampling = SamplingParams(
             max_tokens=1000,
@@ -99,7 +99,7 @@ class Output:
 def generate(state: Any, tokens: Sequence[int], *, to_the_end: bool = True) -> Output:
     """Feeds `tokens` as an engine's steps do. `to_the_end` False ends the request after them as
     prefill work ends: with the answer to go on elsewhere."""
-    from workers import text_state
+    from workers.vllm import sampling as text_state
 
     out = Output("", [], None, 0)
     for index, token in enumerate(tokens):
@@ -130,7 +130,7 @@ def _sample(processor: Any, token: int) -> None:
 
 def splits(vllm: Vllm, tokens: Sequence[int], settings: tuple[Any, ...]) -> None:
     """Asserts that every split of `tokens` gives what the whole gives."""
-    from workers import text_state
+    from workers.vllm import sampling as text_state
 
     whole = generate(vllm.state(*settings), tokens)
     for cut in range(1, whole.tokens):
@@ -195,7 +195,7 @@ def test_the_first_part_keeps_back_what_may_become_a_stop_string(vllm: Vllm) -> 
 
 
 def test_tokens_that_complete_a_stop_string_are_told(vllm: Vllm) -> None:
-    from workers import text_state
+    from workers.vllm import sampling as text_state
 
     tokens = vllm.tokenizer.encode("the quick brown fox")
     assert text_state.feed(vllm.state(("quick",), False, 0), tokens) == "quick"

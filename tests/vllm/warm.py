@@ -21,7 +21,7 @@ shared: ForkServer | None = None
 
 
 def fork_server() -> ForkServer:
-    return ForkServer("workers.preload:preload", path=str(ROOT))
+    return ForkServer("workers.vllm.preload:preload", path=str(ROOT))
 
 
 async def start_python(

@@ -22,11 +22,11 @@ from router.prefix import PrefixWatcher, WatchSettings
 from tests.fakes import MODEL, worker_info
 from tests.patience import WAIT_S
 from workers.cache_feed import CacheFeed
-from workers.cache_mirror import CacheMirror
 from workers.control import ControlService
 from workers.engine import CacheChange
 from workers.fake.engine import FakeEngine
 from workers.service import WorkerService
+from workers.vllm.cache_mirror import CacheMirror
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve import prefix_hash
-from workers.cache_mirror import CacheMirror
 from workers.engine import CacheChange
 from workers.fake.engine import PrefixCache as FakeCache
+from workers.vllm.cache_mirror import CacheMirror
 
 SIZE = 2
 ROOT = prefix_hash.root("m", SIZE)

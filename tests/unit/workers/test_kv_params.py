@@ -9,7 +9,7 @@ import pytest
 from pdserve.errors import InvalidRequest
 from pdserve.types import HandoffStyle, SamplingParams
 from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work
-from workers.kv_params import handle_of, params_for
+from workers.vllm.kv_params import handle_of, params_for
 
 AT_ONCE, IN_TURN = HandoffStyle.CONCURRENT, HandoffStyle.SEQUENTIAL
 LEFT = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5}

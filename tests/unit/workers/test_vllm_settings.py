@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.errors import ConfigError
-from workers.vllm_settings import KvSettings, cpu_cache_bytes, memory_left_to_kv
+from workers.vllm.settings import KvSettings, cpu_cache_bytes, memory_left_to_kv
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,5 +51,5 @@ def test_a_cpu_cache_is_a_share_of_the_memory_and_no_more_than_contexts_need(
         (8 << 30, None, 16 * context if 16 * context < (8 << 30) * 0.4 else int((8 << 30) * 0.4)),
         (64 << 20, 1, 64 << 20),
     ):
-        monkeypatch.setattr("workers.vllm_settings._memory_bytes", lambda memory=memory: memory)
+        monkeypatch.setattr("workers.vllm.settings._memory_bytes", lambda memory=memory: memory)
         assert cpu_cache_bytes(str(tmp_path), threads) == wanted

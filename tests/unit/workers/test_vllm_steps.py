@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pdserve.step_moments import StepShape
-from workers.vllm_steps import StepWatch, shape_of
+from workers.vllm.steps import StepWatch, shape_of
 
 
 def output(

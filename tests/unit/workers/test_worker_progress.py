@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 
 from pdserve.types import WorkerLoad
-from workers.progress import COLD_STEPS, ProgressBoard
-from workers.step_bounds import FACTOR, UNKNOWN_S, StepBounds
+from workers.vllm.steps import _COLD_STEPS as COLD_STEPS
+from workers.vllm.steps import _SLACK as FACTOR
+from workers.vllm.steps import _UNKNOWN_S as UNKNOWN_S
+from workers.vllm.steps import Progress
 
 LOAD = WorkerLoad(0, 0, 0.0, 10)
 
 
-def now_of(board: ProgressBoard, *, has_more: bool = False) -> WorkerLoad:
-    return board.stamp(LOAD, has_more=has_more)
+def now_of(board: Progress, *, has_more: bool = False) -> WorkerLoad:
+    return board.add_to(LOAD, has_more=has_more)
 
 
-def warm(*, sees_layers: bool, tokens: int = 8, seconds: float = 0.5) -> ProgressBoard:
+def warm(*, sees_layers: bool, tokens: int = 8, seconds: float = 0.5) -> Progress:
     """Past the steps in which code may be compiled."""
-    board = ProgressBoard()
+    board = Progress()
     board.sees_layers = sees_layers
     for _ in range(COLD_STEPS):
         board.begin(0.0, has_work=True)
@@ -61,7 +63,7 @@ def test_what_cannot_be_looked_into_may_take_longer_than_its_like() -> None:
 
 
 def test_the_first_steps_may_compile() -> None:
-    board = ProgressBoard()
+    board = Progress()
     board.sees_layers = True
     for _ in range(COLD_STEPS):
         board.begin(0.0, has_work=True)
@@ -86,23 +88,22 @@ def test_work_that_no_step_has_seen_is_work() -> None:
     ("seen", "tokens", "longest_s"),
     [
         pytest.param([], 32, None, id="nothing"),
-        pytest.param([(32, 0.2)], 32, 0.2, id="the same"),
         pytest.param([(32, 0.2)], 63, 0.2, id="as many, nearly"),
         pytest.param([(32, 0.2)], 64, 0.4, id="half as many"),
-        pytest.param([(32, 0.2)], 256, 1.6, id="an eighth"),
         pytest.param([(32, 0.2)], 512, None, id="a sixteenth"),
         pytest.param([(4096, 9.0)], 2048, None, id="more"),
-        pytest.param([(64, 1.0), (128, 5.0)], 128, 5.0, id="its like before smaller ones"),
         pytest.param([(8, 1.0), (8, 0.1)], 8, 0.97, id="the longest, as it fades"),
         pytest.param([(8, 0.1)] * 4 + [(8, 30.0)], 8, 0.4, id="a pause of the machine"),
         pytest.param([(8, 0.1)] * 4 + [(8, 2.0)] * 4, 8, 2.0, id="slower from now on"),
     ],
 )
-def test_how_long_a_step_takes_is_known_by_its_like(
+def test_steps_of_a_size_tell_how_long_the_next_one_takes(
     seen: list[tuple[int, float]], tokens: int, longest_s: float | None
 ) -> None:
-    bounds = StepBounds()
+    progress = Progress()
     for count, seconds in seen:
-        bounds.observe(count, seconds)
-    found = bounds.longest_s(tokens)
+        progress.begin(0.0, has_work=True)
+        progress.sized(count)
+        progress.end(seconds, computed=True, has_work=True)
+    found = progress._longest_like(tokens)
     assert found is None if longest_s is None else found == pytest.approx(longest_s)

@@ -1,15 +1,16 @@
-"""vLLM's engine as its one thread sees it. Nothing here is safe to call from another thread.
+"""vLLM's engine, as the step thread uses it. Nothing here may be called from another thread, unless
+it says so.
 
-The engine core runs in this process (`LLMEngine` without its multiprocess client), so that one
-worker is one process, and so that tokens that arrive with KV can be put into the text state of
-their request between two steps. Where tensor parallelism is more than 1, vLLM's multiprocess
-executor runs the model; its processes watch a pipe to this one and end with it.
+The engine core runs in this process (`LLMEngine` without its multiprocess client), so that tokens
+that arrive with KV can be put into the text state of their request between two steps. With tensor
+parallelism vLLM's multiprocess executor runs the model; its processes end with this one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kv_transfer.vllm.connector import handshake_in, snapshot_in
 from kv_transfer.vllm.continuation import patch_runner_v1
@@ -24,6 +26,7 @@ from pdserve.errors import (
     InvalidRequest,
     PdserveError,
     TransferFailed,
+    Unavailable,
     WorkerFailed,
 )
 from pdserve.step_moments import StepRecorder
@@ -36,35 +39,51 @@ from pdserve.types import (
     ModelInfo,
     PhaseReport,
     StreamDelta,
+    WorkerLoad,
 )
-from workers import sampling, text_state, vllm_cache
-from workers.engine import DecodePhase, EngineInfo, PrefillPhase, check_work
-from workers.kv_params import handle_of, params_for
-from workers.load import LoadBoard, usable_blocks
-from workers.vllm_args import engine_args, settings_in_effect, warn_of_cut_context
-from workers.vllm_outputs import OpenStream, exported, finish_reason_of, report_of
-from workers.vllm_refusals import not_exported, refusal
-from workers.vllm_steps import StepWatch
+from workers.engine import DecodePhase, EngineInfo, PrefillPhase, check_work, ended_by
+from workers.vllm import cache, sampling
+from workers.vllm.args import engine_args, settings_in_effect, warn_of_cut_context
+from workers.vllm.kv_params import handle_of, params_for
+from workers.vllm.steps import StepWatch
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.step_moments import StepMoments
+    from pdserve.types import TransferReport
     from workers.engine import CacheChange, Work
-    from workers.vllm_settings import VllmSettings
+    from workers.vllm.settings import VllmSettings
 
 KvLook = Callable[[], "KvSnapshot"]
+
+
+# vLLM's names of request fields that we name differently.
+_FIELDS = {"prompt": "prompt_token_ids", "structured_outputs": "structured_output"}
+
+
+@dataclass(slots=True)
+class _Stream:
+    """An open request. `state` is vLLM's RequestState, `submitted` a monotonic time."""
+
+    work: Work
+    vllm_id: str
+    state: Any
+    submitted: float
+    transfer: TransferReport | None = None
 
 
 class VllmCore:
     """State: the open streams, changed by `add`, `cancel` and `step`."""
 
-    def __init__(self, settings: VllmSettings, board: LoadBoard) -> None:
-        """Loads the model; takes seconds to minutes. Raises ConfigError, or what vLLM raises."""
+    def __init__(self, settings: VllmSettings) -> None:
+        """Load the model. Raises ConfigError, or what vLLM raises."""
         if settings.kv is None:
             patch_runner_v1()  # else the connector does, in each process that runs the model
-        args = engine_args(settings)
+        self.load: WorkerLoad | None = None  # after the last step; any thread may read it
         self._engine = LLMEngine.from_engine_args(
-            args, stat_loggers=[board.logger_factory()], enable_multiprocessing=False
+            engine_args(settings), stat_loggers=[self._make_logger], enable_multiprocessing=False
         )
         warn_of_cut_context(self._engine.vllm_config)
         core = self._engine.engine_core.engine_core
@@ -73,11 +92,11 @@ class VllmCore:
         self._connector = self._scheduler.get_kv_connector()
         self._recorder = StepRecorder()
         self._watch = StepWatch(self._scheduler, self._recorder, time.monotonic)
-        self._streams: dict[str, OpenStream] = {}
+        self._streams: dict[str, _Stream] = {}
         self._keys: dict[int, str] = {}
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
         self.is_idle = False
-        self._cache_events = vllm_cache.watch(
+        self._cache_events = cache.watch(
             self._scheduler, self._engine.vllm_config, settings.model_name
         )
         try:
@@ -101,7 +120,7 @@ class VllmCore:
                 dtype=str(model.dtype).removeprefix("torch."),
             ),
             block_size=config.cache_config.block_size,
-            total_blocks=usable_blocks(config),
+            total_blocks=_usable_blocks(config),
             max_num_seqs=config.scheduler_config.max_num_seqs,
             kv=self._endpoint(),
             settings=settings_in_effect(config),
@@ -119,30 +138,31 @@ class VllmCore:
             handoff=first.handoff,
         )
 
+    def _make_logger(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
+        return _LoadLogger(self, _usable_blocks(config))
+
     def on_executor_death(self, callback: Callable[[], None]) -> None:
-        """`callback` is called, on a thread of vLLM's, if a process of the executor dies."""
+        """Call `callback`, on a thread of vLLM's, if a process of the executor dies."""
         self._executor.register_failure_callback(callback)
 
     def wake_on_transfers(self, wake: Callable[[], None]) -> bool:
-        """`wake` is called, on a thread of the connector's, when the next step will find that a
-        transfer has moved on. False where the connector's worker half is in another process, or
-        does not know."""
+        """Call `wake`, on a thread of the connector's, when a transfer has progressed. Return False
+        if the connector's worker half is in another process or cannot tell."""
         return has_kv_transfer_group() and bool(get_kv_transfer_group().wake_with(wake))
 
     def tick_with(self, on_layer: Callable[[], None]) -> bool:
-        """`on_layer` is called after each layer of a step. False where the model runs in another
-        process, or its connector does not say."""
+        """Call `on_layer` after each layer of a step. Return False if the connector cannot tell."""
         group = get_kv_transfer_group() if has_kv_transfer_group() else None
         tick_with = getattr(group, "tick_with", None)
         return tick_with is not None and bool(tick_with(on_layer))
 
     def size_with(self, on_size: Callable[[int], None]) -> None:
-        """`on_size` is told, in each step that computes something, how many tokens."""
+        """Call `on_size` with the number of tokens of each step that computes some."""
         self._watch.on_size = on_size
 
     def has_runnable(self) -> bool:
-        """Whether a step could compute something: what waits for KV or a grammar cannot, nor what
-        may be waiting for blocks that a transfer holds."""
+        """Return whether a step could compute something: not for requests that wait for KV, for a
+        grammar, or for blocks that a transfer holds."""
         scheduler = self._scheduler
         if scheduler.running:
             return True
@@ -150,27 +170,26 @@ class VllmCore:
         return waiting > len(scheduler.deferred_waiting) and not self.ledger().pinned_blocks
 
     def kv_look(self) -> KvLook | None:
-        """What shows the KV plane to any thread at any time. None where there is none, or where it
-        is in other processes: then `kv_ranks`."""
+        """Return a function that any thread may call for the state of KV transfers; None if that is
+        in other processes: then `kv_ranks`."""
         return get_kv_transfer_group().snapshot if has_kv_transfer_group() else None
 
     def kv_ranks(self) -> tuple[KvSnapshot, ...]:
-        """The KV plane of each process that runs the model; asks them, between two steps."""
+        """Ask every process that runs the model for the state of its KV transfers."""
         return tuple(self._executor.collective_rpc(snapshot_in))
 
     @property
     def has_kv(self) -> bool:
-        """Whether KV can leave this engine."""
         return self._connector is not None
 
     def waits_for_transfers_alone(self) -> bool:
-        """True when whatever the next step could do hangs on a transfer."""
+        """Return whether all requests wait for transfers."""
         if self._connector is None:
             return False
         return bool(self._connector.ledger().transfers == len(self._scheduler.requests))
 
     def step_moments(self) -> StepMoments:
-        """What steps have cost; to any thread at any time."""
+        """Return what steps have cost. Any thread may call it."""
         return self._recorder.moments(time.monotonic())
 
     @property
@@ -178,7 +197,7 @@ class VllmCore:
         return list(self._keys)
 
     def has_work(self) -> bool:
-        """True while a step can change something: also while blocks of ended requests are held."""
+        """Return whether a step can change something, such as blocks that ended requests hold."""
         return bool(self._scheduler.has_requests())
 
     def ledger(self) -> KvLedger:
@@ -208,13 +227,13 @@ class VllmCore:
                 key, tokens_input(list(work.prompt_token_ids)), sampling.to_vllm(work, transfer)
             )
         except (PdserveError, VLLMClientError, ValueError) as error:
-            self._engine.abort_request([key])  # what it may have registered before it refused
-            return [refusal(work, error)]
+            self._engine.abort_request([key])  # vLLM may have registered it before it refused
+            return [_refusal(work, error)]
         state = self._engine.output_processor.request_states[vllm_id]
-        stream = OpenStream(work, vllm_id, state, submitted)
+        stream = _Stream(work, vllm_id, state, submitted)
         self._streams[key] = stream
         self._keys[work.stream_id] = key
-        if stopped := text_state.feed(stream.state, work.resume_token_ids):
+        if stopped := sampling.feed(stream.state, work.resume_token_ids):
             return [self._end_at_seam(stream, stopped)]
         return []
 
@@ -226,8 +245,8 @@ class VllmCore:
             self._connector.release(held)
 
     def export(self, stream_id: int, transfer_id: str) -> list[StreamDelta]:
-        """Ends a stream and holds its blocks for whoever presents `transfer_id`; see promise 9 of
-        workers/engine.py. Unknown streams are ignored."""
+        """End a stream and hold its blocks for whoever presents `transfer_id`. Return its last
+        delta; none for an unknown stream."""
         key = self._keys.get(stream_id)
         if key is None:
             return []
@@ -238,16 +257,23 @@ class VllmCore:
         tokens = int(request.num_output_tokens) if is_held else 0
         self.cancel(stream_id)
         if not is_held:
-            return [not_exported(stream_id)]
+            return [ended_by(stream_id, Unavailable("the KV of the stream is not complete here"))]
         self._remember_held(stream)
-        return [exported(stream, tokens)]
+        return [
+            StreamDelta(
+                stream_id,
+                finish_reason=FinishReason.ABORT,
+                report=_report(stream),
+                exported_tokens=tokens,
+            )
+        ]
 
     def cache_change(self) -> CacheChange | None:
-        """What changed in the prefix cache since the last call, or None."""
+        """Return what changed in the prefix cache since the last call, or None."""
         return None if self._cache_events is None else self._cache_events.take()
 
     def step(self) -> list[StreamDelta]:
-        """One step of the engine; the deltas of all requests that it moved."""
+        """Make one step; return the deltas of all requests in it."""
         outputs = self._engine.step()
         deltas = [self._delta(output) for output in outputs]
         deltas += self._take_arrivals()
@@ -256,7 +282,7 @@ class VllmCore:
         return deltas
 
     def _take_arrivals(self) -> list[StreamDelta]:
-        """Tokens that came with KV go into the text state before the step that continues them."""
+        """Put tokens that came with KV into the text state, before the step that continues them."""
         if self._connector is None:
             return []
         by_vllm_id = None
@@ -268,11 +294,11 @@ class VllmCore:
             if stream is None:
                 continue
             stream.transfer = arrival.report
-            if stopped := text_state.feed(stream.state, arrival.token_ids):
+            if stopped := sampling.feed(stream.state, arrival.token_ids):
                 ended.append(self._end_at_seam(stream, stopped))
         return ended
 
-    def _end_at_seam(self, stream: OpenStream, stopped: str) -> StreamDelta:
+    def _end_at_seam(self, stream: _Stream, stopped: str) -> StreamDelta:
         self.cancel(stream.work.stream_id)
         return StreamDelta(
             stream.work.stream_id,
@@ -287,17 +313,17 @@ class VllmCore:
         text, finish, error, report, handle = made.text, None, None, None, b""
         if output.finished:
             del self._streams[output.request_id], self._keys[work.stream_id]
-            finish = finish_reason_of(made.finish_reason)
-            report = report_of(stream)
+            finish = _finish_reason(made.finish_reason)
+            report = _report(stream)
             if finish is FinishReason.ERROR:
                 error = self._failure(stream)
             elif isinstance(work.phase, PrefillPhase):
                 if finish is FinishReason.LENGTH:
-                    text = text_state.held_back(stream.state, text)
+                    text = sampling.held_back(stream.state, text)
                     self._remember_held(stream)
                     handle = handle_of(output.kv_transfer_params)
                 else:
-                    # A stop string is found after vLLM's scheduler called it a cut at max_tokens.
+                    # The scheduler saw an end by max_tokens before the stop string was found.
                     self._connector.release(stream.vllm_id)
         return StreamDelta(
             stream_id=work.stream_id,
@@ -313,14 +339,14 @@ class VllmCore:
             kv_handle=handle,
         )
 
-    def _remember_held(self, stream: OpenStream) -> None:
-        """A late cancel still frees the blocks; those that were taken are forgotten here."""
+    def _remember_held(self, stream: _Stream) -> None:
+        """Let a late cancel release the blocks. Forget streams whose blocks were fetched."""
         holds = self._connector.holds
         self._held = {s: vllm_id for s, vllm_id in self._held.items() if holds(vllm_id)}
         self._held[stream.work.stream_id] = stream.vllm_id
 
-    def _failure(self, stream: OpenStream) -> ErrorInfo:
-        """vLLM says "error" and nothing else; which error it can be follows from the work."""
+    def _failure(self, stream: _Stream) -> ErrorInfo:
+        """vLLM reports only "error"; the request tells which error it can be."""
         if isinstance(stream.work.phase, DecodePhase):
             failure: ErrorInfo | None = self._connector.take_failure(stream.vllm_id)
             return failure or ErrorInfo(TransferFailed.code, "the KV blocks did not arrive")
@@ -333,7 +359,76 @@ class VllmCore:
         return ErrorInfo(WorkerFailed.code, "the engine failed on this request")
 
     def close(self) -> None:
-        """Ends the engine and its processes; idempotent."""
+        """End the engine and its processes. Idempotent."""
         self._streams.clear()
         self._keys.clear()
         self._engine.engine_core.shutdown()
+
+
+def _usable_blocks(config: VllmConfig) -> int:
+    return int(config.cache_config.num_gpu_blocks) - 1  # vLLM keeps the null block
+
+
+class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
+    """Sets the load of a core after each step."""
+
+    def __init__(self, core: VllmCore, total_blocks: int) -> None:
+        self._core = core
+        self._total = total_blocks
+
+    def log_engine_initialized(self) -> None:
+        self._core.load = WorkerLoad(0, 0, 0.0, self._total)
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        stats = scheduler_stats
+        if stats is not None:
+            self._core.load = WorkerLoad(
+                # vLLM calls a request "skipped" that waits for remote KV or for its grammar.
+                num_waiting_reqs=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
+                num_running_reqs=stats.num_running_reqs,
+                kv_cache_usage=stats.kv_cache_usage,
+                free_blocks=round((1.0 - stats.kv_cache_usage) * self._total),
+            )
+
+
+def _finish_reason(reason: str) -> FinishReason:
+    # vLLM can also end an answer that repeats itself; clients see that as a stop.
+    return FinishReason.STOP if reason == "repetition" else FinishReason(reason)
+
+
+def _report(stream: _Stream) -> PhaseReport:
+    """Return the durations of the phases from vLLM's monotonic time stamps, 0 if not reached."""
+    marks = stream.state.stats
+    if not marks.scheduled_ts:
+        return PhaseReport(transfer=stream.transfer)
+    queue_s = max(0.0, marks.scheduled_ts - stream.submitted)
+    if isinstance(stream.work.phase, DecodePhase):
+        return PhaseReport(
+            queue_s=queue_s,
+            decode_s=max(0.0, marks.last_token_ts - marks.scheduled_ts),
+            transfer=stream.transfer,
+        )
+    return PhaseReport(
+        queue_s=queue_s,
+        prefill_s=max(0.0, marks.first_token_ts - marks.scheduled_ts),
+        decode_s=max(0.0, marks.last_token_ts - marks.first_token_ts),
+        cached_tokens=stream.state.num_cached_tokens or 0,
+    )
+
+
+def _refusal(work: Work, error: Exception) -> StreamDelta:
+    """Return the last delta of a request that vLLM or we refuse."""
+    if not isinstance(error, PdserveError):
+        # The rest of vLLM's text is the parameter and its whole value.
+        message, parameter = str(next(iter(error.args), error)), getattr(error, "parameter", None)
+        field = _FIELDS.get(parameter or "", parameter or "")
+        if not field and work.sampling.structured_output is not None:
+            field = "structured_output"  # once prompt and numbers are checked, only the grammar
+        error = InvalidRequest(message, field=field)
+    return replace(ended_by(work.stream_id, error), report=PhaseReport())

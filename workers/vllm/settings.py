@@ -1,9 +1,11 @@
-"""What a vLLM engine is started with. No vllm here: settings are made before it may be imported."""
+"""Settings and environment of a vLLM engine. Nothing here imports vllm, which reads its environment
+once, at import."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +37,8 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """How this engine takes part in KV transfers. `instance_id` names one life of the process;
-    `extra` is handed to the connector as it is. `connector` is `pdserve` or `nixl`; `host` is where
-    NIXL's peers ask how to reach its memory."""
+    """KV transfers of this engine. `extra` is the connector's own configuration; `connector` is
+    `pdserve` or `nixl`; `host` is the address of NIXL's side channel."""
 
     instance_id: str
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -49,10 +50,9 @@ class KvSettings:
 class VllmSettings:
     """Settings of one engine.
 
-    `engine_args` are vLLM's `EngineArgs` by name; what they leave open has our defaults, see
-    `workers/vllm_args.py`. `threads` is the size of the OpenMP pool; None leaves it alone. Without
-    `kv` the engine serves aggregated work alone. Raises ConfigError naming the key for an engine
-    argument that cannot be given.
+    `engine_args` are vLLM's `EngineArgs` by name, over the defaults of workers/vllm/args.py.
+    `threads` is the size of the OpenMP pool; None leaves it alone. Without `kv` the engine serves
+    aggregated requests only. Raises ConfigError naming an engine argument that cannot be set.
     """
 
     model_path: str
@@ -114,10 +114,9 @@ def _context_bytes(model: Path) -> int:
 def memory_left_to_kv(
     kv: KvSettings, args: Mapping[str, Any], total_bytes: int, default: float
 ) -> dict[str, float]:
-    """`gpu_memory_utilization` less what our transports may hold on the same GPU, which vLLM knows
-    nothing of; nothing where the KV cache's size is given. `default` is vLLM's own. Raises
-    ConfigError where nothing is left.
-    """
+    """Return `gpu_memory_utilization` without the memory that our transports may hold on the GPU,
+    or nothing if the size of the KV cache is given. `default` is vLLM's. Raises ConfigError if
+    nothing is left."""
     if kv.connector != "pdserve" or args.get("kv_cache_memory_bytes"):
         return {}
     wanted = float(args.get("gpu_memory_utilization", default))
@@ -130,3 +129,62 @@ def memory_left_to_kv(
             field="kv.staging_slot_bytes",
         )
     return {"gpu_memory_utilization": left}
+
+
+_ALWAYS = {
+    # The engine core lives in this process (LLMEngine); this also keeps the CPU platform from
+    # swapping the single-process executor for the multiprocess one.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Threads are shared out by whoever starts the worker. vLLM's own binder would take a core per
+    # rank for itself, and one more because a KV connector is configured.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # KV events name blocks as the block pool does; workers/vllm/cache.py looks them up there.
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
+}
+_UNLESS_SET = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+# True in a process that is forked from one that imported vllm (workers/vllm/preload.py).
+is_preloaded = False
+
+
+def apply_environment(settings: VllmSettings) -> None:
+    """Set the environment for `settings`. Imports torch, which takes a second. Raises RuntimeError
+    if vllm was imported before."""
+    if "vllm" in sys.modules and not is_preloaded:
+        raise RuntimeError("the environment must be set before vllm is imported")
+    os.environ.update(_ALWAYS)
+    for name, value in _UNLESS_SET.items():
+        os.environ.setdefault(name, value)
+    # A whole number of GiB that silently overrides kv_cache_memory_bytes.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if settings.kv is not None and settings.kv.connector == "nixl":
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.kv.host
+    if settings.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        if is_preloaded:
+            _set_threads(settings.threads)
+    if Path(settings.model_path).is_dir():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    if _is_cpu_build() and settings.engine_args.get("enforce_eager", True):
+        # Eager on CPU: all that is left to compile are a few helpers of the sampler, for which the
+        # first request with logprobs would wait 2 s, or 14 s with a cold cache.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+def _is_cpu_build() -> bool:
+    # torch is imported after the thread count is set: it reads that once.
+    import torch
+
+    return torch.version.cuda is None and torch.version.hip is None
+
+
+def _set_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)

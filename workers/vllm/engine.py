@@ -1,8 +1,7 @@
-"""The `Engine` on vLLM: an event loop on one side, one thread that steps vLLM on the other.
+"""The Engine on vLLM: the event loop on one side, a thread that steps vLLM on the other.
 
-The two meet in an inbox (work and cancels, to the thread) and in one call of `on_step` a step
-(deltas, to the loop). The thread blocks while the engine has nothing to do. While only transfers
-are pending it looks at them every millisecond, and new work wakes it from that too.
+Requests and cancels go to the thread by an inbox; deltas come back in one call of `on_step` a step.
+The thread sleeps while the engine has nothing to do, and polls while only transfers are pending.
 """
 
 from __future__ import annotations
@@ -19,23 +18,22 @@ from kv_transfer.snapshot import KvState
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import ErrorInfo, FinishReason, KvLedger, StreamDelta
 from workers.engine import ignore_cache
-from workers.progress import ProgressBoard
-from workers.vllm_env import apply_environment
+from workers.vllm.settings import apply_environment
+from workers.vllm.steps import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.step_moments import StepMoments
     from pdserve.types import WorkerLoad
     from workers.engine import CacheCallback, EngineInfo, FailureCallback, StepCallback, Work
-    from workers.load import LoadBoard
-    from workers.vllm_core import KvLook, VllmCore
-    from workers.vllm_settings import VllmSettings
+    from workers.vllm.core import KvLook, VllmCore
+    from workers.vllm.settings import VllmSettings
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.001
-# How often leases and fences are looked at while nothing but transfers is waited for.
+# How often leases are checked while only transfers are pending and progress wakes the thread.
 _TRANSFER_TICK_S = 0.05
 _CLOSE_TIMEOUT_S = 60.0
 
@@ -59,15 +57,15 @@ class _Exported:
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """Somebody wants to see the KV plane of the executor's processes."""
+    """A request for the state of KV transfers in the executor's processes."""
 
 
 _Item = _Submitted | _Cancelled | _Exported | _Looked
 
 
 class VllmEngine:
-    """State shared with the step thread: the inbox and `_end`, both under `_lock`. `_end` says why
-    no more work is taken, once that is so; the thread sets it when it stops."""
+    """State shared with the step thread, under `_lock`: the inbox, and `_end`, the error that ends
+    requests once the thread has stopped."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
@@ -78,12 +76,10 @@ class VllmEngine:
         self._closing = False
         self._executor_died = False
         self._thread: threading.Thread | None = None
-        self._board: LoadBoard | None = None
+        self._core: VllmCore | None = None  # once loaded
         self._ledger = KvLedger()
-        self._progress = ProgressBoard()
-        self._has_kv = False
+        self._progress = Progress()
         self._kv_look: KvLook | None = None
-        self._moments: Callable[[], StepMoments] | None = None
         self._kv_ranks: tuple[KvSnapshot, ...] = ()
         self._is_looking = False
         self._on_cache: CacheCallback = ignore_cache
@@ -127,24 +123,21 @@ class VllmEngine:
         return True
 
     def load(self) -> WorkerLoad | None:
-        latest = None if self._board is None else self._board.latest
-        if latest is None:
-            return None
-        return self._progress.stamp(latest, has_more=bool(self._inbox))
+        load = None if self._core is None else self._core.load
+        return None if load is None else self._progress.add_to(load, has_more=bool(self._inbox))
 
     def step_moments(self) -> StepMoments | None:
-        return None if self._moments is None else self._moments()
+        return None if self._core is None else self._core.step_moments()
 
     def ledger(self) -> KvLedger:
         return self._ledger
 
     def kv_state(self) -> KvState | None:
-        if not self._has_kv:
+        if self._core is None or not self._core.has_kv:
             return None
         if self._kv_look is not None:
             return KvState(self._ledger, (self._kv_look(),))
-        # In other processes, which only the step thread may ask: the last answer, and a newer one
-        # for who asks next.
+        # Only the step thread may ask other processes: return the last answer, ask for a new one.
         if not self._is_looking:
             self._is_looking = self._put(_Looked())
         return KvState(self._ledger, self._kv_ranks)
@@ -185,16 +178,12 @@ class VllmEngine:
 
     def _load(self) -> VllmCore:
         apply_environment(self._settings)
-        # Importing vllm takes seconds, so it happens here, with the loop running on.
-        from workers.load import LoadBoard
-        from workers.vllm_core import VllmCore
+        # Importing vllm takes seconds; the event loop runs on meanwhile.
+        from workers.vllm.core import VllmCore
 
-        board = LoadBoard()
-        core = VllmCore(self._settings, board)
+        core = VllmCore(self._settings)
         core.on_executor_death(self._note_executor_death)
-        self._board = board
-        self._has_kv, self._kv_look = core.has_kv, core.kv_look()
-        self._moments = core.step_moments
+        self._kv_look, self._core = core.kv_look(), core
         return core
 
     def _note_executor_death(self) -> None:
@@ -209,7 +198,7 @@ class VllmEngine:
             if self._executor_died:
                 raise RuntimeError("a process of the executor died")
             if ended := self._take_inbox(core):
-                self._ledger = core.ledger()  # what is exported is held from now on
+                self._ledger = core.ledger()  # exported blocks are held
                 self._emit(ended)
             if not core.has_work():
                 self._ledger = core.ledger()
@@ -220,7 +209,7 @@ class VllmEngine:
             self._progress.end(
                 time.monotonic(), computed=not core.is_idle, has_work=core.has_runnable()
             )
-            # Before the deltas: who has seen them sees these too.
+            # Set before the deltas: a reader who has seen them sees this too.
             self._ledger = core.ledger()
             if change := core.cache_change():
                 self._call(self._on_cache, change)
@@ -231,7 +220,7 @@ class VllmEngine:
 
     def _pause(self, timeout_s: float | None) -> None:
         self._wake.wait(timeout_s)
-        self._wake.clear()  # before the inbox is read: what is put later sets it again
+        self._wake.clear()  # before the inbox is read, so that no item is missed
 
     def _take_inbox(self, core: VllmCore) -> list[StreamDelta]:
         with self._lock:
@@ -251,7 +240,7 @@ class VllmEngine:
         return ended
 
     def _stop(self, end: ErrorInfo, open_streams: Sequence[int]) -> None:
-        """Ends all streams with `end`, and every one that is submitted from here on."""
+        """End all streams with `end`, also those submitted later."""
         with self._lock:
             self._end = end
             waiting = [x.work.stream_id for x in self._inbox if isinstance(x, _Submitted)]
@@ -265,7 +254,7 @@ class VllmEngine:
     def _call(self, function: object, *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]
-        except RuntimeError:  # the loop is closed: nobody is left to tell
+        except RuntimeError:  # the loop is closed
             _log.debug("the event loop ended before the engine")
 
 

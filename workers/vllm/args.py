@@ -11,13 +11,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from pdserve.errors import ConfigError
-from workers.vllm_cache import events_config
-from workers.vllm_settings import cpu_cache_bytes, memory_left_to_kv
+from workers.vllm.cache import events_config
+from workers.vllm.settings import cpu_cache_bytes, memory_left_to_kv
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from workers.vllm_settings import KvSettings, VllmSettings
+    from workers.vllm.settings import KvSettings, VllmSettings
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import importlib
 import os
 from pathlib import Path
 
-from workers import vllm_env
-from workers.vllm_settings import VllmSettings
+from workers.vllm import settings
+from workers.vllm.settings import VllmSettings
 
 _MODULES = (
-    "workers.vllm_core",
+    "workers.vllm.core",
     "workers.cache_feed",
     "workers.server",
     "workers.main",
@@ -25,7 +25,7 @@ def preload() -> None:
     """Import vLLM in the environment that every engine sets. A forked engine sets it again for its
     own settings; of those, only the number of threads is read at import."""
     os.environ.pop("OMP_NUM_THREADS", None)
-    vllm_env.apply_environment(VllmSettings(str(Path.cwd()), "", threads=1))
+    settings.apply_environment(VllmSettings(str(Path.cwd()), "", threads=1))
     for name in _MODULES:
         importlib.import_module(name)
-    vllm_env.is_preloaded = True
+    settings.is_preloaded = True

@@ -1,45 +1,42 @@
-"""Sampling parameters to vLLM's, and vLLM's logprobs to ours."""
+"""Sampling parameters to vLLM's, vLLM's logprobs to ours, and the text state of a request that
+another engine began.
+
+vLLM makes text from tokens with state of its own (`RequestState`): a detokeniser (incomplete
+characters, text held back because a stop string may be forming) and the context of logprobs. A
+request that continues here has to be where the other engine was, without repeating text.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from pdserve.errors import InvalidRequest
 from pdserve.types import Constraint, PositionLogprobs, TokenLogprob
 from workers.engine import PrefillPhase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vllm.logprobs import Logprob
-
     from pdserve.types import SamplingParams, StructuredOutput
     from workers.engine import Work
 
 
 def token_limits(work: Work) -> tuple[int, int]:
-    """(min_tokens, max_tokens) of this phase. Resumed tokens count as generated, so prefill work
-    stops one token after them."""
-    sampling, resumed = work.sampling, len(work.resume_token_ids)
-    if resumed >= sampling.max_tokens:
-        raise InvalidRequest(
-            f"resume_token_ids has {resumed} tokens, and max_tokens is {sampling.max_tokens}",
-            field="resume_token_ids",
-        )
+    """Return minimum and maximum tokens. Resumed tokens count as generated, and a prefill stops one
+    token after them."""
+    sampling, stop_at = work.sampling, len(work.resume_token_ids) + 1
     if isinstance(work.phase, PrefillPhase):
-        return min(sampling.min_tokens, resumed + 1), resumed + 1
+        return min(sampling.min_tokens, stop_at), stop_at
     return sampling.min_tokens, sampling.max_tokens
 
 
 def to_vllm(work: Work, transfer: Mapping[str, Any]) -> VllmSamplingParams:
-    """`transfer` is what the connector is told (workers/kv_params.py). Raises InvalidRequest, or
-    vLLM's validation error, for values that vLLM does not take."""
+    """`transfer` are the `kv_transfer_params`. Raises vLLM's validation error for values that it
+    does not take."""
     sampling = work.sampling
-    if sampling.n != 1:
-        raise InvalidRequest(f"n must be 1 on a worker, not {sampling.n}", field="n")
     min_tokens, max_tokens = token_limits(work)
     return VllmSamplingParams(
         max_tokens=max_tokens,
@@ -87,10 +84,10 @@ def _structured(sampling: SamplingParams) -> StructuredOutputsParams | None:
 def from_vllm_logprobs(
     token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]] | None, count: int
 ) -> tuple[PositionLogprobs, ...]:
-    """The logprobs of a delta; `count` alternatives were asked for.
+    """Return the logprobs of a delta, with `count` alternatives.
 
-    vLLM gives one mapping a position: the sampled token first, then the best `count`, in which the
-    sampled one may be.
+    vLLM gives one mapping a position: the sampled token first, then the best `count`, which may
+    include it.
     """
     if not positions:
         return ()
@@ -109,3 +106,36 @@ def _position(token_id: int, entries: Mapping[int, Any], count: int) -> Position
 
 def _token(token_id: int, entry: Any) -> TokenLogprob:
     return TokenLogprob(token_id, entry.decoded_token or "", entry.logprob, entry.rank)
+
+
+def feed(state: Any, token_ids: Sequence[int]) -> str | None:
+    """Take `token_ids` as generated and their text as sent.
+
+    Return the stop string that they complete, or None; with one, the answer had ended already.
+    """
+    detokenizer = state.detokenizer
+    stopped = None
+    for token_id in token_ids:
+        stopped = stopped or detokenizer.update([token_id], False)
+    # This marks the text as sent, except for what the other engine held back too.
+    detokenizer.get_next_output_text(finished=False, delta=True)
+    _feed_logprobs(state.logprobs_processor, token_ids)
+    return stopped
+
+
+def _feed_logprobs(processor: Any, token_ids: Sequence[int]) -> None:
+    # Later tokens' texts are made from the ids of the last few; vLLM reads nothing else of these
+    # entries, and cuts a delta's logprobs from the end of the list.
+    if processor.logprobs is not None:
+        for token_id in token_ids:
+            processor.logprobs.append({token_id: Logprob(logprob=0.0, rank=1, decoded_token="")})
+
+
+def held_back(state: Any, text: str) -> str:
+    """Return the part of a last delta's `text` that may be sent if the answer continues elsewhere.
+
+    vLLM reports all text at the end of a request. Characters that may become a stop string stay
+    behind here: the next engine has them in its state.
+    """
+    keep = state.detokenizer.stop_buffer_length
+    return text[: max(0, len(text) - keep)]

@@ -1,0 +1,157 @@
+"""What each step of vLLM's engine computes, how long it took, and whether the engine progresses.
+
+Contact with vLLM (0.32.0): `schedule` and `update_from_output` are shadowed on the scheduler's
+instance, since nothing that vLLM reports says how much of a prompt a step computes, or behind what
+context. The engine core calls them in turn, once a step each; where steps are scheduled while
+others run (asynchronous scheduling) they come out in the order in which they went in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from pdserve.step_moments import StepShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdserve.step_moments import StepRecorder
+    from pdserve.types import WorkerLoad
+
+# More are never on their way: the engine's own batch queue is shorter.
+_MAX_SCHEDULED = 16
+
+
+class StepWatch:
+    """State: steps that are scheduled and not done, each with the time at which it could begin;
+    when the last one was done. `on_size` is called with the number of tokens of each. While requests
+    run, the time between two steps is part of the second: it delays their tokens."""
+
+    def __init__(self, scheduler: Any, recorder: StepRecorder, clock: Callable[[], float]) -> None:
+        self._recorder = recorder
+        self._clock = clock
+        self._scheduled: deque[tuple[StepShape, float]] = deque(maxlen=_MAX_SCHEDULED)
+        self._ended_at = 0.0
+        self.on_size: Callable[[int], None] = lambda tokens: None
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+
+        def watched_schedule(*args: Any, **kwargs: Any) -> Any:
+            began = self._ended_at if scheduler.running else clock()
+            output = schedule(*args, **kwargs)
+            self._scheduled.append((shape_of(output), began))
+            if output.total_num_scheduled_tokens:
+                self.on_size(output.total_num_scheduled_tokens)
+            return output
+
+        def watched_update(*args: Any, **kwargs: Any) -> Any:
+            outputs = update(*args, **kwargs)
+            self._came_out()
+            return outputs
+
+        scheduler.schedule = watched_schedule
+        scheduler.update_from_output = watched_update
+
+    def _came_out(self) -> None:
+        now = self._clock()
+        if self._scheduled:
+            shape, began = self._scheduled.popleft()
+            self._recorder.observe(shape, now - max(began, self._ended_at), now)
+        self._ended_at = now
+
+
+def shape_of(output: Any) -> StepShape:
+    """Return the shape of a step from vLLM's SchedulerOutput. A request with one token to compute
+    counts as decoding, and so does one whose further tokens are speculative."""
+    scheduled, guessed = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    cached = output.scheduled_cached_reqs
+    prefill_tokens = prefill_end = decode_reqs = decode_kv_tokens = 0
+    prefill_pairs = 0.0
+    parts = [(x.req_id, x.num_computed_tokens) for x in output.scheduled_new_reqs]
+    parts += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    for request_id, computed in parts:
+        count = scheduled.get(request_id, 0)
+        if count > 1 and request_id not in guessed:
+            prefill_tokens += count
+            prefill_pairs += count * (computed + count / 2)
+            prefill_end = max(prefill_end, computed + count)
+        elif count:
+            decode_reqs += 1
+            decode_kv_tokens += computed
+    return StepShape(prefill_tokens, prefill_pairs, prefill_end, decode_reqs, decode_kv_tokens)
+
+
+# In these first steps code may still be compiled, so they may take this long; so may a step with
+# more tokens than any measured one.
+_COLD_STEPS = 16
+_UNKNOWN_S = 60.0
+# A step may take this many times as long as the longest one of its size, unless layers report.
+_SLACK = 4.0
+# One slow step is a pause of the machine; lasting changes raise the bound step by step.
+_OUTLIER = 4.0
+_FADE = 0.97
+_REACH = 4  # powers of two of tokens over which a smaller step predicts a larger one
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of an engine, for routers to detect a stall: a count of steps (and of layers, if
+    they report), whether there is work, and how long the step under way may show nothing.
+
+    The step thread writes it, any thread reads it.
+    """
+
+    sees_layers: bool = False
+    count: int = 0
+    allowance_s: float = 0.0
+    has_work: bool = False
+    _steps: int = 0
+    _tokens: int = 0
+    _began: float = 0.0
+    _longest: dict[int, float] = field(default_factory=dict)  # by bit length of a step's tokens
+
+    def begin(self, now: float, *, has_work: bool) -> None:
+        self.has_work, self._began = has_work, now
+
+    def sized(self, tokens: int) -> None:
+        """The step computes so many tokens."""
+        self._tokens = tokens
+        longest_s = self._longest_like(tokens)
+        if longest_s is None or self._steps < _COLD_STEPS:
+            self.allowance_s = _UNKNOWN_S
+        else:
+            self.allowance_s = longest_s if self.sees_layers else _SLACK * longest_s
+
+    def tick(self) -> None:
+        """A layer of the step has been computed."""
+        self.count += 1
+
+    def end(self, now: float, *, computed: bool, has_work: bool) -> None:
+        """The step is over; `computed` is False if it only looked after transfers."""
+        self.has_work, self.allowance_s = has_work, 0.0
+        if not computed:
+            return
+        self.count += 1
+        self._steps += 1
+        size, seconds = self._tokens.bit_length(), now - self._began
+        known = self._longest.get(size)
+        if known is not None:
+            seconds = max(min(seconds, _OUTLIER * known), _FADE * known)
+        self._longest[size] = seconds
+
+    def _longest_like(self, tokens: int) -> float | None:
+        size = tokens.bit_length()
+        for smaller in range(size, size - _REACH, -1):
+            if smaller in self._longest:
+                return self._longest[smaller] * float(2 ** (size - smaller))
+        return None
+
+    def add_to(self, load: WorkerLoad, *, has_more: bool) -> WorkerLoad:
+        """Return `load` with the progress; `has_more` if requests wait for their first step."""
+        return replace(
+            load,
+            progress=self.count,
+            has_work=self.has_work or has_more,
+            step_allowance_s=self.allowance_s,
+        )
