@@ -1,12 +1,7 @@
-"""The HTTP face of a worker, for people and Prometheus: /debug/kv, /metrics and /healthz.
-
-It reads what there is to read and changes nothing; the engine does not notice.
-"""
+"""The HTTP listener of a worker: /debug/kv, /metrics and /healthz."""
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -24,80 +19,66 @@ if TYPE_CHECKING:
     from pdserve.types import WorkerInfo
     from workers.service import WorkerService
 
-    Answer = tuple[int, str, bytes]  # status, content type, body
-
-logger = logging.getLogger(__name__)
-
-_JSON = "application/json"
+    Handler = Callable[[], web.Response]
 
 
 class DebugApp:
-    """Handlers of the debug pages."""
+    """Handlers of the pages. They read state and change nothing."""
 
-    def __init__(self, worker: WorkerService, describe: Callable[[], WorkerInfo]) -> None:
-        self._worker = worker
+    def __init__(self, service: WorkerService, describe: Callable[[], WorkerInfo]) -> None:
+        self._service = service
         self._describe = describe
         self._registry = CollectorRegistry()
         self._registry.register(KvCollector(self._reports))
         watch_tasks(self._registry)
-        self._routes: dict[str, Callable[[], Answer]] = {
+        self._pages: dict[str, Handler] = {
             "/debug/kv": self._kv,
-            "/metrics": self._render,
+            "/metrics": self._metrics,
             "/healthz": self._health,
         }
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
-        status, content_type, body = self._answer(request.method, request.path)
-        headers = {"content-type": content_type}
-        if status == 405:
-            headers["allow"] = "GET"
-        return web.Response(body=body, status=status, headers=headers)
+        page = self._pages.get(request.path)
+        if page is None:
+            text = f"there is no page {request.path}"
+            return web.json_response({"error": text, "paths": [*self._pages]}, status=404)
+        if request.method != "GET":
+            text, allow = f"{request.path} takes GET only", {"allow": "GET"}
+            return web.json_response({"error": text}, status=405, headers=allow)
+        return page()
 
-    def _answer(self, method: str, path: str) -> Answer:
-        route = self._routes.get(path)
-        if route is None:
-            return _json(404, {"error": f"there is nothing at {path}", "paths": [*self._routes]})
-        if method != "GET":
-            return _json(405, {"error": f"{path} takes GET only"})
-        return route()
+    def _health(self) -> web.Response:
+        if self._service.failed.done():
+            return web.json_response({"status": "failed"}, status=503)
+        return web.json_response({"status": "draining" if self._service.is_draining else "ok"})
 
-    def _health(self) -> Answer:
-        if self._worker.failed.done():
-            return _json(503, {"status": "failed"})
-        return _json(200, {"status": "draining" if self._worker.is_draining else "ok"})
-
-    def _render(self) -> Answer:
-        return 200, CONTENT_TYPE, generate_latest(self._registry)
+    def _metrics(self) -> web.Response:
+        body = generate_latest(self._registry)
+        return web.Response(body=body, headers={"content-type": CONTENT_TYPE})
 
     def _reports(self) -> Iterator[Labelled]:
-        report = self._worker.kv_report()
+        report = self._service.kv_report()
         if report is not None:
             yield self._describe(), report
 
-    def _kv(self) -> Answer:
-        """`ranks` is empty for a worker that moves no KV."""
-        info, state, report = self._describe(), self._worker.kv_state(), self._worker.kv_report()
-        ledger = self._worker.ledger() if state is None else state.ledger
-        return _json(
-            200,
-            {
-                "worker_id": info.worker_id,
-                "instance_id": info.instance_id,
-                "role": info.role,
-                "kv": None if info.kv is None else asdict(info.kv),
-                "ledger": {"pinned_blocks": ledger.pinned_blocks, **asdict(ledger)},
-                "quarantined_slots": 0 if report is None else report.quarantined_slots,
-                "totals": {} if report is None else report.totals,
-                "ranks": [] if state is None else [_rank(x) for x in state.ranks],
-            },
-        )
+    def _kv(self) -> web.Response:
+        """The state of KV transfers; `ranks` is empty for a worker that moves no KV."""
+        info, state, report = self._describe(), self._service.kv_state(), self._service.kv_report()
+        ledger = self._service.ledger() if state is None else state.ledger
+        values = {
+            "worker_id": info.worker_id,
+            "instance_id": info.instance_id,
+            "role": info.role,
+            "kv": None if info.kv is None else asdict(info.kv),
+            "ledger": {"pinned_blocks": ledger.pinned_blocks, **asdict(ledger)},
+            "quarantined_slots": 0 if report is None else report.quarantined_slots,
+            "totals": {} if report is None else report.totals,
+            "ranks": [] if state is None else [_rank(x) for x in state.ranks],
+        }
+        return web.json_response(values)
 
 
 def _rank(snapshot: KvSnapshot) -> dict[str, Any]:
-    # How old it is says more to a reader than a time on a clock that nobody sees.
+    # Its age: a reader knows nothing of our clock.
     plain = asdict(replace(snapshot, taken_at=time.monotonic() - snapshot.taken_at))
     return {"seen_s_ago": plain.pop("taken_at"), **plain}
-
-
-def _json(status: int, value: object) -> Answer:
-    return status, _JSON, json.dumps(value, indent=2).encode() + b"\n"

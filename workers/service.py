@@ -25,16 +25,15 @@ from pdserve.errors import (
     InternalError,
     InvalidRequest,
     PdserveError,
-    TransferFailed,
     Unavailable,
     WorkerFailed,
 )
-from pdserve.types import FinishReason, Role, StreamDelta
+from pdserve.types import Role, StreamDelta
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 from workers.cache_feed import CacheFeed
-from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase, ended_by
-from workers.submissions import deadline_s, forks_of, work_from_pb
+from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase
+from workers.submissions import deadline_s, work_from_pb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,9 +41,9 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
     from pdserve.security.roles import Guard
     from pdserve.telemetry import Span, Tracing
-    from pdserve.types import ErrorInfo, KvLedger, KvReport, PhaseReport, WorkerLoad
+    from pdserve.types import KvLedger, KvReport, PhaseReport, WorkerLoad
     from workers.cache_feed import CacheWatcher
-    from workers.engine import Engine, EngineInfo, Work
+    from workers.engine import Engine, EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +141,6 @@ class WorkerService:
         self._has_kv = False
         self._sessions: dict[str, Session] = {}
         self._streams: dict[int, _Stream] = {}
-        self._forks: dict[int, list[Work]] = {}  # not begun, by the stream whose KV they share
         self._ids = itertools.count(1)
         self._is_draining = False
         self._is_announcing = False
@@ -226,59 +224,40 @@ class WorkerService:
 
     def submit(self, session: Session, submit: w.Submit) -> None:
         """Give a request to the engine, or end it with the error that refuses it."""
-        router_ids = [submit.stream_id, *(fork.stream_id for fork in submit.forks)]
-        stream_ids = [next(self._ids) for _ in router_ids]
+        stream_id = next(self._ids)
         try:
-            if len({*router_ids}) < len(router_ids) or session.engine_ids.keys() & {*router_ids}:
+            if submit.stream_id in session.engine_ids:
                 raise InvalidRequest("stream_id is in use in this session", field="stream_id")
             self._check_accepts(submit)
-            work = work_from_pb(
-                submit, stream_id=stream_ids[0], role=self.role, has_kv=self._has_kv
-            )
+            work = work_from_pb(submit, stream_id, role=self.role, has_kv=self._has_kv)
             seconds = deadline_s(submit)
         except PdserveError as error:
-            for router_id in router_ids:
-                self._refuse(session, router_id, error)
+            self._refuse(session, submit.stream_id, error)
             return
+        timer = span = None
+        if seconds is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(seconds, self._expire, stream_id, seconds)
+        if self._tracing is not None:
+            span = self._tracing.begin(
+                _SPAN_NAMES[type(work.phase)],
+                submit.traceparent,
+                {
+                    "pdserve.request_id": work.request_id,
+                    "pdserve.prompt_tokens": len(work.prompt_token_ids),
+                    "pdserve.resumed_tokens": len(work.resume_token_ids),
+                },
+            )
+        session.engine_ids[submit.stream_id] = stream_id
         is_prefill = isinstance(work.phase, PrefillPhase)
-        for router_id, stream_id in zip(router_ids, stream_ids, strict=True):
-            timer = span = None
-            if seconds is not None:
-                loop = asyncio.get_running_loop()
-                timer = loop.call_later(seconds, self._expire, stream_id, seconds)
-            if self._tracing is not None:
-                span = self._tracing.begin(
-                    _SPAN_NAMES[type(work.phase)],
-                    submit.traceparent,
-                    {
-                        "pdserve.request_id": work.request_id,
-                        "pdserve.prompt_tokens": len(work.prompt_token_ids),
-                        "pdserve.resumed_tokens": len(work.resume_token_ids),
-                    },
-                )
-            session.engine_ids[router_id] = stream_id
-            self._streams[stream_id] = _Stream(session, router_id, is_prefill, timer, span)
+        self._streams[stream_id] = _Stream(session, submit.stream_id, is_prefill, timer, span)
         self._idle.clear()
-        if submit.forks:
-            self._forks[work.stream_id] = forks_of(work, submit, stream_ids[1:])
         try:
             self._engine.submit(work)
         except Exception:
             logger.exception("request %s could not be submitted", work.request_id)
-            for router_id in router_ids:
-                self._refuse(session, router_id, InternalError("the worker failed on this request"))
-
-    def _start_forks(self, parent: int, error: ErrorInfo | None) -> list[StreamDelta]:
-        """Submit the forks of a stream whose first delta has come, or end them with its error."""
-        ended = []
-        for work in self._forks.pop(parent, ()):
-            if work.stream_id in self._streams:
-                if error is None:
-                    self._engine.submit(work)
-                else:
-                    end = StreamDelta(work.stream_id, finish_reason=FinishReason.ERROR, error=error)
-                    ended.append(end)
-        return ended
+            failure = InternalError("the worker failed on this request")
+            self._refuse(session, submit.stream_id, failure)
 
     def _check_accepts(self, submit: w.Submit) -> None:
         is_probe = self.role_state is RoleState.PROVING and submit.probe
@@ -314,9 +293,6 @@ class WorkerService:
         load_pb = None if load is None else wire.load_to_pb(load)
         frames: dict[Session, w.StepFrame] = {}
         plain: dict[Session, list[tuple[int, int, str]]] = {}
-        if self._forks:
-            ended = [self._start_forks(x.stream_id, x.error) for x in deltas]
-            deltas = [*deltas, *itertools.chain(*ended)]
         for delta in deltas:
             stream = self._streams.get(delta.stream_id)
             if stream is None:
@@ -385,10 +361,6 @@ class WorkerService:
         error: PdserveError | None = None,
     ) -> None:
         stream = self._streams.pop(stream_id)
-        if last is None and stream_id in self._forks:
-            gone = TransferFailed("the request whose KV it shares has ended")
-            deltas = self._start_forks(stream_id, ended_by(stream_id, gone).error)
-            asyncio.get_running_loop().call_soon(self._on_step, deltas)
         if stream.span is not None:
             _end_span(stream.span, last, error)
         del stream.session.engine_ids[stream.router_stream_id]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pdserve import wire
@@ -12,8 +11,6 @@ from pdserve.types import Role
 from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pdserve.v1 import worker_pb2 as w
 
 # Every role takes aggregated requests: routers fall back to them.
@@ -29,8 +26,6 @@ def work_from_pb(submit: w.Submit, stream_id: int, *, role: Role, has_kv: bool) 
     if not submit.sampling.HasField("max_tokens"):
         raise InvalidRequest("max_tokens is missing", field="max_tokens")
     phase = _phase(submit, role, has_kv=has_kv)
-    if submit.forks and isinstance(phase, PrefillPhase):
-        raise InvalidRequest("prefill work cannot be forked", field="forks")
     return Work(
         stream_id=stream_id,
         request_id=_present("request_id", submit.request_id),
@@ -41,20 +36,6 @@ def work_from_pb(submit: w.Submit, stream_id: int, *, role: Role, has_kv: bool) 
         phase=phase,
         resume_token_ids=tuple(submit.resume_token_ids),
     )
-
-
-def forks_of(work: Work, submit: w.Submit, stream_ids: Sequence[int]) -> list[Work]:
-    """Return the forks of `work`: its prompt from the start, each with its own seed."""
-    return [
-        replace(
-            work,
-            stream_id=stream_id,
-            sampling=replace(work.sampling, seed=fork.seed if fork.HasField("seed") else None),
-            phase=AggregatedPhase(),
-            resume_token_ids=(),
-        )
-        for stream_id, fork in zip(stream_ids, submit.forks, strict=True)
-    ]
 
 
 def deadline_s(submit: w.Submit) -> float | None:

@@ -20,7 +20,7 @@ from pdserve.v1 import worker_pb2 as w
 from router.token_gaps import Gaps, Pace
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
     from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerInfo, WorkerLoad
@@ -120,19 +120,16 @@ class WorkerConnection:
         """Connect in the background."""
         self._task = asyncio.create_task(self._run(), name=f"worker-{self._member.worker_id}")
 
-    def submit(self, command: w.Command, sink: DeltaSink, forks: Sequence[DeltaSink] = ()) -> int:
-        """Send a submit command under a new stream id and return the id; those of its forks follow.
+    def submit(self, command: w.Command, sink: DeltaSink) -> int:
+        """Send a submit command under a new stream id and return the id.
 
         Raises WorkerFailed if the connection is down, Overloaded if the worker does not read.
         """
-        submit = command.submit
-        submit.stream_id = self._last_stream_id + 1
-        for stream_id, fork in enumerate(submit.forks, start=submit.stream_id + 1):
-            fork.stream_id = stream_id
-        self._last_stream_id += 1 + len(forks)
+        self._last_stream_id += 1
+        command.submit.stream_id = self._last_stream_id
         self._send(command)
-        self._sinks.update(enumerate((sink, *forks), start=submit.stream_id))
-        return submit.stream_id
+        self._sinks[self._last_stream_id] = sink
+        return self._last_stream_id
 
     def export(self, stream_id: int, transfer_id: str) -> None:
         """Ask the worker to end a request and keep its KV for whoever presents `transfer_id`.

@@ -26,8 +26,8 @@ _MAX_SCHEDULED = 16
 
 class StepWatch:
     """State: steps that are scheduled and not done, each with the time at which it could begin;
-    when the last one was done. `on_size` is called with the number of tokens of each. While requests
-    run, the time between two steps is part of the second: it delays their tokens."""
+    when the last one was done. `on_size` is called with the number of tokens of each. The time
+    between two steps is part of the second while requests run: it delays their tokens."""
 
     def __init__(self, scheduler: Any, recorder: StepRecorder, clock: Callable[[], float]) -> None:
         self._recorder = recorder

@@ -68,7 +68,8 @@ def test_what_is_shown_is_what_a_lookup_reaches(data: st.DataObject) -> None:
             cached |= {prompt[: i + 1] for i in range(start, len(prompt))}
         elif act == "remove" and cached:
             gone = data.draw(st.sampled_from(sorted(cached)))
-            cached.discard(gone)
+            # Blocks after it are not shown again, so the engine loses them too here.
+            cached = {x for x in cached if not x.startswith(gone)}
             mirror.remove(key(gone))
         elif act == "clear":
             cached.clear()
