@@ -109,7 +109,7 @@ async def test_a_drain_that_is_taken_back_says_so(capsys: pytest.CaptureFixture[
     async with Cluster(prefill=1, decode=2) as cluster:
         busy, idle, asking = await ask_and_hold(cluster)
         engine = cluster.engine(busy)
-        await cluster.until(lambda: engine._core.faults.stalls(engine._steps + 1))
+        await cluster.until(lambda: engine.faults.stalls(engine._steps + 1))
         draining = asyncio.create_task(command(cluster, "drain", busy, "--timeout", str(WAIT_S)))
         await cluster.until_state(busy, "draining")
         assert await command(cluster, "drain", busy, "--undo") == 0
