@@ -151,8 +151,6 @@ class RouterServer:
                 request_timeout_s=config.request_timeout_s,
             )
         )
-        metrics.watch(fleet, costs, admission, watcher)
-        watch_tasks(metrics.registry)
 
         # Role changes.
         changer = RoleChanger(fleet, metrics)
@@ -161,11 +159,13 @@ class RouterServer:
             costs,
             config.roles,
             queued=admission.queued_of,
-            on_verdict=metrics.roles.decided,
+            on_verdict=metrics.roles_decided,
         )
         if config.roles.auto:
-            metrics.roles.watch(roles.verdicts)
             await enter(Rebalancer(roles, changer, config.roles))
+        verdicts = roles.verdicts if config.roles.auto else {}
+        metrics.watch(fleet, costs, admission, watcher, verdicts)
+        watch_tasks(metrics.registry)
 
         # The APIs.
         keys = Keys(config.tenants)

@@ -5,30 +5,36 @@ A request is observed once, at its end. Workers are counted when metrics are rea
 
 from __future__ import annotations
 
+import math
 from collections import Counter as Tally
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.metrics import KvCollector
-from router.prefix import PrefixMetrics
-from router.roles.metrics import RoleMetrics
+from pdserve.types import Role
+from router.placement.values import NO_TOKENS_CACHED
 from router.token_gaps import BOUNDS_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from prometheus_client.core import Metric
 
     from pdserve.errors import PdserveError
     from pdserve.metrics import Labelled
     from pdserve.types import Receipt, Usage
-    from router.admission import AdmissionController, Tenants
+    from router.admission import AdmissionController
     from router.cost.book import CostBook
     from router.fleet.pool import WorkerPool
     from router.fleet.registry import Fleet
     from router.prefix import PrefixWatcher
+    from router.roles.controller import Verdict
+
+    Row = tuple[tuple[str, ...], float]
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -48,6 +54,9 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("kv_transfer_bytes", "KV bytes moved.", "model"),
     ("pair_probes", "Active health checks of pairs of workers.", "model outcome"),
     ("worker_probes", "Active health checks of single workers.", "model outcome"),
+    ("prefix_predictions", "Answers by cached tokens against predicted.", "model engine_had"),
+    ("prefix_tokens", "Cached prompt tokens: predicted, and reported.", "model source"),
+    ("role_decisions", "Looks at the split of roles, by decision.", "model decision"),
     ("tenant_answers", "Requests answered in full.", "tenant"),
     ("tenant_tokens", "Tokens of answered requests.", "tenant kind"),
     ("tenant_refusals", "Requests refused before any work.", "tenant code reason"),
@@ -65,11 +74,15 @@ _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("role_change_seconds", "From request to first placement.", "model role outcome", _SECONDS),
     ("prediction_ratio", "Predicted over actual.", "model what", _RATIOS),
 )
+
+
 _LOADS = (
     ("num_running_reqs", "Requests that a worker's engine computes."),
     ("num_waiting_reqs", "Requests that wait in a worker's engine."),
     ("kv_cache_usage", "Used share of a worker's KV cache, from 0 to 1."),
 )
+_GOODPUT = "Predicted goodput with disaggregation over that of as many aggregated workers."
+_WANTED = "Workers of a role that the load asks for."
 
 
 class RouterMetrics:
@@ -77,8 +90,6 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.prefix = PrefixMetrics(registry)
-        self.roles = RoleMetrics(registry)
         # Cached: finding a labelled child costs more than counting.
         self._count: dict[str, Callable[..., Counter]] = {
             name: cache(Counter(f"pdserve_{name}", text, labels.split(), registry=registry).labels)
@@ -92,7 +103,6 @@ class RouterMetrics:
             )
             for name, text, labels, buckets in _HISTOGRAMS
         }
-        self.tenants = TenantMetrics(self._count, registry)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -103,31 +113,66 @@ class RouterMetrics:
         costs: CostBook,
         admission: AdmissionController,
         watcher: PrefixWatcher | None,
+        verdicts: Mapping[str, Verdict],
     ) -> None:
         """Report their state whenever the metrics are read."""
-        pool, register = fleet.pool, self.registry.register
-        register(_Workers(pool))
-        register(_Loads(pool))
-        register(KvCollector(lambda: _kv_reports(pool)))
-        register(_Goodput(costs, pool))
-        register(fleet.gaps)
-        self.tenants.watch(admission.tenants)
-        if watcher is not None:
-            self.prefix.watch(watcher)
-        for name, text, read in (
-            (
-                "kv_ejected_pairs",
-                "Pairs of workers that are not used together because KV between them failed.",
-                lambda: len(fleet.outliers.ejected(fleet.now())),
-            ),
-            ("requests_running", "Requests admitted.", lambda: admission.running),
-            ("requests_queued", "Requests waiting for admission.", lambda: admission.queued),
-        ):
-            Gauge(f"pdserve_{name}", text, registry=self.registry).set_function(read)
+        pool, tenants, worker = fleet.pool, admission.tenants, "model role worker"
+        register = self.registry.register
 
-    def refused(self, model: str, error: PdserveError) -> None:
+        def show(name: str, text: str, labels: str, rows: Callable[[], Iterable[Row]]) -> None:
+            register(_Reading(name, text, labels.split(), rows))
+
+        def show_one(name: str, text: str, value: Callable[[], float]) -> None:
+            register(_Reading(name, text, [], lambda: [((), value())]))
+
+        show("workers", "Registered workers.", "model role state", lambda: _workers(pool))
+        for field, text in _LOADS:
+            show(f"worker_{field}", text, worker, partial(_loads, pool, field))
+        show("pd_goodput_ratio", _GOODPUT, "model", lambda: _goodput(costs, pool))
+        show("role_load", "Average load; 1 is full.", "model role", lambda: _role_loads(verdicts))
+        show("role_workers_wanted", _WANTED, "model role", lambda: _roles_wanted(verdicts))
+        show(
+            "tenant_requests_open",
+            "Requests waiting and running.",
+            "tenant",
+            lambda: (((x,), tenants.concurrent(x)) for x in tenants.names()),
+        )
+        show_one("requests_running", "Requests admitted.", lambda: admission.running)
+        show_one("requests_queued", "Requests waiting for admission.", lambda: admission.queued)
+        show_one(
+            "kv_ejected_pairs",
+            "Pairs of workers that are not used because KV between them failed.",
+            lambda: len(fleet.outliers.ejected(fleet.now())),
+        )
+        register(fleet.gaps)
+        register(KvCollector(lambda: _kv_reports(pool)))
+        if watcher is None:
+            return
+        index = watcher.index
+        show_one("prefix_blocks", "KV blocks in the index.", lambda: len(index))
+        show_one("prefix_synced_workers", "Workers that are fully indexed.", lambda: watcher.synced)
+        show_one(
+            "prefix_truncated_workers",
+            "Workers with refused blocks.",
+            lambda: index.truncated_workers,
+        )
+        show_one(
+            "prefix_refused_blocks_total",
+            "KV blocks refused by a full index.",
+            lambda: index.refused_blocks,
+        )
+        show(
+            "prefix_resyncs_total",
+            "Cache streams started again.",
+            "reason",
+            lambda: (((reason,), count) for reason, count in sorted(watcher.resyncs.items())),
+        )
+
+    def refused(self, model: str, tenant: str, error: PdserveError) -> None:
         """A request ended before anything was sent to a worker."""
         self._count["refusals"](model, error.code, error.reason).inc()
+        if tenant:
+            self._count["tenant_refusals"](tenant, error.code, error.reason).inc()
 
     def ended(self, model: str, outcome: str) -> None:
         """A request ended. `outcome` is its finish reason or its error's code."""
@@ -186,94 +231,76 @@ class RouterMetrics:
         """A worker's role was to change to `role`."""
         self._histogram["role_change_seconds"](model, role, outcome).observe(seconds)
 
-
-class TenantMetrics:
-    """Metrics by tenant. Requests without a tenant are not counted."""
-
-    def __init__(
-        self, count: dict[str, Callable[..., Counter]], registry: CollectorRegistry
-    ) -> None:
-        self._count = count
-        self._registry = registry
-
-    def watch(self, tenants: Tenants) -> None:
-        self._registry.register(_OpenByTenant(tenants))
-
-    def answered(self, tenant: str, usage: Usage) -> None:
+    def tenant_answered(self, tenant: str, usage: Usage) -> None:
+        """A request was answered in full. Requests without a tenant are not counted."""
         if tenant:
             self._count["tenant_answers"](tenant).inc()
             self._count["tenant_tokens"](tenant, "prompt").inc(usage.prompt_tokens)
             self._count["tenant_tokens"](tenant, "generated").inc(usage.completion_tokens)
 
-    def refused(self, tenant: str, error: PdserveError) -> None:
-        if tenant:
-            self._count["tenant_refusals"](tenant, error.code, error.reason).inc()
+    def cache_predicted(self, model: str, cached: Mapping[str, int], receipt: Receipt) -> None:
+        """Compare the `cached` tokens by worker that a placement knew with what the engine had."""
+        if cached is NO_TOKENS_CACHED or receipt.fallbacks:
+            return
+        predicted, had = cached.get(receipt.prefill_worker, 0), receipt.cached_tokens
+        verdict = "exact" if had == predicted else "more" if had > predicted else "fewer"
+        self._count["prefix_predictions"](model, verdict).inc()
+        self._count["prefix_tokens"](model, "predicted").inc(predicted)
+        self._count["prefix_tokens"](model, "reported").inc(had)
+
+    def roles_decided(self, model: str, verdict: Verdict) -> None:
+        """The split of a model's roles was looked at."""
+        self._count["role_decisions"](model, verdict.stance.value).inc()
 
 
-class _OpenByTenant(Collector):
-    def __init__(self, tenants: Tenants) -> None:
-        self._tenants = tenants
+class _Reading(Collector):
+    """A metric whose labels and values are read from elsewhere. A `_total` is a counter."""
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(
-            "pdserve_tenant_requests_open", "Requests waiting and running.", labels=("tenant",)
-        )
-        for name in self._tenants.names():
-            family.add_metric((name,), self._tenants.concurrent(name))
+    def __init__(
+        self, name: str, text: str, labels: Sequence[str], rows: Callable[[], Iterable[Row]]
+    ) -> None:
+        self._name, self._text, self._labels, self._rows = f"pdserve_{name}", text, labels, rows
+
+    def collect(self) -> Iterator[Metric]:
+        is_counter = self._name.endswith("_total")
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        family = kind(self._name, self._text, labels=self._labels)
+        for labels, value in self._rows():
+            family.add_metric(labels, value)
         yield family
 
 
-class _Workers(Collector):
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        labels = ("model", "role", "state")
-        family = GaugeMetricFamily("pdserve_workers", "Registered workers.", labels=labels)
-        tally = Tally(
-            (m.info.model.name, m.info.role.value, m.state.value)
-            for m in self._pool.members.values()
-        )
-        for values, count in sorted(tally.items()):
-            family.add_metric(values, count)
-        yield family
+def _workers(pool: WorkerPool) -> Iterable[Row]:
+    return sorted(
+        Tally(
+            (m.info.model.name, m.info.role.value, m.state.value) for m in pool.members.values()
+        ).items()
+    )
 
 
-class _Loads(Collector):
-    """The load that each worker last reported."""
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        members = [m for m in self._pool.members.values() if m.load is not None and not m.lost]
-        for name, text in _LOADS:
-            labels = ("model", "role", "worker")
-            family = GaugeMetricFamily(f"pdserve_worker_{name}", text, labels=labels)
-            for m in members:
-                values = (m.info.model.name, m.info.role.value, m.worker_id)
-                family.add_metric(values, getattr(m.load, name))
-            yield family
+def _loads(pool: WorkerPool, field: str) -> Iterator[Row]:
+    for m in pool.members.values():
+        if m.load is not None and not m.lost:
+            yield (m.info.model.name, m.info.role.value, m.worker_id), getattr(m.load, field)
 
 
-class _Goodput(Collector):
-    """Of the models that enough was measured of."""
+def _goodput(costs: CostBook, pool: WorkerPool) -> Iterator[Row]:
+    for model in sorted(pool.models()):
+        ratio = costs.reading(model).ratio
+        if ratio is not None:
+            yield (model,), ratio
 
-    def __init__(self, costs: CostBook, pool: WorkerPool) -> None:
-        self._costs = costs
-        self._pool = pool
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(
-            "pdserve_pd_goodput_ratio",
-            "Predicted goodput with disaggregation over that of as many aggregated workers.",
-            labels=("model",),
-        )
-        for model in sorted(self._pool.models()):
-            ratio = self._costs.reading(model).ratio
-            if ratio is not None:
-                family.add_metric((model,), ratio)
-        yield family
+def _role_loads(verdicts: Mapping[str, Verdict]) -> Iterator[Row]:
+    for model, verdict in sorted(verdicts.items()):
+        loads = ((Role.PREFILL, verdict.loads.prefill), (Role.DECODE, verdict.loads.decode))
+        yield from (((model, role.value), load) for role, load in loads if math.isfinite(load))
+
+
+def _roles_wanted(verdicts: Mapping[str, Verdict]) -> Iterator[Row]:
+    for model, verdict in sorted(verdicts.items()):
+        yield (model, Role.PREFILL.value), verdict.wanted.prefill_workers
+        yield (model, Role.DECODE.value), verdict.wanted.decode_workers
 
 
 def _kv_reports(pool: WorkerPool) -> Iterator[Labelled]:

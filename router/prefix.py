@@ -14,22 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import grpc.aio
-from prometheus_client import Counter as MetricCounter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from pdserve import prefix_hash, rpc
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
-from router.placement.values import NO_TOKENS_CACHED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.core import Metric
-
-    from pdserve.types import Receipt
     from router.fleet.member import Member
     from router.placement.values import Demand
 
@@ -327,60 +319,3 @@ class _Watch:
     @property
     def block_size(self) -> tuple[str, int]:
         return self.member.info.model.name, self.member.info.block_size
-
-
-class PrefixMetrics:
-    """Compares predicted with reported cached tokens; with `watch`, reports the index too."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._predictions = MetricCounter(
-            "pdserve_prefix_predictions",
-            "Answers by cached prompt tokens in the engine: as predicted (exact), more or fewer.",
-            ("model", "engine_had"),
-            registry=registry,
-        )
-        self._tokens = MetricCounter(
-            "pdserve_prefix_tokens",
-            "Cached prompt tokens: predicted, and reported by the engine.",
-            ("model", "source"),
-            registry=registry,
-        )
-
-    def watch(self, watcher: PrefixWatcher) -> None:
-        self._registry.register(_IndexCollector(watcher))
-
-    def judge(self, model: str, cached: Mapping[str, int], receipt: Receipt) -> None:
-        """Count an answer that was placed knowing `cached` tokens by worker id."""
-        if cached is NO_TOKENS_CACHED or receipt.fallbacks:
-            return
-        predicted, had = cached.get(receipt.prefill_worker, 0), receipt.cached_tokens
-        verdict = "exact" if had == predicted else "more" if had > predicted else "fewer"
-        self._predictions.labels(model, verdict).inc()
-        self._tokens.labels(model, "predicted").inc(predicted)
-        self._tokens.labels(model, "reported").inc(had)
-
-
-class _IndexCollector(Collector):
-    def __init__(self, watcher: PrefixWatcher) -> None:
-        self._watcher = watcher
-
-    def collect(self) -> Iterator[Metric]:
-        index = self._watcher.index
-        for name, text, value in (
-            ("blocks", "KV blocks in the prefix index.", len(index)),
-            ("synced_workers", "Workers whose whole cache is indexed.", self._watcher.synced),
-            ("truncated_workers", "Workers with refused blocks.", index.truncated_workers),
-        ):
-            yield GaugeMetricFamily(f"pdserve_prefix_{name}", text, value)
-        yield CounterMetricFamily(
-            "pdserve_prefix_refused_blocks",
-            "KV blocks refused by a full index.",
-            index.refused_blocks,
-        )
-        resyncs = CounterMetricFamily(
-            "pdserve_prefix_resyncs", "Cache streams started again, by reason.", labels=("reason",)
-        )
-        for reason, count in sorted(self._watcher.resyncs.items()):
-            resyncs.add_metric((reason,), count)
-        yield resyncs

@@ -155,8 +155,7 @@ class RequestServer:
             if not is_admitted:
                 # A model name that is not served must not become a label.
                 known = request.model if request.model in self.models() else ""
-                metrics.refused(known, error)
-                metrics.tenants.refused(request.tenant, error)
+                metrics.refused(known, request.tenant, error)
             raise
 
     async def _generate(
@@ -214,7 +213,7 @@ class RequestServer:
         usage, receipt = combined_usage(usages), combined_receipt(receipts)
         firsts = [x.answer.first_token_at or now for x in generations]
         ttft_s, e2e_s = min(firsts) - arrived, now - arrived
-        metrics.tenants.answered(request.tenant, usage)
+        metrics.tenant_answered(request.tenant, usage)
         computed = usage.completion_tokens - len(request.resume)
         metrics.answered(
             request.model,
@@ -226,7 +225,7 @@ class RequestServer:
         )
         first = parent.first_reservation
         if first is not None:
-            metrics.prefix.judge(request.model, first.decision.cached, receipt)
+            metrics.cache_predicted(request.model, first.decision.cached, receipt)
             if len(generations) == 1 and not (receipt.fallbacks or request.resume):
                 waited_s = admitted - arrived
                 placer.answered(

@@ -375,7 +375,7 @@ async def running_stack(
             queue_timeout_s,
         )
         requests = await exits.enter_async_context(RequestServer(services))
-        metrics.watch(fleet, CostBook(fleet.pool, Slo(), fleet.now), admission, None)
+        metrics.watch(fleet, CostBook(fleet.pool, Slo(), fleet.now), admission, None, {})
         stack = Stack(fleet, requests, metrics)
         await stack.join(*workers)
         yield stack

@@ -38,7 +38,7 @@ def samples(pool: WorkerPool, prefix: str = "pdserve_worker_kv_") -> list[str]:
     fleet = Fleet(router_id="r")
     fleet.pool = pool
     costs = CostBook(pool, Slo(), lambda: 0.0)
-    metrics.watch(fleet, costs, AdmissionController(AdmissionLimits()), None)
+    metrics.watch(fleet, costs, AdmissionController(AdmissionLimits()), None, {})
     lines: Iterable[str] = metrics.render().decode().splitlines()
     return [line for line in lines if line.startswith(prefix)]
 
