@@ -1,40 +1,18 @@
-"""Every error that a client or an operator can meet, and the one table to gRPC and HTTP status.
-
-PdserveError
-├── ClientError                 the request is at fault
-│   ├── InvalidRequest          400  a field is wrong, unknown or unsupported
-│   │   └── ContextLengthExceeded
-│   ├── Unauthenticated         401  no API key, or one that is not known
-│   ├── PermissionDenied        403  the caller is known, and this is not for it
-│   ├── ModelNotFound           404
-│   ├── Conflict                409  a request of this name is being answered
-│   ├── RequestTooLarge         413
-│   └── Cancelled               499  the client went away
-├── ServiceError                the service is at fault, or busy
-│   ├── Overloaded              429  with the seconds after which a retry makes sense
-│   ├── Unavailable             503  no worker for this model now
-│   │   └── BudgetExhausted     too much was computed again of late, for workers that failed
-│   ├── DeadlineExceeded        504
-│   ├── WorkerFailed            502  a worker broke off
-│   │   └── TransferFailed      its KV did not arrive
-│   │       └── TransferCorrupted   it arrived damaged, and again when it was sent again
-│   └── InternalError           500
-└── ConfigError                 the process cannot start as it was told; never crosses the wire
-"""
+"""Every error that a client or an operator can meet, with its gRPC and HTTP status."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import grpc
 
-if TYPE_CHECKING:
-    from pdserve.types import ErrorInfo
+_Status = grpc.StatusCode
 
 
 class Refusal(StrEnum):
-    """Why a request was refused before any work was done for it, for programs to read."""
+    """Why a request was rejected before any work was done for it; for programs."""
 
     QUEUE_FULL = "queue_full"
     NO_ROOM = "no_room"
@@ -45,13 +23,36 @@ class Refusal(StrEnum):
     TENANT_CONCURRENCY = "tenant_concurrency"
 
 
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as it travels. `code` names its class."""
+
+    code: str
+    message: str
+    field: str = ""
+    retry_after_s: float = 0.0
+    reason: str = ""
+
+
+_BY_CODE: dict[str, type[PdserveError]] = {}
+
+
 class PdserveError(Exception):
-    """Base of all our errors. `field` names the request field or the configuration key at fault;
-    `reason` is a Refusal's value, or empty."""
+    """Base of all errors. `field` names the request field or the configuration key at fault;
+    `reason` is the value of a Refusal, or empty."""
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    grpc_status: ClassVar[grpc.StatusCode] = _Status.INTERNAL
+
+    def __init_subclass__(
+        cls, code: str = "", http: int = 0, grpc_status: grpc.StatusCode | None = None
+    ) -> None:
+        cls.http_status = http or cls.http_status
+        cls.grpc_status = grpc_status or cls.grpc_status
+        if code:
+            cls.code = code
+            _BY_CODE[code] = cls
 
     def __init__(
         self, message: str, *, field: str = "", retry_after_s: float = 0.0, reason: str = ""
@@ -64,180 +65,107 @@ class PdserveError(Exception):
 
 
 class ClientError(PdserveError):
-    """The request is at fault; the same request will fail again."""
+    """The request is at fault and will fail again."""
 
 
-class InvalidRequest(ClientError):
+class InvalidRequest(
+    ClientError, code="invalid_value", http=400, grpc_status=_Status.INVALID_ARGUMENT
+):
     """A field of the request is wrong, unknown or unsupported."""
 
-    code = "invalid_value"
-    http_status = 400
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+
+class UnsupportedField(InvalidRequest, code="unsupported_parameter"):
+    """A field of the API that is not supported."""
 
 
-class UnsupportedField(InvalidRequest):
-    """A field that the API defines and that we refuse rather than ignore."""
-
-    code = "unsupported_parameter"
-
-
-class UnknownField(InvalidRequest):
+class UnknownField(InvalidRequest, code="unknown_parameter"):
     """A field that the API does not define."""
 
-    code = "unknown_parameter"
+
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
+    """Prompt and answer do not fit the model's context."""
 
 
-class ContextLengthExceeded(InvalidRequest):
-    """Prompt and answer do not fit the model; the message has both lengths."""
-
-    code = "context_length_exceeded"
-
-
-class Unauthenticated(ClientError):
-    """API keys are asked for, and the request has none that is known."""
-
-    code = "invalid_api_key"
-    http_status = 401
-    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+class Unauthenticated(
+    ClientError, code="invalid_api_key", http=401, grpc_status=_Status.UNAUTHENTICATED
+):
+    """The caller has not authenticated."""
 
 
-class PermissionDenied(ClientError):
-    """The caller is known, and is not one who may do this."""
-
-    code = "permission_denied"
-    http_status = 403
-    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+class PermissionDenied(
+    ClientError, code="permission_denied", http=403, grpc_status=_Status.PERMISSION_DENIED
+):
+    """The caller lacks the role."""
 
 
-class ModelNotFound(ClientError):
-    """No worker serves a model of this name."""
-
-    code = "model_not_found"
-    http_status = 404
-    grpc_status = grpc.StatusCode.NOT_FOUND
+class ModelNotFound(ClientError, code="model_not_found", http=404, grpc_status=_Status.NOT_FOUND):
+    """No worker serves this model."""
 
 
-class Conflict(ClientError):
-    """A request of this name is being answered over another connection."""
-
-    code = "request_in_progress"
-    http_status = 409
-    grpc_status = grpc.StatusCode.ALREADY_EXISTS
+class Conflict(
+    ClientError, code="request_in_progress", http=409, grpc_status=_Status.ALREADY_EXISTS
+):
+    """A request with this id is being answered over another connection."""
 
 
-class RequestTooLarge(ClientError):
-    """The body is over the limit."""
-
-    code = "request_too_large"
-    http_status = 413
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+class RequestTooLarge(
+    ClientError, code="request_too_large", http=413, grpc_status=_Status.RESOURCE_EXHAUSTED
+):
+    """The body exceeds the limit."""
 
 
-class Cancelled(ClientError):
-    """The client cancelled or went away."""
-
-    code = "cancelled"
-    http_status = 499
-    grpc_status = grpc.StatusCode.CANCELLED
+class Cancelled(ClientError, code="cancelled", http=499, grpc_status=_Status.CANCELLED):
+    """The client cancelled or disconnected."""
 
 
 class ServiceError(PdserveError):
-    """The service is at fault, or busy; the same request may succeed later."""
+    """The service is at fault or busy. The request may succeed later."""
 
 
-class Overloaded(ServiceError):
-    """Queue or capacity is full; `retry_after_s` is when trying again makes sense."""
-
-    code = "overloaded"
-    http_status = 429
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+class Overloaded(ServiceError, code="overloaded", http=429, grpc_status=_Status.RESOURCE_EXHAUSTED):
+    """Queue or capacity is full. `retry_after_s` says when to try again."""
 
 
-class Unavailable(ServiceError):
+class Unavailable(ServiceError, code="unavailable", http=503, grpc_status=_Status.UNAVAILABLE):
     """No worker can take the request now."""
 
-    code = "unavailable"
-    http_status = 503
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+
+class BudgetExhausted(Unavailable, code="retry_budget_exhausted"):
+    """A worker failed, and the retry budget of its model is used up."""
 
 
-class BudgetExhausted(Unavailable):
-    """A worker failed, and what may be computed again for its model is used up."""
-
-    code = "retry_budget_exhausted"
-
-
-class DeadlineExceeded(ServiceError):
+class DeadlineExceeded(
+    ServiceError, code="deadline_exceeded", http=504, grpc_status=_Status.DEADLINE_EXCEEDED
+):
     """The request's deadline passed."""
 
-    code = "deadline_exceeded"
-    http_status = 504
-    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+
+class WorkerFailed(ServiceError, code="worker_failed", http=502, grpc_status=_Status.UNAVAILABLE):
+    """A worker died or broke its protocol."""
 
 
-class WorkerFailed(ServiceError):
-    """A worker died or broke off."""
-
-    code = "worker_failed"
-    http_status = 502
-    grpc_status = grpc.StatusCode.UNAVAILABLE
-
-
-class TransferFailed(WorkerFailed):
+class TransferFailed(WorkerFailed, code="transfer_failed"):
     """The KV blocks of a request did not arrive at the decode worker."""
 
-    code = "transfer_failed"
+
+class TransferCorrupted(TransferFailed, code="transfer_corrupted"):
+    """The KV blocks of a request were damaged, also after one retry."""
 
 
-class TransferCorrupted(TransferFailed):
-    """The KV blocks of a request came damaged, and so did what came again."""
-
-    code = "transfer_corrupted"
+class InternalError(ServiceError, code="internal_error"):
+    """A bug in pdserve."""
 
 
-class InternalError(ServiceError):
-    """A bug of ours."""
-
-
-class ConfigError(PdserveError):
-    """The configuration is broken: `field` is the key, the message the reason."""
-
-    code = "config_error"
-
-
-_BY_CODE: dict[str, type[PdserveError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidRequest,
-        UnsupportedField,
-        UnknownField,
-        ContextLengthExceeded,
-        Unauthenticated,
-        PermissionDenied,
-        ModelNotFound,
-        Conflict,
-        RequestTooLarge,
-        Cancelled,
-        Overloaded,
-        Unavailable,
-        BudgetExhausted,
-        DeadlineExceeded,
-        WorkerFailed,
-        TransferFailed,
-        TransferCorrupted,
-        InternalError,
-        ConfigError,
-    )
-}
+class ConfigError(PdserveError, code="config_error"):
+    """The configuration is wrong: `field` is the key, `message` the reason."""
 
 
 def from_info(info: ErrorInfo) -> PdserveError:
-    """The error that `info` describes; an unknown code is an internal error."""
+    """Return the error that `info` describes. An unknown code is an InternalError."""
     cls = _BY_CODE.get(info.code, InternalError)
     return cls(info.message, field=info.field, retry_after_s=info.retry_after_s, reason=info.reason)
 
 
 def wait_s(error: PdserveError) -> float:
-    """How long a client is to wait before it tries again: a second at least where that makes sense,
-    though nobody could predict it."""
+    """Return the seconds after which a retry makes sense: at least 1, or 0 if none does."""
     return max(1.0, error.retry_after_s) if error.http_status in (429, 503) else 0.0

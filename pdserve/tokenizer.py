@@ -11,7 +11,6 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from pdserve.chat_template import ChatTemplate
 from pdserve.errors import ConfigError, InvalidRequest
-from pdserve.lean import lean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 SHORT_CHARS = 2048
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatMessage:
     """One message of a conversation; `name` is passed to the template where it is set."""
 

@@ -7,8 +7,8 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from pdserve.errors import ErrorInfo as ErrorInfo  # part of this vocabulary
 from pdserve.errors import InvalidRequest
-from pdserve.lean import lean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,8 +62,7 @@ def _refuse(field_name: str, reason: str) -> None:
     raise InvalidRequest(f"{field_name} {reason}", field=field_name)
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters under vLLM's names and with vLLM's defaults; checked at birth.
 
@@ -161,8 +160,7 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransferReport:
     """A finished transfer. `transfer_s` is the time in which bytes were moving, `exposed_s` the
     time from the end of prefill to the last byte. `digest_mismatches` counts the chunks that came
@@ -187,8 +185,7 @@ class TransferReport:
         )
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PhaseReport:
     """What one worker's part of a request cost."""
 
@@ -199,19 +196,7 @@ class PhaseReport:
     transfer: TransferReport | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorInfo:
-    """An error as it travels: the table in pdserve.errors gives its status."""
-
-    code: str
-    message: str
-    field: str = ""
-    retry_after_s: float = 0.0
-    reason: str = ""
-
-
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StreamDelta:
     """What one engine step made for one request. The last one has a finish reason and a report;
     that of a prefill also a `kv_handle`, where the handoff is in turn, and that of a stream whose
@@ -229,8 +214,7 @@ class StreamDelta:
     exported_tokens: int = 0
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
     """Token counts as the OpenAI API counts them."""
 
@@ -239,8 +223,7 @@ class Usage:
     cached_tokens: int = 0
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Receipt:
     """What one request cost, phase by phase, and where each phase ran. `predicted_ttft_s` is what
     was expected from its placement to its first token, 0 where too little was known."""
@@ -261,8 +244,7 @@ class Receipt:
     predicted_ttft_s: float = 0.0
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerateRequest:
     """One request as the router works on it: tokenised, checked, with its deadline as a point on
     the event loop's clock (see pdserve.deadline). A lower `priority` is served earlier, as in vLLM;
@@ -352,8 +334,7 @@ class WorkerInfo:
     session_address: str = ""
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerLoad:
     """Load under vLLM's names. A load that is not known is None, never zeros. `progress` moves
     while the engine gets on; with `has_work` it should. `step_allowance_s` is how long it may stand

@@ -1,5 +1,4 @@
-"""Types to protobuf and back; nothing else converts. Bad input raises InvalidRequest naming the
-field."""
+"""Convert types to protobuf and back. Wrong input raises InvalidRequest naming the field."""
 
 from __future__ import annotations
 
@@ -7,12 +6,18 @@ import math
 import re
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pdserve import types as t
-from pdserve.errors import InvalidRequest, PdserveError
+from pdserve.errors import ErrorInfo, InvalidRequest, PdserveError
+from pdserve.step_moments import Moments, StepMoments
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+T = TypeVar("T")
 
 _FINISH_TO_PB = {
     None: c.FINISH_REASON_UNSPECIFIED,
@@ -29,26 +34,33 @@ _ROLE_TO_PB = {
 }
 _ROLE_FROM_PB = {v: k for k, v in _ROLE_TO_PB.items()}
 
+# Fields that a request may leave unset; 0 is a value of its own.
 _OPTIONAL_SAMPLING = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "skip_special_tokens",
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "logprobs", "skip_special_tokens"),
 )
-_TOTAL_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
-_LOAD = tuple(f.name for f in fields(t.WorkerLoad))
 _FLAG_SAMPLING = ("include_stop_str_in_output", "ignore_eos")
 _SAMPLING = (*_OPTIONAL_SAMPLING, *_FLAG_SAMPLING, "stop", "stop_token_ids", "logit_bias")
 _sampling_of = attrgetter(*_SAMPLING)
 _DEFAULTS = _sampling_of(t.SamplingParams())
+_TOTAL_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
+
+_NAMES: dict[type[Any], tuple[str, ...]] = {
+    cls: tuple(f.name for f in fields(cls))
+    for cls in (
+        *(ErrorInfo, Moments, t.KvLedger, t.ModelInfo, t.PhaseReport, t.Receipt, t.TokenLogprob),
+        *(t.TransferReport, t.Usage, t.WorkerLoad),
+    )
+}
+
+
+def _fields_of(cls: type[Any], source: object) -> dict[str, Any]:
+    """Return the fields of the dataclass `cls` from an instance or a message of equal names."""
+    return {name: getattr(source, name) for name in _NAMES[cls]}
+
+
+def _same(cls: type[T], message: object) -> T:
+    return cls(**_fields_of(cls, message))
 
 
 def finish_to_pb(reason: t.FinishReason | None) -> c.FinishReason:
@@ -72,7 +84,7 @@ def role_from_pb(role: w.Role) -> t.Role:
 
 
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
-    """What is as its default is left out: requests set few of these."""
+    """Defaults are left out, because requests set few fields."""
     values = zip(_SAMPLING, _sampling_of(params), _DEFAULTS, strict=True)
     given: dict[str, Any] = {name: value for name, value, default in values if value != default}
     out = c.SamplingParams(max_tokens=params.max_tokens, **given)
@@ -82,7 +94,7 @@ def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
 
 
 def sampling_from_pb(message: c.SamplingParams, *, default_max_tokens: int) -> t.SamplingParams:
-    """Unset fields take vLLM's defaults, except `max_tokens`, which takes `default_max_tokens`."""
+    """Unset fields get vLLM's defaults, except `max_tokens`."""
     values: dict[str, Any] = {
         name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)
     }
@@ -90,32 +102,24 @@ def sampling_from_pb(message: c.SamplingParams, *, default_max_tokens: int) -> t
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequest(f"{name} must be a finite number", field=name)
+    structured = None
+    if message.HasField("structured_output"):
+        structured = _structured_from_pb(message.structured_output)
     return t.SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else default_max_tokens,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=dict(message.logit_bias),
-        structured_output=(
-            _structured_from_pb(message.structured_output)
-            if message.HasField("structured_output")
-            else None
-        ),
+        structured_output=structured,
         **values,
     )
 
 
 def _structured_to_pb(value: t.StructuredOutput) -> c.StructuredOutput:
-    match value.kind:
-        case t.Constraint.JSON_SCHEMA:
-            return c.StructuredOutput(json_schema=value.value)
-        case t.Constraint.JSON_OBJECT:
-            return c.StructuredOutput(json_object=True)
-        case t.Constraint.REGEX:
-            return c.StructuredOutput(regex=value.value)
-        case t.Constraint.CHOICE:
-            return c.StructuredOutput(choice=c.StructuredOutput.Choices(value=value.choices))
-        case t.Constraint.GRAMMAR:
-            return c.StructuredOutput(grammar=value.value)
+    if value.kind is t.Constraint.CHOICE:
+        return c.StructuredOutput(choice=c.StructuredOutput.Choices(value=value.choices))
+    given = True if value.kind is t.Constraint.JSON_OBJECT else value.value
+    return c.StructuredOutput(**cast("dict[str, Any]", {value.kind.value: given}))
 
 
 def _structured_from_pb(message: c.StructuredOutput) -> t.StructuredOutput:
@@ -128,23 +132,20 @@ def _structured_from_pb(message: c.StructuredOutput) -> t.StructuredOutput:
     return t.StructuredOutput(t.Constraint(kind), value)
 
 
-def _token_logprob_to_pb(value: t.TokenLogprob) -> c.TokenLogprob:
-    return c.TokenLogprob(
-        token_id=value.token_id, text=value.text, logprob=value.logprob, rank=value.rank
-    )
-
-
-def _token_logprob_from_pb(message: c.TokenLogprob) -> t.TokenLogprob:
-    return t.TokenLogprob(message.token_id, message.text, message.logprob, message.rank)
-
-
 def logprobs_to_pb(values: tuple[t.PositionLogprobs, ...]) -> list[c.PositionLogprobs]:
-    return [
-        c.PositionLogprobs(
-            sampled=_token_logprob_to_pb(v.sampled), top=[_token_logprob_to_pb(x) for x in v.top]
+    def one(value: t.TokenLogprob) -> c.TokenLogprob:
+        return c.TokenLogprob(**_fields_of(t.TokenLogprob, value))
+
+    return [c.PositionLogprobs(sampled=one(v.sampled), top=map(one, v.top)) for v in values]
+
+
+def logprobs_from_pb(messages: Iterable[c.PositionLogprobs]) -> tuple[t.PositionLogprobs, ...]:
+    return tuple(
+        t.PositionLogprobs(
+            _same(t.TokenLogprob, m.sampled), tuple(_same(t.TokenLogprob, x) for x in m.top)
         )
-        for v in values
-    ]
+        for m in messages
+    )
 
 
 def stop_reason_to_pb(reason: str | int | None) -> c.StopReason | None:
@@ -154,63 +155,48 @@ def stop_reason_to_pb(reason: str | int | None) -> c.StopReason | None:
 
 
 def stop_reason_from_pb(message: c.StopReason) -> str | int | None:
-    match message.WhichOneof("reason"):
-        case "text":
-            return message.text
-        case "token_id":
-            return message.token_id
-        case _:
-            return None
+    kind = message.WhichOneof("reason")
+    return None if kind is None else cast("str | int", getattr(message, kind))
 
 
-def error_to_pb(error: PdserveError | t.ErrorInfo) -> c.Error:
-    return c.Error(**{f.name: getattr(error, f.name) for f in fields(t.ErrorInfo)})
+def error_to_pb(error: PdserveError | ErrorInfo) -> c.Error:
+    return c.Error(**_fields_of(ErrorInfo, error))
 
 
-def error_from_pb(message: c.Error) -> t.ErrorInfo:
-    return t.ErrorInfo(**{f.name: getattr(message, f.name) for f in fields(t.ErrorInfo)})
+def error_from_pb(message: c.Error) -> ErrorInfo:
+    return _same(ErrorInfo, message)
 
 
 def usage_to_pb(usage: t.Usage) -> c.Usage:
-    return c.Usage(**{f.name: getattr(usage, f.name) for f in fields(usage)})
+    return c.Usage(**_fields_of(t.Usage, usage))
 
 
 def usage_from_pb(message: c.Usage) -> t.Usage:
-    return t.Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+    return _same(t.Usage, message)
 
 
 def receipt_to_pb(receipt: t.Receipt) -> c.Receipt:
-    return c.Receipt(**{f.name: getattr(receipt, f.name) for f in fields(receipt)})
+    return c.Receipt(**_fields_of(t.Receipt, receipt))
 
 
 def receipt_from_pb(message: c.Receipt) -> t.Receipt:
-    values = {f.name: getattr(message, f.name) for f in fields(t.Receipt)}
+    values = _fields_of(t.Receipt, message)
     return t.Receipt(**{**values, "fallbacks": tuple(message.fallbacks)})
 
 
 def report_to_pb(report: t.PhaseReport) -> w.PhaseReport:
-    transfer = report.transfer
-    return w.PhaseReport(
-        queue_s=report.queue_s,
-        prefill_s=report.prefill_s,
-        decode_s=report.decode_s,
-        cached_tokens=report.cached_tokens,
-        transfer=None
-        if transfer is None
-        else w.TransferReport(**{f.name: getattr(transfer, f.name) for f in fields(transfer)}),
-    )
+    values = _fields_of(t.PhaseReport, report)
+    if report.transfer is not None:
+        figures = _fields_of(t.TransferReport, report.transfer)
+        values["transfer"] = w.TransferReport(**figures)
+    return w.PhaseReport(**values)
 
 
 def report_from_pb(message: w.PhaseReport) -> t.PhaseReport:
-    transfer = None
-    if message.HasField("transfer"):
-        x = message.transfer
-        transfer = t.TransferReport(
-            x.transfer_s, x.exposed_s, x.bytes, x.blocks, x.transport, x.digest_mismatches
-        )
-    return t.PhaseReport(
-        message.queue_s, message.prefill_s, message.decode_s, message.cached_tokens, transfer
-    )
+    values = _fields_of(t.PhaseReport, message)
+    has_transfer = message.HasField("transfer")
+    values["transfer"] = _same(t.TransferReport, message.transfer) if has_transfer else None
+    return t.PhaseReport(**values)
 
 
 def delta_to_pb(delta: t.StreamDelta) -> w.StreamDelta:
@@ -231,31 +217,11 @@ def delta_to_pb(delta: t.StreamDelta) -> w.StreamDelta:
     return out
 
 
-def is_plain(delta: t.StreamDelta) -> bool:
-    """Whether the delta is one token of a stream that goes on: the common case."""
-    return delta.finish_reason is None and len(delta.token_ids) == 1 and not delta.logprobs
-
-
-def plain_to_pb(rows: list[tuple[int, int, str]]) -> w.PlainTokens:
-    """Plain deltas, each as stream id, token id and text."""
-    stream_ids, token_ids, texts = zip(*rows, strict=True)
-    return w.PlainTokens(stream_ids=stream_ids, token_ids=token_ids, texts=texts)
-
-
-def logprobs_from_pb(messages: Any) -> tuple[t.PositionLogprobs, ...]:
-    return tuple(
-        t.PositionLogprobs(
-            _token_logprob_from_pb(m.sampled), tuple(_token_logprob_from_pb(x) for x in m.top)
-        )
-        for m in messages
-    )
-
-
 def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
     finish = message.finish_reason
     logprobs = logprobs_from_pb(message.logprobs) if message.logprobs else ()
     if not finish:
-        # The common case, once per token: nothing optional is read.
+        # The common case, once a token: optional fields are not read.
         return t.StreamDelta(message.stream_id, tuple(message.token_ids), message.text, logprobs)
     return t.StreamDelta(
         message.stream_id,
@@ -271,50 +237,78 @@ def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
     )
 
 
+def is_plain(delta: t.StreamDelta) -> bool:
+    """Return True if the delta is one token of a stream that continues: the common case."""
+    return delta.finish_reason is None and len(delta.token_ids) == 1 and not delta.logprobs
+
+
+def plain_to_pb(rows: list[tuple[int, int, str]]) -> w.PlainTokens:
+    """Return plain deltas, given as (stream id, token id, text)."""
+    stream_ids, token_ids, texts = zip(*rows, strict=True)
+    return w.PlainTokens(stream_ids=stream_ids, token_ids=token_ids, texts=texts)
+
+
 def load_to_pb(load: t.WorkerLoad) -> w.WorkerLoad:
-    return w.WorkerLoad(**{name: getattr(load, name) for name in _LOAD})
+    return w.WorkerLoad(**_fields_of(t.WorkerLoad, load))
 
 
 def load_from_pb(message: w.WorkerLoad) -> t.WorkerLoad:
-    return t.WorkerLoad(**{name: getattr(message, name) for name in _LOAD})
+    return _same(t.WorkerLoad, message)
+
+
+def moments_to_pb(moments: StepMoments) -> w.StepMoments:
+    prefill, decode = (
+        w.Moments(**_fields_of(Moments, x)) for x in (moments.prefill, moments.decode)
+    )
+    return w.StepMoments(prefill=prefill, decode=decode)
+
+
+def moments_from_pb(message: w.StepMoments) -> StepMoments:
+    """Raises InvalidRequest for figures that cannot be sums over steps."""
+
+    def one(x: w.Moments, name: str) -> Moments:
+        if not x.steps:
+            return Moments()
+        moments = Moments(x.steps, x.end, tuple(x.xx), tuple(x.xy), x.yy)
+        if not moments.is_sound:
+            raise InvalidRequest(f"steps.{name} has no sums over steps", field=f"steps.{name}")
+        return moments
+
+    return StepMoments(one(message.prefill, "prefill"), one(message.decode, "decode"))
 
 
 def ledger_to_pb(ledger: t.KvLedger) -> w.KvLedger:
-    figures = {f.name: getattr(ledger, f.name) for f in fields(ledger)}
-    return w.KvLedger(pinned_blocks=ledger.pinned_blocks, **figures)
+    return w.KvLedger(pinned_blocks=ledger.pinned_blocks, **_fields_of(t.KvLedger, ledger))
 
 
 def ledger_from_pb(message: w.KvLedger) -> t.KvLedger:
-    return t.KvLedger(**{f.name: getattr(message, f.name) for f in fields(t.KvLedger)})
+    return _same(t.KvLedger, message)
 
 
 def kv_report_to_pb(report: t.KvReport) -> w.KvReport:
-    return w.KvReport(
-        ledger=ledger_to_pb(report.ledger),
-        quarantined_slots=report.quarantined_slots,
-        links=report.links,
-        totals=report.totals,
-        held_bytes=report.held_bytes,
-    )
+    figures = {f.name: getattr(report, f.name) for f in fields(report)}
+    return w.KvReport(**{**figures, "ledger": ledger_to_pb(report.ledger)})
 
 
 def kv_report_from_pb(message: w.KvReport) -> t.KvReport:
-    """Refuses names that no metric can have, and totals that are no counts."""
-    totals = dict(message.totals)
-    for name, value in totals.items():
+    """Raises InvalidRequest for names that no metric can have and for totals below 0."""
+    figures = {f.name: getattr(message, f.name) for f in fields(t.KvReport)}
+    figures["ledger"] = ledger_from_pb(message.ledger)
+    figures["links"], figures["totals"] = dict(message.links), dict(message.totals)
+    for name, value in figures["totals"].items():
         if not _TOTAL_NAME.fullmatch(name) or not 0 <= value < math.inf:
             raise InvalidRequest(f"kv.totals: {name[:64]!r} is not a count", field="kv.totals")
-    return t.KvReport(
-        ledger_from_pb(message.ledger),
-        message.quarantined_slots,
-        dict(message.links),
-        totals,
-        message.held_bytes,
-    )
+    return t.KvReport(**figures)
+
+
+_WORKER_PLAIN = (
+    *("worker_id", "instance_id", "address", "block_size", "total_blocks", "max_num_seqs", "pid"),
+    *("engine", "debug_address", "session_address"),
+)
 
 
 def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
-    model = w.ModelInfo(**{f.name: getattr(info.model, f.name) for f in fields(info.model)})
+    plain: dict[str, Any] = {name: getattr(info, name) for name in _WORKER_PLAIN}
     kv = None
     if info.kv is not None:
         kv = w.KvEndpoint(
@@ -324,34 +318,14 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
             transports=info.kv.transports,
             sequential=info.kv.handoff is t.HandoffStyle.SEQUENTIAL,
         )
-    return w.WorkerInfo(
-        worker_id=info.worker_id,
-        instance_id=info.instance_id,
-        role=role_to_pb(info.role),
-        model=model,
-        address=info.address,
-        kv=kv,
-        block_size=info.block_size,
-        total_blocks=info.total_blocks,
-        max_num_seqs=info.max_num_seqs,
-        pid=info.pid,
-        engine=info.engine,
-        settings=dict(info.settings),
-        debug_address=info.debug_address,
-        session_address=info.session_address,
-    )
+    model = w.ModelInfo(**_fields_of(t.ModelInfo, info.model))
+    settings = dict(info.settings)
+    return w.WorkerInfo(role=role_to_pb(info.role), model=model, kv=kv, settings=settings, **plain)
 
 
 def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
-    """Refuses a message that lacks what routing needs, naming the field."""
-    for name in (
-        "worker_id",
-        "instance_id",
-        "address",
-        "block_size",
-        "total_blocks",
-        "max_num_seqs",
-    ):
+    """Raises InvalidRequest for a message that lacks what routing needs."""
+    for name in _WORKER_PLAIN[:6]:
         if not getattr(message, name):
             raise InvalidRequest(f"worker.{name} is missing", field=f"worker.{name}")
     if not message.model.name or not message.model.max_model_len or not message.model.vocab_size:
@@ -365,20 +339,10 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
         kv = t.KvEndpoint(
             tuple(x.addresses), x.compatibility, dict(x.layout), tuple(x.transports), style
         )
-    m = message.model
     return t.WorkerInfo(
-        worker_id=message.worker_id,
-        instance_id=message.instance_id,
         role=role_from_pb(message.role),
-        model=t.ModelInfo(m.name, m.path, m.max_model_len, m.vocab_size, m.dtype),
-        address=message.address,
+        model=_same(t.ModelInfo, message.model),
         kv=kv,
-        block_size=message.block_size,
-        total_blocks=message.total_blocks,
-        max_num_seqs=message.max_num_seqs,
-        pid=message.pid,
-        engine=message.engine,
         settings=dict(message.settings),
-        debug_address=message.debug_address,
-        session_address=message.session_address,
+        **{name: getattr(message, name) for name in _WORKER_PLAIN},
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.lean import lean
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -20,8 +18,7 @@ if TYPE_CHECKING:
     )
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerDelta:
     """A piece of an answer. The last one of an `index` has a finish reason; the last one of all has
     usage and receipt too."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from pdserve import framing, wire
 from pdserve.config import MOVE_S, UNPIN_S
-from pdserve.cost_wire import moments_to_pb
 from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -31,6 +30,7 @@ from pdserve.errors import (
 from pdserve.types import Role, StreamDelta
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
+from pdserve.wire import moments_to_pb
 from workers.cache_feed import CacheFeed
 from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase
 from workers.submissions import deadline_s, work_from_pb

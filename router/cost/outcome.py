@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.lean import lean
-
 if TYPE_CHECKING:
     from pdserve.types import Receipt, Usage
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """An answered request. `placed_at` is on the router's clock; `ttft_s` counts from there.
     `tpot_s` is the mean gap between tokens but for what the second waited for KV, None where there

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.lean import lean
 from pdserve.step_moments import (
     DECODE_KV_TOKENS,
     DECODE_REQS,
@@ -34,7 +33,6 @@ PRIOR_STEPS = 16.0
 MAX_EXTRAPOLATION = 8.0
 
 
-@lean
 @dataclass(frozen=True, slots=True)
 class PromptWork:
     """What is left to compute of one prompt or several: `tokens`, and the `pairs` of tokens that
@@ -56,7 +54,6 @@ def prompt_work(tokens: int, cached: int = 0) -> PromptWork:
     return PromptWork(tokens - cached, (tokens**2 - cached**2) / 2, tokens)
 
 
-@lean
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What an engine decodes at the same time: requests, and their context in tokens."""

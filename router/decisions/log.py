@@ -6,8 +6,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pdserve.lean import lean
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -19,8 +17,7 @@ MAX_OF_ONE_REQUEST = 16
 MAX_CANDIDATES = 4_000_000
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recorded:
     """One decision, without the prompt's tokens. `cause` says why the request was placed again,
     `refused` why it was not placed at all; it came out so `tried_before` times already. Of a large

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from pdserve import framing, rpc, wire
-from pdserve.cost_wire import moments_from_pb
 from pdserve.errors import InvalidRequest, Overloaded, PdserveError, WorkerFailed, from_info
 from pdserve.v1 import worker_pb2 as w
+from pdserve.wire import moments_from_pb
 from router.token_gaps import Gaps, Pace
 
 if TYPE_CHECKING:

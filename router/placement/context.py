@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from pdserve.lean import lean
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -21,8 +19,7 @@ class PrefixLookup(Protocol):
         ...
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prediction:
     """What placing a request so would come to. `prefill` is None where `decode` does both phases.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.lean import lean
 from pdserve.types import Role
 from router.fleet.member import MemberState
 from router.placement.pairing import sources_of
@@ -28,8 +27,7 @@ _READY = MemberState.READY
 _PREFILL, _DECODE, _AGGREGATED = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Eligible:
     """Those that passed ready, able and avoid, by role. `sources` are, for each kind of decode
     worker that can have KV at all, the kinds that can give it some; `giving` and `taking` all kinds

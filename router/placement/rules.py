@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Unavailable
-from pdserve.lean import lean
 from pdserve.types import Role
 from router.placement.filters import eligible, unbarred
 from router.placement.pairing import what_is_missing
@@ -41,8 +40,7 @@ class Rules:
     by_prefix: bool = False
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Choice:
     placement: Placement | None
     decode: Scoreboard | None = None

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdserve.lean import lean
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -25,7 +23,6 @@ class Weighted:
         assert not self.scorers or abs(total - 1) < 1e-9, f"weights sum to {total}"
 
 
-@lean
 @dataclass(frozen=True, slots=True, eq=False)
 class Scoreboard:
     """`columns` hold, scorer by scorer, one figure a candidate; `totals` their weighted sum."""

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from pdserve import prefix_hash
-from pdserve.lean import lean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 NO_TOKENS_CACHED: Mapping[str, int] = MappingProxyType({})
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Demand:
     """What a request asks of the pool, in tokens. `prefill_only` asks for one token alone; `avoid`
     are workers to be taken only for want of others; `barred` are pairs (prefill, decode) that must
@@ -75,7 +73,6 @@ class Demand:
         return replace(self, kv_tokens=kv_tokens, forks=0, fork_tokens=0)
 
 
-@lean
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """One worker as a decision sees it; it never changes afterwards. `kind` says with whom it can
@@ -107,8 +104,7 @@ class Candidate:
         return self.reserved_blocks + blocks <= info.total_blocks
 
 
-@lean
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placement:
     """Where a request goes. Without `prefill`, `decode` does both phases."""
 
@@ -116,7 +112,6 @@ class Placement:
     prefill: Candidate | None = None
 
 
-@lean
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
     """What a policy made of what it was given, with its reasons.

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.cost_wire import moments_from_pb, moments_to_pb
 from pdserve.errors import InvalidRequest
 from pdserve.step_moments import StepMoments, StepRecorder, StepShape, pooled
+from pdserve.wire import moments_from_pb, moments_to_pb
 from router.cost.least_squares import fit
 from router.cost.step_model import Batch, PromptWork, fit_steps, prompt_work
 

@@ -11,10 +11,10 @@ import grpc
 import pytest
 
 from pdserve import wire
-from pdserve.cost_wire import moments_from_pb
 from pdserve.types import ErrorInfo, FinishReason, Role
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
+from pdserve.wire import moments_from_pb
 from tests.unit.workers.router_side import (
     LONG,
     PLAIN,
