@@ -12,7 +12,7 @@ from pdserve import rpc, wire
 from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer
-from workers.gpu_health import gpu_health
+from workers.gpu import gpu_health
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A worker as a process: signals, exit codes, and what it reports to whoever started it."""
+"""A worker as a process: cores, signals, exit codes, and reports to the process that started it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 import logging
 import os
 import signal
-from contextlib import closing
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
 from pdserve.local.child import Reports
 from pdserve.local.gpus import gpu_environment
-from workers.cores import pin
 from workers.server import WorkerServer
+from workers.vllm import settings as vllm_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Collection, Coroutine
 
     from pdserve.config import WorkerConfig
     from workers.engine import Engine
@@ -26,12 +26,18 @@ logger = logging.getLogger(__name__)
 EXIT_OK = 0
 EXIT_FAILED = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Read once, when the libraries behind torch and numpy are loaded.
+_THREAD_POOLS = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
 
 
 def run_worker(config: WorkerConfig, *, reports: Reports | None = None) -> int:
-    """Serves until SIGTERM, SIGINT or a drain that is to stop it, and then drains; a second signal
-    ends the drain. Returns the exit
-    code: 0 after a stop that was asked for, 1 when the engine or the registration failed.
+    """Serve until a signal, or a drain that is to stop the process; then drain. A second signal
+    ends the drain. Return 0 after a requested stop, 1 if engine or registration failed.
 
     Raises ConfigError for a configuration that cannot be served.
     """
@@ -42,94 +48,97 @@ def run_worker(config: WorkerConfig, *, reports: Reports | None = None) -> int:
     return uvloop.run(serve_worker(config, reports=reports))
 
 
+def thread_environment(cores: Collection[int]) -> dict[str, str]:
+    """Return the environment of a process with `cores`: one thread for each in every pool."""
+    return dict.fromkeys(_THREAD_POOLS, str(len(cores))) if cores else {}
+
+
+def pin(cores: Collection[int]) -> None:
+    """Pin this process and its children to `cores`, if there are any: engines of one machine that
+    each start a thread for every core slow one another down.
+
+    Raises ConfigError for cores that this process may not use, and RuntimeError if torch is
+    imported already, which is too late.
+    """
+    if not cores:
+        return
+    # A forked worker has its parent's one-thread pools; its engine sets torch's threads.
+    if "torch" in sys.modules and not vllm_settings.is_preloaded:
+        raise RuntimeError("cores must be pinned before torch is imported")
+    os.environ.update(thread_environment(cores))
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    missing = sorted(set(cores) - os.sched_getaffinity(0))
+    if missing:
+        raise ConfigError(
+            f"cores: {missing} are not among those that this process may use", field="cores"
+        )
+    os.sched_setaffinity(0, cores)
+
+
 async def serve_worker(
     config: WorkerConfig, *, reports: Reports | None = None, engine: Engine | None = None
 ) -> int:
-    """`run_worker` in a loop that is running, on its main thread. `engine` is for tests."""
+    """As `run_worker`, in a running loop on its main thread. `engine` is for tests."""
     reports = reports or Reports(None)
     server = WorkerServer(config, engine=engine)
-    with closing(_Stops()) as stops:
-        try:
-            reports.doing(f"loading {config.served_model_name}")
-            if not await _unless(stops, server.start()):
-                return EXIT_OK
-            failure = await _serve(server, reports, stops)
-            if failure is None:
-                await _unless(stops, server.drain(config.drain_timeout_s, stop=True))
-                return EXIT_OK
-        except ConfigError:
-            raise
-        except Exception as error:
-            logger.exception("the engine did not start")
-            failure = f"the engine did not start: {error}"
-        finally:
-            # What is left takes no time; whoever is in a hurry may kill us now.
-            stops.close()
-            await server.stop()
+    loop, signals = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    try:
+        failure = await _unless(signals, _serve(server, reports, config.served_model_name))
+        if failure is None and hasattr(server, "info"):
+            await _unless(signals, server.drain(config.drain_timeout_s, stop=True))
+    except ConfigError:
+        raise
+    except Exception as error:
+        logger.exception("the engine did not start")
+        failure = f"the engine did not start: {error}"
+    finally:
+        # The rest takes no time; from now on a signal may kill the process.
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+        await server.stop()
+    if failure is None:
+        return EXIT_OK
     logger.error("%s", failure)
     reports.failed(failure)
     return EXIT_FAILED
 
 
-async def _serve(server: WorkerServer, reports: Reports, stops: _Stops) -> str | None:
-    """Waits for a stop (None) or for what ends this worker otherwise, in words."""
-    info = server.info
+async def _serve(server: WorkerServer, reports: Reports, model: str) -> str | None:
+    """Start and serve until the worker is told to stop (None) or fails (return why)."""
+    reports.doing(f"loading {model}")
+    info = await server.start()
     logger.info("worker %s (%s) serves at %s", info.worker_id, info.role, info.address)
     reports.doing("registering")
+    registered = asyncio.ensure_future(server.registered())
     ends: set[asyncio.Future[Any]] = {server.failed, server.refused, server.told_to_stop}
-    if await _unless(stops, _first(server.registered(), ends)) and not any(x.done() for x in ends):
-        reports.ready(
-            {
-                "worker_id": info.worker_id,
-                "role": info.role,
-                "address": info.address,
-                "debug": info.debug_address,
-            }
-        )
-        await _unless(stops, asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED))
+    try:
+        await asyncio.wait({registered, *ends}, return_when=asyncio.FIRST_COMPLETED)
+        if registered.done():
+            reports.ready(
+                {
+                    "worker_id": info.worker_id,
+                    "role": info.role,
+                    "address": info.address,
+                    "debug": info.debug_address,
+                }
+            )
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        registered.cancel()
     if server.failed.done():
         return f"the engine died: {server.failed.result()}"
-    if server.refused.done():
-        return str(server.refused.result())
-    return None
+    return str(server.refused.result()) if server.refused.done() else None
 
 
-class _Stops:
-    """Signals that ask this process to stop. State: those not yet taken."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._asked: asyncio.Queue[signal.Signals] = asyncio.Queue()
-        for number in _SIGNALS:
-            self._loop.add_signal_handler(number, self._asked.put_nowait, number)
-
-    async def next(self) -> signal.Signals:
-        return await self._asked.get()
-
-    def close(self) -> None:
-        """From now on signals do what they do by default. Idempotent."""
-        for number in _SIGNALS:
-            self._loop.remove_signal_handler(number)
-
-
-async def _first(what: Coroutine[Any, Any, None], ends: Iterable[asyncio.Future[Any]]) -> None:
-    """Waits for `what` or for one of `ends`."""
-    task = asyncio.ensure_future(what)
-    try:
-        await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        task.cancel()
-
-
-async def _unless(stops: _Stops, what: Coroutine[Any, Any, object]) -> bool:
-    """Awaits `what`, unless a stop comes first: then it is cancelled, and this is False."""
-    task, stop = asyncio.ensure_future(what), asyncio.ensure_future(stops.next())
+async def _unless(signals: asyncio.Queue[signal.Signals], action: Coroutine[Any, Any, Any]) -> Any:
+    """Return what `action` returns; cancel it and return None if a signal comes first."""
+    task, stop = asyncio.ensure_future(action), asyncio.ensure_future(signals.get())
     try:
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        if stop.done():
-            return False
-        task.result()
-        return True
+        return None if stop.done() else task.result()
     finally:
         for each in (task, stop):
             each.cancel()

@@ -26,7 +26,7 @@ from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from workers.control import ControlService
 from workers.debug import DebugApp
 from workers.engines import make_engine
-from workers.gpu_watch import watch_gpus
+from workers.gpu import watch_gpus
 from workers.registration import Registrations
 from workers.service import WorkerService
 

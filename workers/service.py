@@ -14,7 +14,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from pdserve import framing, wire
 from pdserve.config import MOVE_S, UNPIN_S
@@ -33,6 +33,7 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.wire import moments_to_pb
 from workers.cache_feed import CacheFeed
 from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase
+from workers.registration import Registrations
 from workers.submissions import deadline_s, work_from_pb
 
 if TYPE_CHECKING:
@@ -62,26 +63,6 @@ _MOVE_PERIOD_S = 0.5
 _LEDGER_POLL_S = 0.02
 # Ended prefills that a session remembers, to release their blocks on a late cancel.
 _MAX_HELD = 4096
-
-
-class Routers(Protocol):
-    """How a worker tells its routers that its state has changed."""
-
-    def renew(self) -> None:
-        """Report the state soon."""
-        ...
-
-    async def renewed(self) -> None:
-        """Report the state and wait until every router that can be reached knows it."""
-        ...
-
-
-class NoRouters:
-    """For a worker that does not register."""
-
-    def renew(self) -> None: ...
-
-    async def renewed(self) -> None: ...
 
 
 class RoleState(StrEnum):
@@ -118,7 +99,7 @@ class WorkerService:
         role: Role,
         instance_id: str,
         *,
-        routers: Routers | None = None,
+        routers: Registrations | None = None,
         guard: Guard | None = None,
         tracing: Tracing | None = None,
         max_unsent_bytes: int = framing.MAX_UNSENT_BYTES,
@@ -135,7 +116,7 @@ class WorkerService:
         self.max_unsent_bytes = max_unsent_bytes
         self.connections: set[Session] = set()  # open, also those without a hello
         self._engine = engine
-        self._routers = routers or NoRouters()
+        self._routers = routers or Registrations(())
         self._tracing = tracing
         self._former_role = role
         self._has_kv = False
@@ -214,8 +195,7 @@ class WorkerService:
             self.cancel(session, stream_id)
 
     def watch_cache(self, router_id: str) -> CacheWatcher:
-        """Watch the prefix cache until `cache.leave`. Raises Unavailable, and Overloaded if too
-        many routers watch."""
+        """Watch the prefix cache until `cache.leave`. Raises Unavailable and Overloaded."""
         if self._is_closing:
             raise Unavailable("this worker is closing")
         return self.cache.watch(router_id)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pdserve.errors import ConfigError
-from workers.cores import pin, thread_environment
+from workers.main import pin, thread_environment
 
 
 @pytest.mark.parametrize(("cores", "threads"), [((3,), "1"), ((0, 1, 5), "3")])
@@ -29,7 +29,7 @@ def test_no_cores_change_nothing() -> None:
 def test_a_pinned_process_and_its_children_have_those_cores() -> None:
     core = min(os.sched_getaffinity(0))
     script = (
-        "import os, subprocess, sys; from workers.cores import pin; pin([int(sys.argv[1])]);"
+        "import os, subprocess, sys; from workers.main import pin; pin([int(sys.argv[1])]);"
         "ask = 'import os; print(os.sched_getaffinity(0), os.environ[\"OMP_NUM_THREADS\"])';"
         "subprocess.run([sys.executable, '-c', ask], check=True)"
     )
