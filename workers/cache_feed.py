@@ -1,7 +1,7 @@
 """What a worker's prefix cache holds, for the routers that watch it.
 
-A watcher gets a snapshot, in parts, and then the changes since the last update it was sent. One that
-falls too far behind gets a new snapshot.
+A watcher gets a snapshot, in parts, and then the changes since the last update it was sent. One
+that falls too far behind gets a new snapshot.
 """
 
 from __future__ import annotations
