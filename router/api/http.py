@@ -212,6 +212,8 @@ class EventResponse(web.StreamResponse):
     """A response of server-sent events. `last` are those that go out with the end of the body."""
 
     last = b""
+    # As in web.Response: the head goes out with the first events.
+    _send_headers_immediately = False
 
     async def write_eof(self, data: bytes = b"") -> None:
         last, self.last = self.last, b""
