@@ -1,32 +1,17 @@
-DIGESTS: bool
-
-def copy_pages(
-    to: int,
-    to_layer_stride: int,
-    to_block_stride: int,
-    to_ids: list[int],
+def copy(
     source: int,
     source_layer_stride: int,
     source_block_stride: int,
     source_ids: list[int],
+    target: int,
+    target_layer_stride: int,
+    target_block_stride: int,
+    target_ids: list[int],
     num_layers: int,
     page_bytes: int,
     /,
-) -> None: ...
-def copy_digested(
-    to: int,
-    to_layer_stride: int,
-    to_block_stride: int,
-    to_ids: list[int],
-    source: int,
-    source_layer_stride: int,
-    source_block_stride: int,
-    source_ids: list[int],
-    num_layers: int,
-    page_bytes: int,
-    /,
-) -> int: ...
-def digest_pages(
+) -> bytes: ...
+def digest(
     source: int,
     layer_stride: int,
     block_stride: int,
@@ -34,6 +19,4 @@ def digest_pages(
     num_layers: int,
     page_bytes: int,
     /,
-) -> int: ...
-def load_word(address: int, /) -> int: ...
-def store_word(address: int, value: int, /) -> None: ...
+) -> bytes: ...

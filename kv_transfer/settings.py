@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.digest import DigestMode
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 _TIMES = (
     "lease_s",
     "receive_timeout_s",
-    "cancel_timeout_s",
     "handshake_timeout_s",
     "send_timeout_s",
     "preempt_timeout_s",
@@ -38,29 +36,29 @@ ON_HOST = ("shm", "tcp")
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
-    """Times in seconds, sizes in bytes; checked at birth, ConfigError names the key."""
+    """Times in seconds, sizes in bytes. Raises ConfigError naming the key."""
 
     host: str = "127.0.0.1"
     # In order of preference; AUTO alone, or names.
     transports: tuple[str, ...] = (AUTO,)
-    # How long a source holds blocks for a target that does not take them.
+    # How long a producer holds blocks for a consumer that does not fetch them.
     lease_s: float = 30.0
-    # How long a target waits without any progress before it gives a transfer up.
+    # How long a consumer waits without progress before it fails a transfer.
     receive_timeout_s: float = 30.0
-    # How long a source may take to answer a Cancel before its link is closed.
-    cancel_timeout_s: float = 5.0
     # How long two workers may take from connecting to agreeing on a transport.
     handshake_timeout_s: float = 5.0
     # How long a peer may read nothing before its link is closed.
     send_timeout_s: float = 20.0
-    # How long a step waits for copies of blocks that the engine wants back, before their links are
-    # closed.
+    # How long a step waits for copies of preempted blocks before their links are closed.
     preempt_timeout_s: float = 2.0
-    # Blocks are pushed in pieces of about this size.
+    # Blocks are sent in chunks of about this size. While the consumer copies one from mapped
+    # memory, the producer computes the digest of the next.
     chunk_bytes: int = 16 << 20
-    # Which chunks this worker sends with a digest; it checks all that come to it with one. In the
-    # extra config it is written as text.
-    digest: DigestMode = DigestMode.AUTO
+    # Credentials of links, as in `access` (protocol/auth.py): TLS files and the worker token.
+    tls_cert_file: str = ""
+    tls_key_file: str = ""
+    tls_ca_file: str = ""
+    token_file: str = ""
     # Between GPUs: slots in each direction, and the size of each; memory beside the KV cache.
     staging_slots: int = 4
     staging_slot_bytes: int = 32 << 20
@@ -89,8 +87,6 @@ class KvSettings:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise _refuse(name, f"must be a whole number from {least} to {most}")
-        if not isinstance(self.digest, DigestMode):
-            raise _refuse("digest", f"must be one of {', '.join(DigestMode)}")
         if not isinstance(self.host, str) or not self.host:
             raise _refuse("host", "must name an address")
         if not isinstance(self.transports, tuple) or not self.transports:
@@ -99,8 +95,11 @@ class KvSettings:
             raise _refuse("transports", "must be a list of names")
         if AUTO in self.transports and len(self.transports) > 1:
             raise _refuse("transports", f"must be {AUTO!r} alone, or names without it")
-        if not isinstance(self.nccl_library, str):
-            raise _refuse("nccl_library", "must be the path of a file")
+        for name in ("nccl_library", "tls_cert_file", "tls_key_file", "tls_ca_file", "token_file"):
+            if not isinstance(getattr(self, name), str):
+                raise _refuse(name, "must be the path of a file")
+        if self.tls_cert_file and not (self.tls_key_file and self.tls_ca_file):
+            raise _refuse("tls_cert_file", "needs tls_key_file and tls_ca_file")
 
 
 def _refuse(name: str, problem: str) -> ConfigError:
@@ -116,6 +115,4 @@ def from_extra_config(config: Mapping[str, Any]) -> KvSettings:
     values = dict(config)
     if isinstance(values.get("transports"), list):
         values["transports"] = tuple(values["transports"])
-    if values.get("digest") in tuple(DigestMode):
-        values["digest"] = DigestMode(values["digest"])
     return KvSettings(**values)

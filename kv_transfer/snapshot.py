@@ -1,36 +1,29 @@
-"""What a worker's KV plane is doing at one moment, for people and for metrics. Values, and how they
-are read off the tables and links; whoever calls holds the lock around those."""
+"""What a worker's KV plane is doing, for people and for metrics."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from kv_transfer.transport.base import Account, Accounts
 from pdserve.types import KvLedger, KvReport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from kv_transfer.counters import TransferCounters
-    from kv_transfer.layout import KvGeometry
-    from kv_transfer.link import Link
-    from kv_transfer.source import SourceTable
-    from kv_transfer.source_transfer import Reader
-    from kv_transfer.target import TargetTable
-    from kv_transfer.transport.base import Transport
+    from kv_transfer.protocol.link import Link
+    from kv_transfer.protocol.peers import Peers
 
-SOURCE, TARGET = "source", "target"
+PRODUCER, CONSUMER = "producer", "consumer"
 UP = "up"
 
 
 @dataclass(frozen=True, slots=True)
 class TransferView:
-    """One transfer. `side` is this worker's part in it; `peer` is the other's name or address, ""
-    while it is not known. `blocks` are this worker's, `moved_blocks` the target's.
-    `lease_left_s` is None while no lease runs.
-    """
+    """One transfer. `side` is this worker's part in it; `peer` is the other's instance id or
+    address. `blocks` are this worker's, `moved_blocks` the consumer's. `lease_left_s` is None while
+    no lease runs."""
 
     transfer_id: str
     request_id: str
@@ -47,14 +40,12 @@ class TransferView:
 
 @dataclass(frozen=True, slots=True)
 class LinkView:
-    """One link. `side` is this worker's part in every transfer over it; `state` is `connecting`,
-    `up`, or `down` while its threads end."""
+    """One link. `state` is `connecting`, `up`, or `down` while its threads end."""
 
     side: str
     state: str
     transport: str
     peer: str
-    peer_instance_id: str
     address: str
     age_s: float
     reason: str = ""
@@ -62,11 +53,10 @@ class LinkView:
 
 @dataclass(frozen=True, slots=True)
 class KvSnapshot:
-    """The KV plane of one process that holds a KV cache. `taken_at` is on the monotonic clock.
-    `held_bytes` is what transports
-    hold beside the cache, on its device; `totals` count since the process started."""
+    """The KV plane of one process. `held_bytes` is what transports hold beside the cache; `totals`
+    count since the process started."""
 
-    taken_at: float
+    taken_at: float  # monotonic
     transfers: tuple[TransferView, ...] = ()
     links: tuple[LinkView, ...] = ()
     quarantined_slots: int = 0
@@ -76,13 +66,12 @@ class KvSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class KvState:
-    """A worker's ledger, and the KV plane of each of its processes: one a tensor-parallel rank."""
+    """A worker's ledger, and the KV plane of each of its tensor-parallel ranks."""
 
     ledger: KvLedger
     ranks: tuple[KvSnapshot, ...] = ()
 
     def report(self) -> KvReport:
-        """In figures. Every rank counts its own share of bytes, and a failure of its own part."""
         totals: Counter[str] = Counter()
         links: Counter[str] = Counter()
         for rank in self.ranks:
@@ -97,101 +86,93 @@ class KvState:
         )
 
 
-def transfer_views(
-    sources: SourceTable[Link], targets: TargetTable[Link], geometry: KvGeometry, now: float
-) -> Iterator[TransferView]:
-    """Every transfer that either table knows of; one that comes in shares, share by share."""
-    for s in sources:
-        links = [reader.link for reader in s.readers]
-        yield TransferView(
-            transfer_id=s.transfer_id,
-            request_id=s.request_id,
-            side=SOURCE,
-            state=s.state.value,
-            peer="+".join(sorted({peer_of(link) for link in links})),
-            transport="+".join(sorted({link.transport for link in links})),
-            blocks=len(s.block_ids),
-            moved_blocks=min((reader.sent_blocks for reader in s.readers), default=0),
-            moved_bytes=sum(_sent_bytes(r, geometry, sources.block_size) for r in s.readers),
-            age_s=now - s.began_at,
-            lease_left_s=None if s.lease_end is None else max(0.0, s.lease_end - now),
+def take(peers: Peers) -> KvSnapshot:
+    """Describe everything at this moment. Call it on any thread."""
+    now = time.monotonic()
+    accounts = [transport.account() for transport in peers.transports.values()]
+    totals = {name: value for account in accounts for name, value in account.totals.items()}
+    with peers.lock:
+        totals |= asdict(peers.counters)
+        totals["expired_leases"] = peers.producer.expired_leases
+        totals["refused_grants"] = peers.producer.refused_subscriptions
+        totals["receive_timeouts"] = peers.consumer.timeouts
+        return KvSnapshot(
+            taken_at=now,
+            transfers=(*_sent(peers, now), *_received(peers, now)),
+            links=tuple(_links(peers, now)),
+            quarantined_slots=sum(t.lost_slots for t in peers.transports.values()),
+            held_bytes=sum(account.held_bytes for account in accounts),
+            totals=totals,
         )
-    for early in sources.early():
+
+
+def _joined(values: Iterator[str]) -> str:
+    return "+".join(sorted(set(values)))
+
+
+def _sent(peers: Peers, now: float) -> Iterator[TransferView]:
+    geometry = peers.local.region.geometry
+    for t in peers.producer:
+        links: list[Link] = [reader.link for reader in t.readers]
         yield TransferView(
-            transfer_id=early.grant.transfer_id,
+            transfer_id=t.transfer_id,
+            request_id=t.request_id,
+            side=PRODUCER,
+            state=t.state,
+            peer=_joined(link.peer for link in links),
+            transport=_joined(link.transport for link in links),
+            blocks=len(t.block_ids),
+            moved_blocks=min((reader.sent_blocks for reader in t.readers), default=0),
+            moved_bytes=sum(
+                r.sent_blocks
+                * geometry.num_layers
+                * (geometry.page_bytes if r.part is None else r.part.size)
+                for r in t.readers
+            ),
+            age_s=now - t.began_at,
+            lease_left_s=None if t.lease_end is None else max(0.0, t.lease_end - now),
+        )
+    for early in peers.producer.early():
+        yield TransferView(
+            transfer_id=early.subscription.transfer_id,
             request_id="",
-            side=SOURCE,
-            state="granted early",
-            peer=peer_of(early.link),
+            side=PRODUCER,
+            state="subscribed early",
+            peer=early.link.peer,
             transport=early.link.transport,
             blocks=0,
             moved_blocks=0,
             moved_bytes=0,
-            lease_left_s=max(0.0, early.until - now),
+            lease_left_s=max(0.0, early.expires_at - now),
         )
-    for t in targets:
+
+
+def _received(peers: Peers, now: float) -> Iterator[TransferView]:
+    for transfer, part in peers.consumer:
         yield TransferView(
-            transfer_id=t.transfer_id,
-            request_id=t.request_id,
-            side=TARGET,
-            state=t.state.value,
-            peer=peer_of(t.link),
-            transport=t.link.transport,
-            blocks=len(t.grant.block_ids),
-            moved_blocks=t.received_blocks,
-            moved_bytes=t.received_bytes,
-            age_s=now - t.began_at,
+            transfer_id=part.transfer_id,
+            request_id=part.request_id,
+            side=CONSUMER,
+            state=transfer.state,
+            peer=part.link.peer,
+            transport=part.link.transport,
+            blocks=len(part.subscription.block_ids),
+            moved_blocks=part.received_blocks,
+            moved_bytes=part.received_bytes,
+            age_s=now - part.began_at,
         )
 
 
-def link_views(links: Iterable[Link], now: float) -> Iterator[LinkView]:
-    """Every link that has a thread left."""
-    for link in links:
-        if link.is_over:
-            continue
-        state = "down" if link.is_down else UP if link.transport else "connecting"
-        yield LinkView(
-            side=TARGET if link.is_dialled else SOURCE,
-            state=state,
-            transport=link.transport,
-            peer=link.peer_instance_id,
-            peer_instance_id=link.peer_instance_id,
-            address=link.peer_address,
-            age_s=now - link.opened_at,
-            reason=link.reason,
-        )
-
-
-def account_of(transports: Iterable[Transport]) -> Account:
-    """Of all of them together."""
-    accounts = [each.account() for each in transports if isinstance(each, Accounts)]
-    return Account(
-        sum(account.held_bytes for account in accounts),
-        {name: value for account in accounts for name, value in account.totals.items()},
-    )
-
-
-def totals_of(
-    counters: TransferCounters,
-    sources: SourceTable[Link],
-    targets: TargetTable[Link],
-    account: Account,
-) -> dict[str, float]:
-    """What is counted, wherever it is."""
-    return {
-        **account.totals,
-        **asdict(counters),
-        "expired_leases": sources.expired_leases,
-        "receive_timeouts": targets.timeouts,
-    }
-
-
-def _sent_bytes(reader: Reader[Link], geometry: KvGeometry, block_size: int) -> int:
-    size = geometry.page_bytes if reader.part is None else reader.part.size
-    tokens = reader.sent_blocks * (reader.grant.block_size or block_size)
-    return tokens * geometry.num_layers * size // block_size
-
-
-def peer_of(link: Link) -> str:
-    """The other worker's instance id, or its address until it has told one."""
-    return link.peer_instance_id or link.peer_address
+def _links(peers: Peers, now: float) -> Iterator[LinkView]:
+    for link in peers.links:
+        if not link.is_over:
+            state = "down" if link.is_down else UP if link.transport else "connecting"
+            yield LinkView(
+                side=CONSUMER if link.is_dialled else PRODUCER,
+                state=state,
+                transport=link.transport,
+                peer=link.peer_instance_id,
+                address=link.peer_address,
+                age_s=now - link.opened_at,
+                reason=link.reason,
+            )

@@ -15,7 +15,7 @@ from pdserve.types import ModelInfo, Role
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pdserve.config import KvConfig, WorkerConfig
+    from pdserve.config import AccessConfig, KvConfig, WorkerConfig
     from workers.engine import Engine
 
 
@@ -32,7 +32,8 @@ def _make_vllm(config: WorkerConfig, instance_id: str) -> Engine:
 
     kv = None
     if config.role is not Role.AGGREGATED:
-        kv = KvSettings(instance_id, _extra(config.kv), config.kv.connector, config.kv.host)
+        extra = _extra(config.kv, config.access)
+        kv = KvSettings(instance_id, extra, config.kv.connector, config.kv.host)
     return VllmEngine(
         VllmSettings(
             model_path=str(config.model_path),
@@ -44,14 +45,23 @@ def _make_vllm(config: WorkerConfig, instance_id: str) -> Engine:
     )
 
 
-def _extra(kv: KvConfig) -> dict[str, Any]:
+def _extra(kv: KvConfig, access: AccessConfig) -> dict[str, Any]:
     """What the connector itself is told. Raises ConfigError where it is not installed."""
     if kv.connector == "nixl":
         if find_spec("nixl") is None:
             raise ConfigError("kv.connector: the package nixl is missing", field="kv.connector")
         return {"kv_lease_duration": math.ceil(kv.lease_s)}
     keys = msgspec.structs.asdict(kv)
-    return {name: value for name, value in keys.items() if name != "connector"}
+    extra = {name: value for name, value in keys.items() if name != "connector"}
+    if access.worker_token_file:
+        extra["token_file"] = str(access.worker_token_file)
+    if access.tls.is_mutual:
+        extra |= {
+            "tls_cert_file": str(access.tls.cert_file),
+            "tls_key_file": str(access.tls.key_file),
+            "tls_ca_file": str(access.tls.ca_file),
+        }
+    return extra
 
 
 def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:

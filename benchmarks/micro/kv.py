@@ -25,9 +25,7 @@ import numpy as np
 from benchmarks.cli import run_async
 from benchmarks.errors import BenchError
 from benchmarks.runner import alternate, compare
-from kv_transfer.digest import DigestMode
 from kv_transfer.errors import KvTransferError
-from kv_transfer.handshake import Identity
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
 from kv_transfer.protocol.plan import Shard
@@ -49,13 +47,8 @@ if TYPE_CHECKING:
 
     from benchmarks.progress import Progress
 
-# Each way to move blocks: transport and whether it computes digests.
-WAYS: Final = {
-    "shm": ("shm", DigestMode.OFF),
-    "shm digest": ("shm", DigestMode.ALWAYS),
-    "tcp": ("tcp", DigestMode.OFF),
-    "tcp digest": ("tcp", DigestMode.ALWAYS),
-}
+# Transports.
+WAYS: Final = ("shm", "tcp")
 MEMCPY: Final = "memcpy"
 _COPY: Final = """
 #include <stddef.h>
@@ -201,11 +194,10 @@ class _Watched(WorkerHalf):
     """Sets `over` when a transfer may have ended; vLLM asks after each step instead."""
 
     def __init__(self, way: str, instance_id: str) -> None:
-        transport, digest = WAYS[way]
-        settings = KvSettings(transports=(transport,), digest=digest)
+        settings = KvSettings(transports=(way,))
         super().__init__(settings, instance_id, make(settings))
         self.over = threading.Event()
-        self.wake_with(self.over.set)
+        self.peers.wake = self.over.set
 
 
 class _End:
@@ -237,11 +229,11 @@ class _End:
         # One token a block: the content of a token does not matter here.
         half.register(
             LocalKv(region, self._memory),
-            Identity(self._role, "bench"),
+            "bench",
             Shard(1, self._geometry.page_bytes, 1),
         )
         self._peers[way] = peer
-        return half.address
+        return half.peers.address
 
     def _ids(self, trip: int, role: str) -> list[int]:
         """Scattered blocks, others for every trip."""
@@ -291,8 +283,8 @@ class _End:
         if not arrived or output is None or name not in output.arrivals:
             raise KvTransferError(f"{name} did not arrive: {output and output.failures}")
         used = output.arrivals[name].report.transport
-        if used != WAYS[way][0]:
-            raise KvTransferError(f"{used} was used instead of {WAYS[way][0]}")
+        if used != way:
+            raise KvTransferError(f"{used} was used instead of {way}")
         return seconds
 
     def check(self, _way: str, trip: int) -> int:

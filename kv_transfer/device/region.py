@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kv_transfer.digest import NO_DIGEST
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion
+from kv_transfer.protocol.messages import NO_DIGESTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,6 @@ class DeviceRegion(KvRegion):
         self.views = tuple(views)
         self.split = split
         self.heads = range(num_heads) if heads is None else heads
-        self.order = None
         self._layers = _stacked([_as_words(view) for view in views])
         self._head_bytes = split * tokens * content * first.element_size()
         page = len(self.heads) * self._head_bytes
@@ -50,6 +49,11 @@ class DeviceRegion(KvRegion):
         self.geometry = KvGeometry(len(views), count, page, count * page, page)
         # By block: recorded behind the engine step that filled it.
         self._filled: list[torch.cuda.Event | None] = [None] * count
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of one block of the engine."""
+        return self.split * int(self.views[0].shape[2])
 
     def narrowed(self, start: int, size: int) -> DeviceRegion:
         """Return these bytes of each page, which must be whole heads. Raises KvTransferError."""
@@ -117,16 +121,14 @@ class DeviceRegion(KvRegion):
     def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
         raise KvTransferError("the KV cache is in GPU memory")
 
-    def copy_from(
-        self, source: KvRegion, source_ids: list[int], own_ids: list[int], digests: bool = False
-    ) -> int:
+    def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> bytes:
         raise KvTransferError("the KV cache is in GPU memory")
 
-    def digest(self, block_ids: list[int], tokens: object = None) -> int:
-        """Return NO_DIGEST: KV in GPU memory travels without digests. HBM has ECC, NVLink and
+    def digests(self, block_ids: list[int]) -> bytes:
+        """Return none: KV in GPU memory travels without digests. HBM has ECC, NVLink and
         network cards check every packet, and reading each chunk back to the CPU would cost more
         than the transfer."""
-        return NO_DIGEST
+        return NO_DIGESTS
 
 
 def _as_words(view: torch.Tensor) -> torch.Tensor:

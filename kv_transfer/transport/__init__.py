@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError
 from kv_transfer.settings import AUTO, ON_GPU, ON_HOST
-from kv_transfer.transport.shm import ShmTransport
+from kv_transfer.transport.mapped import MappedTransport
 from kv_transfer.transport.tcp import TcpTransport
 from pdserve.errors import ConfigError
 
@@ -32,7 +32,7 @@ def _nccl(settings: KvSettings) -> Transport:
 logger = logging.getLogger(__name__)
 
 _MAKERS: dict[str, Callable[[KvSettings], Transport]] = {
-    "shm": lambda settings: ShmTransport(),
+    "shm": lambda settings: MappedTransport(),
     "tcp": lambda settings: TcpTransport(),
     "nccl": _nccl,
 }

@@ -41,7 +41,15 @@ from typing import TYPE_CHECKING, Any
 from kv_transfer.device.gpu import Slot, SlotLost, Staging, until
 from kv_transfer.device.region import DeviceRegion
 from kv_transfer.errors import KvTransferError, LinkClosed, ProtocolError
-from kv_transfer.messages import Count, Inner, Message, decode, encode, kinds_of, pack
+from kv_transfer.protocol.messages import (
+    NO_DIGESTS,
+    Count,
+    Inner,
+    Message,
+    decode,
+    kinds_of,
+    pack,
+)
 from kv_transfer.transport.base import Account, TransportUnavailable
 from kv_transfer.transport.nccl_binding import Result
 
@@ -50,9 +58,10 @@ if TYPE_CHECKING:
 
     from kv_transfer.device.gpu import Gpu
     from kv_transfer.layout import PagePart
-    from kv_transfer.messages import Chunk
+    from kv_transfer.protocol.link import Link
+    from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.settings import KvSettings
-    from kv_transfer.transport.base import LocalKv, Wire
+    from kv_transfer.transport.base import LocalKv
     from kv_transfer.transport.nccl_binding import Nccl
 
 logger = logging.getLogger(__name__)
@@ -136,23 +145,21 @@ class NcclTransport:
         self._staging: dict[int, Staging] = {}
         self._lock = threading.Lock()
 
-    def offer(self, local: LocalKv, slot: int) -> dict[str, Any] | None:
+    def offer(self, local: LocalKv) -> dict[str, Any] | None:
         try:
-            staging = self.staging(RECEIVER, local)
+            self.staging(SENDER, local)
         except KvTransferError as error:
             logger.warning("NCCL is not offered: %s", error)
             return None
         return {
-            "transport": self.name,
             "version": self._version,
             "gpu": self.gpu.uuid,
-            "slot_bytes": staging.slot_bytes,
+            "slot_bytes": self.limits.slot_bytes,
         }
 
-    def target(self, local: LocalKv, slot: int, wire: Wire) -> NcclConsumer:
-        return NcclConsumer(self, local, wire, self.limits.slot_bytes)
-
-    def source(self, local: LocalKv, offer: dict[str, Any], wire: Wire) -> NcclProducer:
+    def consumer(
+        self, local: LocalKv, offer: dict[str, Any], link: Link
+    ) -> tuple[NcclConsumer, dict[str, Any]]:
         version, gpu, slot_bytes = (offer.get(key) for key in ("version", "gpu", "slot_bytes"))
         if type(version) is not int or not isinstance(gpu, str) or type(slot_bytes) is not int:
             raise TransportUnavailable("the offer is not NCCL's")
@@ -166,9 +173,17 @@ class NcclTransport:
         if slot_bytes < local.region.geometry.block_bytes:
             raise TransportUnavailable(f"a slot of {slot_bytes} bytes holds no block")
         try:
-            return NcclProducer(self, local, wire, slot_bytes)
+            return NcclConsumer(self, local, link, slot_bytes), {"slot_bytes": slot_bytes}
         except KvTransferError as error:
             raise TransportUnavailable(str(error)) from error
+
+    def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> NcclProducer:
+        slot_bytes = details.get("slot_bytes")
+        if type(slot_bytes) is not int or not 0 < slot_bytes <= self.limits.slot_bytes:
+            raise ProtocolError(f"invalid slot_bytes {slot_bytes!r}")
+        if slot_bytes < local.region.geometry.block_bytes:
+            raise ProtocolError(f"a slot of {slot_bytes} bytes holds no block")
+        return NcclProducer(self, local, link, slot_bytes)
 
     def close(self) -> None:
         with self._lock:
@@ -250,7 +265,7 @@ class _End:
     rank: int
 
     def __init__(
-        self, transport: NcclTransport, local: LocalKv, wire: Wire, slot_bytes: int
+        self, transport: NcclTransport, local: LocalKv, link: Link, slot_bytes: int
     ) -> None:
         assert isinstance(local.region, DeviceRegion)
         self._transport = transport
@@ -260,7 +275,7 @@ class _End:
         self._all = transport.communicators[self.rank]
         self._staging = transport.staging(self.rank, local)
         self._region = local.region
-        self._wire = wire
+        self._link = link
         self._slot_bytes = slot_bytes
         self.in_use = threading.Lock()
         self._comm = 0  # NCCL's handle
@@ -268,14 +283,14 @@ class _End:
 
     def check(self) -> None:
         """Raise if the link is down."""
-        if self._wire.is_down():
+        if self._link.is_down:
             raise LinkClosed("the link went down")
 
     def retire(self) -> None:
         """Free the idle communicator and tell the peer, whose end is of no use any more."""
         if self._comm:
             self._abort()
-            self._wire.post(Inner(pack(Ended(self._number))))
+            self._link.post(Inner(pack(Ended(self._number))))
 
     def close(self) -> None:
         with self.in_use:
@@ -342,30 +357,22 @@ class NcclProducer(_End):
     """The sending end."""
 
     rank = SENDER
-    unwaited_bytes = 0
-    makes_digests = False
+    is_quick = False
 
     def __init__(
-        self, transport: NcclTransport, local: LocalKv, wire: Wire, slot_bytes: int
+        self, transport: NcclTransport, local: LocalKv, link: Link, slot_bytes: int
     ) -> None:
-        super().__init__(transport, local, wire, slot_bytes)
+        super().__init__(transport, local, link, slot_bytes)
         self._answers: list[Message] = []
         self._answered = threading.Condition()
 
-    def push(
-        self,
-        chunk: Chunk,
-        source_ids: list[int],
-        target_ids: list[int],
-        part: PagePart | None = None,
-        skip: int = 0,
-    ) -> None:
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
         region = self._region
         if part is not None:
             region = region.narrowed(part.source_start, part.size)
-        self._wire.sock.sendall(encode(chunk))
+        self._link.write(chunk)
         with self.in_use:
-            for ids in _runs(source_ids, region, self._slot_bytes):
+            for ids in _runs(block_ids, region, self._slot_bytes):
                 with self._slot() as slot:
                     try:
                         with self._gpu.on(slot.stream):
@@ -402,7 +409,7 @@ class NcclProducer(_End):
             if not self._comm:
                 unique_id = self._nccl.unique_id()
                 self._number += 1
-            self._wire.sock.sendall(encode(Inner(pack(Offer(self._number, size, unique_id)))))
+            self._link.write(Inner(pack(Offer(self._number, size, unique_id))))
             if unique_id:
                 # The consumer may have to wait for a slot and for room before it joins.
                 self._join(self._number, unique_id, slot, self._limits.op_s + self._limits.init_s)
@@ -436,21 +443,22 @@ class NcclConsumer(_End):
     """The receiving end. Only its scatter writes to the KV cache."""
 
     rank = RECEIVER
+    is_pull = False
 
     def __init__(
-        self, transport: NcclTransport, local: LocalKv, wire: Wire, slot_bytes: int
+        self, transport: NcclTransport, local: LocalKv, link: Link, slot_bytes: int
     ) -> None:
-        super().__init__(transport, local, wire, slot_bytes)
+        super().__init__(transport, local, link, slot_bytes)
         self._scattering: Any = None  # event behind the scatter that runs
 
     def receive(
-        self, chunk: Chunk, block_ids: list[int] | None, part: PagePart | None = None
-    ) -> None:
+        self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
+    ) -> bytes:
         region = self._region
         if part is not None:
             region = region.narrowed(part.target_start, part.size)
         # A chunk that nobody wants may be of other heads than `region` has.
-        block_bytes = chunk.bytes // max(1, chunk.count)
+        block_bytes = chunk.size // max(1, chunk.count)
         with self.in_use:
             done = 0
             while done < chunk.count:
@@ -461,12 +469,13 @@ class NcclConsumer(_End):
                     or not 0 < count <= chunk.count - done
                     or offer.size_bytes > self._slot_bytes
                 ):
-                    raise ProtocolError(f"{offer.size_bytes} bytes offered of {chunk.bytes}")
+                    raise ProtocolError(f"{offer.size_bytes} bytes offered of {chunk.size}")
                 ids = None if block_ids is None else block_ids[done : done + count]
                 if self._take(offer, region, ids):
                     done += count
+        return NO_DIGESTS
 
-    def idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """Return True if nothing is, or ever will be, written to the KV cache over this link."""
         try:
             return self._scattering is None or self._gpu.has_fired(self._scattering)
@@ -477,7 +486,7 @@ class NcclConsumer(_End):
         """Take a message of the producer outside of a chunk; on the link's reader thread."""
         message = decode(body, KINDS)
         if not isinstance(message, Ended):
-            raise ProtocolError(f"a {message.kind} message outside of a chunk")
+            raise ProtocolError(f"a {type(message).__name__} message outside of a chunk")
         with self.in_use:
             if message.number == self._number:
                 self._abort()
@@ -487,7 +496,7 @@ class NcclConsumer(_End):
         # This thread is the link's reader, so nobody else sees that the producer is gone. What the
         # producer writes next may be here already: it sees the end of its send before we see ours.
         with contextlib.suppress(BlockingIOError):
-            if not self._wire.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            if not self._link.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 raise LinkClosed("the producer closed the link inside a chunk")
 
     def _take(self, offer: Offer, region: DeviceRegion, block_ids: list[int] | None) -> bool:
@@ -514,21 +523,21 @@ class NcclConsumer(_End):
         return True
 
     def _until_scattered(self) -> None:
-        until(self.idle, self._limits.op_s, "scattering a chunk", _nothing)
+        until(self._is_idle, self._limits.op_s, "scattering a chunk", _nothing)
 
     def _clear(self) -> None:
-        self._wire.post(Inner(pack(Clear(self._number))))
+        self._link.post(Inner(pack(Clear(self._number))))
 
     def _read_offer(self) -> Offer:
         while not isinstance(message := self._read(), Offer):
             if not isinstance(message, Ended):
-                raise ProtocolError(f"a {message.kind} message where an offer was due")
+                raise ProtocolError(f"a {type(message).__name__} message where an offer was due")
         return message
 
     def _read(self) -> Message:
-        message = self._wire.read()
+        message = self._link.read()
         if not isinstance(message, Inner):
-            raise ProtocolError(f"a {message.kind} message inside a chunk")
+            raise ProtocolError(f"a {type(message).__name__} message inside a chunk")
         return decode(message.body, KINDS)
 
 

@@ -20,10 +20,10 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kv_transfer import transport
 from kv_transfer.errors import UnsupportedLayout
-from kv_transfer.handshake import Identity
 from kv_transfer.layout import compatibility
 from kv_transfer.memory import SharedMemory
 from kv_transfer.settings import from_extra_config
+from kv_transfer.snapshot import take
 from kv_transfer.transport.base import LocalKv
 from kv_transfer.vllm.continuation import patch_runner_v1
 from kv_transfer.vllm.layout import allocate_in, describe, region_of, shard_of
@@ -123,9 +123,8 @@ class PdConnector(KVConnectorBase_V1):
         return self._scheduler_half().export(request, transfer_id)
 
     def wake_with(self, wake: Callable[[], None]) -> bool:
-        """Call `wake` when the next step may find that a transfer moved on. Return True: it will be
-        called."""
-        self._worker_half().wake_with(wake)
+        """Set what is called when the next step may find that a transfer ended. Return True."""
+        self._worker_half().peers.wake = wake
         return True
 
     def tick_with(self, on_layer: Callable[[], None]) -> bool:
@@ -143,7 +142,7 @@ class PdConnector(KVConnectorBase_V1):
     # -- worker half
 
     def snapshot(self) -> KvSnapshot:
-        return self._worker_half().links.snapshot()
+        return take(self._worker_half().peers)
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         return None if self._shared is None else allocate_in(self._shared)
@@ -159,11 +158,11 @@ class PdConnector(KVConnectorBase_V1):
         transport.check(settings, self._transports, region)
         worker.register(
             LocalKv(region, shared),
-            Identity(self._kv_transfer_config.engine_id, key),
+            key,
             shard,
         )
         names = tuple(each.name for each in self._transports)
-        self._handshake = PdHandshake(worker.address, key, layout, names)
+        self._handshake = PdHandshake(worker.peers.address, key, layout, names)
 
     def get_handshake_metadata(self) -> PdHandshake | None:
         return self._handshake

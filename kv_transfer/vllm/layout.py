@@ -15,7 +15,7 @@ from kv_transfer.device.region import device_region
 from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
-from kv_transfer.messages import PROTOCOL_VERSION
+from kv_transfer.protocol.messages import PROTOCOL_VERSION
 from kv_transfer.protocol.plan import Shard
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 from kv_transfer import transport
 from kv_transfer.device.region import DeviceRegion, device_region
 from kv_transfer.errors import KvTransferError
-from kv_transfer.messages import Chunk, Inner
+from kv_transfer.protocol.messages import ChunkReady, Inner
 from kv_transfer.settings import KvSettings
 from kv_transfer.transport.base import LocalKv
 from tests.unit.kv_transfer.test_nccl import FakeWire
@@ -44,11 +44,21 @@ def made(seed: int) -> tuple[torch.Tensor, DeviceRegion, Any]:
     return cache, region, transport.make(settings)[0]
 
 
+def _line(sock: socket.socket) -> bytes:
+    """Read one line, and no byte after it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        line += sock.recv(1)
+    return line
+
+
 def producer(port: int) -> None:
     _, region, nccl = made(1)
     wire: Any = FakeWire(socket.create_connection(("127.0.0.1", port)))
-    offer = json.loads(wire.sock.makefile().readline())
-    end = nccl.source(LocalKv(region, None), offer, wire)
+    local = LocalKv(region, None)
+    wire.sock.sendall(json.dumps(nccl.offer(local)).encode() + b"\n")
+    details = json.loads(_line(wire.sock))
+    end = nccl.producer(local, details, wire)
 
     def read() -> None:
         try:
@@ -58,9 +68,9 @@ def producer(port: int) -> None:
             wire.close()
 
     threading.Thread(target=read, daemon=True).start()
-    chunk = Chunk("t", 0, len(FROM), len(FROM) * region.geometry.block_bytes)
+    chunk = ChunkReady("t", 0, len(FROM), len(FROM) * region.geometry.block_bytes)
     for _ in range(2):
-        end.push(chunk, FROM, [])
+        end.send(chunk, FROM, None)
     wire.sock.recv(1)  # until the consumer closes
 
 
@@ -72,9 +82,9 @@ def receive(nccl: Any, region: DeviceRegion, *, kills: bool) -> None:
         try:
             sock, _ = server.accept()
             wire: Any = FakeWire(sock)
-            offer = nccl.offer(LocalKv(region, None), 0)
-            sock.sendall(json.dumps(offer).encode() + b"\n")
-            end = nccl.target(LocalKv(region, None), 0, wire)
+            offer = json.loads(_line(sock))
+            end, details = nccl.consumer(LocalKv(region, None), offer, wire)
+            sock.sendall(json.dumps(details).encode() + b"\n")
             if kills:
                 scatter = region.scatter
 
@@ -85,7 +95,7 @@ def receive(nccl: Any, region: DeviceRegion, *, kills: bool) -> None:
                 region.scatter = kill_then_scatter  # type: ignore[method-assign, assignment]
             for _ in range(2):
                 chunk = wire.read()
-                end.receive(chunk, TO)
+                end.receive(chunk, TO, None)
             assert not kills, "a producer that was killed sent a whole chunk"
         except (KvTransferError, OSError):
             if not kills:
@@ -95,7 +105,7 @@ def receive(nccl: Any, region: DeviceRegion, *, kills: bool) -> None:
             child.kill()
             child.wait(30)
         end.close()
-        assert end.idle()
+        assert end._is_idle()
 
 
 def main(role: str, port: str = "0") -> None:

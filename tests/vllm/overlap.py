@@ -12,17 +12,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.source import SourceTable
+from kv_transfer.protocol.producer import Producer
 from kv_transfer.vllm.worker import WorkerHalf
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
-    from kv_transfer.source_actions import PushChunk
+    from kv_transfer.protocol.producer import SendChunk
     from kv_transfer.vllm.step import StepMetadata
 
 _EVENTS = Path(os.environ["PDSERVE_TEST_OVERLAP"])
 _PROMPT = int(os.environ["PDSERVE_TEST_OVERLAP_TOKENS"])
-_grant, _end_copy, _after_step = SourceTable.grant, SourceTable.end_copy, WorkerHalf.after_step
+_subscribe, _end_copy, _after_step = Producer.subscribe, Producer.end_copy, WorkerHalf.after_step
 _copied: dict[str, int] = {}
 _computed: dict[str, int] = {}
 
@@ -32,17 +32,17 @@ def _note(*words: object) -> None:
         file.write(" ".join(str(word) for word in (*words, time.monotonic())) + "\n")
 
 
-def _noted_grant(self: SourceTable[Any], link: Any, grant: Any, now: float) -> Any:
-    actions = _grant(self, link, grant, now)
-    _note("granted", len(grant.block_ids))
+def _noted_subscription(self: Producer[Any], link: Any, subscription: Any, now: float) -> Any:
+    actions = _subscribe(self, link, subscription, now)
+    _note("subscribed", len(subscription.block_ids))
     return actions
 
 
 def _noted_copy(
-    self: SourceTable[Any], chunk: PushChunk[Any], now: float, seconds: float, *, copied: bool
+    self: Producer[Any], chunk: SendChunk[Any], now: float, seconds: float, *, copied: bool
 ) -> Any:
     actions = _end_copy(self, chunk, now, seconds, copied=copied)
-    _copied[chunk.transfer_id] = chunk.first + len(chunk.source_ids)
+    _copied[chunk.transfer_id] = chunk.first + len(chunk.block_ids)
     _note("copied", _copied[chunk.transfer_id])
     return actions
 
@@ -59,6 +59,6 @@ def _noted_step(self: WorkerHalf, metadata: StepMetadata) -> None:
     _after_step(self, metadata)
 
 
-SourceTable.grant = _noted_grant  # type: ignore[method-assign]
-SourceTable.end_copy = _noted_copy  # type: ignore[method-assign]
+Producer.subscribe = _noted_subscription  # type: ignore[method-assign]
+Producer.end_copy = _noted_copy  # type: ignore[method-assign]
 WorkerHalf.after_step = _noted_step  # type: ignore[method-assign]

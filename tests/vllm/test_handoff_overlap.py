@@ -36,7 +36,7 @@ def events(path: Path) -> list[tuple[str, int, float]]:
     return [(what, int(count), float(at)) for what, count, at in lines]
 
 
-def wait_for_grant(path: Path) -> None:
+def wait_for_subscription(path: Path) -> None:
     end, pause = time.monotonic() + WAIT_S, threading.Event()
     while not path.exists():
         assert time.monotonic() < end
@@ -66,7 +66,7 @@ async def test_all_but_the_last_chunk_has_come_when_the_prompt_is_computed(
     )
     ids = prompt(TOKENS, 90 + pair.decode.pid)
     decoding = pair.decode.submit(ids, params(), engine.decode_phase(name))
-    await asyncio.to_thread(wait_for_grant, path)
+    await asyncio.to_thread(wait_for_subscription, path)
     await engine.run(ids, params(), PrefillPhase(name))
     answer = await pair.decode.collect(decoding)
     over = time.monotonic()
@@ -74,7 +74,7 @@ async def test_all_but_the_last_chunk_has_come_when_the_prompt_is_computed(
     noted = events(path)
     ends = [i for i, event in enumerate(noted) if event[0] == "computed"]
     steps = [noted[i][1] for i in ends]
-    assert noted[0][:2] == ("granted", BLOCKS)
+    assert noted[0][:2] == ("subscribed", BLOCKS)
     assert len(steps) >= TOKENS // CHUNK
     assert steps[-1] == TOKENS
     before = [count for what, count, _ in noted[: ends[-1]] if what == "copied"]
@@ -85,7 +85,7 @@ async def test_all_but_the_last_chunk_has_come_when_the_prompt_is_computed(
     assert transfer is not None
     assert transfer.blocks == BLOCKS
     # What the request waited for, not all that was moved.
-    assert 0 < transfer.exposed_s < over - noted[ends[-1]][2]
+    assert 0 <= transfer.exposed_s < over - noted[ends[-1]][2]
     await engine.until_empty()
     await pair.decode.until_empty()
     await engine.close()

@@ -127,8 +127,8 @@ async def test_cancel_while_blocks_travel(
     await stalling.prefill.collect(streams[0])
     await until_inside(orders)
     both(stalling, streams)
-    # The source is inside a copy: the target's blocks stay pinned, whatever the router wants.
-    assert (await stalling.decode.status())[1].in_flight_blocks == 16
+    # The producer is inside a copy: its blocks stay pinned, whatever the router wants.
+    assert (await stalling.prefill.status())[1].leased_blocks == 16
     give(orders, "")
     await stalling.until_empty()
     await serves(stalling, aggregated, 71)

@@ -1,5 +1,5 @@
-"""The model of the exactness tests notices damage: without this, exactness would prove nothing. No
-digests here, for they would find the damage first (test_kv_integrity.py)."""
+"""The model of the exactness tests notices damage: without this, exactness would prove nothing. The
+digests here are those of the wrong blocks; others would find the damage (test_kv_integrity.py)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def give(orders: Path, order: str) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def damaging(pair_shm: Pair, tiny_model: Path, orders: Path) -> AsyncIterator[Pair]:
-    kv = KvSettings("damaging", {"transports": ("shm",), "digest": "off"})
+    kv = KvSettings("damaging", {"transports": ("shm",)})
     engine = await EngineProcess.start(
         settings(tiny_model, kv=kv, max_num_batched_tokens=256),
         env={"PDSERVE_TEST_CORRUPT": str(orders)},
@@ -61,7 +61,7 @@ async def test_a_flipped_prompt_token_changes_the_answer(
     assert (await aggregated.run(other, params(24, ignore_eos=True))).token_ids != whole.token_ids
 
 
-@pytest.mark.parametrize("damage", ["swap", "repeat", "zero"])
+@pytest.mark.parametrize("damage", ["swap", "repeat"])
 async def test_a_damaged_block_changes_the_answer(
     damaging: Pair, aggregated: EngineProcess, orders: Path, damage: str
 ) -> None:

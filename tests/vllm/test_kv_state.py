@@ -50,7 +50,7 @@ async def shows_what_it_holds(engine: EngineProcess, ranks: int) -> None:
     assert state.ledger.pinned_blocks == state.ledger.leased_blocks == 4
     for rank in state.ranks:
         (transfer,) = rank.transfers
-        assert (transfer.transfer_id, transfer.side, transfer.blocks) == ("held", "source", 4)
+        assert (transfer.transfer_id, transfer.side, transfer.blocks) == ("held", "producer", 4)
     engine.cancel(stream)
     state = await until(engine, lambda seen: not any(x.transfers for x in seen))
     await engine.until_empty(WAIT_S)

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kv_transfer.snapshot import SOURCE, KvSnapshot, KvState, TransferView
+from kv_transfer.snapshot import PRODUCER, KvSnapshot, KvState, TransferView
 from pdserve import prefix_hash
 from pdserve.errors import (
     ConfigError,
@@ -395,7 +395,7 @@ class FakeEngine:
         if self._kv is None:
             return None
         views = [
-            TransferView(x, t.request_id, SOURCE, t.state, "", "fake", t.blocks, 0, 0)
+            TransferView(x, t.request_id, PRODUCER, t.state, "", "fake", t.blocks, 0, 0)
             for x, t in self._transfers.items()
         ]
         return KvState(self.ledger(), (KvSnapshot(time.monotonic(), tuple(views)),))

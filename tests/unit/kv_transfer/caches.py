@@ -6,11 +6,8 @@ import ctypes
 import mmap
 import random
 
-import numpy as np
-
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory
-from kv_transfer.tokens import TokenOrder
 from kv_transfer.transport.base import LocalKv
 
 
@@ -23,28 +20,10 @@ def geometry(
     return KvGeometry(layers, blocks, page, layer_stride, block_stride)
 
 
-def turned(block_size: int, content: int, item_bytes: int = 1) -> TokenOrder:
-    """As an attention kernel may pack a block: the first half of every token's elements turned over
-    the whole block, the other half behind them as it is."""
-    half = content // 2
-    tokens, elements = np.meshgrid(np.arange(block_size), np.arange(content), indexing="ij")
-    keys = elements * block_size + tokens
-    values = block_size * half + tokens * (content - half) + elements - half
-    places = np.where(elements < half, keys, values)
-    return TokenOrder(places, item_bytes, lambda size: turned(size, content, item_bytes))
-
-
 class Cache:
     """A KV cache full of random bytes. `close` releases shared memory; plain memory is Python's."""
 
-    def __init__(
-        self,
-        shape: KvGeometry,
-        *,
-        seed: int,
-        shared: bool = False,
-        order: TokenOrder | None = None,
-    ) -> None:
+    def __init__(self, shape: KvGeometry, *, seed: int, shared: bool = False) -> None:
         size = shape.span_bytes + 16
         self.shared: SharedMemory | None = None
         if shared:
@@ -55,7 +34,7 @@ class Cache:
             self._memory = bytearray(size)
         self._memory[:] = random.Random(seed).randbytes(size)
         self._anchor: ctypes.Array[ctypes.c_char] = (ctypes.c_char * size).from_buffer(self._memory)
-        self.region = KvRegion(ctypes.addressof(self._anchor), size, shape, order)
+        self.region = KvRegion(ctypes.addressof(self._anchor), size, shape)
 
     @property
     def local(self) -> LocalKv:

@@ -6,14 +6,14 @@ import itertools
 import threading
 import time
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.handshake import Identity
+from kv_transfer import snapshot
 from kv_transfer.protocol.plan import Shard
 from kv_transfer.settings import KvSettings
-from kv_transfer.transport.shm import ShmTransport
+from kv_transfer.transport.mapped import MappedTransport
 from kv_transfer.transport.tcp import TcpTransport
 from kv_transfer.vllm.step import (
     Arrival,
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_transfer.layout import KvGeometry
-    from kv_transfer.tokens import TokenOrder
+    from kv_transfer.protocol.link import Link
     from kv_transfer.transport.base import Transport
 
 BLOCK_SIZE = 4
 FROM = [5, 6, 2, 20]
 TO = [9, 3, 4, 17]
-# Times that no test waits for and no pause of the machine outlasts. Who tests one sets it.
+N = 14  # tokens: four blocks, the last one partial
+TOKENS = (7, 8)  # sampled by the producer
+TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": MappedTransport, "tcp": TcpTransport}
+# Times that no test waits for. A test of one sets it.
 PATIENT = {
     "lease_s": 3600.0,
     "receive_timeout_s": 3600.0,
-    "cancel_timeout_s": WAIT_S,
     "handshake_timeout_s": WAIT_S,
     "send_timeout_s": WAIT_S,
     "preempt_timeout_s": WAIT_S,
 }
-N = 14  # tokens: four blocks, the last one partial
-TOKENS = (7, 8)  # sampled by the source
 
 
 def until(condition: Callable[[], object], *workers: Worker) -> None:
-    """Lets the workers step until the condition holds; fails the test when it never does."""
+    """Let the workers step until the condition holds."""
     end = time.monotonic() + WAIT_S
     pause = threading.Event()
     while True:
@@ -60,17 +60,15 @@ def until(condition: Callable[[], object], *workers: Worker) -> None:
             worker.collect()
         if condition():
             return
-        assert time.monotonic() < end, f"{[w.half for w in workers]} did not get there"
+        assert time.monotonic() < end, [worker.look() for worker in workers]
         pause.wait(0.002)
 
 
 def own_threads() -> list[threading.Thread]:
-    """The KV plane's threads in this process."""
     return [t for t in threading.enumerate() if t.name.startswith("kv-")]
 
 
 def open_files() -> int:
-    """Descriptors of this process; sockets are among them."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -85,7 +83,6 @@ class Worker:
     compatibility: str = "same"
     shared: bool = True
     shard: Shard | None = None
-    order: TokenOrder | None = None
     sent: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -95,24 +92,36 @@ class Worker:
 
     def __post_init__(self) -> None:
         seed = zlib.crc32(self.instance_id.encode())
-        self.cache = Cache(self.shape, seed=seed, shared=self.shared, order=self.order)
-        local = self.cache.local
+        self.cache = Cache(self.shape, seed=seed, shared=self.shared)
         self.half = WorkerHalf(self.settings, self.instance_id, self.transports)
-        self.half.register(
-            local,
-            Identity(self.instance_id, self.compatibility),
-            self.shard or Shard(1, self.shape.page_bytes, BLOCK_SIZE),
-        )
+        self.peers = self.half.peers
+        shard = self.shard or Shard(1, self.shape.page_bytes, BLOCK_SIZE)
+        self.half.register(self.cache.local, self.compatibility, shard)
+
+    @property
+    def address(self) -> str:
+        return self.peers.address
+
+    @property
+    def links(self) -> list[Link]:
+        return list(self.peers.links)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.peers.is_empty
+
+    def look(self) -> snapshot.KvSnapshot:
+        return snapshot.take(self.peers)
 
     def step(self, **parts: Any) -> None:
-        """One engine step: what is told before it, and what it computed."""
+        """Run one engine step."""
         metadata = StepMetadata(**parts)
         self.half.before_step(metadata)
         self.half.after_step(metadata)
         self.collect()
 
     def collect(self) -> None:
-        """What the end of a step reports."""
+        """Take what the end of a step reports."""
         sent, ended, failed = self.half.take_results()
         self.sent += sorted(sent)
         self.ended += sorted(ended)
@@ -123,83 +132,53 @@ class Worker:
             self.failures.update({k: error.message for k, error in output.failures.items()})
             self.codes.update({k: error.code for k, error in output.failures.items()})
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is known of any transfer."""
-        return self.half.links.is_empty
-
-    # -- the source's part
+    # -- the producer's part
 
     def expect(self, *transfer_ids: str) -> None:
-        """Requests enter the prefill engine."""
         self.step(expected=[SourceExpected(t, f"p-{t}") for t in transfer_ids])
 
     def compute(self, transfer_id: str, block_ids: list[int], tokens: int) -> None:
-        """A step fills blocks up to `tokens`."""
         self.step(progress=[SourceProgress(transfer_id, block_ids, tokens)])
 
     def finish(self, transfer_id: str, *, held: bool = True) -> None:
-        """The prefill request ends."""
         self.step(ended=[SourceEnded(transfer_id, TOKENS if held else (), held)])
 
     def prefill(self, transfer_id: str, block_ids: list[int], tokens: int) -> None:
-        """A whole prefill in one step."""
         self.expect(transfer_id)
         self.compute(transfer_id, block_ids, tokens)
         self.finish(transfer_id)
 
-    # -- the target's part
+    # -- the consumer's part
 
     def start(
-        self, source: Worker | str, transfer_id: str, block_ids: list[int], tokens: int, **rest: Any
+        self, source: Worker, transfer_id: str, block_ids: list[int], tokens: int, first: int = 0
     ) -> None:
-        """The decode engine has reserved blocks. `rest`: first_block, instance id."""
-        address = source if isinstance(source, str) else source.half.address
-        instance_id = rest.pop("instance_id", "" if isinstance(source, str) else source.instance_id)
-        first = rest.pop("first_block", 0)
+        """The decode engine has reserved blocks."""
         self.step(
             starts=[
                 TargetStart(
                     transfer_id,
                     f"d-{transfer_id}",
-                    (address,),
-                    instance_id,
+                    (source.address,),
+                    source.instance_id,
                     first,
                     tokens,
                     block_ids,
                 )
-            ],
-            **rest,
+            ]
         )
 
     def cancel(self, *transfer_ids: str) -> None:
-        """The decode requests are wanted no longer."""
         self.step(cancels=list(transfer_ids))
 
     def refuse(self, source: Worker, transfer_id: str) -> None:
-        """The decode request needs nothing from its source."""
-        self.step(unneeded=[Unneeded(transfer_id, (source.half.address,), source.instance_id)])
-
-    # -- time
-
-    def give_up(self) -> None:
-        """As a target: whatever makes no progress has made none for too long."""
-        self.half.links.targets.receive_timeout_s = 0.05
-        self.half.links.targets.cancel_timeout_s = 0.05
-
-    def end_lease(self, transfer_id: str) -> None:
-        """As a source: the blocks were held for long enough."""
-        with self.half.links.lock:
-            self.half.links.sources._transfers[transfer_id].lease_end = 0.0
-
-    def set_times(self, **times: float) -> None:
-        """For links that are made from now on."""
-        self.half.links._settings = replace(self.half.links._settings, **times)  # type: ignore[arg-type]
+        """The decode request needs nothing from its producer."""
+        self.step(unneeded=[Unneeded(transfer_id, (source.address,), source.instance_id)])
 
     def close(self) -> None:
-        """Idempotent. A thread of a link may still read the cache for a moment."""
+        """Idempotent."""
         self.half.close()
-        until(lambda: all(link.is_over for link in self.half.links._all))
+        until(lambda: all(link.is_over for link in self.links))
         for transport in self.transports:
             transport.close()
         self.cache.close()
@@ -214,7 +193,7 @@ class Rig:
         self.workers: list[Worker] = []
 
     def worker(self, **parts: Any) -> Worker:
-        """`parts` are Worker's and KvSettings' fields."""
+        """`parts` are fields of Worker and KvSettings."""
         settings = {
             key: parts.pop(key)
             for key in list(parts)
@@ -227,37 +206,23 @@ class Rig:
         return worker
 
     def pair(self, **parts: Any) -> tuple[Worker, Worker]:
-        """(source, target) with the same settings."""
+        """Return (producer, consumer) with the same settings."""
         return self.worker(**dict(parts)), self.worker(**dict(parts))
 
     def close(self) -> None:
-        """Every worker, and the proof that nothing of them stays."""
         for worker in self.workers:
             worker.close()
-        end = time.monotonic() + WAIT_S
-        while own_threads():
-            assert time.monotonic() < end, own_threads()
 
 
-def by_name(name: str, loopback: Transport) -> Callable[[], Transport]:
-    """A maker of transports; loopback is one instance for both ends."""
-    made: dict[str, Callable[[], Transport]] = {
-        "loopback": lambda: loopback,
-        "shm": ShmTransport,
-        "tcp": TcpTransport,
-    }
-    return made[name]
-
-
-def settle(source: Worker, target: Worker) -> None:
-    """Until neither worker knows of any transfer."""
-    until(lambda: source.is_empty and target.is_empty, source, target)
-    for worker in (source, target):  # what a thread has reported since the last look
+def settle(*workers: Worker) -> None:
+    """Wait until no worker knows of any transfer."""
+    until(lambda: all(worker.is_empty for worker in workers), *workers)
+    for worker in workers:
         worker.collect()
 
 
 def check_exact(source: Worker, target: Worker, before: list[list[bytes]]) -> None:
-    """The granted blocks hold the source's, the others what they held."""
+    """The subscribed blocks hold the producer's, the others what they held."""
     want = list(before)
     for s, t in zip(FROM, TO, strict=True):
         want[t] = source.cache.block(s)

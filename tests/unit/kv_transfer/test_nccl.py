@@ -15,7 +15,7 @@ import torch
 
 from kv_transfer.device.region import device_region
 from kv_transfer.errors import KvTransferError
-from kv_transfer.messages import HEADER, Chunk, Inner, Message, decode, encode
+from kv_transfer.protocol.messages import HEADER, ChunkReady, Inner, Message, decode, encode
 from kv_transfer.settings import KvSettings
 from kv_transfer.transport import nccl as module
 from kv_transfer.transport.base import LocalKv, TransportUnavailable
@@ -41,12 +41,15 @@ class FakeWire:
         self.down = threading.Event()
         self.written: list[Message] = []
 
+    @property
     def is_down(self) -> bool:
         return self.down.is_set()
 
-    def post(self, message: Message) -> None:
+    def write(self, message: Message) -> None:
         self.written.append(message)
         self.sock.sendall(encode(message))
+
+    post = write
 
     def read(self) -> Message:
         header = self._receive(HEADER.size)
@@ -70,11 +73,11 @@ class Link:
     def __init__(self, world: World) -> None:
         ours, theirs = socket.socketpair()
         self.wires = FakeWire(ours), FakeWire(theirs)
-        offer = world.consumer.offer(world.caches[1], 0)
+        offer = world.producer.offer(world.caches[0])
         assert offer is not None
         wires: Any = self.wires
-        self.producer = world.producer.source(world.caches[0], offer, wires[0])
-        self.consumer = world.consumer.target(world.caches[1], 0, wires[1])
+        self.consumer, details = world.consumer.consumer(world.caches[1], offer, wires[1])
+        self.producer = world.producer.producer(world.caches[0], details, wires[0])
         self.received: queue.Queue[BaseException | None] = queue.Queue()
         self.ids: list[int] | None = []
         self.threads = [
@@ -96,8 +99,8 @@ class Link:
         try:
             while True:
                 message = self.wires[1].read()
-                if isinstance(message, Chunk):
-                    self.consumer.receive(message, self.ids)
+                if isinstance(message, ChunkReady):
+                    self.consumer.receive(message, self.ids, None)
                     self.received.put(None)
                 else:
                     assert isinstance(message, Inner)
@@ -111,7 +114,7 @@ class Link:
         self.ids = target
         try:
             size = len(source) * BLOCK_BYTES
-            self.producer.push(Chunk("t", 0, len(source), size), source, [])
+            self.producer.send(ChunkReady("t", 0, len(source), size), source, None)
         except BaseException:
             self.wires[0].close()
             raise
@@ -242,12 +245,12 @@ def test_bytes_that_are_still_being_gathered_are_not_offered(world: World) -> No
 def test_blocks_are_not_safe_before_a_scatter_has_ended(world: World) -> None:
     link = world.link()
     link.move()
-    assert link.consumer.idle()
+    assert link.consumer._is_idle()
     world.gpus[1].is_stuck = True
     link.consumer._scattering = world.gpus[1].record(world.gpus[1].open_stream())
-    assert not link.consumer.idle()
+    assert not link.consumer._is_idle()
     world.gpus[1].is_stuck = False
-    assert link.consumer.idle()
+    assert link.consumer._is_idle()
 
 
 def test_a_chunk_that_nobody_wants_any_more_is_thrown_away(world: World) -> None:
@@ -366,18 +369,18 @@ def test_what_nccl_cannot_join_goes_over_the_next_transport(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wire: Any = FakeWire(socket.socket())
-    offer = world.consumer.offer(world.caches[1], 0)
+    offer = world.producer.offer(world.caches[0])
     assert offer is not None
     for change, match in (
         ({"version": 22907}, "NCCL 23007 here and 22907 there"),
-        ({"gpu": "GPU-0"}, "both workers use GPU GPU-0"),
+        ({"gpu": "GPU-1"}, "both workers use GPU GPU-1"),
         ({"slot_bytes": BLOCK_BYTES - 1}, "holds no block"),
         ({"slot_bytes": "many"}, "not NCCL's"),
     ):
         with pytest.raises(TransportUnavailable, match=match):
-            world.producer.source(world.caches[0], offer | change, wire)
+            world.consumer.consumer(world.caches[1], offer | change, wire)
     monkeypatch.setenv(module.ONE_GPU_VARIABLE, "1")
-    world.producer.source(world.caches[0], offer | {"gpu": "GPU-0"}, wire)
+    world.consumer.consumer(world.caches[1], offer | {"gpu": "GPU-1"}, wire)
     wire.sock.close()
 
 

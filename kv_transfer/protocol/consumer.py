@@ -1,0 +1,315 @@
+"""Receiving transfers: a state machine without I/O. It returns the messages to send.
+
+    RECEIVING --Done from every producer rank--> Received
+        |-- digest mismatch --> Nack, once; what was sent before the repeat is discarded
+        `-- Fail, Cancel, timeout, second mismatch, link down --> Failed
+
+Only this worker writes into its blocks: a chunk is put in place between `begin_chunk` and
+`end_chunk`, on the reader thread of its link. A transfer that fails while a chunk is being written
+is therefore reported when that write has ended; any other is reported at once. Chunks that come
+later are discarded.
+
+If the producer has more tensor-parallel ranks than the consumer, a transfer has several parts, each
+from another producer rank over its own link, into other heads of the same blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic
+
+from kv_transfer.errors import ProtocolError
+from kv_transfer.protocol.messages import (
+    Ack,
+    Cancel,
+    ChunkReady,
+    Done,
+    LinkT,
+    Nack,
+    Send,
+    Subscribe,
+)
+from pdserve.errors import InvalidRequest, TransferCorrupted, TransferFailed
+from pdserve.types import TransferReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kv_transfer.layout import PagePart
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The KV of a request is in place. `token_ids` follow its prompt."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    report: TransferReport
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The KV of a request will not come. `code` is that of the error in pdserve.errors."""
+
+    request_id: str
+    reason: str
+    code: str = TransferFailed.code
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where to put a chunk: these blocks, and this part of each page (None: all of it)."""
+
+    block_ids: list[int]
+    part: PagePart | None
+
+
+@dataclass(slots=True, eq=False)
+class Part(Generic[LinkT]):
+    """What one producer rank sends of a transfer."""
+
+    transfer_id: str
+    request_id: str
+    link: LinkT
+    subscription: Subscribe
+    page_part: PagePart | None
+    began_at: float
+    progress_at: float
+    received_blocks: int = 0
+    received_bytes: int = 0
+    receive_s: float = 0.0
+    last_receive_s: float = 0.0
+    digest_mismatches: int = 0
+    is_writing: bool = False
+    awaits_repeat: bool = False
+    is_done: bool = False
+
+
+@dataclass(slots=True)
+class Transfer(Generic[LinkT]):
+    request_id: str
+    parts: list[Part[LinkT]]
+    token_ids: tuple[int, ...] = ()
+    report: TransferReport | None = None
+    failure: Failed | None = None
+
+    @property
+    def state(self) -> str:
+        return "receiving" if self.failure is None else "failing"
+
+
+@dataclass(slots=True)
+class Consumer(Generic[LinkT]):
+    """All transfers that a worker receives. The caller holds one lock around each call."""
+
+    receive_timeout_s: float
+    timeouts: int = 0
+    _transfers: dict[str, Transfer[LinkT]] = field(default_factory=dict)
+    _outcomes: list[Received | Failed] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def __iter__(self) -> Iterator[tuple[Transfer[LinkT], Part[LinkT]]]:
+        for transfer in self._transfers.values():
+            for part in transfer.parts:
+                yield transfer, part
+
+    @property
+    def has_outcomes(self) -> bool:
+        return bool(self._outcomes)
+
+    def take_outcomes(self) -> list[Received | Failed]:
+        """Return what ended since the last call, each request once."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    # -- from the engine
+
+    def subscribe(
+        self,
+        request_id: str,
+        subscriptions: Sequence[tuple[LinkT, Subscribe, PagePart | None]],
+        now: float,
+    ) -> list[Send[LinkT]]:
+        """Start a transfer into reserved blocks, with one subscription per producer rank.
+
+        If its id is in use, this request fails and the other one goes on.
+        """
+        transfer_id = subscriptions[0][1].transfer_id
+        if transfer_id in self._transfers:
+            self.refuse(request_id, f"transfer id {transfer_id} is in use", TransferFailed.code)
+            return []
+        self._transfers[transfer_id] = Transfer(
+            request_id,
+            [
+                Part(transfer_id, request_id, link, subscription, part, now, now)
+                for link, subscription, part in subscriptions
+            ],
+        )
+        return [Send(link, subscription) for link, subscription, _ in subscriptions]
+
+    def refuse(self, request_id: str, reason: str, code: str = InvalidRequest.code) -> None:
+        """Fail a request whose transfer was not started."""
+        self._outcomes.append(Failed(request_id, reason, code))
+
+    def cancel(self, transfer_id: str, reason: str) -> list[Send[LinkT]]:
+        transfer = self._transfers.get(transfer_id)
+        return [] if transfer is None else self._fail(transfer, reason)
+
+    # -- from the producer
+
+    def begin_chunk(self, link: LinkT, chunk: ChunkReady) -> Place | None:
+        """Return where to write the chunk, or None to discard it.
+
+        A producer whose blocks were preempted starts again at an earlier block. A later block than
+        the expected one is discarded while a repeat is due; else it raises ProtocolError.
+        """
+        transfer, part = self._find(link, chunk.transfer_id)
+        if transfer is None or part is None or transfer.failure is not None or part.is_done:
+            return None
+        end = chunk.first + chunk.count
+        is_valid = chunk.count and end <= len(part.subscription.block_ids)
+        if is_valid and chunk.first > part.received_blocks and part.awaits_repeat:
+            return None
+        if not is_valid or chunk.first > part.received_blocks:
+            raise ProtocolError(
+                f"chunk of blocks {chunk.first}-{end - 1}, expected block {part.received_blocks}"
+            )
+        part.received_blocks = chunk.first
+        part.awaits_repeat = False
+        part.is_writing = True
+        return Place(part.subscription.block_ids[chunk.first : end], part.page_part)
+
+    def end_chunk(
+        self, link: LinkT, chunk: ChunkReady, now: float, seconds: float, *, intact: bool
+    ) -> list[Send[LinkT]]:
+        """Record that the chunk was written. `intact` is False if its digest did not match."""
+        transfer, part = self._find(link, chunk.transfer_id)
+        if transfer is None or part is None or not part.is_writing:
+            return []
+        part.is_writing = False
+        part.progress_at = now
+        part.receive_s += seconds
+        part.last_receive_s = seconds
+        part.digest_mismatches += not intact
+        if transfer.failure is not None:
+            return self._fail(transfer, transfer.failure.reason)
+        if intact:
+            part.received_blocks = chunk.first + chunk.count
+            part.received_bytes += chunk.size
+            return []
+        if part.digest_mismatches == 1:
+            part.awaits_repeat = True
+            return [Send(link, Nack(chunk.transfer_id, chunk.first))]
+        last = chunk.first + chunk.count - 1
+        reason = f"KV digest mismatch in blocks {chunk.first}-{last}, also after one retry"
+        return self._fail(transfer, reason, code=TransferCorrupted.code)
+
+    def abort_chunk(self, link: LinkT, chunk: ChunkReady, reason: str) -> list[Send[LinkT]]:
+        """Record that writing the chunk failed."""
+        transfer, part = self._find(link, chunk.transfer_id)
+        if transfer is None or part is None:
+            return []
+        part.is_writing = False
+        return self._fail(transfer, reason)
+
+    def heartbeat(self, link: LinkT, transfer_id: str, now: float) -> None:
+        _, part = self._find(link, transfer_id)
+        if part is not None:
+            part.progress_at = now
+
+    def done(self, link: LinkT, done: Done, transport: str, *, is_pull: bool) -> list[Send[LinkT]]:
+        """Record that a producer rank has sent everything.
+
+        If this worker copies by itself (`is_pull`), the producer does not know how long the last
+        chunk took.
+        """
+        transfer, part = self._find(link, done.transfer_id)
+        if transfer is None or part is None or transfer.failure is not None or part.awaits_repeat:
+            return []  # sent before the producer had read our Nack
+        missing = len(part.subscription.block_ids) - part.received_blocks
+        if missing:
+            return self._fail(transfer, f"{missing} blocks are missing at the end", but=link)
+        if not done.token_ids:
+            return self._fail(transfer, "the producer sampled no token", but=link)
+        if transfer.token_ids not in ((), tuple(done.token_ids)):
+            return self._fail(transfer, "the producer's ranks sampled different tokens", but=link)
+        part.is_done = True
+        report = TransferReport(
+            max(done.transfer_s, part.receive_s),
+            done.exposed_s + (part.last_receive_s if is_pull else 0.0),
+            part.received_bytes,
+            part.received_blocks,
+            transport,
+            part.digest_mismatches,
+        )
+        transfer.token_ids = tuple(done.token_ids)
+        transfer.report = report if transfer.report is None else transfer.report.beside(report)
+        if all(each.is_done for each in transfer.parts):
+            del self._transfers[done.transfer_id]
+            outcome = Received(transfer.request_id, transfer.token_ids, transfer.report)
+            self._outcomes.append(outcome)
+        return [Send(link, Ack(done.transfer_id))]
+
+    def fail(self, link: LinkT, transfer_id: str, reason: str) -> list[Send[LinkT]]:
+        transfer, part = self._find(link, transfer_id)
+        if transfer is None or part is None:
+            return []
+        return self._fail(transfer, reason, but=link)
+
+    def link_down(self, link: LinkT, reason: str) -> list[Send[LinkT]]:
+        sends: list[Send[LinkT]] = []
+        for transfer in list(self._transfers.values()):
+            if any(part.link is link and not part.is_done for part in transfer.parts):
+                sends += self._fail(transfer, reason, but=link)
+        return sends
+
+    # -- from the clock
+
+    def tick(self, now: float) -> list[Send[LinkT]]:
+        """Fail transfers without progress."""
+        sends: list[Send[LinkT]] = []
+        for transfer in list(self._transfers.values()):
+            if transfer.failure is not None:
+                sends += self._fail(transfer, transfer.failure.reason)
+            elif any(
+                not part.is_done and now - part.progress_at >= self.receive_timeout_s
+                for part in transfer.parts
+            ):
+                self.timeouts += 1
+                sends += self._fail(transfer, f"no KV received for {self.receive_timeout_s:g} s")
+        return sends
+
+    # -- inside
+
+    def _find(
+        self, link: LinkT, transfer_id: str
+    ) -> tuple[Transfer[LinkT] | None, Part[LinkT] | None]:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return None, None
+        return transfer, next((part for part in transfer.parts if part.link is link), None)
+
+    def _fail(
+        self,
+        transfer: Transfer[LinkT],
+        reason: str,
+        *,
+        code: str = TransferFailed.code,
+        but: LinkT | None = None,
+    ) -> list[Send[LinkT]]:
+        """Cancel the parts that are not done, except at `but`. Report the failure when nothing is
+        being written."""
+        if transfer.failure is None or code != TransferFailed.code:
+            transfer.failure = Failed(transfer.request_id, reason, code)
+        sends = []
+        transfer_id = transfer.parts[0].transfer_id
+        for part in transfer.parts:
+            if not part.is_done and part.link is not but:
+                sends.append(Send(part.link, Cancel(transfer_id)))
+            part.is_done = True
+        if not any(part.is_writing for part in transfer.parts):
+            del self._transfers[transfer_id]
+            self._outcomes.append(transfer.failure)
+        return sends

@@ -1,0 +1,469 @@
+"""Sending transfers: a state machine without I/O. It returns what to send and to release.
+
+    EXPECTED --Subscribe--> SENDING --all blocks sent and prefill ended: Done--> SENT --Ack--> gone
+        |                      ^----------------------- Nack ---------------------|
+        `-- abort, Cancel, Fail, link down, end of the lease --> gone
+
+A transfer is known once the engine expects it; a subscription may come earlier. The engine's blocks
+are released once they are acknowledged, or the transfer has failed, and no copy reads them.
+
+If the consumer has more tensor-parallel ranks than the producer, several of its ranks subscribe at
+one producer rank, each over its own link. If one of them gives up, the transfer fails for all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic
+
+from kv_transfer.errors import KvTransferError
+from kv_transfer.protocol.messages import Done, Fail, Heartbeat, LinkT, Send
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kv_transfer.layout import PagePart
+    from kv_transfer.protocol.messages import Subscribe
+    from kv_transfer.protocol.plan import Shard
+
+MAX_TOMBSTONES = 4096
+MAX_EARLY = 4096
+_DUPLICATE = "the transfer has been subscribed to before"
+_GONE = "the decode worker disconnected"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SendChunk(Generic[LinkT]):
+    """Action: send the blocks `block_ids`, `part` of each page, as a ChunkReady for block `first`
+    of the subscription. `begin_copy` says at its turn whether it is still wanted."""
+
+    link: LinkT
+    transfer_id: str
+    first: int
+    block_ids: list[int]
+    part: PagePart | None
+    digests: bytes = b""  # of these blocks, if they are known
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Action: the engine may free this request's blocks."""
+
+    request_id: str
+
+
+Action = Send[LinkT] | SendChunk[LinkT] | Release
+
+
+@dataclass(slots=True, eq=False)
+class Reader(Generic[LinkT]):
+    """A consumer rank that reads a transfer. At most one of its chunks is queued or copied."""
+
+    link: LinkT
+    subscription: Subscribe
+    expires_at: float  # while the engine does not know the transfer
+    part: PagePart | None = None
+    next_block: int = 0  # the first block that was not handed out
+    sent_blocks: int = 0
+    queued: SendChunk[LinkT] | None = None
+    copying: SendChunk[LinkT] | None = None
+    is_rewound: bool = False  # while it was copying
+    was_nacked: bool = False
+    is_done: bool = False
+    spoke_at: float = 0.0
+    transfer_s: float = 0.0
+
+    def rewind(self, block: int) -> None:
+        """Send `block` and all after it again."""
+        self.next_block = self.sent_blocks = block
+        self.queued = None
+        self.is_rewound = self.copying is not None
+        self.is_done = False
+
+
+@dataclass(slots=True)
+class Transfer(Generic[LinkT]):
+    """`digests` are those of the first blocks, made ahead; `generation` counts preemptions."""
+
+    transfer_id: str
+    request_id: str
+    began_at: float
+    block_ids: list[int] = field(default_factory=list)
+    ready_tokens: int = 0
+    generation: int = 0
+    digests: bytes = b""
+    readers: list[Reader[LinkT]] = field(default_factory=list)
+    num_readers: int = 0  # as the subscriptions say; 0 before the first
+    acknowledged: int = 0
+    ended_at: float | None = None
+    token_ids: tuple[int, ...] = ()
+    is_held: bool = False  # the engine waits for our Release
+    lease_end: float | None = None
+    is_closed: bool = False  # failed or acknowledged; kept while the engine or a copy needs it
+
+    @property
+    def state(self) -> str:
+        """State of the reader that is furthest behind."""
+        if self.is_closed:
+            return "closed"
+        if not self.num_readers:
+            return "expected"
+        is_complete = len(self.readers) + self.acknowledged == self.num_readers
+        return "sent" if is_complete and all(r.is_done for r in self.readers) else "sending"
+
+    def reader(self, link: LinkT) -> Reader[LinkT] | None:
+        return next((reader for reader in self.readers if reader.link is link), None)
+
+
+class Producer(Generic[LinkT]):
+    """All transfers that a worker sends. The caller holds one lock around each call."""
+
+    def __init__(
+        self, *, shard: Shard, chunk_blocks: int, lease_s: float, heartbeat_s: float
+    ) -> None:
+        self._shard = shard
+        self._chunk_blocks = max(1, chunk_blocks)
+        self._lease_s = lease_s
+        self._heartbeat_s = heartbeat_s
+        self._transfers: dict[str, Transfer[LinkT]] = {}
+        self._early: dict[str, list[Reader[LinkT]]] = {}
+        # Why transfers ended that a consumer may still ask for.
+        self._tombstones: OrderedDict[str, str] = OrderedDict()
+        self.expired_leases = 0
+        self.refused_subscriptions = 0
+
+    def __len__(self) -> int:
+        return len(self._transfers) + len(self._early)
+
+    def __iter__(self) -> Iterator[Transfer[LinkT]]:
+        return iter(self._transfers.values())
+
+    def early(self) -> Iterator[Reader[LinkT]]:
+        """Iterate over subscriptions to transfers that the engine does not know yet."""
+        for readers in self._early.values():
+            yield from readers
+
+    # -- from the engine
+
+    def expect(self, transfer_id: str, request_id: str, now: float) -> list[Action[LinkT]]:
+        """The engine has accepted a request. If the id is in use, both requests fail: their KV
+        could be confused."""
+        used = self._transfers.get(transfer_id)
+        if used is not None:
+            return self._close(used, f"transfer id {transfer_id} was used twice")
+        transfer = Transfer[LinkT](transfer_id, request_id, now)
+        transfer.is_closed = transfer_id in self._tombstones
+        self._transfers[transfer_id] = transfer
+        actions: list[Action[LinkT]] = []
+        for early in self._early.pop(transfer_id, []):
+            actions += self.subscribe(early.link, early.subscription, now)
+        return actions
+
+    def progress(
+        self, transfer_id: str, block_ids: list[int], ready_tokens: int, now: float
+    ) -> list[Action[LinkT]]:
+        """A step has computed the KV of the request's first `ready_tokens` into `block_ids`."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            return []
+        transfer.block_ids = block_ids
+        transfer.ready_tokens = min(ready_tokens, len(block_ids) * self._shard.block_size)
+        return self._pump(transfer, now)
+
+    def end(
+        self,
+        transfer_id: str,
+        token_ids: tuple[int, ...],
+        now: float,
+        *,
+        held: bool,
+        request_id: str = "",
+    ) -> list[Action[LinkT]]:
+        """The engine's request ended. `held`: its blocks wait for our Release."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or request_id not in ("", transfer.request_id):
+            return [Release(request_id)] if held and request_id else []
+        if transfer.ended_at is not None:
+            return []
+        transfer.ended_at, transfer.token_ids, transfer.is_held = now, token_ids, held
+        if not held or transfer.is_closed:
+            return self._close(transfer, "the prefill was aborted")
+        transfer.lease_end = now + self._lease_s
+        return self._pump(transfer, now)
+
+    def undigested(self, transfer_id: str) -> tuple[Transfer[LinkT], int, list[int]] | None:
+        """Return a transfer that nobody reads yet, and its complete blocks without digests: the
+        index of the first one and the ids. Their digests can be made ahead."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.is_closed or transfer.num_readers:
+            return None
+        size, ready = self._shard.block_size, transfer.ready_tokens
+        count = ready // size if transfer.ended_at is None else -(-ready // size)
+        first = len(transfer.digests) // 8
+        return (transfer, first, transfer.block_ids[first:count]) if first < count else None
+
+    def preempt(self, transfer_id: str) -> None:
+        """The engine takes the request's blocks away and will compute them again. The caller waits
+        until `copying` is empty before the blocks are written."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            transfer.ready_tokens = 0
+            transfer.generation += 1
+            transfer.digests = b""
+            for reader in transfer.readers:
+                reader.rewind(0)
+
+    def copying(self, transfer_id: str) -> list[LinkT]:
+        """Return the links over which the transfer's blocks are being copied."""
+        transfer = self._transfers.get(transfer_id)
+        readers = [] if transfer is None else transfer.readers
+        return [reader.link for reader in readers if reader.copying is not None]
+
+    def release(self, transfer_id: str) -> list[Action[LinkT]]:
+        """Give up the blocks of a request that ended."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.ended_at is None:
+            return []
+        return self._close(transfer, "the request was cancelled")
+
+    # -- from the consumer
+
+    def subscribe(self, link: LinkT, subscription: Subscribe, now: float) -> list[Action[LinkT]]:
+        """A consumer rank has reserved blocks, maybe before the engine knows the transfer."""
+        transfer_id = subscription.transfer_id
+        if transfer_id in self._tombstones:
+            return self._refuse(link, transfer_id, self._tombstones[transfer_id])
+        reader = Reader(link, subscription, now + self._lease_s, spoke_at=now)
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            early = self._early.get(transfer_id, [])
+            if any(each.link is link for each in early) or (
+                early and len(early) >= early[0].subscription.readers
+            ):
+                return self._refuse(link, transfer_id, _DUPLICATE)
+            if len(self._early) >= MAX_EARLY:
+                return self._refuse(link, transfer_id, f"{MAX_EARLY} transfers are unknown here")
+            self._early.setdefault(transfer_id, []).append(reader)
+            return []
+        is_full = len(transfer.readers) + transfer.acknowledged >= transfer.num_readers > 0
+        if transfer.is_closed or is_full or transfer.reader(link) is not None:
+            return self._refuse(link, transfer_id, _DUPLICATE)
+        transfer.readers.append(reader)
+        transfer.num_readers = transfer.num_readers or subscription.readers
+        if reason := self._mismatch(transfer, subscription):
+            self.refused_subscriptions += 1
+            return self._close(transfer, reason)
+        try:
+            part = self._shard.part_of(subscription.heads)
+        except KvTransferError as error:
+            self.refused_subscriptions += 1
+            return self._close(transfer, str(error))
+        is_whole = part is None or part.size == len(self._shard.heads) * self._shard.head_bytes
+        reader.part = None if is_whole else part
+        return self._pump(transfer, now)
+
+    def nack(self, link: LinkT, transfer_id: str, first: int, now: float) -> list[Action[LinkT]]:
+        """A consumer found block `first` damaged: send it and all after it once more."""
+        transfer, reader = self._find(link, transfer_id)
+        if transfer is None or reader is None:
+            reason = self._tombstones.get(transfer_id, "unknown transfer")
+            return [Send(link, Fail(transfer_id, reason))]
+        if reader.was_nacked:
+            return self._close(transfer, "two chunks were damaged")
+        reader.was_nacked = True
+        if first < reader.next_block:  # else it was preempted meanwhile and will be sent anyway
+            reader.rewind(first)
+        return self._pump(transfer, now)
+
+    def cancel(self, link: LinkT, transfer_id: str) -> list[Action[LinkT]]:
+        """A consumer does not want the transfer. Ignored if others subscribed and it did not."""
+        transfer = self._transfers.get(transfer_id)
+        early = self._early.get(transfer_id, [])
+        if transfer is None:
+            is_allowed = not early or any(reader.link is link for reader in early)
+            return self._forget(transfer_id, "cancelled", but=link) if is_allowed else []
+        if transfer.readers and transfer.reader(link) is None:
+            return []
+        return self._close(transfer, "cancelled", but=link)
+
+    def ack(self, link: LinkT, transfer_id: str) -> list[Action[LinkT]]:
+        """A consumer rank has all its blocks. The last one's ack releases them."""
+        transfer, reader = self._find(link, transfer_id)
+        if transfer is None or reader is None or not reader.is_done:
+            return []
+        transfer.readers.remove(reader)
+        transfer.acknowledged += 1
+        is_last = transfer.acknowledged >= transfer.num_readers
+        return self._close(transfer, "finished") if is_last else []
+
+    def link_down(self, link: LinkT) -> list[Action[LinkT]]:
+        actions: list[Action[LinkT]] = []
+        for transfer_id, early in list(self._early.items()):
+            if any(reader.link is link for reader in early):
+                actions += self._forget(transfer_id, _GONE, but=link)
+        for transfer in list(self._transfers.values()):
+            if not transfer.is_closed and transfer.reader(link) is not None:
+                actions += self._close(transfer, _GONE, but=link)
+        return actions
+
+    # -- from the link's writer thread
+
+    def begin_copy(self, chunk: SendChunk[LinkT]) -> bool:
+        """Return True if the chunk is still wanted; the caller then owes `end_copy`."""
+        _, reader = self._find(chunk.link, chunk.transfer_id)
+        if reader is None or reader.queued is not chunk:
+            return False
+        reader.queued, reader.copying = None, chunk
+        return True
+
+    def end_copy(
+        self, chunk: SendChunk[LinkT], now: float, seconds: float, *, copied: bool
+    ) -> list[Action[LinkT]]:
+        """A copy has ended: its blocks may be overwritten or released."""
+        transfer = self._transfers.get(chunk.transfer_id)
+        reader = None if transfer is None else transfer.reader(chunk.link)
+        if transfer is None or reader is None or reader.copying is not chunk:
+            return []
+        reader.copying = None
+        if transfer.is_closed:
+            transfer.readers.remove(reader)
+            return self._drop(transfer)
+        if not copied:
+            return self._close(transfer, "a copy failed")
+        reader.transfer_s += seconds
+        reader.spoke_at = now
+        if not reader.is_rewound:
+            reader.sent_blocks += len(chunk.block_ids)
+        reader.is_rewound = False
+        if transfer.lease_end is not None:
+            transfer.lease_end = now + self._lease_s
+        return self._pump(transfer, now)
+
+    # -- from the clock
+
+    def tick(self, now: float) -> list[Action[LinkT]]:
+        """End leases and early subscriptions; send heartbeats."""
+        actions: list[Action[LinkT]] = []
+        for transfer_id, early in list(self._early.items()):
+            if now >= early[0].expires_at:
+                actions += self._forget(transfer_id, "unknown transfer")
+        for transfer in list(self._transfers.values()):
+            if transfer.is_closed:
+                continue
+            if transfer.lease_end is not None and now >= transfer.lease_end:
+                self.expired_leases += 1
+                actions += self._close(transfer, "the lease ended")
+                continue
+            for reader in transfer.readers:
+                if now - reader.spoke_at >= self._heartbeat_s:
+                    reader.spoke_at = now
+                    actions.append(Send(reader.link, Heartbeat(transfer.transfer_id)))
+        return actions
+
+    # -- inside
+
+    def _find(
+        self, link: LinkT, transfer_id: str
+    ) -> tuple[Transfer[LinkT] | None, Reader[LinkT] | None]:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.is_closed:
+            return None, None
+        return transfer, transfer.reader(link)
+
+    def _refuse(self, link: LinkT, transfer_id: str, reason: str) -> list[Action[LinkT]]:
+        self.refused_subscriptions += 1
+        return [Send(link, Fail(transfer_id, reason))]
+
+    def _mismatch(self, transfer: Transfer[LinkT], subscription: Subscribe) -> str:
+        blocks = -(-subscription.num_tokens // self._shard.block_size) - subscription.first_block
+        if not subscription.block_ids or len(subscription.block_ids) != blocks:
+            return f"{len(subscription.block_ids)} blocks were subscribed, expected {blocks}"
+        if subscription.readers != transfer.num_readers or not subscription.readers:
+            return f"{subscription.readers} readers subscribed, expected {transfer.num_readers}"
+        return ""
+
+    def _pump(self, transfer: Transfer[LinkT], now: float) -> list[Action[LinkT]]:
+        """Hand out the next chunk of each reader, and Done behind its last one."""
+        actions: list[Action[LinkT]] = []
+        for reader in [] if transfer.is_closed else transfer.readers:
+            subscription = reader.subscription
+            total = len(subscription.block_ids)
+            if transfer.ended_at is not None and transfer.ready_tokens < subscription.num_tokens:
+                reason = (
+                    f"{subscription.num_tokens} tokens were subscribed,"
+                    f" {transfer.ready_tokens} were computed"
+                )
+                return self._close(transfer, reason)
+            if reader.queued is not None or reader.copying is not None or reader.is_done:
+                continue
+            # A partial last block is sent once the last token is in it.
+            ready = total
+            if transfer.ready_tokens < subscription.num_tokens:
+                full = transfer.ready_tokens // self._shard.block_size
+                ready = max(0, full - subscription.first_block)
+            if reader.next_block < ready:
+                first = reader.next_block
+                reader.next_block = min(first + self._chunk_blocks, ready)
+                start = subscription.first_block
+                block_ids = transfer.block_ids[start + first : start + reader.next_block]
+                digests = b""
+                if reader.part is None:
+                    digests = transfer.digests[
+                        8 * (start + first) : 8 * (start + reader.next_block)
+                    ]
+                reader.queued = SendChunk(
+                    reader.link,
+                    transfer.transfer_id,
+                    first,
+                    block_ids,
+                    reader.part,
+                    digests if len(digests) == 8 * len(block_ids) else b"",
+                )
+                actions.append(reader.queued)
+            elif reader.sent_blocks == total and transfer.ended_at is not None:
+                reader.is_done = True
+                done = Done(
+                    transfer.transfer_id,
+                    list(transfer.token_ids),
+                    reader.transfer_s,
+                    max(0.0, now - transfer.ended_at),
+                )
+                actions.append(Send(reader.link, done))
+        return actions
+
+    def _close(
+        self, transfer: Transfer[LinkT], reason: str, *, but: LinkT | None = None
+    ) -> list[Action[LinkT]]:
+        """End the transfer and tell every reader, except at `but`."""
+        actions: list[Action[LinkT]] = []
+        if not transfer.is_closed:
+            actions += [
+                Send(reader.link, Fail(transfer.transfer_id, reason))
+                for reader in transfer.readers
+                if reader.link is not but
+            ]
+            self._bury(transfer.transfer_id, reason)
+            transfer.is_closed = True
+            transfer.readers = [reader for reader in transfer.readers if reader.copying]
+        return actions + self._drop(transfer)
+
+    def _drop(self, transfer: Transfer[LinkT]) -> list[Action[LinkT]]:
+        """Forget a closed transfer when the engine's request has ended and no copy runs."""
+        if transfer.ended_at is None or transfer.readers:
+            return []
+        del self._transfers[transfer.transfer_id]
+        return [Release(transfer.request_id)] if transfer.is_held else []
+
+    def _forget(
+        self, transfer_id: str, reason: str, *, but: LinkT | None = None
+    ) -> list[Action[LinkT]]:
+        """Refuse early subscriptions, and any that follow."""
+        self._bury(transfer_id, reason)
+        early = self._early.pop(transfer_id, [])
+        return [Send(r.link, Fail(transfer_id, reason)) for r in early if r.link is not but]
+
+    def _bury(self, transfer_id: str, reason: str) -> None:
+        self._tombstones[transfer_id] = reason
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)

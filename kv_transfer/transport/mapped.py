@@ -1,0 +1,116 @@
+"""KV between processes of one host: the consumer maps the producer's cache and copies by itself.
+
+Nothing is written into another process's memory. The producer may take its blocks back while the
+consumer copies them; then the digest does not match that of the announced chunk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from kv_transfer.errors import ProtocolError, UnsupportedLayout
+from kv_transfer.layout import KvGeometry
+from kv_transfer.memory import PeerMemory, boot_id
+from kv_transfer.protocol.messages import NO_DIGESTS
+from kv_transfer.transport.base import Account, TransportUnavailable
+
+if TYPE_CHECKING:
+    from kv_transfer.layout import PagePart
+    from kv_transfer.memory import KvRegion
+    from kv_transfer.protocol.link import Link
+    from kv_transfer.protocol.messages import ChunkReady
+    from kv_transfer.transport.base import ConsumerChannel, LocalKv, ProducerChannel
+
+
+class MappedProducer:
+    name = "shm"
+    is_quick = True
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
+        self._link.write(replace(chunk, block_ids=block_ids))
+
+    def close(self) -> None:
+        pass
+
+
+class MappedConsumer:
+    name = "shm"
+    is_pull = True
+
+    def __init__(self, local: KvRegion, peer: PeerMemory) -> None:
+        self._local = local
+        self._peer = peer
+
+    def receive(
+        self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
+    ) -> bytes:
+        if block_ids is None:
+            return NO_DIGESTS
+        if not chunk.digests or len(chunk.block_ids) != len(block_ids):
+            raise ProtocolError("a chunk of mapped memory without its digests or its blocks")
+        local, peer = self._local, self._peer.region
+        if part is not None:
+            local = local.narrowed(part.target_start, part.size)
+            peer = peer.narrowed(part.source_start, part.size)
+        return local.copy_from(peer, chunk.block_ids, block_ids)
+
+    def told(self, body: bytes) -> None:
+        raise ProtocolError("mapped memory has no messages of its own")
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+class MappedTransport:
+    """Works between processes of one user on one running kernel."""
+
+    name = "shm"
+    lost_slots = 0
+
+    def offer(self, local: LocalKv) -> dict[str, Any] | None:
+        if local.shared is None:
+            return None
+        return {
+            "boot_id": boot_id(),
+            "path": local.shared.path,
+            "inode": local.shared.inode,
+            "size": local.shared.size,
+            "geometry": local.region.geometry.to_list(),
+        }
+
+    def consumer(
+        self, local: LocalKv, offer: dict[str, Any], link: Link
+    ) -> tuple[ConsumerChannel, dict[str, Any]]:
+        if not local.region.is_host:
+            raise TransportUnavailable("the KV cache is in GPU memory")
+        if offer.get("boot_id") != boot_id():
+            raise TransportUnavailable("the workers run on different hosts")
+        try:
+            geometry = KvGeometry.from_list(list(offer["geometry"]))
+            if geometry.num_layers != local.region.geometry.num_layers:
+                raise ValueError(f"{geometry.num_layers} layers")
+            peer = PeerMemory(str(offer["path"]), int(offer["inode"]), int(offer["size"]), geometry)
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            OSError,
+            UnsupportedLayout,
+        ) as error:
+            raise TransportUnavailable(f"cannot map the producer's memory: {error}") from error
+        return MappedConsumer(local.region, peer), {}
+
+    def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
+        return MappedProducer(link)
+
+    def account(self) -> Account:
+        return Account()
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""What requests cost on workers: fitted from what workers measure, predicted before placement."""

@@ -1,0 +1,1 @@
+"""Decisions that were made: kept for a while, told to whoever asks, made again otherwise."""

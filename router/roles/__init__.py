@@ -1,0 +1,1 @@
+"""Which worker prefills and which decodes, while they run."""

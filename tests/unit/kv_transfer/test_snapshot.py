@@ -1,0 +1,103 @@
+"""What a look at the KV plane shows while transfers run, wait, and are given up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kv_transfer.snapshot import CONSUMER, PRODUCER, KvSnapshot, KvState, LinkView
+from pdserve.types import KvLedger
+from tests.patience import WAIT_S
+from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, settle, until
+
+if TYPE_CHECKING:
+    from tests.unit.kv_transfer.rig import Worker
+
+
+def look(worker: Worker) -> KvSnapshot:
+    snapshot = worker.look()
+    json.dumps(asdict(snapshot))
+    return snapshot
+
+
+def test_a_transfer_is_seen_from_both_sides_until_it_is_over(rig: Rig) -> None:
+    source, target = rig.pair()
+    target.start(source, "t", TO, N)
+    until(lambda: [t for t in look(source).transfers if t.state == "subscribed early"], target)
+    source.expect("t")
+    source.compute("t", FROM[:2], 8)
+    until(lambda: look(target).transfers[0].moved_blocks == 2, source, target)
+
+    (sending,), (receiving,) = look(source).transfers, look(target).transfers
+    assert (sending.transfer_id, sending.request_id, sending.side) == ("t", "p-t", PRODUCER)
+    assert (receiving.transfer_id, receiving.request_id, receiving.side) == ("t", "d-t", CONSUMER)
+    assert (sending.state, receiving.state) == ("sending", "receiving")
+    assert (sending.blocks, sending.moved_blocks) == (2, 2)
+    assert (receiving.blocks, receiving.moved_blocks) == (4, 2)
+    assert sending.moved_bytes == receiving.moved_bytes > 0
+    assert sending.transport == receiving.transport
+    assert receiving.peer == source.instance_id
+    assert sending.lease_left_s is None
+    assert sending.age_s is not None
+    assert sending.age_s >= 0
+
+    source.compute("t", FROM, N)
+    source.finish("t")
+    settle(source, target)
+    for worker in (source, target):
+        assert look(worker).transfers == ()
+    assert look(source).totals["pushed_blocks"] == 4
+    assert look(target).totals["received_bytes"] == look(source).totals["pushed_bytes"] > 0
+
+
+def test_links_are_seen_with_their_transport_and_their_peer(rig: Rig) -> None:
+    source, target = rig.pair()
+    assert look(source).links == look(target).links == ()
+    source.prefill("t", FROM, N)
+    target.start(source, "t", TO, N)
+    settle(source, target)
+    (served,), (dialled,) = look(source).links, look(target).links
+    assert (served.side, dialled.side) == (PRODUCER, CONSUMER)
+    assert (served.state, dialled.state) == ("up", "up")
+    assert served.transport == dialled.transport
+    assert (served.peer, dialled.peer) == (
+        target.instance_id,
+        source.instance_id,
+    )
+    assert dialled.address == source.address
+
+    target.half.close()
+    until(lambda: look(source).links == ())
+
+
+def test_a_lease_counts_down_and_its_end_is_counted(tcp_rig: Rig) -> None:
+    source = tcp_rig.worker(lease_s=WAIT_S)
+    source.prefill("t", FROM, N)
+    (held,) = look(source).transfers
+    assert (held.state, held.peer, held.blocks) == ("expected", "", 4)
+    assert held.lease_left_s is not None
+    assert 0 < held.lease_left_s <= WAIT_S
+    with source.peers.lock:
+        source.peers.producer._transfers["t"].lease_end = 0.0
+    until(lambda: not look(source).transfers, source)
+    assert look(source).totals["expired_leases"] == 1
+
+
+def test_staging_that_a_transport_has_lost_stays_quarantined(shm_rig: Rig) -> None:
+    worker = shm_rig.worker()
+    worker.transports[0].lost_slots = 2  # type: ignore[misc]
+    assert look(worker).quarantined_slots == 2
+
+
+def test_ranks_are_added_up_and_only_links_that_are_up_are_counted() -> None:
+    def link(state: str, transport: str) -> LinkView:
+        return LinkView(PRODUCER, state, transport, "", "", 1.0)
+
+    ledger = KvLedger(2, 1, 2, 2)
+    one = KvSnapshot(0.0, (), (link("up", "shm"), link("down", "shm")), 1, {"failures": 1.0})
+    two = KvSnapshot(0.0, (), (link("up", "shm"), link("connecting", "")), 2, {"failures": 2.0})
+    report = KvState(ledger, (one, two)).report()
+    assert report.ledger == ledger
+    assert (report.links, report.quarantined_slots) == ({"shm": 2}, 3)
+    assert report.totals == {"failures": 3.0}

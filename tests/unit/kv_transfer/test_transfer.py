@@ -1,0 +1,322 @@
+"""Whole transfers between two worker halves in one process, the same over every transport."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kv_transfer.transport.mapped import MappedTransport
+from kv_transfer.transport.tcp import TcpTransport
+from tests.unit.kv_transfer.caches import geometry
+from tests.unit.kv_transfer.rig import FROM, TO, TOKENS, N, Rig, check_exact, settle, until
+
+if TYPE_CHECKING:
+    from kv_transfer.transport.base import LocalKv
+
+
+@pytest.mark.parametrize("order", ["subscription first", "prefill first", "between"])
+def test_a_transfer_brings_every_block_and_the_tokens(rig: Rig, order: str) -> None:
+    source, target = rig.pair()
+    before = target.cache.blocks()
+    if order == "subscription first":
+        target.start(source, "t", TO, N)
+        until(lambda: len(source.peers.producer), source)
+        source.prefill("t", FROM, N)
+    elif order == "prefill first":
+        source.prefill("t", FROM, N)
+        target.start(source, "t", TO, N)
+    else:
+        source.expect("t")
+        target.start(source, "t", TO, N)
+        source.compute("t", FROM, N)
+        source.finish("t")
+    settle(source, target)
+    assert (target.ended, target.failed, source.sent) == (["d-t"], [], ["p-t"])
+    check_exact(source, target, before)
+    arrival = target.arrivals["d-t"]
+    assert arrival.token_ids == TOKENS
+    assert arrival.report.blocks == 4
+    assert arrival.report.bytes == 4 * geometry().block_bytes
+    assert arrival.report.transport == rig.workers[0].transports[0].name
+    assert source.peers.counters.pushed_bytes == target.peers.counters.received_bytes
+
+
+def test_blocks_go_as_they_are_computed(rig: Rig) -> None:
+    source, target = rig.pair(chunk_bytes=2 * geometry().block_bytes)
+    before = target.cache.blocks()
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    for i, tokens in enumerate((3, 9, 14)):
+        count = -(-tokens // 4)
+        for block in FROM[:count]:
+            source.cache.write(block, seed=block)
+        source.compute("t", FROM[:count], tokens)
+        whole = [0, 2, 4][i]
+        until(lambda n=whole: source.peers.counters.pushed_blocks == n, source, target)  # type: ignore[misc]
+    source.finish("t")
+    settle(source, target)
+    assert target.failed == []
+    check_exact(source, target, before)
+
+
+def test_what_the_target_has_already_is_not_sent(rig: Rig) -> None:
+    source, target = rig.pair()
+    before = target.cache.blocks()
+    target.start(source, "t", TO[2:], N, first=2)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    assert target.arrivals["d-t"].report.blocks == 2
+    assert target.cache.block(TO[2]) == source.cache.block(FROM[2])
+    assert target.cache.block(TO[3]) == source.cache.block(FROM[3])
+    assert target.cache.block(TO[0]) == before[TO[0]]
+
+
+def test_many_transfers_share_a_link_and_stay_apart(rig: Rig) -> None:
+    source, target = rig.pair(chunk_bytes=geometry().block_bytes)
+    for i in range(8):
+        target.start(source, f"t{i}", [3 * i, 3 * i + 1, 3 * i + 2], 12)
+    for i in reversed(range(8)):
+        source.prefill(f"t{i}", [23 - 3 * i, 22 - 3 * i, 21 - 3 * i], 12)
+    settle(source, target)
+    assert sorted(target.arrivals) == [f"d-t{i}" for i in range(8)]
+    assert sorted(source.sent) == [f"p-t{i}" for i in range(8)]
+    assert target.cache.blocks() == list(reversed(source.cache.blocks()))
+    assert len(source.links) == len(target.links) == 1
+
+
+def test_workers_serve_each_other_at_once(rig: Rig) -> None:
+    first, second = rig.pair()
+    first.start(second, "a", [0, 1], 8)
+    second.start(first, "b", [2, 3], 8)
+    first.prefill("b", [10, 11], 8)
+    second.prefill("a", [12, 13], 8)
+    settle(first, second)
+    assert first.cache.block(0) == second.cache.block(12)
+    assert second.cache.block(3) == first.cache.block(11)
+
+
+def test_pages_need_not_lie_alike(rig: Rig) -> None:
+    source = rig.worker(shape=geometry(blocks=24))
+    target = rig.worker(shape=geometry(blocks=40, layers_inside=True, gap=16))
+    before = target.cache.blocks()
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    check_exact(source, target, before)
+
+
+@pytest.mark.parametrize("moment", ["before expect", "before blocks", "between chunks", "sent"])
+def test_a_cancelled_transfer_frees_both_sides(rig: Rig, moment: str) -> None:
+    source, target = rig.pair()
+    target.start(source, "t", TO, N)
+    if moment != "before expect":
+        source.expect("t")
+    if moment in ("between chunks", "sent"):
+        source.compute("t", FROM[:2], 8)
+        until(lambda: source.peers.counters.pushed_blocks == 2, source, target)
+    if moment == "sent":
+        source.compute("t", FROM, N)
+        source.finish("t")
+    target.cancel("t")
+    until(lambda: target.ended, target, source)
+    if moment == "before expect":
+        source.expect("t")
+    if moment != "sent":
+        source.compute("t", FROM, N)
+        source.finish("t")
+    settle(source, target)
+    assert (target.ended, source.sent) == (["d-t"], ["p-t"])
+    assert target.failed == ([] if target.arrivals else ["d-t"])
+
+
+def test_an_aborted_prefill_fails_its_target(rig: Rig) -> None:
+    source, target = rig.pair()
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    source.compute("t", FROM[:2], 8)
+    source.finish("t", held=False)
+    settle(source, target)
+    assert target.failures == {"d-t": "the prefill was aborted"}
+    assert source.sent == []
+
+
+def test_a_source_that_nobody_asks_holds_its_blocks_until_the_lease_ends(rig: Rig) -> None:
+    source = rig.worker(lease_s=0.05)
+    source.prefill("t", FROM, N)
+    until(lambda: source.sent, source)
+    assert source.sent == ["p-t"]
+    assert source.peers.producer.expired_leases == 1
+    late = rig.worker()
+    late.start(source, "t", TO, N)
+    until(lambda: late.ended, late, source)
+    assert late.failures == {"d-t": "the lease ended"}
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_blocks_that_nobody_needs_are_freed_as_prefill_ends(rig: Rig, early: bool) -> None:
+    source, target = rig.pair()
+    if not early:
+        source.expect("t")
+    target.refuse(source, "t")
+    until(lambda: source.peers.producer._tombstones, source, target)
+    if early:
+        source.expect("t")
+    source.compute("t", FROM, N)
+    source.finish("t")
+    settle(source, target)
+    assert source.sent == ["p-t"]
+
+
+def test_a_grant_for_a_transfer_that_never_comes_fails(rig: Rig) -> None:
+    source, target = rig.pair(lease_s=0.05)
+    target.start(source, "t", TO, N)
+    settle(source, target)
+    assert target.failures == {"d-t": "unknown transfer"}
+
+
+@pytest.mark.parametrize(
+    ("to", "tokens", "first", "reason"),
+    [
+        (TO, 18, 0, "4 blocks were subscribed, expected 5"),
+        (TO[:3], 14, 0, "3 blocks were subscribed, expected 4"),
+        (TO, 14, 1, "4 blocks were subscribed, expected 3"),
+        ([*TO, 18], 18, 0, "18 tokens were subscribed, 14 were computed"),
+    ],
+)
+def test_a_grant_that_does_not_fit_its_request_is_refused(
+    rig: Rig, to: list[int], tokens: int, first: int, reason: str
+) -> None:
+    source, target = rig.pair()
+    before = target.cache.blocks()
+    target.start(source, "t", to, tokens, first=first)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    assert target.failures == {"d-t": reason}
+    assert source.sent == ["p-t"]
+    untouched = [b for i, b in enumerate(target.cache.blocks()) if i not in to]
+    assert untouched == [b for i, b in enumerate(before) if i not in to]
+
+
+@pytest.mark.parametrize("block", [24, 2**40])
+def test_blocks_outside_the_cache_are_not_written(rig: Rig, block: int) -> None:
+    source, target = rig.pair()
+    before = target.cache.snapshot()
+    target.start(source, "t", [block, 0], 8)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    assert target.failed == ["d-t"]
+    assert source.sent == ["p-t"]
+    assert target.cache.snapshot() == before
+    target.start(source, "u", TO, N)
+    source.prefill("u", FROM, N)
+    settle(source, target)
+    assert target.arrivals.keys() == {"d-u"}
+
+
+def test_preempted_blocks_are_all_sent_again(rig: Rig) -> None:
+    source, target = rig.pair(chunk_bytes=geometry().block_bytes)
+    before = target.cache.blocks()
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    source.compute("t", FROM[:2], 8)
+    until(lambda: source.peers.counters.pushed_blocks == 2, source, target)
+    source.step(preempted=["t"])
+    again = [11, 12, 13, 14]
+    for new in again:
+        source.cache.write(new, seed=new)
+    for block in FROM:
+        source.cache.write(block, seed=99)
+    source.compute("t", again[:1], 4)
+    source.compute("t", again, N)
+    source.finish("t")
+    settle(source, target)
+    assert target.failed == []
+    assert target.arrivals["d-t"].report.blocks == 4
+    for old, new in zip(again, TO, strict=True):
+        before[new] = source.cache.block(old)
+    assert target.cache.blocks() == before
+
+
+def test_a_transfer_that_is_started_twice_is_served_once(rig: Rig) -> None:
+    source, target = rig.pair()
+    target.start(source, "t", TO, N)
+    target.start(source, "t", [0, 1, 2, 3], N)
+    assert target.failures == {"d-t": "transfer id t is in use"}
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    assert target.ended == ["d-t", "d-t"]
+    assert target.cache.block(TO[0]) == source.cache.block(FROM[0])
+
+
+def test_a_source_that_closes_fails_its_targets(rig: Rig) -> None:
+    source, target = rig.pair()
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    source.compute("t", FROM[:2], 8)
+    until(lambda: source.peers.counters.pushed_blocks == 2, source, target)
+    source.close()
+    until(lambda: target.is_empty, target)
+    assert target.failed == ["d-t"]
+
+
+def test_a_target_that_closes_frees_its_sources(rig: Rig) -> None:
+    source, target = rig.pair()
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    source.compute("t", FROM, N)
+    until(lambda: source.peers.counters.pushed_blocks == 4, source, target)
+    target.close()
+    until(lambda: source.links and all(k.is_down for k in source.links), source)
+    source.finish("t")
+    until(lambda: source.is_empty, source)
+    assert source.sent == ["p-t"]
+
+
+def test_a_link_that_broke_is_made_again_for_the_next_transfer(rig: Rig) -> None:
+    source, target = rig.pair()
+    target.start(source, "t", TO, N)
+    until(lambda: source.links, source, target)
+    for link in list(source.links):
+        source.peers._drop(link, "broken by the test")
+    until(lambda: target.failed, source, target)
+    target.start(source, "u", TO, N)
+    source.prefill("u", FROM, N)
+    settle(source, target)
+    assert target.arrivals.keys() == {"d-u"}
+
+
+def test_a_closed_worker_is_closed_again_without_effect(rig: Rig) -> None:
+    source, target = rig.pair()
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    for worker in (source, target, source, target):
+        worker.close()
+
+
+def test_the_consumer_selects_the_first_transport_that_it_can_use(tcp_rig: Rig) -> None:
+    both = [MappedTransport(), TcpTransport()]
+    source, target = tcp_rig.worker(transports=both, shared=False), tcp_rig.worker(transports=both)
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    assert target.arrivals["d-t"].report.transport == "tcp"
+
+
+def test_a_transport_that_cannot_be_used_is_counted_and_the_next_one_selected(
+    tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [MappedTransport(), TcpTransport()]
+    source, target = tcp_rig.worker(transports=both), tcp_rig.worker(transports=both)
+    real = MappedTransport.offer
+
+    def elsewhere(self: MappedTransport, local: LocalKv) -> dict[str, object]:
+        return {**(real(self, local) or {}), "boot_id": "another host"}
+
+    monkeypatch.setattr(MappedTransport, "offer", elsewhere)
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    assert target.arrivals["d-t"].report.transport == "tcp"
+    assert source.peers.counters.downgrades == 1
