@@ -245,24 +245,16 @@ class RolesConfig(_Section, frozen=True):
             "only."
         ),
     ] = False
-    interval_s: Annotated[
-        float, Meta(ge=0.001, le=3600), doc("Seconds between two looks at the loads.")
-    ] = 1.0
-    window_s: Annotated[Duration, doc("Time constant of the average load.")] = 30.0
+    window_s: Annotated[
+        Duration,
+        doc("Loads are averaged over this time. Another split must be better for as long."),
+    ] = 30.0
+    cooldown_s: Annotated[
+        Seconds, doc("Pause after a role change, and after workers came or left.")
+    ] = 60.0
     min_load: Annotated[
         float, Meta(ge=0, le=100), doc("Change nothing while both phases are loaded less.")
     ] = 0.7
-    min_improvement: Annotated[
-        float, Meta(ge=0.01, le=1), doc("Share by which the load of the busier phase must fall.")
-    ] = 0.15
-    dwell_s: Annotated[Seconds, doc("Seconds for which another split must be better.")] = 30.0
-    settle_s: Annotated[Seconds, doc("Pause after a role change, or after workers changed.")] = 60.0
-    failure_pause_s: Annotated[
-        float, Meta(ge=0, le=3600), doc("Pause after a failed role change; doubles up to an hour.")
-    ] = 60.0
-    drain_timeout_s: Annotated[
-        Seconds, doc("Seconds after which a worker's streams are moved.")
-    ] = 30.0
 
 
 class HealthConfig(_Section, frozen=True):

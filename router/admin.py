@@ -15,25 +15,23 @@ from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminServicer
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
-from router.cost.wire import costs_to_pb, steps_to_pb
-from router.decisions.record import request_to_pb
+from router.decisions import explained
 from router.fleet.drain import drain, undrain
 from router.fleet.health import BreakerState
-from router.roles.wire import roles_to_pb
+from router.roles import roles_to_pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
-    from pdserve.types import WorkerInfo
-    from router.cost.book import CostBook
-    from router.decisions.log import DecisionLog, RequestDecisions
+    from router.decisions import DecisionLog, RequestDecisions
     from router.fleet.health import Breaker
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
     from router.fleet.role_change import RoleChanger
+    from router.placement.cost import CostModel
     from router.request import RequestServer
-    from router.roles.controller import Verdict
+    from router.roles import Verdict
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -47,7 +45,7 @@ class RegistryService(RegistryServicer):
         self,
         fleet: Fleet,
         requests: RequestServer,
-        costs: CostBook,
+        costs: CostModel,
         roles: Mapping[str, Verdict],
     ) -> None:
         self._fleet = fleet
@@ -104,7 +102,6 @@ class RegistryService(RegistryServicer):
             workers=[self._entry(member, now) for member in fleet.pool.members.values()],
             probes_passed=fleet.outliers.probes["passed"],
             probes_failed=fleet.outliers.probes["failed"],
-            costs=costs_to_pb(self._costs, fleet.pool.models()),
             roles=roles_to_pb(self._roles),
             ejected_pairs=[
                 w.EjectedPair(
@@ -131,8 +128,13 @@ class RegistryService(RegistryServicer):
         )
         if not member.lost:
             entry.lease_remaining_s = max(0.0, member.lease_end - self._fleet.lease_now())
-        if member.steps is not None:
-            entry.steps.CopyFrom(steps_to_pb(self._costs.step_model(member.worker_id)))
+        model = self._costs.step_model(member.worker_id)
+        if model is not None and member.steps is not None:
+            entry.steps.coefficients.extend(model.coefficients)
+            entry.steps.prefill_steps = model.prefill_steps
+            entry.steps.decode_steps = model.decode_steps
+            entry.steps.prefill_end = model.prefill_end
+            entry.steps.chunk_tokens = model.chunk_tokens
         return entry
 
 
@@ -216,15 +218,3 @@ class AdminService(AdminServicer):
 def _check_timeout(seconds: float, *, field: str) -> None:
     if not 0 <= seconds <= MAX_DRAIN_S:
         raise InvalidRequest(f"{field} must be between 0 and {MAX_DRAIN_S:g}", field=field)
-
-
-def explained(requests: Iterable[RequestDecisions]) -> Iterator[a.Explained]:
-    """Yield each request, after the workers that it names for the first time."""
-    described: dict[str, WorkerInfo] = {}
-    for request in requests:
-        for recorded in request.decisions:
-            for candidate in recorded.decision.candidates:
-                if described.get(candidate.worker_id) != candidate.info:
-                    described[candidate.worker_id] = candidate.info
-                    yield a.Explained(worker=wire.worker_to_pb(candidate.info))
-        yield a.Explained(request=request_to_pb(request))

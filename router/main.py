@@ -30,21 +30,20 @@ from router.api.grpc import Generation
 from router.api.http import HttpApi
 from router.api.open_requests import OpenRequests
 from router.api.preprocess import Preprocessor
-from router.cost.book import CostBook
-from router.cost.objective import slo_of
-from router.decisions.log import DecisionLog
+from router.background import Background
+from router.decisions import DecisionLog
 from router.fleet.probes import ActiveHealthChecks
 from router.fleet.registry import Fleet
 from router.fleet.role_change import RoleChanger
 from router.metrics import RouterMetrics
-from router.placement.context import PlacementContext
-from router.placement.policies.by_name import POLICIES
+from router.placement.cost import CostModel
+from router.placement.policies import POLICIES
+from router.placement.values import PlacementContext
 from router.placer import Placer
 from router.prefix import PrefixWatcher
 from router.request import RequestServer, Services
 from router.retry import RetryBudget
-from router.roles.rebalancer import Rebalancer
-from router.roles.watcher import RoleWatcher
+from router.roles import Autoscaler
 
 if TYPE_CHECKING:
     from pdserve.config import RouterConfig
@@ -114,15 +113,14 @@ class RouterServer:
             await enter(ActiveHealthChecks(fleet, metrics, idle_s=config.health.probe_s))
 
         # The request path.
-        slo = slo_of(config.slo)
-        costs = CostBook(fleet.pool, slo, fleet.now, on_ratio=metrics.predicted)
+        costs = CostModel(fleet.pool, config.slo, fleet.now)
         decisions = DecisionLog(config.decision_log_size)
         tenants = Tenants.of(config.tenants)
         limits = AdmissionLimits(
             config.max_running_requests,
             config.max_queued_requests,
             config.queue_timeout_s,
-            slo.latest_ttft_s,
+            config.slo.ttft_s * config.slo.reject_factor,
         )
         admission = AdmissionController(limits, tenants=tenants, latency=costs)
         placer = Placer(
@@ -154,17 +152,10 @@ class RouterServer:
 
         # Role changes.
         changer = RoleChanger(fleet, metrics)
-        roles = RoleWatcher(
-            fleet,
-            costs,
-            config.roles,
-            queued=admission.queued_of,
-            on_verdict=metrics.roles_decided,
-        )
+        autoscaler = Autoscaler(fleet, costs, admission, changer, config.roles)
         if config.roles.auto:
-            await enter(Rebalancer(roles, changer, config.roles))
-        verdicts = roles.verdicts if config.roles.auto else {}
-        metrics.watch(fleet, costs, admission, watcher, verdicts)
+            await enter(Background("role-autoscaler", autoscaler.run))
+        metrics.watch(fleet, admission, watcher, autoscaler.verdicts)
         watch_tasks(metrics.registry)
 
         # The APIs.
@@ -174,7 +165,7 @@ class RouterServer:
         )
         grpc_address = await self._start_grpc(
             Generation(requests, preprocessor, self._open_requests, keys),
-            RegistryService(fleet, requests, costs, roles.verdicts),
+            RegistryService(fleet, requests, costs, autoscaler.verdicts),
             AdminService(decisions, fleet, changer),
         )
         http_address = await self._start_http(

@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from pdserve.metrics import Labelled
     from pdserve.types import Receipt, Usage
     from router.admission import AdmissionController
-    from router.cost.book import CostBook
     from router.fleet.pool import WorkerPool
     from router.fleet.registry import Fleet
     from router.prefix import PrefixWatcher
-    from router.roles.controller import Verdict
+    from router.roles import Verdict
 
     Row = tuple[tuple[str, ...], float]
 
@@ -56,7 +55,6 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("worker_probes", "Active health checks of single workers.", "model outcome"),
     ("prefix_predictions", "Answers by cached tokens against predicted.", "model engine_had"),
     ("prefix_tokens", "Cached prompt tokens: predicted, and reported.", "model source"),
-    ("role_decisions", "Looks at the split of roles, by decision.", "model decision"),
     ("tenant_answers", "Requests answered in full.", "tenant"),
     ("tenant_tokens", "Tokens of answered requests.", "tenant kind"),
     ("tenant_refusals", "Requests refused before any work.", "tenant code reason"),
@@ -72,7 +70,7 @@ _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("kv_transfer_seconds", "KV transfer, from subscription to last byte.", "model", _SECONDS),
     ("kv_transfer_exposed_seconds", "KV transfer after prefill ended.", "model", _SECONDS),
     ("role_change_seconds", "From request to first placement.", "model role outcome", _SECONDS),
-    ("prediction_ratio", "Predicted over actual.", "model what", _RATIOS),
+    ("predicted_ttft_ratio", "Predicted TTFT over actual TTFT.", "model", _RATIOS),
 )
 
 
@@ -81,7 +79,6 @@ _LOADS = (
     ("num_waiting_reqs", "Requests that wait in a worker's engine."),
     ("kv_cache_usage", "Used share of a worker's KV cache, from 0 to 1."),
 )
-_GOODPUT = "Predicted goodput with disaggregation over that of as many aggregated workers."
 _WANTED = "Workers of a role that the load asks for."
 
 
@@ -110,7 +107,6 @@ class RouterMetrics:
     def watch(
         self,
         fleet: Fleet,
-        costs: CostBook,
         admission: AdmissionController,
         watcher: PrefixWatcher | None,
         verdicts: Mapping[str, Verdict],
@@ -128,7 +124,6 @@ class RouterMetrics:
         show("workers", "Registered workers.", "model role state", lambda: _workers(pool))
         for field, text in _LOADS:
             show(f"worker_{field}", text, worker, partial(_loads, pool, field))
-        show("pd_goodput_ratio", _GOODPUT, "model", lambda: _goodput(costs, pool))
         show("role_load", "Average load; 1 is full.", "model role", lambda: _role_loads(verdicts))
         show("role_workers_wanted", _WANTED, "model role", lambda: _roles_wanted(verdicts))
         show(
@@ -204,6 +199,8 @@ class RouterMetrics:
         if tokens > 1:
             gap_s = (e2e_s - ttft_s) / (tokens - 1)
             seconds["time_per_output_token_seconds"](model).observe(gap_s)
+        if receipt.predicted_ttft_s and ttft_s > 0:
+            seconds["predicted_ttft_ratio"](model).observe(receipt.predicted_ttft_s / ttft_s)
         seconds["request_queue_seconds"](model).observe(receipt.queue_s)
         seconds["request_prefill_seconds"](model).observe(receipt.prefill_s)
         seconds["request_decode_seconds"](model).observe(receipt.decode_s)
@@ -214,10 +211,6 @@ class RouterMetrics:
         count["prompt_tokens"](model).inc(usage.prompt_tokens)
         count["cached_tokens"](model).inc(usage.cached_tokens)
         count["generation_tokens"](model).inc(usage.completion_tokens)
-
-    def predicted(self, model: str, what: str, ratio: float) -> None:
-        """Compare a prediction of ttft, prefill, transfer or itl with what happened."""
-        self._histogram["prediction_ratio"](model, what).observe(ratio)
 
     def pair_probe(self, model: str, outcome: str) -> None:
         """A pair of workers was probed."""
@@ -247,10 +240,6 @@ class RouterMetrics:
         self._count["prefix_predictions"](model, verdict).inc()
         self._count["prefix_tokens"](model, "predicted").inc(predicted)
         self._count["prefix_tokens"](model, "reported").inc(had)
-
-    def roles_decided(self, model: str, verdict: Verdict) -> None:
-        """The split of a model's roles was looked at."""
-        self._count["role_decisions"](model, verdict.stance.value).inc()
 
 
 class _Reading(Collector):
@@ -282,13 +271,6 @@ def _loads(pool: WorkerPool, field: str) -> Iterator[Row]:
     for m in pool.members.values():
         if m.load is not None and not m.lost:
             yield (m.info.model.name, m.info.role.value, m.worker_id), getattr(m.load, field)
-
-
-def _goodput(costs: CostBook, pool: WorkerPool) -> Iterator[Row]:
-    for model in sorted(pool.models()):
-        ratio = costs.reading(model).ratio
-        if ratio is not None:
-            yield (model,), ratio
 
 
 def _role_loads(verdicts: Mapping[str, Verdict]) -> Iterator[Row]:

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ContextLengthExceeded, Unavailable
 from pdserve.types import HandoffStyle, Role
-from router.cost.outcome import outcome_of
-from router.decisions.log import DecisionLog
-from router.fleet.member import MemberState
-from router.placement.context import NO_CONTEXT, PlacementContext
-from router.placement.live import place_live
-from router.placement.pairing import check_known, with_states
-from router.placement.recompute import or_alone, place_recompute
-from router.placement.values import Decision, Demand
+from router.decisions import DecisionLog
+from router.placement.filters import check_known, with_states
+from router.placement.policies import place_aggregated, place_live, place_or_aggregate
+from router.placement.values import (
+    NO_CONTEXT,
+    Decision,
+    Demand,
+    MemberState,
+    PlacementContext,
+)
 from router.retry import RetryStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from pdserve.types import GenerateRequest, Receipt, Usage, WorkerInfo
-    from router.cost.book import CostBook
     from router.fleet.health import Pair
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
-    from router.placement.context import Prediction
-    from router.placement.policies.by_name import Policy
-    from router.placement.values import Candidate
+    from router.placement.cost import CostModel
+    from router.placement.policies import Place
+    from router.placement.values import Candidate, Prediction
     from router.retry import Constraints
 
 # Prompt tokens of one step of an engine that does not report how many it computes.
@@ -95,7 +97,7 @@ class Reservation:
         *,
         prefill: Member | None = None,
         producer: Member | None = None,
-        costs: CostBook | None = None,
+        leave_backlog: Callable[[], None] | None = None,
     ) -> None:
         demand = decision.demand
         self.decision = decision
@@ -113,18 +115,17 @@ class Reservation:
             return
         computing = prefill or decode
         cached = decision.cached.get(computing.worker_id, 0)
-        leave = None
-        if costs is not None:
-            leave = costs.enter(computing.worker_id, demand.prompt_tokens, cached)
         # An engine computes the last token of a prompt even if all of it is cached.
         to_compute = max(1, demand.prompt_tokens - cached)
         if prefill is None:
             kv_tokens = _promised(decode, demand.kv_tokens)
             self.decode_charge = Charge(
-                decode, prompt_tokens=to_compute, kv_tokens=kv_tokens, leave_backlog=leave
+                decode, prompt_tokens=to_compute, kv_tokens=kv_tokens, leave_backlog=leave_backlog
             )
         else:
-            self.prefill_charge = Charge(prefill, prompt_tokens=to_compute, leave_backlog=leave)
+            self.prefill_charge = Charge(
+                prefill, prompt_tokens=to_compute, leave_backlog=leave_backlog
+            )
             self.decode_charge = Charge(decode, kv_tokens=demand.kv_tokens)
 
     @property
@@ -161,10 +162,10 @@ class Placer:
     def __init__(
         self,
         fleet: Fleet,
-        policy: Policy,
+        policy: Place,
         context: PlacementContext = NO_CONTEXT,
         *,
-        costs: CostBook | None = None,
+        costs: CostModel | None = None,
         log: DecisionLog | None = None,
         prefill_chunks_ahead: int = 0,
         live_kv: bool = True,
@@ -172,7 +173,7 @@ class Placer:
         self._fleet = fleet
         self._pool = fleet.pool
         self._policy = policy
-        self._policy_or_aggregated = or_alone(policy)
+        self._policy_or_aggregated = partial(place_or_aggregate, policy)
         self._context = context
         self._costs = costs
         self._log = DecisionLog(0) if log is None else log
@@ -245,7 +246,7 @@ class Placer:
         candidates = self._pool.candidates(demand.model)
         policy = self._policy
         if constraints.step is RetryStep.AGGREGATED:
-            policy = place_recompute
+            policy = place_aggregated
         else:
             candidates = [c for c in candidates if constraints.allows(c)]
         reservation = self._reserve(policy, demand, candidates, cause=cause)
@@ -260,7 +261,7 @@ class Placer:
             raise Unavailable(f"worker {member.worker_id} is {member.state}")
         candidates = [member.seen()]
         return self._reserve_at(
-            self._decide(place_recompute, demand, candidates, "parallel sampling")
+            self._decide(place_aggregated, demand, candidates, "parallel sampling")
         )
 
     def reserve_live(self, demand: Demand, producer_id: str, *, cause: str) -> Reservation:
@@ -274,13 +275,13 @@ class Placer:
         demand = replace(demand, barred=self._fleet.outliers.ejected(now))
         candidates = self._pool.candidates(demand.model)
         decision = self._decide(
-            place_live(producer.seen()), demand, candidates, f"live_kv: {cause}"
+            partial(place_live, producer.seen()), demand, candidates, f"live_kv: {cause}"
         )
         return self._reserve_at(decision, producer=producer)
 
     def _reserve(
         self,
-        policy: Policy,
+        policy: Place,
         demand: Demand,
         candidates: Sequence[Candidate],
         *,
@@ -297,17 +298,20 @@ class Placer:
         placement = decision.placement
         assert placement is not None, "the decision is not to wait"
         self._turn += 1
-        costs, members = self._costs, self._pool.members
+        members, leave_backlog = self._pool.members, None
+        prediction: Prediction | None = None
+        if self._costs is not None and producer is None:
+            prediction, ticket = self._costs.placed(decision)
+            leave_backlog = partial(self._costs.computed, ticket)
         prefill = None if placement.prefill is None else members[placement.prefill.worker_id]
         reservation = Reservation(
             decision,
             members[placement.decode.worker_id],
             prefill=prefill,
             producer=producer,
-            costs=costs,
+            leave_backlog=leave_backlog,
         )
-        if costs is not None and producer is None:
-            reservation.prediction = costs.decided(decision)
+        reservation.prediction = prediction
         if reservation.pair is not None:
             now = self._fleet.now()
             reservation.is_trial = self._fleet.outliers.try_once(reservation.pair, now)
@@ -315,7 +319,7 @@ class Placer:
 
     def _decide(
         self,
-        policy: Policy,
+        policy: Place,
         demand: Demand,
         candidates: Sequence[Candidate],
         cause: str,
@@ -339,16 +343,16 @@ class Placer:
         self._log.record(decision, time.time(), cause=cause)
         return decision
 
-    def _unsaturated(self, decision: Decision, policy: Policy) -> Decision:
+    def _unsaturated(self, decision: Decision, policy: Place) -> Decision:
         """Return `decision`, or place again without saturated decode workers: those whose streams
         would exceed the limit of the SLO with one more. The decision is to wait if all are."""
         costs, demand, placement = self._costs, decision.demand, decision.placement
-        if costs is None or placement is None or costs.takes_one_more(demand, placement.decode):
+        if costs is None or placement is None or costs.has_capacity(demand, placement.decode):
             return decision
         left = [
             c
             for c in decision.candidates
-            if c.role is Role.PREFILL or costs.takes_one_more(demand, c)
+            if c.role is Role.PREFILL or costs.has_capacity(demand, c)
         ]
         if all(c.role is Role.PREFILL for c in left):
             return replace(decision, placement=None)
@@ -369,7 +373,6 @@ class Placer:
 
     def answered(
         self,
-        prediction: Prediction | None,
         model: str,
         usage: Usage,
         receipt: Receipt,
@@ -379,10 +382,7 @@ class Placer:
     ) -> None:
         """A request was answered by its first attempt; times are from its placement."""
         if self._costs is not None:
-            outcome = outcome_of(
-                model, usage, receipt, ended_at=self._fleet.now(), ttft_s=ttft_s, e2e_s=e2e_s
-            )
-            self._costs.answered(prediction, outcome)
+            self._costs.answered(model, usage, receipt, ttft_s=ttft_s, e2e_s=e2e_s)
 
 
 def chunk_tokens(info: WorkerInfo) -> int:

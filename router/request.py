@@ -31,7 +31,7 @@ from router.answer import AnswerDelta
 from router.background import Background
 from router.fleet.commands import CommandBuilder
 from router.handoff import Failed, Finished, Phase
-from router.placement.pairing import check_servable_alone
+from router.placement.filters import check_servable_aggregated
 from router.receipt import combined_receipt, combined_usage, receipt_of, usage_of
 from router.retry import LIVE_KV, MOVED, RETRYABLE, Constraints, RetryPolicy, RetryStep
 from router.upstream import Answer, Attempt
@@ -229,7 +229,6 @@ class RequestServer:
             if len(generations) == 1 and not (receipt.fallbacks or request.resume):
                 waited_s = admitted - arrived
                 placer.answered(
-                    first.prediction,
                     request.model,
                     usage,
                     receipt,
@@ -256,7 +255,7 @@ class RequestServer:
         if not models:
             raise Unavailable("no worker is registered")
         for name in models:
-            check_servable_alone(self._services.fleet.pool.candidates(name), name)
+            check_servable_aggregated(self._services.fleet.pool.candidates(name), name)
 
     @property
     def running_requests(self) -> int:

@@ -213,12 +213,6 @@ class Cluster:
         reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
         return reply.probes_passed, reply.probes_failed
 
-    async def costs(self) -> w.ModelCosts:
-        """What the router says of its one model's costs."""
-        reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
-        (costs,) = reply.costs
-        return costs
-
     async def roles(self) -> w.ModelRoles:
         """What the router, which moves roles by load, wants of its one model's workers."""
         reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)

@@ -25,12 +25,10 @@ from pdserve.types import (
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from router.admission import AdmissionController, AdmissionLimits
-from router.cost.book import CostBook
-from router.cost.objective import Slo
 from router.fleet.connection import ConnectionSettings
 from router.fleet.registry import Fleet
 from router.metrics import RouterMetrics
-from router.placement.policies.least_loaded import least_loaded
+from router.placement.policies import least_loaded
 from router.placer import Placer
 from router.request import RequestServer, Services
 from router.retry import RetryBudget
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from pdserve.types import GenerateRequest, TransferReport
     from router.admission import Tenants
     from router.answer import AnswerDelta
-    from router.decisions.log import DecisionLog
+    from router.decisions import DecisionLog
     from router.fleet.member import Member
 
 MODEL = ModelInfo("demo", "/models/demo", max_model_len=4096, vocab_size=512, dtype="float32")
@@ -375,7 +373,7 @@ async def running_stack(
             queue_timeout_s,
         )
         requests = await exits.enter_async_context(RequestServer(services))
-        metrics.watch(fleet, CostBook(fleet.pool, Slo(), fleet.now), admission, None, {})
+        metrics.watch(fleet, admission, None, {})
         stack = Stack(fleet, requests, metrics)
         await stack.join(*workers)
         yield stack

@@ -194,5 +194,4 @@ def _predicted(prediction: a.PlacementPrediction) -> str:
         where = f"{prediction.prefill} → {prediction.decode}"
     seconds = sorted(prediction.seconds.items())
     figures = ", ".join(f"{name.removesuffix('_s')} {x * 1e3:.1f} ms" for name, x in seconds)
-    habit = " (as for the last request of this size)" if prediction.is_habit else ""
-    return f"predicted {where}: {figures}{habit}"
+    return f"predicted {where}: {figures}"

@@ -81,7 +81,6 @@ async def collect(dialer: Dialer, address: str, timeout_s: float) -> dict[str, A
         "unpaired": _unpaired(listed.workers),
         "ejected_pairs": [plain(pair) for pair in listed.ejected_pairs],
         "probes": {"passed": listed.probes_passed, "failed": listed.probes_failed},
-        "costs": [plain(costs) for costs in listed.costs],
         "roles": [plain(roles) for roles in listed.roles],
     }
 
@@ -191,7 +190,6 @@ def show(address: str, found: dict[str, Any], console: Console | None = None) ->
             for x in found["ejected_pairs"]
         ],
         "probes": [f"{passed} passed, {failed} failed"] if passed or failed else [],
-        "does P/D help?": [line for row in found["costs"] for line in _costs(row)],
         "roles by load": [f"{row['model']}: {row['text']}" for row in found["roles"]],
     }
     for title, lines in lists.items():
@@ -211,14 +209,6 @@ def _problems(row: Row) -> list[str]:
 def _until(ejected: Row) -> str:
     left_s = ejected["remaining_s"]
     return f"for {_duration(left_s)} more" if left_s else "the next request tries it"
-
-
-def _costs(row: Row) -> list[str]:
-    ratios = ", ".join(
-        f"{x['what']} {x['p50']:.2f} ({x['p10']:.2f} to {x['p90']:.2f})" for x in row["predictions"]
-    )
-    lines = [f"{row['model']}: {row['text']}"]
-    return [*lines, f"  predicted / actual, median (p10 to p90): {ratios}"] if ratios else lines
 
 
 def load_table(title: str, rows: Sequence[Row]) -> Table:

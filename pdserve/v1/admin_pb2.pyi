@@ -127,7 +127,7 @@ class PlacementScore(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., scorer: _Optional[str] = ..., weight: _Optional[float] = ..., score: _Optional[float] = ...) -> None: ...
 
 class PlacementPrediction(_message.Message):
-    __slots__ = ("prefill", "decode", "seconds", "is_habit")
+    __slots__ = ("prefill", "decode", "seconds")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -138,12 +138,10 @@ class PlacementPrediction(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    IS_HABIT_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     seconds: _containers.ScalarMap[str, float]
-    is_habit: bool
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ..., is_habit: _Optional[bool] = ...) -> None: ...
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ChangeRoleRequest(_message.Message):
     __slots__ = ("worker_id", "role", "drain_timeout_s")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """Served by the router, for people who run it.
+    """Served by the router, for administrators.
     """
 
     def __init__(self, channel):
@@ -58,29 +58,29 @@ class AdminStub:
 
 
 class AdminServicer:
-    """Served by the router, for people who run it.
+    """Served by the router, for administrators.
     """
 
     def Explain(self, request, context):
-        """Why requests were placed as they were: one, or all that the log still holds, oldest first.
-        Streamed, a request each; a worker comes before the first decision that knew it, and again where
-        what it registered with has changed. NOT_FOUND for a request that the log does not hold.
+        """Streams the placement decisions of one request, or of all that the log holds, oldest first. A
+        worker is sent before the first decision that names it, and again when it registered anew.
+        NOT_FOUND if the log does not hold the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChangeRole(self, request, context):
-        """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
-        whose answer is checked, and given work again; or as it was, with the failure.
+        """Drains a worker, changes its role, and probes it with a request whose answer is known. If the
+        probe fails, the worker keeps its old role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Takes a worker out of service without losing a request. Tells of progress until it is drained; a
-        caller that leaves earlier leaves it draining.
+        """Takes a worker out of service without losing a request, and streams progress. If the caller
+        disconnects, the drain continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +124,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """Served by the router, for people who run it.
+    """Served by the router, for administrators.
     """
 
     @staticmethod

@@ -27,49 +27,49 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminStub:
-    """Served by the router, for people who run it."""
+    """Served by the router, for administrators."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Explain: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.Explained]
-    """Why requests were placed as they were: one, or all that the log still holds, oldest first.
-    Streamed, a request each; a worker comes before the first decision that knew it, and again where
-    what it registered with has changed. NOT_FOUND for a request that the log does not hold.
+    """Streams the placement decisions of one request, or of all that the log holds, oldest first. A
+    worker is sent before the first decision that names it, and again when it registered anew.
+    NOT_FOUND if the log does not hold the request.
     """
     ChangeRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ChangeRoleRequest, _admin_pb2.ChangeRoleResponse]
-    """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
-    whose answer is checked, and given work again; or as it was, with the failure.
+    """Drains a worker, changes its role, and probes it with a request whose answer is known. If the
+    probe fails, the worker keeps its old role.
     """
     DrainWorker: _grpc.UnaryStreamMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainProgress]
-    """Takes a worker out of service without losing a request. Tells of progress until it is drained; a
-    caller that leaves earlier leaves it draining.
+    """Takes a worker out of service without losing a request, and streams progress. If the caller
+    disconnects, the drain continues.
     """
     UndrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
-    """Served by the router, for people who run it."""
+    """Served by the router, for administrators."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Explain: _aio.UnaryStreamMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.Explained]  # type: ignore[assignment]
-    """Why requests were placed as they were: one, or all that the log still holds, oldest first.
-    Streamed, a request each; a worker comes before the first decision that knew it, and again where
-    what it registered with has changed. NOT_FOUND for a request that the log does not hold.
+    """Streams the placement decisions of one request, or of all that the log holds, oldest first. A
+    worker is sent before the first decision that names it, and again when it registered anew.
+    NOT_FOUND if the log does not hold the request.
     """
     ChangeRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.ChangeRoleRequest, _admin_pb2.ChangeRoleResponse]  # type: ignore[assignment]
-    """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
-    whose answer is checked, and given work again; or as it was, with the failure.
+    """Drains a worker, changes its role, and probes it with a request whose answer is known. If the
+    probe fails, the worker keeps its old role.
     """
     DrainWorker: _aio.UnaryStreamMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainProgress]  # type: ignore[assignment]
-    """Takes a worker out of service without losing a request. Tells of progress until it is drained; a
-    caller that leaves earlier leaves it draining.
+    """Takes a worker out of service without losing a request, and streams progress. If the caller
+    disconnects, the drain continues.
     """
     UndrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainWorkerRequest, _admin_pb2.UndrainWorkerResponse]  # type: ignore[assignment]
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
-    """Served by the router, for people who run it."""
+    """Served by the router, for administrators."""
 
     @_abc_1.abstractmethod
     def Explain(
@@ -77,9 +77,9 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.Explained], _abc.AsyncIterator[_admin_pb2.Explained]]:
-        """Why requests were placed as they were: one, or all that the log still holds, oldest first.
-        Streamed, a request each; a worker comes before the first decision that knew it, and again where
-        what it registered with has changed. NOT_FOUND for a request that the log does not hold.
+        """Streams the placement decisions of one request, or of all that the log holds, oldest first. A
+        worker is sent before the first decision that names it, and again when it registered anew.
+        NOT_FOUND if the log does not hold the request.
         """
 
     @_abc_1.abstractmethod
@@ -88,8 +88,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ChangeRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ChangeRoleResponse, _abc.Awaitable[_admin_pb2.ChangeRoleResponse]]:
-        """Moves a worker from prefill to decode or back without a restart: drained, proved by a request
-        whose answer is checked, and given work again; or as it was, with the failure.
+        """Drains a worker, changes its role, and probes it with a request whose answer is known. If the
+        probe fails, the worker keeps its old role.
         """
 
     @_abc_1.abstractmethod
@@ -98,8 +98,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.DrainProgress], _abc.AsyncIterator[_admin_pb2.DrainProgress]]:
-        """Takes a worker out of service without losing a request. Tells of progress until it is drained; a
-        caller that leaves earlier leaves it draining.
+        """Takes a worker out of service without losing a request, and streams progress. If the caller
+        disconnects, the drain continues.
         """
 
     @_abc_1.abstractmethod

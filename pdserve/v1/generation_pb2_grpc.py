@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class GenerationStub:
-    """The public face. Errors carry a google.rpc-style status and, in the trailing metadata
-    key "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
+    """The public API. An error has a gRPC status and, in the trailing metadata key
+    "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
     """
 
     def __init__(self, channel):
@@ -49,12 +49,12 @@ class GenerationStub:
 
 
 class GenerationServicer:
-    """The public face. Errors carry a google.rpc-style status and, in the trailing metadata
-    key "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
+    """The public API. An error has a gRPC status and, in the trailing metadata key
+    "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
     """
 
     def Generate(self, request, context):
-        """Streams one answer: deltas in order, the last one with finish_reason, usage and receipt.
+        """Streams one answer. The last delta has finish_reason, usage and receipt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,8 +88,8 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation:
-    """The public face. Errors carry a google.rpc-style status and, in the trailing metadata
-    key "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
+    """The public API. An error has a gRPC status and, in the trailing metadata key
+    "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GenerationStub:
-    """The public face. Errors carry a google.rpc-style status and, in the trailing metadata
-    key "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
+    """The public API. An error has a gRPC status and, in the trailing metadata key
+    "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
     """
 
     @_typing.overload
@@ -36,23 +36,23 @@ class GenerationStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Streams one answer: deltas in order, the last one with finish_reason, usage and receipt."""
+    """Streams one answer. The last delta has finish_reason, usage and receipt."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]
 
 @_typing.type_check_only
 class GenerationAsyncStub(GenerationStub):
-    """The public face. Errors carry a google.rpc-style status and, in the trailing metadata
-    key "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
+    """The public API. An error has a gRPC status and, in the trailing metadata key
+    "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams one answer: deltas in order, the last one with finish_reason, usage and receipt."""
+    """Streams one answer. The last delta has finish_reason, usage and receipt."""
     ListModels: _aio.UnaryUnaryMultiCallable[_generation_pb2.ListModelsRequest, _generation_pb2.ListModelsResponse]  # type: ignore[assignment]
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
-    """The public face. Errors carry a google.rpc-style status and, in the trailing metadata
-    key "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
+    """The public API. An error has a gRPC status and, in the trailing metadata key
+    "pdserve-error-bin", a serialised pdserve.v1.Error that names the field at fault.
     """
 
     @_abc_1.abstractmethod
@@ -61,7 +61,7 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Streams one answer: deltas in order, the last one with finish_reason, usage and receipt."""
+        """Streams one answer. The last delta has finish_reason, usage and receipt."""
 
     @_abc_1.abstractmethod
     def ListModels(

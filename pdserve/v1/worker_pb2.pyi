@@ -226,42 +226,18 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "ejected_pairs", "costs", "roles", "probes_passed", "probes_failed")
+    __slots__ = ("workers", "ejected_pairs", "roles", "probes_passed", "probes_failed")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     EJECTED_PAIRS_FIELD_NUMBER: _ClassVar[int]
-    COSTS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     PROBES_PASSED_FIELD_NUMBER: _ClassVar[int]
     PROBES_FAILED_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     ejected_pairs: _containers.RepeatedCompositeFieldContainer[EjectedPair]
-    costs: _containers.RepeatedCompositeFieldContainer[ModelCosts]
     roles: _containers.RepeatedCompositeFieldContainer[ModelRoles]
     probes_passed: int
     probes_failed: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[ModelCosts, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ..., probes_passed: _Optional[int] = ..., probes_failed: _Optional[int] = ...) -> None: ...
-
-class ModelCosts(_message.Message):
-    __slots__ = ("model", "text", "requests", "measured", "modelled", "aggregated", "goodput_ratio", "stall_s", "predictions")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    MEASURED_FIELD_NUMBER: _ClassVar[int]
-    MODELLED_FIELD_NUMBER: _ClassVar[int]
-    AGGREGATED_FIELD_NUMBER: _ClassVar[int]
-    GOODPUT_RATIO_FIELD_NUMBER: _ClassVar[int]
-    STALL_S_FIELD_NUMBER: _ClassVar[int]
-    PREDICTIONS_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    text: str
-    requests: int
-    measured: float
-    modelled: float
-    aggregated: float
-    goodput_ratio: float
-    stall_s: float
-    predictions: _containers.RepeatedCompositeFieldContainer[PredictionRatio]
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., requests: _Optional[int] = ..., measured: _Optional[float] = ..., modelled: _Optional[float] = ..., aggregated: _Optional[float] = ..., goodput_ratio: _Optional[float] = ..., stall_s: _Optional[float] = ..., predictions: _Optional[_Iterable[_Union[PredictionRatio, _Mapping]]] = ...) -> None: ...
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ..., probes_passed: _Optional[int] = ..., probes_failed: _Optional[int] = ...) -> None: ...
 
 class ModelRoles(_message.Message):
     __slots__ = ("model", "text", "state", "prefill_workers", "decode_workers", "wanted_prefill_workers", "wanted_decode_workers", "prefill_load", "decode_load")
@@ -285,35 +261,19 @@ class ModelRoles(_message.Message):
     decode_load: float
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., state: _Optional[str] = ..., prefill_workers: _Optional[int] = ..., decode_workers: _Optional[int] = ..., wanted_prefill_workers: _Optional[int] = ..., wanted_decode_workers: _Optional[int] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ...) -> None: ...
 
-class PredictionRatio(_message.Message):
-    __slots__ = ("what", "count", "p10", "p50", "p90")
-    WHAT_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    P10_FIELD_NUMBER: _ClassVar[int]
-    P50_FIELD_NUMBER: _ClassVar[int]
-    P90_FIELD_NUMBER: _ClassVar[int]
-    what: str
-    count: int
-    p10: float
-    p50: float
-    p90: float
-    def __init__(self, what: _Optional[str] = ..., count: _Optional[int] = ..., p10: _Optional[float] = ..., p50: _Optional[float] = ..., p90: _Optional[float] = ...) -> None: ...
-
 class StepCosts(_message.Message):
-    __slots__ = ("coefficients", "prefill_steps", "decode_steps", "prefill_end", "error", "chunk_tokens")
+    __slots__ = ("coefficients", "prefill_steps", "decode_steps", "prefill_end", "chunk_tokens")
     COEFFICIENTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_END_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     coefficients: _containers.RepeatedScalarFieldContainer[float]
     prefill_steps: float
     decode_steps: float
     prefill_end: int
-    error: float
     chunk_tokens: int
-    def __init__(self, coefficients: _Optional[_Iterable[float]] = ..., prefill_steps: _Optional[float] = ..., decode_steps: _Optional[float] = ..., prefill_end: _Optional[int] = ..., error: _Optional[float] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, coefficients: _Optional[_Iterable[float]] = ..., prefill_steps: _Optional[float] = ..., decode_steps: _Optional[float] = ..., prefill_end: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class EjectedPair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "remaining_s", "failures", "reason")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RegistryStub:
-    """Served by the router: workers announce themselves and keep a lease alive.
+    """Served by the router: workers register and renew a lease.
     """
 
     def __init__(self, channel):
@@ -58,11 +58,11 @@ class RegistryStub:
 
 
 class RegistryServicer:
-    """Served by the router: workers announce themselves and keep a lease alive.
+    """Served by the router: workers register and renew a lease.
     """
 
     def Register(self, request, context):
-        """Refused (FAILED_PRECONDITION) when the worker cannot serve beside the others; the error says why.
+        """FAILED_PRECONDITION if the worker cannot serve with the others; the error says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +119,7 @@ def add_RegistryServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Registry:
-    """Served by the router: workers announce themselves and keep a lease alive.
+    """Served by the router: workers register and renew a lease.
     """
 
     @staticmethod
@@ -286,30 +286,30 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """No new work; returns when the last request and the last held block are gone. What has not ended
-        in time goes on elsewhere. It takes no work afterwards either, until Undrain.
+        """Stops new work and returns when the last request and the last held block are gone. Requests that
+        have not ended in time are moved. The worker takes no work until Undrain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Takes work again. FAILED_PRECONDITION where the worker is stopping.
+        """Takes work again. FAILED_PRECONDITION if the worker is stopping.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCache(self, request, context):
-        """What this worker's prefix cache holds, and from then on what changes. One stream a router.
+        """Streams the content of the prefix cache, then its changes. One stream a router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it accepts
-        only probes.
+        """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
+        accepts only probes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

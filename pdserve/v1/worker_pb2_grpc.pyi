@@ -27,14 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RegistryStub:
-    """Served by the router: workers announce themselves and keep a lease alive."""
+    """Served by the router: workers register and renew a lease."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RegistryAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RegisterRequest, _worker_pb2.RegisterResponse]
-    """Refused (FAILED_PRECONDITION) when the worker cannot serve beside the others; the error says why."""
+    """FAILED_PRECONDITION if the worker cannot serve with the others; the error says why."""
     Renew: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RenewRequest, _worker_pb2.RenewResponse]
     """NOT_FOUND tells the worker to register again."""
     Deregister: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DeregisterRequest, _worker_pb2.DeregisterResponse]
@@ -42,18 +42,18 @@ class RegistryStub:
 
 @_typing.type_check_only
 class RegistryAsyncStub(RegistryStub):
-    """Served by the router: workers announce themselves and keep a lease alive."""
+    """Served by the router: workers register and renew a lease."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_worker_pb2.RegisterRequest, _worker_pb2.RegisterResponse]  # type: ignore[assignment]
-    """Refused (FAILED_PRECONDITION) when the worker cannot serve beside the others; the error says why."""
+    """FAILED_PRECONDITION if the worker cannot serve with the others; the error says why."""
     Renew: _aio.UnaryUnaryMultiCallable[_worker_pb2.RenewRequest, _worker_pb2.RenewResponse]  # type: ignore[assignment]
     """NOT_FOUND tells the worker to register again."""
     Deregister: _aio.UnaryUnaryMultiCallable[_worker_pb2.DeregisterRequest, _worker_pb2.DeregisterResponse]  # type: ignore[assignment]
     ListWorkers: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListWorkersRequest, _worker_pb2.ListWorkersResponse]  # type: ignore[assignment]
 
 class RegistryServicer(metaclass=_abc_1.ABCMeta):
-    """Served by the router: workers announce themselves and keep a lease alive."""
+    """Served by the router: workers register and renew a lease."""
 
     @_abc_1.abstractmethod
     def Register(
@@ -61,7 +61,7 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.RegisterResponse, _abc.Awaitable[_worker_pb2.RegisterResponse]]:
-        """Refused (FAILED_PRECONDITION) when the worker cannot serve beside the others; the error says why."""
+        """FAILED_PRECONDITION if the worker cannot serve with the others; the error says why."""
 
     @_abc_1.abstractmethod
     def Renew(
@@ -98,16 +98,16 @@ class WorkerStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """No new work; returns when the last request and the last held block are gone. What has not ended
-    in time goes on elsewhere. It takes no work afterwards either, until Undrain.
+    """Stops new work and returns when the last request and the last held block are gone. Requests that
+    have not ended in time are moved. The worker takes no work until Undrain.
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
-    """Takes work again. FAILED_PRECONDITION where the worker is stopping."""
+    """Takes work again. FAILED_PRECONDITION if the worker is stopping."""
     WatchCache: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]
-    """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
+    """Streams the content of the prefix cache, then its changes. One stream a router."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
-    """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it accepts
-    only probes.
+    """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
+    accepts only probes.
     """
     SettleRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]
 
@@ -120,16 +120,16 @@ class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """No new work; returns when the last request and the last held block are gone. What has not ended
-    in time goes on elsewhere. It takes no work afterwards either, until Undrain.
+    """Stops new work and returns when the last request and the last held block are gone. Requests that
+    have not ended in time are moved. The worker takes no work until Undrain.
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
-    """Takes work again. FAILED_PRECONDITION where the worker is stopping."""
+    """Takes work again. FAILED_PRECONDITION if the worker is stopping."""
     WatchCache: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]  # type: ignore[assignment]
-    """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
+    """Streams the content of the prefix cache, then its changes. One stream a router."""
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
-    """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it accepts
-    only probes.
+    """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
+    accepts only probes.
     """
     SettleRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]  # type: ignore[assignment]
 
@@ -151,8 +151,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """No new work; returns when the last request and the last held block are gone. What has not ended
-        in time goes on elsewhere. It takes no work afterwards either, until Undrain.
+        """Stops new work and returns when the last request and the last held block are gone. Requests that
+        have not ended in time are moved. The worker takes no work until Undrain.
         """
 
     @_abc_1.abstractmethod
@@ -161,7 +161,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.UndrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]:
-        """Takes work again. FAILED_PRECONDITION where the worker is stopping."""
+        """Takes work again. FAILED_PRECONDITION if the worker is stopping."""
 
     @_abc_1.abstractmethod
     def WatchCache(
@@ -169,7 +169,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.CacheUpdate], _abc.AsyncIterator[_worker_pb2.CacheUpdate]]:
-        """What this worker's prefix cache holds, and from then on what changes. One stream a router."""
+        """Streams the content of the prefix cache, then its changes. One stream a router."""
 
     @_abc_1.abstractmethod
     def SetRole(
@@ -177,8 +177,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
-        """Ends its work, changes its role and registers with it. Until SettleRole, or for a minute, it accepts
-        only probes.
+        """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
+        accepts only probes.
         """
 
     @_abc_1.abstractmethod

@@ -17,8 +17,8 @@ from pdserve import rpc
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
-from router.fleet.member import MemberState
-from router.placement.pairing import check_servable
+from router.placement.filters import check_servable
+from router.placement.values import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

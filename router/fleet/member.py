@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from pdserve.kv_pairs import kind_of
 from router.fleet.health import Breaker, BreakerLimits, StallDetector
-from router.placement.values import Candidate
+from router.placement.values import Candidate, MemberState
 
 if TYPE_CHECKING:
     from pdserve.kv_pairs import KvKind
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
-
-
-class MemberState(StrEnum):
-    """Only a ready worker is given requests."""
-
-    CONNECTING = "connecting"
-    READY = "ready"
-    DRAINING = "draining"
-    SUSPENDED = "suspended"
-    LOST = "lost"
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role
 from router.fleet.health import Breaker, BreakerLimits, BreakerState
-from router.fleet.member import Member, MemberState
+from router.fleet.member import Member
+from router.placement.values import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

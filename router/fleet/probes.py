@@ -26,7 +26,7 @@ from pdserve.types import FinishReason, GenerateRequest, HandoffStyle, Role, Sam
 from router.background import Background
 from router.fleet.commands import CommandBuilder
 from router.fleet.health import BreakerState
-from router.fleet.member import MemberState
+from router.placement.values import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -20,9 +20,9 @@ from pdserve.errors import PdserveError, Unavailable, WorkerFailed
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
-from router.fleet.member import MemberState
 from router.fleet.probes import PROBE_TIMEOUT_S, probe_pair
-from router.roles.rules import is_left, partner_for
+from router.placement.values import MemberState
+from router.roles import is_left, partner_for
 
 if TYPE_CHECKING:
     from router.fleet.member import Member

@@ -1,1 +1,1 @@
-"""Placement: which workers serve a request. Pure functions of what is known of each worker."""
+"""Placement: which workers serve a request. Pure functions over what is known of each worker."""

@@ -1,29 +1,34 @@
-"""Scorers: one figure in [0, 1] a candidate, 1 the best. Pure.
+"""Scorers and pickers.
 
-What this router has placed itself is always known; what a worker reports may not be. A load that is
-not known scores as the mean of those that are, never as an idle worker's, and 0.5 where none is;
-the router's own account is then what tells workers apart.
+A scorer gives each candidate 0 to 1, the best. A worker's unreported load scores as the mean of the
+reported ones, 0.5 without any; what this router placed itself is always known.
 """
 
 from __future__ import annotations
 
+import heapq
+import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from enum import IntEnum
 
-if TYPE_CHECKING:
-    from router.placement.values import Candidate, Demand
+from router.placement.values import Candidate, Demand, Scoreboard, Weights
 
 UNKNOWN = 0.5
 
-Scorer = Callable[[Sequence["Candidate"], "Demand", Mapping[str, int]], list[float]]
-"""Of candidates, for a demand, with the tokens of its prompt that are cached by worker id."""
+# Scores that differ by less are equal: sums of ratios differ in the last bit.
+_EQUAL = 1e-9
+_MASK = (1 << 64) - 1
+
+# Of a larger pool this many workers are scored for each phase. The best of 64 random ones is among
+# the best twentieth of all but once in 27 times (0.95^64), and scoring does not grow with the pool.
+MOST_SCORED = 64
+MOST_CACHED = 16
 
 
 def room(
     candidates: Sequence[Candidate], _demand: Demand, _cached: Mapping[str, int]
 ) -> list[float]:
-    """1 with all KV blocks free. A full cache preempts. Blocks that this router has promised count
-    as taken although no request may have reached them yet."""
+    """Share of KV blocks that are neither reserved by this router nor reported as used."""
     reported = _fill(
         [None if c.load is None else c.load.free_blocks / c.info.total_blocks for c in candidates]
     )
@@ -33,10 +38,10 @@ def room(
     ]
 
 
-def seats(
+def slots(
     candidates: Sequence[Candidate], _demand: Demand, _cached: Mapping[str, int]
 ) -> list[float]:
-    """1 with no request running or waiting, 0 with as many as the engine batches."""
+    """Share of slots (max_num_seqs) without a request, running or waiting."""
     reported = _fill(
         [
             None
@@ -54,18 +59,18 @@ def seats(
 def outstanding(
     candidates: Sequence[Candidate], demand: Demand, _cached: Mapping[str, int]
 ) -> list[float]:
-    """1 without prompt tokens that wait for their prefill; the scale ends at the most there would
-    be with this prompt."""
+    """1 without prompt tokens that wait for prefill, 0 at the most there would be with this
+    prompt."""
     if not candidates:
         return []
     most = max(c.outstanding_tokens for c in candidates) + max(1, demand.prompt_tokens)
     return [1 - c.outstanding_tokens / most for c in candidates]
 
 
-def quiet(
+def queue_length(
     candidates: Sequence[Candidate], _demand: Demand, _cached: Mapping[str, int]
 ) -> list[float]:
-    """1 without requests waiting in the engine, half with one, a third with two."""
+    """1 without requests that wait in the engine, 1/2 with one, 1/3 with two."""
     return _fill(
         [None if c.load is None else 1 / (1 + c.load.num_waiting_reqs) for c in candidates]
     )
@@ -74,7 +79,7 @@ def quiet(
 def cached_share(
     candidates: Sequence[Candidate], demand: Demand, cached: Mapping[str, int]
 ) -> list[float]:
-    """1 with the whole prompt cached, 0 with none of it or where nobody knows."""
+    """Share of the prompt that the worker has cached."""
     tokens = max(1, demand.prompt_tokens)
     return [min(1.0, cached.get(c.worker_id, 0) / tokens) for c in candidates]
 
@@ -85,3 +90,74 @@ def _fill(known: list[float | None]) -> list[float]:
         return found
     unknown = sum(found) / len(found) if found else UNKNOWN
     return [unknown if x is None else x for x in known]
+
+
+def score(
+    candidates: Sequence[Candidate], weights: Weights, demand: Demand, cached: Mapping[str, int]
+) -> Scoreboard:
+    columns = tuple(scorer(candidates, demand, cached) for scorer, _ in weights)
+    if not columns:
+        return Scoreboard(weights, candidates, (), dict.fromkeys(candidates, 1.0))
+    factors = [weight for _, weight in weights]
+    sums = [sum(map(float.__mul__, factors, row)) for row in zip(*columns, strict=True)]
+    return Scoreboard(weights, candidates, columns, dict(zip(candidates, sums, strict=True)))
+
+
+def best(totals: Mapping[Candidate, float], among: Sequence[Candidate], turn: int) -> Candidate:
+    """Return the candidate with the highest total; equal ones take turns."""
+    highest = max(map(totals.__getitem__, among))
+    equals = [c for c in among if highest - totals[c] < _EQUAL]
+    return equals[turn % len(equals)]
+
+
+class Phase(IntEnum):
+    """Each phase draws its own random numbers."""
+
+    DECODE = 0
+    PREFILL = 1
+
+
+Draw = Callable[[list[Candidate], int, Phase, Mapping[str, int]], list[Candidate]]
+"""Chooses the candidates to score, from the turn and the cached prompt tokens by worker id."""
+
+
+def draw_next(
+    candidates: list[Candidate], turn: int, _phase: Phase, _cached: Mapping[str, int]
+) -> list[Candidate]:
+    """Return the one whose turn it is."""
+    return [candidates[turn % len(candidates)]] if candidates else []
+
+
+def draw_two(
+    candidates: list[Candidate], turn: int, phase: Phase, _cached: Mapping[str, int]
+) -> list[Candidate]:
+    """Return two different ones at random, seeded by `turn`."""
+    count = len(candidates)
+    if count <= 2:
+        return candidates
+    bits = mix(2 * turn + phase)
+    first = (bits & 0xFFFFFFFF) % count
+    second = (first + 1 + (bits >> 32) % (count - 1)) % count
+    return [candidates[first], candidates[second]]
+
+
+def draw_many(
+    candidates: list[Candidate], turn: int, phase: Phase, cached: Mapping[str, int]
+) -> list[Candidate]:
+    """Return all; of a large pool those with the most cached tokens, and others at random, seeded
+    by `turn`."""
+    if len(candidates) <= MOST_SCORED:
+        return candidates
+    holders = [c for c in candidates if c.worker_id in cached] if cached else []
+    if len(holders) > MOST_CACHED:
+        holders = heapq.nlargest(MOST_CACHED, holders, key=lambda c: cached[c.worker_id])
+    chance = random.Random(mix(2 * turn + phase))
+    return list(dict.fromkeys(holders + chance.sample(candidates, MOST_SCORED - len(holders))))
+
+
+def mix(turn: int) -> int:
+    """Return 64 random bits for `turn`: the finaliser of SplitMix64 (Steele et al., 2014)."""
+    z = (turn * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

@@ -1,31 +1,40 @@
-"""What a request asks, what is known of a worker, and what was decided of the two."""
+"""Inputs and results of a placement: the request, the workers, the decision and its reasons."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdserve import prefix_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from pdserve.kv_pairs import KvKind
     from pdserve.types import Role, WorkerInfo, WorkerLoad
-    from router.fleet.member import MemberState
-    from router.placement.context import Prediction
-    from router.placement.scoreboard import Scoreboard
 
 NO_TOKENS_CACHED: Mapping[str, int] = MappingProxyType({})
 
 
+class MemberState(StrEnum):
+    """Only a ready worker gets requests."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+    SUSPENDED = "suspended"
+    LOST = "lost"
+
+
 @dataclass(slots=True)
 class Demand:
-    """What a request asks of the pool, in tokens. `prefill_only` asks for one token alone; `avoid`
-    are workers to be taken only for want of others; `barred` are pairs (prefill, decode) that must
-    not exchange KV now. `token_ids` is the prompt, for those who know what is cached of it. Of
-    `kv_tokens` each of the `forks`, answers beyond the first, has `fork_tokens`."""
+    """What a request needs, in tokens; not changed after it was made.
+
+    `prefill_only`: one token is wanted, so no decode. `avoid`: workers to use only if there is no
+    other. `barred`: pairs (prefill, decode) that must not exchange KV now. `forks`: answers beyond
+    the first, each with `fork_tokens` of `kv_tokens`.
+    """
 
     model: str
     prompt_tokens: int
@@ -52,32 +61,20 @@ class Demand:
             )
         return hashes
 
-    def without_tokens(self) -> Demand:
-        """As a log may keep it. Written out: `replace` takes three times as long."""
-        return Demand(
-            self.model,
-            self.prompt_tokens,
-            self.kv_tokens,
-            self.prefill_only,
-            self.avoid,
-            self.barred,
-            self.request_id,
-            (),
-            self.forks,
-            self.fork_tokens,
-        )
-
     def without_forks(self) -> Demand:
-        """What one of the answers asks by itself."""
+        """Return what one of the answers needs."""
         kv_tokens = self.kv_tokens - self.forks * self.fork_tokens
         return replace(self, kv_tokens=kv_tokens, forks=0, fork_tokens=0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Candidate:
-    """One worker as a decision sees it; it never changes afterwards. `kind` says with whom it can
-    exchange KV. What this router placed itself is always known (`outstanding_tokens` of prompts
-    not yet prefilled, `reserved_blocks` of KV promised); `load` is None until it was reported."""
+    """A worker as one decision sees it; not changed after it was made.
+
+    `kind` tells which workers it can exchange KV with. `load` is None until the worker reported it.
+    This router's own placements are always known: `outstanding_tokens` of prompts not yet
+    prefilled, `reserved_blocks` of KV.
+    """
 
     worker_id: str
     role: Role
@@ -91,35 +88,68 @@ class Candidate:
     reserved_blocks: int
 
     @property
-    def taken(self) -> float:
-        """The share of its seats, or of its blocks, that this router knows to be taken."""
-        info = self.info
-        seats = self.outstanding_requests / info.max_num_seqs
-        return max(seats, self.reserved_blocks / info.total_blocks)
+    def used(self) -> float:
+        """Share of the slots, or of the KV blocks, that this router uses."""
+        slots = self.outstanding_requests / self.info.max_num_seqs
+        return max(slots, self.reserved_blocks / self.info.total_blocks)
 
     def has_room(self, tokens: int) -> bool:
-        """Whether the blocks for `tokens` are promised to nobody else."""
+        """Return True if the KV blocks for `tokens` are not reserved."""
         info = self.info
         blocks = min(-(-tokens // info.block_size), info.total_blocks)
         return self.reserved_blocks + blocks <= info.total_blocks
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes. Without `prefill`, `decode` does both phases."""
+    """Where a request goes. Without `prefill`, `decode` does both phases (aggregated)."""
 
     decode: Candidate
     prefill: Candidate | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted latency of a placement, in seconds. `prefill` is None if it is aggregated.
+
+    `ttft_s` is from placement to the first token, `queue_s` the part of it behind other prompts;
+    `itl_s` is the time between tokens on the decode worker; `itl_harm_s` the delay of the streams
+    there, summed; `transfer_s` the wait of decode for KV after prefill. `cost_s` weighs all of it
+    (router/placement/cost.py).
+    """
+
+    prefill: str | None
+    decode: str
+    ttft_s: float
+    itl_harm_s: float
+    transfer_s: float = 0.0
+    queue_s: float = 0.0
+    itl_s: float = 0.0
+    cost_s: float = 0.0
+
+
+Scorer = Callable[[Sequence[Candidate], Demand, Mapping[str, int]], list[float]]
+"""Scores candidates for a demand, given the cached prompt tokens by worker id: 0 to 1, the best."""
+
+Weights = tuple[tuple[Scorer, float], ...]
+"""Scorers with weights that sum to 1. Without any, all candidates score alike."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoreboard:
+    """Scores of one phase: a column for each scorer, and their weighted sums."""
+
+    weights: Weights
+    candidates: Sequence[Candidate]
+    columns: tuple[list[float], ...]
+    totals: dict[Candidate, float]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What a policy made of what it was given, with its reasons.
-
-    `placement` is None where room must be waited for. The scoreboards hold those that were scored,
-    `totals` what was compared in the end, `cached` (where `asked_prefix`) and `predictions` what
-    the lookups answered. Why another was passed over follows from that: `verdicts.why_not`.
-    """
+    """Result of a policy, with its reasons. `placement` is None if the request has to wait for
+    capacity. `totals` is what was compared last; `cached` and `predictions` are what the lookups
+    returned. `filters.why_not` derives why the other candidates lost."""
 
     policy: str
     candidates: Sequence[Candidate]
@@ -129,34 +159,35 @@ class Decision:
     decode: Scoreboard | None = None
     prefill: Scoreboard | None = None
     totals: Mapping[Candidate, float] = field(default_factory=dict)
-    cached: Mapping[str, int] = field(default_factory=dict)
+    cached: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS_CACHED)
     predictions: Sequence[Prediction] = ()
     asked_prefix: bool = False
 
-    def without_tokens(self) -> Decision:
-        """The same, of a demand without its prompt's tokens."""
-        return self._but(self.demand.without_tokens(), self.placement, self.predictions)
 
-    def predicting(
-        self, placement: Placement | None, predictions: Sequence[Prediction]
-    ) -> Decision:
-        """The same by its scores, and another placement for what was predicted."""
-        return self._but(self.demand, placement, predictions)
+class PrefixLookup(Protocol):
+    def cached_tokens(self, demand: Demand) -> Mapping[str, int]:
+        """Return the cached prompt tokens by worker id; workers without any are left out."""
+        ...
 
-    def _but(
-        self, demand: Demand, placement: Placement | None, predictions: Sequence[Prediction]
-    ) -> Decision:
-        """Written out, as for demands."""
-        return Decision(
-            self.policy,
-            self.candidates,
-            demand,
-            self.turn,
-            placement,
-            self.decode,
-            self.prefill,
-            self.totals,
-            self.cached,
-            predictions,
-            self.asked_prefix,
-        )
+
+class Predictor(Protocol):
+    def predict(
+        self,
+        demand: Demand,
+        prefill: Candidate | None,
+        decode: Candidate,
+        cached: Mapping[str, int],
+    ) -> Prediction | None:
+        """Return None while too little was measured."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementContext:
+    """Lookups that a policy may use."""
+
+    prefix: PrefixLookup | None = None
+    cost: Predictor | None = None
+
+
+NO_CONTEXT = PlacementContext()

@@ -98,6 +98,3 @@ async def test_prefill_goes_where_everybody_waits_least() -> None:
         entries = await cluster.entries()
         token_s = entries["prefill-0"].steps.coefficients[1] / 1e3
         assert token_s == pytest.approx(TIMING["prefill_s"], rel=0.1)
-        costs = await cluster.costs()
-        assert costs.text
-        assert {x.what for x in costs.predictions} >= {"ttft", "prefill", "itl"}

@@ -17,9 +17,8 @@ import pytest
 from pdserve.config import HealthConfig
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
-from router.cost import book, meter
-from router.cost.transfer_model import TransferModel
 from router.fleet import pool
+from router.placement import cost
 from tests.cluster import LEASE_S, Cluster
 
 if TYPE_CHECKING:
@@ -37,10 +36,9 @@ OURS = ("router.", "pdserve.", "_asyncio.", "asyncio.locks.", "asyncio.queues.")
 
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    monkeypatch.setattr(meter, "MAX_OUTCOMES", KEPT)
     monkeypatch.setattr(pool, "FORGET_AFTER_S", 0.0)
-    monkeypatch.setattr(book, "PRIOR_S", 0.0)
-    monkeypatch.setitem(TransferModel.__init__.__kwdefaults__, "max_pairs", KEPT)
+    monkeypatch.setattr(cost, "PRIOR_S", 0.0)
+    monkeypatch.setattr(cost, "MAX_PAIRS", KEPT)
     router: dict[str, Any] = {
         "policy": "slo_aware",
         "decision_log_size": KEPT,

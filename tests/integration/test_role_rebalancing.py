@@ -12,9 +12,7 @@ from tests.integration.test_fake_cluster import PLAIN, PROMPT
 from tests.integration.test_role_flips import metrics, role_of, under_load
 from workers.fake.settings import FakeFaults
 
-QUICK = RolesConfig(
-    auto=True, interval_s=0.01, window_s=0.2, dwell_s=0.2, settle_s=0.3, failure_pause_s=0.1
-)
+QUICK = RolesConfig(auto=True, window_s=0.3, cooldown_s=0.3)
 ENGINES: dict[str, object] = {"step_s": 0.002, "prefill_s": 0.0002, "max_num_seqs": 3}
 # Prompts that take longer than their answers, and answers that take longer than their prompts.
 PROMPTS = [*PROMPT] * 12, replace(PLAIN, max_tokens=2)
@@ -42,12 +40,11 @@ async def test_the_split_follows_the_load_and_nothing_is_lost() -> None:
         assert (roles.prefill_workers, roles.decode_workers) == (1, 3)
         assert roles.text.startswith("1 prefill worker loaded")
         text = await metrics(cluster)
-        assert 'pdserve_role_decisions_total{decision="move",model="pdserve-demo"}' in text
         assert 'pdserve_role_workers_wanted{model="pdserve-demo",role="decode"} 3.0' in text
         assert 'outcome="failed"' not in text
 
 
-async def test_a_flip_that_fails_is_waited_after_and_another_worker_is_tried() -> None:
+async def test_after_a_failed_role_change_another_worker_is_tried() -> None:
     cluster = Cluster(prefill=1, decode=3, engine_args=ENGINES, router={"roles": QUICK})
     async with cluster:
         for name in ("decode-0", "decode-1", "decode-2"):

@@ -28,7 +28,7 @@ TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 # Measure the KV plane without engines.
 MEASURES_KV = ("benchmarks/micro/",)
-# Time decisions by themselves, or make them on a virtual clock: the router's faces are not in it.
+# Time decisions by themselves, or make them on a virtual clock: without the router's APIs.
 RUNS_ROUTER_CODE = ("benchmarks/simulate.py", "benchmarks/plan.py")
 # Puts faults into a worker's own process.
 HURTS_WORKERS = "benchmarks/chaos/faults.py"

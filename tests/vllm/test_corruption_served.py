@@ -22,8 +22,8 @@ from pdserve.types import Role, SamplingParams
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminStub
-from router.fleet.member import MemberState
 from router.main import RouterServer
+from router.placement.values import MemberState
 from tests.patience import WAIT_S
 from tests.vllm.service import Service
 from tests.vllm.test_handoff_exact import prompt
@@ -54,16 +54,7 @@ ELASTIC = RouterConfig(
     policy="least_loaded",
     health=HealthConfig(probe_s=0.0),
 )
-QUICK = RolesConfig(
-    auto=True,
-    interval_s=0.05,
-    window_s=1.0,
-    min_load=0.3,
-    dwell_s=0.5,
-    settle_s=1.0,
-    failure_pause_s=0.5,
-    drain_timeout_s=WAIT_S,
-)
+QUICK = RolesConfig(auto=True, window_s=1.0, cooldown_s=1.0, min_load=0.3)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -11,14 +11,14 @@ import grpc.aio
 import pytest
 
 from pdserve import rpc, wire
+from pdserve.config import SloConfig
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.types import Role, WorkerLoad
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub, add_RegistryServicer_to_server
 from router.admin import RegistryService
-from router.cost.book import CostBook
-from router.cost.objective import Slo
 from router.fleet.registry import Fleet
+from router.placement.cost import CostModel
 from tests.fakes import MODEL, ScriptedWorker, worker_info
 from tests.patience import WAIT_S
 
@@ -41,7 +41,7 @@ class Idle:
 @asynccontextmanager
 async def registry(fleet: Fleet) -> AsyncIterator[RegistryAsyncStub]:
     server = rpc.make_server()
-    costs = CostBook(fleet.pool, Slo(), fleet.now)
+    costs = CostModel(fleet.pool, SloConfig(), fleet.now)
     requests = cast("RequestServer", Idle())
     add_RegistryServicer_to_server(RegistryService(fleet, requests, costs, {}), server)
     port = server.add_insecure_port("127.0.0.1:0")

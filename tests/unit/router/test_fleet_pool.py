@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role, WorkerLoad
-from router.fleet.member import Member, MemberState
 from router.fleet.pool import (
     FORGET_AFTER_S,
     REMEMBERED_STARTS,
@@ -18,8 +17,12 @@ from router.fleet.pool import (
     WorkerPool,
 )
 from router.fleet.probes import half_open_worker
+from router.placement.values import MemberState
 from router.placer import Charge
 from tests.fakes import MODEL, worker_info
+
+if TYPE_CHECKING:
+    from router.fleet.member import Member
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
 

@@ -8,8 +8,6 @@ import pytest
 
 from pdserve.types import KvLedger, KvReport, Role, WorkerLoad
 from router.admission import AdmissionController, AdmissionLimits
-from router.cost.book import CostBook
-from router.cost.objective import Slo
 from router.fleet.pool import WorkerPool
 from router.fleet.registry import Fleet
 from router.metrics import RouterMetrics
@@ -37,8 +35,7 @@ def samples(pool: WorkerPool, prefix: str = "pdserve_worker_kv_") -> list[str]:
     metrics = RouterMetrics()
     fleet = Fleet(router_id="r")
     fleet.pool = pool
-    costs = CostBook(pool, Slo(), lambda: 0.0)
-    metrics.watch(fleet, costs, AdmissionController(AdmissionLimits()), None, {})
+    metrics.watch(fleet, AdmissionController(AdmissionLimits()), None, {})
     lines: Iterable[str] = metrics.render().decode().splitlines()
     return [line for line in lines if line.startswith(prefix)]
 

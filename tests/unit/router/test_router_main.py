@@ -95,15 +95,15 @@ async def test_message_over_the_limit_is_refused_and_hurts_no_other() -> None:
         assert await client.list_models() == []
 
 
-@pytest.mark.parametrize("face", ["http", "grpc", "shared_http"])
-async def test_address_in_use_is_an_error_naming_the_key(face: str) -> None:
+@pytest.mark.parametrize("api", ["http", "grpc", "shared_http"])
+async def test_address_in_use_is_an_error_naming_the_key(api: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ports = {"http_port": 0, "grpc_port": 0, f"{face}_port": port}
+        ports = {"http_port": 0, "grpc_port": 0, f"{api}_port": port}
         server = RouterServer(RouterConfig(**ports))  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as caught:
             await server.start()
-        assert caught.value.field == f"{face}_port"
+        assert caught.value.field == f"{api}_port"
         await server.stop()
 
 

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from pdserve.errors import ModelNotFound, Unavailable
 from pdserve.types import Role, WorkerLoad
-from router.fleet.member import Member, MemberState
-from router.placement.context import NO_CONTEXT
-from router.placement.live import place_live
-from router.placement.pairing import check_known, check_servable, check_servable_alone
-from router.placement.policies import least_loaded as policy
-from router.placement.recompute import or_alone, place_recompute
-from router.placement.scorers import outstanding, quiet, room, seats
-from router.placement.values import NO_TOKENS_CACHED, Demand, Placement
-from router.placement.verdicts import why_not
+from router.fleet.member import Member
+from router.placement.filters import (
+    check_known,
+    check_servable,
+    check_servable_aggregated,
+    why_not,
+)
+from router.placement.policies import (
+    POLICIES,
+    place_aggregated,
+    place_live,
+    place_or_aggregate,
+)
+from router.placement.scorers import outstanding, queue_length, room, slots
+from router.placement.values import (
+    NO_CONTEXT,
+    NO_TOKENS_CACHED,
+    Demand,
+    MemberState,
+    Placement,
+)
 from router.placer import Charge
 from tests.fakes import worker_info
 
+LEAST_LOADED = POLICIES["least_loaded"]
 DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
 IDLE = WorkerLoad(0, 0, 0.0, 100)
 HALF = WorkerLoad(0, 4, 0.5, 50)
@@ -43,7 +57,7 @@ def member(
 
 def least_loaded(members: list[Member], demand: Demand, turn: int) -> Placement | None:
     seen = [m.seen() for m in members]
-    return policy.least_loaded(seen, demand, turn, NO_CONTEXT).placement
+    return LEAST_LOADED(seen, demand, turn, NO_CONTEXT).placement
 
 
 def names(placement: Placement | None) -> tuple[str, str | None] | None:
@@ -319,23 +333,23 @@ def test_without_a_pair_one_worker_does_both(
 ) -> None:
     demand = replace(DEMAND, prefill_only=prefill_only)
     seen = [m.seen() for m in members]
-    decision = or_alone(policy.least_loaded)(seen, demand, 0, NO_CONTEXT)
+    decision = place_or_aggregate(LEAST_LOADED, seen, demand, 0, NO_CONTEXT)
     if prefill_only and any(m.info.role is P and m.state is READY for m in members):
         assert decision.placement is not None
         assert decision.placement.decode.role is P
     else:
         assert names(decision.placement) == expected
     if any(m.state is READY for m in members):
-        check_servable_alone(seen, "demo")
+        check_servable_aggregated(seen, "demo")
 
 
 def test_without_any_worker_that_is_ready_the_policy_says_what_is_missing() -> None:
     seen = [not_ready("p", P, suspended=True).seen(), not_ready("d", D, draining=True).seen()]
     message = "no prefill worker and no decode worker is ready for model demo"
     with pytest.raises(Unavailable, match=message):
-        or_alone(policy.least_loaded)(seen, DEMAND, 0, NO_CONTEXT)
+        place_or_aggregate(LEAST_LOADED, seen, DEMAND, 0, NO_CONTEXT)
     with pytest.raises(Unavailable, match=message):
-        check_servable_alone(seen, "demo")
+        check_servable_aggregated(seen, "demo")
 
 
 @pytest.mark.parametrize(
@@ -348,15 +362,17 @@ def test_without_any_worker_that_is_ready_the_policy_says_what_is_missing() -> N
         ([member("d1", D)], "d1"),
     ],
 )
-def test_a_recompute_prefers_workers_that_decode(members: list[Member], expected: str) -> None:
+def test_aggregated_placement_prefers_workers_that_decode(
+    members: list[Member], expected: str
+) -> None:
     demand = replace(DEMAND, avoid=frozenset({"d1"}))
-    decision = place_recompute([m.seen() for m in members], demand, 0, NO_CONTEXT)
+    decision = place_aggregated([m.seen() for m in members], demand, 0, NO_CONTEXT)
     assert names(decision.placement) == (expected, None)
 
 
-def test_a_recompute_without_workers_is_refused() -> None:
+def test_aggregated_placement_without_workers_is_refused() -> None:
     with pytest.raises(Unavailable, match="no worker is ready for model demo"):
-        place_recompute([not_ready("d", D, attached=False).seen()], DEMAND, 0, NO_CONTEXT)
+        place_aggregated([not_ready("d", D, attached=False).seen()], DEMAND, 0, NO_CONTEXT)
 
 
 def test_live_kv_goes_to_a_decode_worker_that_can_have_it() -> None:
@@ -370,13 +386,13 @@ def test_live_kv_goes_to_a_decode_worker_that_can_have_it() -> None:
         not_ready("draining", D, draining=True),
     ]
     demand = replace(DEMAND, barred=frozenset({("d0", "barred")}))
-    place = place_live(source.seen())
-    with pytest.raises(Unavailable, match="no decode worker can go on with the KV of d0"):
+    place = partial(place_live, source.seen())
+    with pytest.raises(Unavailable, match="no decode worker can continue with the KV of d0"):
         place([m.seen() for m in (source, *others)], demand, 0, NO_CONTEXT)
     able = [member("d1", D, HALF), member("d2", D, IDLE)]
     decision = place([m.seen() for m in (source, *others, *able)], demand, 0, NO_CONTEXT)
     assert names(decision.placement) == ("d2", None)
-    assert why_not(decision)["p"] == "cannot decode with the KV that is there"
+    assert why_not(decision)["p"] == "cannot decode with the live KV"
 
 
 def test_an_unknown_model_is_not_a_missing_worker() -> None:
@@ -391,5 +407,5 @@ def test_scores_stay_between_zero_and_one(load: WorkerLoad | None) -> None:
     members = [member("x", D, load), member("y", D)]
     Charge(members[1], prompt_tokens=9000, kv_tokens=9000)
     seen = [m.seen() for m in members]
-    for scorer in (room, seats, outstanding, quiet):
+    for scorer in (room, slots, outstanding, queue_length):
         assert all(0.0 <= x <= 1.0 for x in scorer(seen, DEMAND, NO_TOKENS_CACHED))

@@ -9,9 +9,8 @@ import pytest
 
 from pdserve.types import Role, WorkerLoad
 from router.fleet.member import Member
-from router.placement.context import PlacementContext
-from router.placement.policies.prefix_aware import prefix_aware
-from router.placement.values import Demand
+from router.placement.policies import POLICIES
+from router.placement.values import Demand, PlacementContext
 from tests.fakes import worker_info
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def place(
     members: list[Member], cached: Mapping[str, int] | None, demand: Demand = DEMAND
 ) -> tuple[str | None, str]:
     context = PlacementContext(None if cached is None else Cached(cached))
-    placement = prefix_aware([m.seen() for m in members], demand, 0, context).placement
+    placement = POLICIES["prefix_aware"]([m.seen() for m in members], demand, 0, context).placement
     assert placement is not None
     prefill = placement.prefill
     return None if prefill is None else prefill.worker_id, placement.decode.worker_id
@@ -90,7 +89,7 @@ def test_one_token_goes_where_the_prompt_is_cached() -> None:
 
 def test_the_decision_keeps_what_the_lookup_said() -> None:
     members = [worker("p", P), worker("d", D)]
-    decision = prefix_aware(
+    decision = POLICIES["prefix_aware"](
         [m.seen() for m in members], DEMAND, 0, PlacementContext(Cached({"p": 32}))
     )
     assert decision.cached == {"p": 32}

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve.types import Role, WorkerLoad
-from router.cost.objective import EARLY, MARGIN, SPREAD, Slo
 from router.fleet.member import Member
-from router.placement.context import PlacementContext, Prediction
-from router.placement.policies.prefix_aware import prefix_aware
-from router.placement.policies.slo_aware import TRIED, slo_aware
-from router.placement.values import Candidate, Demand
+from router.placement.cost import MARGIN
+from router.placement.policies import MOST_PREDICTED, POLICIES
+from router.placement.values import Candidate, Demand, PlacementContext, Prediction
 from tests.fakes import worker_info
 
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ class Costs:
     """Predicts as it is told, by (prefill, decode); what is not told is unknown."""
 
     costs: Mapping[tuple[str | None, str], float]
-    is_local: bool = False
     asked: list[str | None] = field(default_factory=list)
 
     def predict(
@@ -53,14 +50,13 @@ class Costs:
         cost = self.costs.get((name, decode.worker_id))
         if cost is None:
             return None
-        habit = (prefill is None) == self.is_local
-        return Prediction(name, decode.worker_id, cost, 0.0, cost_s=cost, is_habit=habit)
+        return Prediction(name, decode.worker_id, cost, 0.0, cost_s=cost)
 
 
 def placed(
     candidates: list[Candidate], costs: Costs, demand: Demand = DEMAND, turn: int = 0
 ) -> tuple[str | None, str]:
-    decision = slo_aware(candidates, demand, turn, PlacementContext(cost=costs))
+    decision = POLICIES["slo_aware"](candidates, demand, turn, PlacementContext(cost=costs))
     assert decision.policy == "slo_aware"
     assert decision.placement is not None
     prefill = decision.placement.prefill
@@ -68,30 +64,26 @@ def placed(
 
 
 @pytest.mark.parametrize(
-    ("remote", "local", "is_local", "expected"),
+    ("remote", "local", "expected"),
     [
-        (1.0, 2.0, False, "p0"),
-        (2.0, 1.0, False, None),
-        # A little better is no reason to leave the habit, on either side.
-        (1.0, 1.0 - MARGIN / 2, False, "p0"),
-        (1.0 - MARGIN / 2, 1.0, True, None),
-        (1.0, 1.0 - 2 * MARGIN, False, None),
-        (1.0 - 2 * MARGIN, 1.0, True, "p0"),
-        # Nor is a share of next to nothing.
-        (2e-4, 1e-4, False, "p0"),
-        (1e-4, 2e-4, True, None),
-        # What is not known is not chosen, and without the one the other is not judged.
-        (1.0, None, False, "p0"),
-        (1.0, None, True, "p0"),
-        (None, 1.0, False, "p0"),
-        (None, None, True, "p0"),
+        (1.0, 2.0, "p0"),
+        (2.0, 1.0, None),
+        # Aggregated must be better by a margin,
+        (1.0, 1.0 - MARGIN / 2, "p0"),
+        (1.0, 1.0 - 2 * MARGIN, None),
+        # and by some milliseconds.
+        (2e-4, 1e-4, "p0"),
+        # Without both predictions the request is disaggregated.
+        (1.0, None, "p0"),
+        (None, 1.0, "p0"),
+        (None, None, "p0"),
     ],
 )
-def test_the_lower_cost_is_taken_by_a_margin(
-    remote: float | None, local: float | None, is_local: bool, expected: str | None
+def test_aggregated_is_chosen_if_it_is_clearly_cheaper(
+    remote: float | None, local: float | None, expected: str | None
 ) -> None:
     told = {("p0", "d0"): remote, (None, "d0"): local}
-    costs = Costs({k: v for k, v in told.items() if v is not None}, is_local)
+    costs = Costs({k: v for k, v in told.items() if v is not None})
     assert placed([P0, D0], costs) == (expected, "d0")
 
 
@@ -115,8 +107,8 @@ def test_decode_is_placed_first_and_by_load() -> None:
 def test_without_predictions_it_places_as_its_rules_do() -> None:
     candidates = [P0, P1, D0, D1, A0]
     for turn in range(6):
-        ours = slo_aware(candidates, DEMAND, turn, PlacementContext(cost=Costs({})))
-        rules = prefix_aware(candidates, DEMAND, turn, PlacementContext())
+        ours = POLICIES["slo_aware"](candidates, DEMAND, turn, PlacementContext(cost=Costs({})))
+        rules = POLICIES["prefix_aware"](candidates, DEMAND, turn, PlacementContext())
         assert ours.placement == rules.placement
 
 
@@ -136,7 +128,7 @@ def test_only_some_prefill_workers_are_asked_of_in_a_large_pool() -> None:
     many = [worker(f"p{i}", Role.PREFILL, busy=i) for i in range(40)]
     costs = Costs({(c.worker_id, "d0"): 1.0 for c in many})
     placed([*many, D0], costs)
-    assert len(costs.asked) == TRIED + 1
+    assert len(costs.asked) == MOST_PREDICTED + 1
 
 
 def test_a_single_token_and_an_aggregated_worker_are_placed_by_the_rules() -> None:
@@ -144,15 +136,3 @@ def test_a_single_token_and_an_aggregated_worker_are_placed_by_the_rules() -> No
     assert placed([P0, D0], costs, replace(DEMAND, prefill_only=True)) == (None, "p0")
     assert placed([A0], Costs({(None, "a0"): 1.0})) == (None, "a0")
     assert costs.asked == []
-
-
-def test_what_is_broken_is_not_broken_again() -> None:
-    slo = Slo(ttft_s=2.0, tpot_s=0.1)
-    assert slo.first_cost_s(0.5) == pytest.approx(EARLY * 0.5)
-    # At the limit itself it is as likely kept as broken.
-    assert slo.first_cost_s(2.0) == pytest.approx(2.0 * (EARLY + (1 - EARLY) / 2))
-    late = 2.0 * (1 + SPREAD)
-    assert slo.first_cost_s(late) == pytest.approx(EARLY * late + (1 - EARLY) * 2.0)
-    assert slo.first_cost_s(late + 1) - slo.first_cost_s(late) == pytest.approx(EARLY)
-    # A broken gap is worth as much as a broken first token.
-    assert slo.gap_cost_s(0.3) == pytest.approx(slo.first_cost_s(6.0))

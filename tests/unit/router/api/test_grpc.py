@@ -1,4 +1,4 @@
-"""The gRPC face over a real channel: answers, bad input row by row, cancellation, deadlines."""
+"""The gRPC API over a real channel: answers, bad input row by row, cancellation, deadlines."""
 
 from __future__ import annotations
 

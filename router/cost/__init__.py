@@ -1,1 +1,0 @@
-"""What requests cost on workers: fitted from what workers measure, predicted before placement."""

@@ -1,1 +1,0 @@
-"""Policies: one file each, chosen by name with `router.policy`."""

@@ -1,0 +1,399 @@
+"""Autoscaler of roles: how many workers prefill and how many decode, decided from their load.
+
+Loads are in workers: a need of 1.5 keeps one and a half busy. A split's load is that of its busier
+phase, need over workers; the wanted split has the lowest. One worker at a time changes its role, if
+
+* the load of the busier phase is over `min_load` and falls by MIN_IMPROVEMENT,
+* that held for a window, of loads averaged over about a window, and
+* for a cooldown no workers came, left or changed their role, and no role change failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from pdserve.errors import InvalidRequest, PdserveError, Unavailable
+from pdserve.kv_pairs import exchange, kind_of
+from pdserve.types import Role
+from pdserve.v1 import worker_pb2 as w
+from router.placement.cost import Batch
+from router.placement.values import MemberState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from pdserve.config import RolesConfig
+    from router.admission import AdmissionController
+    from router.fleet.member import Member
+    from router.fleet.registry import Fleet
+    from router.fleet.role_change import RoleChanger
+    from router.placement.cost import CostModel, RequestMeans, StepModel
+
+logger = logging.getLogger(__name__)
+
+MIN_IMPROVEMENT = 0.15
+# Workers that come or go, by this share of a role's workers, start a new cooldown.
+CHANGED = 0.1
+MAX_COOLDOWN_S = 3600.0
+DRAIN_TIMEOUT_S = 30.0
+# Queued requests count as if they had to be done within this time.
+CATCH_UP_S = 10.0
+
+
+class Stance(StrEnum):
+    BALANCED = "balanced"
+    WAITING = "waiting"
+    MOVE = "move"
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Ready workers of each role, and how many of them the present load keeps busy."""
+
+    prefill_workers: int
+    decode_workers: int
+    prefill_need: float
+    decode_need: float
+
+    @property
+    def prefill(self) -> float:
+        """Load of prefill: 1 is all that its workers can do, infinite without workers."""
+        return self.prefill_need / self.prefill_workers if self.prefill_workers else math.inf
+
+    @property
+    def decode(self) -> float:
+        return self.decode_need / self.decode_workers if self.decode_workers else math.inf
+
+    @property
+    def highest(self) -> float:
+        return max(self.prefill, self.decode)
+
+    def best(self) -> Loads:
+        """Return the same need on the split with the lowest load, at least one worker a role."""
+        workers = self.prefill_workers + self.decode_workers
+        splits = [
+            replace(self, prefill_workers=count, decode_workers=workers - count)
+            for count in range(1, workers)
+        ]
+        return min(
+            splits,
+            key=lambda x: (x.highest, abs(x.prefill_workers - self.prefill_workers)),
+            default=self,
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{count} {role} worker{'' if count == 1 else 's'}"
+            + (f" loaded {load:.2f}" if count else "")
+            for role, count, load in (
+                (Role.PREFILL, self.prefill_workers, self.prefill),
+                (Role.DECODE, self.decode_workers, self.decode),
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wanted, and why. `role` is the role that one worker shall change to now, if any."""
+
+    stance: Stance
+    loads: Loads
+    wanted: Loads
+    text: str
+    role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """State of one model: average needs, the role that should have more workers and since when,
+    and the role changes that failed, the last one for `failure`."""
+
+    changed_at: float
+    seen_at: float
+    prefill_workers: int
+    decode_workers: int
+    prefill_need: float
+    decode_need: float
+    wanted: Role | None = None
+    wanted_since: float = 0.0
+    paused_until: float = -math.inf
+    failed: tuple[str, ...] = ()
+    failure: str = ""
+
+
+def decide(
+    state: RoleState | None, loads: Loads, now: float, config: RolesConfig
+) -> tuple[RoleState, Verdict]:
+    """Take another look at a model's loads."""
+    if state is None or _changed(state, loads):
+        before = state
+        state = RoleState(
+            now,
+            now,
+            loads.prefill_workers,
+            loads.decode_workers,
+            loads.prefill_need,
+            loads.decode_need,
+        )
+        if before is not None:
+            state = replace(
+                state,
+                paused_until=before.paused_until,
+                failed=before.failed,
+                failure=before.failure,
+            )
+    kept = math.exp(-(now - state.seen_at) / config.window_s)
+    state = replace(
+        state,
+        seen_at=now,
+        prefill_need=kept * state.prefill_need + (1 - kept) * loads.prefill_need,
+        decode_need=kept * state.decode_need + (1 - kept) * loads.decode_need,
+    )
+    loads = replace(loads, prefill_need=state.prefill_need, decode_need=state.decode_need)
+    wanted, role = loads.best(), None
+    enough = wanted.highest <= loads.highest * (1.0 - MIN_IMPROVEMENT)
+    if loads.highest > config.min_load and enough and wanted != loads:
+        more_prefill = wanted.prefill_workers > loads.prefill_workers
+        role = Role.PREFILL if more_prefill else Role.DECODE
+    if role is not state.wanted:
+        state = replace(state, wanted=role, wanted_since=now)
+    if role is None:
+        return state, Verdict(Stance.BALANCED, loads, loads, f"{loads}; no change is needed")
+    split = f"{wanted.prefill_workers} and {wanted.decode_workers} are wanted"
+    waits = {
+        "workers have changed": state.changed_at + config.cooldown_s - now,
+        f"the last role change failed ({state.failure})": state.paused_until - now,
+        "it must stay so": state.wanted_since + config.window_s - now,
+    }
+    why, wait_s = max(waits.items(), key=lambda item: item[1])
+    if wait_s > 0:
+        text = f"{loads}; {split}; waits {wait_s:.0f} s: {why}"
+        return state, Verdict(Stance.WAITING, loads, wanted, text)
+    text = f"{loads}; {split}; one worker becomes a {role} worker"
+    return state, Verdict(Stance.MOVE, loads, wanted, text, role)
+
+
+def moved(
+    state: RoleState, worker_id: str, failure: str, now: float, config: RolesConfig
+) -> RoleState:
+    """Record the end of a role change. The pause doubles with each failure in a row."""
+    if not failure:
+        return replace(state, failed=(), failure="")
+    pause_s = min(MAX_COOLDOWN_S, config.cooldown_s * 2.0 ** min(32, len(state.failed)))
+    failed = (*state.failed, worker_id)[-64:]
+    return replace(state, paused_until=now + pause_s, failed=failed, failure=failure)
+
+
+def _changed(state: RoleState, loads: Loads) -> bool:
+    pairs = (
+        (state.prefill_workers, loads.prefill_workers),
+        (state.decode_workers, loads.decode_workers),
+    )
+    return any(abs(after - before) > CHANGED * before for before, after in pairs)
+
+
+def loads_of(
+    members: Sequence[Member],
+    *,
+    queued: int,
+    means: RequestMeans | None,
+    step_model: Callable[[str], StepModel | None],
+    tpot_s: float,
+) -> Loads:
+    """Return the loads of one model's workers. `queued` of its requests wait in the router; they
+    count by what recent requests took, `means`, and not before that is known."""
+    ready = [m for m in members if m.state is MemberState.READY]
+    prefill = [m for m in ready if m.info.role is Role.PREFILL]
+    decode = [m for m in ready if m.info.role is Role.DECODE]
+    prefill_need = sum(_busy(m, means) for m in prefill)
+    decode_need = sum(_occupied(m, step_model(m.worker_id), tpot_s) for m in decode)
+    if queued and means is not None:
+        running = sum(_running(m) for m in decode)
+        slots = sum(m.info.max_num_seqs for m in decode)
+        each = decode_need / running if running else len(decode) / max(1, slots)
+        prefill_need += queued * means.prefill_s.value / CATCH_UP_S
+        decode_need += queued * each * means.decode_s.value / CATCH_UP_S
+    return Loads(len(prefill), len(decode), prefill_need, decode_need)
+
+
+def _busy(member: Member, means: RequestMeans | None) -> float:
+    """Return 1 for a prefill worker with a prompt, and more for prompts that wait there."""
+    load, tokens = member.load, member.outstanding_tokens
+    # Prompts of other routers show only in the reported load.
+    if not tokens and (load is None or not load.num_running_reqs + load.num_waiting_reqs):
+        return 0.0
+    if means is None:
+        return 1.0
+    waiting = max(0.0, tokens / max(1.0, means.prompt_tokens.value) - 1.0)
+    return 1.0 + waiting * means.prefill_s.value / CATCH_UP_S
+
+
+def _running(member: Member) -> int:
+    return member.outstanding_requests if member.load is None else member.load.num_running_reqs
+
+
+def _occupied(member: Member, model: StepModel | None, tpot_s: float) -> float:
+    """Return the used share of a decode worker's slots, KV blocks or TPOT limit: the highest.
+    Blocks of requests that wait for their prefill do not count."""
+    info, load, running = member.info, member.load, _running(member)
+    if not running:
+        return 0.0
+    share = running / (running + (0 if load is None else load.num_waiting_reqs))
+    blocks = (member.reserved_blocks + member.foreign_blocks) * share
+    used = max(running / info.max_num_seqs, blocks / info.total_blocks)
+    if model is None or not model.knows_decode:
+        return used
+    empty_s = model.decode_step_s(Batch())
+    if empty_s >= tpot_s:
+        return used
+    if load is not None:
+        blocks = (info.total_blocks - load.free_blocks) * share
+    step_s = model.decode_step_s(Batch(running, round(blocks * info.block_size)))
+    return max(used, (step_s - empty_s) / (tpot_s - empty_s))
+
+
+def spare_for(members: Sequence[Member], role: Role, failed: Collection[str]) -> Member | None:
+    """Return the worker of one model that can become a `role` worker at the least cost, if any; one
+    of `failed` only if there is no other."""
+    ready = [m for m in members if m.state is MemberState.READY and m.info.role is not role]
+    ready.sort(
+        key=lambda m: (
+            m.worker_id in failed,
+            m.outstanding_tokens,
+            _running(m),
+            m.reserved_blocks,
+            m.worker_id,
+        )
+    )
+    for member in ready:
+        with suppress(InvalidRequest, Unavailable):
+            partner_for(members, member.worker_id, role)
+            return member
+    return None
+
+
+def partner_for(members: Sequence[Member], worker_id: str, role: Role) -> Member:
+    """Return a worker with which `worker_id` can be probed as a `role` worker.
+
+    Raises InvalidRequest if the worker cannot have that role; Unavailable if it is not ready, or is
+    the last one of its own role, or has no partner.
+    """
+    member = next((m for m in members if m.worker_id == worker_id and not m.lost), None)
+    if member is None:
+        raise InvalidRequest(f"no worker {worker_id} is registered", field="worker_id")
+    before, model = member.info.role, member.info.model.name
+    if Role.AGGREGATED in (role, before) or role is before:
+        raise InvalidRequest(
+            f"worker {worker_id} is a {before} worker and cannot become a {role} worker",
+            field="role",
+        )
+    if member.state is not MemberState.READY:
+        raise Unavailable(f"worker {worker_id} is {member.state}", retry_after_s=1.0)
+    others = [m for m in members if m is not member]
+    if not is_left(others, model, before):
+        raise Unavailable(f"worker {worker_id} is the last {before} worker of model {model}")
+    own = kind_of(replace(member.info, role=role))
+    for other in others:
+        if not is_left([other], model, before):
+            continue
+        pair = (kind_of(other.info), own) if role is Role.DECODE else (own, kind_of(other.info))
+        if exchange(*pair):
+            return other
+    raise Unavailable(f"no {before} worker can exchange KV with worker {worker_id}")
+
+
+def is_left(members: Sequence[Member], model: str, role: Role) -> bool:
+    """Return True if a `role` worker of a model is ready."""
+    return any(
+        m.state is MemberState.READY and m.info.role is role and m.info.model.name == model
+        for m in members
+    )
+
+
+class Autoscaler:
+    """Looks at the loads of each model and changes roles. `verdicts` has the last of each model."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        costs: CostModel,
+        admission: AdmissionController,
+        changer: RoleChanger,
+        config: RolesConfig,
+    ) -> None:
+        self.verdicts: dict[str, Verdict] = {}
+        self._fleet = fleet
+        self._costs = costs
+        self._admission = admission
+        self._changer = changer
+        self._config = config
+        self._states: dict[str, RoleState] = {}
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.window_s / 30)
+            models = set(self._fleet.pool.models())
+            for gone in self._states.keys() - models:
+                del self._states[gone], self.verdicts[gone]
+            for model in models:
+                await self._look(model)
+
+    async def _look(self, model: str) -> None:
+        members, config = self._fleet.pool.of_model(model), self._config
+        loads = loads_of(
+            members,
+            queued=self._admission.queued_of(model),
+            means=self._costs.means(model),
+            step_model=self._costs.step_model,
+            tpot_s=self._costs.slo.tpot_s,
+        )
+        state, verdict = decide(self._states.get(model), loads, self._fleet.now(), config)
+        before = self.verdicts.get(model)
+        self._states[model], self.verdicts[model] = state, verdict
+        if before is None or before.stance is not verdict.stance:
+            logger.info("roles of %s: %s", model, verdict.text)
+        if verdict.role is None:
+            return
+        worker = spare_for(members, verdict.role, state.failed)
+        worker_id = "" if worker is None else worker.worker_id
+        failure = await self._change(worker_id, verdict.role)
+        if failure:
+            logger.warning("roles of %s: %s", model, failure)
+        self._states[model] = moved(state, worker_id, failure, self._fleet.now(), config)
+
+    async def _change(self, worker_id: str, role: Role) -> str:
+        """Change a worker's role. Return why that failed."""
+        if not worker_id:
+            return f"no worker can become a {role} worker"
+        try:
+            done = await self._changer.change(worker_id, role, drain_timeout_s=DRAIN_TIMEOUT_S)
+        except PdserveError as error:
+            return error.message
+        return done.failure
+
+
+def roles_to_pb(verdicts: Mapping[str, Verdict]) -> list[w.ModelRoles]:
+    return [
+        w.ModelRoles(
+            model=model,
+            text=verdict.text,
+            state=verdict.stance.value,
+            prefill_workers=verdict.loads.prefill_workers,
+            decode_workers=verdict.loads.decode_workers,
+            wanted_prefill_workers=verdict.wanted.prefill_workers,
+            wanted_decode_workers=verdict.wanted.decode_workers,
+            prefill_load=_finite(verdict.loads.prefill),
+            decode_load=_finite(verdict.loads.decode),
+        )
+        for model, verdict in sorted(verdicts.items())
+    ]
+
+
+def _finite(load: float) -> float | None:
+    return load if math.isfinite(load) else None

@@ -1,1 +1,0 @@
-"""Which worker prefills and which decodes, while they run."""

@@ -1,0 +1,290 @@
+"""Cost model: step costs are found again, and predictions follow from them."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.config import SloConfig
+from pdserve.step_moments import StepMoments, StepRecorder, StepShape
+from pdserve.types import Receipt, Role, Usage, WorkerLoad
+from router.fleet.pool import WorkerPool
+from router.placement.cost import (
+    MAX_EXTRAPOLATION,
+    MIN_SAMPLES,
+    PRIOR_S,
+    REFIT_S,
+    Batch,
+    CostModel,
+    Ticket,
+    fit_costs,
+    fit_steps,
+    prompt_work,
+)
+from router.placement.policies import POLICIES
+from router.placement.values import Decision, Demand, Placement, PlacementContext
+from tests.fakes import worker_info
+
+if TYPE_CHECKING:
+    from router.fleet.member import Member
+
+STEP_S, TOKEN_S, REQUEST_S, TRANSFER_S = 0.010, 0.001, 0.001, 0.005
+NOTHING = StepMoments()
+
+
+def seconds(costs: tuple[float, ...], shape: StepShape) -> float:
+    step, token, pair, request, context = costs
+    return (
+        step
+        + token * shape.prefill_tokens
+        + pair * shape.prefill_pairs
+        + request * shape.decode_reqs
+        + context * shape.decode_kv_tokens
+    )
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    costs=st.tuples(
+        st.floats(1e-3, 3e-2),
+        st.floats(1e-5, 1e-3),
+        st.floats(1e-9, 1e-7),
+        st.floats(5e-5, 3e-3),
+        st.floats(1e-9, 1e-6),
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_step_costs_are_found_again_under_noise(costs: tuple[float, ...], seed: int) -> None:
+    draw, recorder = random.Random(seed), StepRecorder()
+    shapes = []
+    for i in range(200):
+        tokens, ahead = draw.choice((30, 200, 700, 2048)), draw.randrange(0, 6000)
+        shapes.append(StepShape(tokens, tokens * (ahead + tokens / 2), ahead + tokens))
+        reqs = draw.randrange(1, 48)
+        shapes.append(
+            StepShape(decode_reqs=reqs, decode_kv_tokens=reqs * draw.randrange(100, 4000))
+        )
+        for shape in shapes[-2:]:
+            recorder.observe(shape, seconds(costs, shape) * draw.lognormvariate(0, 0.1), i * 0.05)
+    model = fit_steps(recorder.moments(10.0), NOTHING)
+    assert all(x >= 0 for x in model.coefficients)
+    for shape in shapes[:40]:
+        found = sum(c * x for c, x in zip(model.coefficients, shape.features, strict=True))
+        assert found == pytest.approx(seconds(costs, shape), rel=0.2)
+
+
+def test_no_cost_is_negative() -> None:
+    assert fit_costs(np.diag([1.0, 1.0]), np.array([1.0, -1.0])).tolist() == pytest.approx(
+        [1.0, 0.0], rel=1e-3
+    )
+    assert fit_costs(np.zeros((2, 2)), np.zeros(2)).tolist() == [0.0, 0.0]
+
+
+def steps() -> StepMoments:
+    recorder = StepRecorder()
+    for i in range(40):
+        tokens, reqs = 20 * (i % 7 + 1), i % 5 + 1
+        for shape in (StepShape(tokens, 0.0, tokens), StepShape(decode_reqs=reqs)):
+            took = STEP_S + TOKEN_S * shape.prefill_tokens + REQUEST_S * shape.decode_reqs
+            recorder.observe(shape, took, 0.0)
+    return recorder.moments(0.0)
+
+
+def test_unknown_steps_are_not_predicted() -> None:
+    model = fit_steps(steps(), NOTHING, chunk_tokens=50)
+    assert model.prefill_s(prompt_work(100)) == pytest.approx(2 * STEP_S + 0.1, rel=0.02)
+    assert model.prefill_s(prompt_work(100, cached=60)) == pytest.approx(STEP_S + 0.04, rel=0.02)
+    beside = model.prefill_s(prompt_work(100), Batch(10, 0))
+    assert beside == pytest.approx(2 * (STEP_S + 10 * REQUEST_S) + 0.1, rel=0.02)
+    assert model.prefill_s(prompt_work(round(141 * MAX_EXTRAPOLATION))) is None
+    assert fit_steps(NOTHING, NOTHING).prefill_s(prompt_work(10)) is None
+    # Measurements of other workers of the model fill in.
+    assert fit_steps(NOTHING, steps()).prefill_s(prompt_work(10)) is not None
+
+
+class Rig:
+    """A pool of one prefill and one decode worker, on a clock that the test sets."""
+
+    def __init__(self, *, measured: bool = True, **slo: float) -> None:
+        self.now = 1000.0
+        self.pool = WorkerPool(lease_s=1e9)
+        self.slo = SloConfig(**({"ttft_s": 0.5, "tpot_s": 0.05} | slo))
+        self.costs = CostModel(self.pool, self.slo, lambda: self.now)
+        self.prefill, self.decode = self.add("p0", Role.PREFILL), self.add("d0", Role.DECODE)
+        if measured:
+            self.prefill.steps = self.decode.steps = steps()
+            for _ in range(int(MIN_SAMPLES)):
+                self.answered()
+
+    def add(self, worker_id: str, role: Role) -> Member:
+        self.pool.register(worker_info(worker_id, role), self.now)
+        member = self.pool.members[worker_id]
+        self.pool.attached(member)
+        member.load = WorkerLoad(0, 0, 0.0, 100)
+        return member
+
+    def answered(self, *, tokens: int = 21, transport: str = "tcp", **changes: object) -> None:
+        values: dict[str, object] = {
+            "prefill_worker": "p0",
+            "decode_worker": "d0",
+            "transport": transport,
+            "exposed_transfer_s": TRANSFER_S,
+            "prefill_s": 0.1,
+        }
+        receipt = Receipt(**(values | changes))  # type: ignore[arg-type]
+        self.costs.answered("demo", Usage(100, tokens, 0), receipt, ttft_s=0.15, e2e_s=0.45)
+
+    def predict(self, tokens: int = 100, *, aggregated: bool = False, cached: int = 0) -> float:
+        prefill = None if aggregated else self.prefill.seen()
+        found = self.costs.predict(
+            Demand("demo", tokens, tokens + 10),
+            prefill,
+            self.decode.seen(),
+            {"p0": cached, "d0": cached},
+        )
+        assert found is not None
+        return found.ttft_s
+
+    def place(self, tokens: int, *, aggregated: bool = False) -> Ticket:
+        placement = Placement(self.decode.seen(), None if aggregated else self.prefill.seen())
+        demand = Demand("demo", tokens, tokens + 10)
+        _, ticket = self.costs.placed(Decision("", [], demand, 0, placement))
+        return ticket
+
+    def aggregates(self, tokens: int = 100) -> bool:
+        demand, candidates = Demand("demo", tokens, tokens + 10), self.pool.candidates("demo")
+        decision = POLICIES["slo_aware"](candidates, demand, 0, PlacementContext(cost=self.costs))
+        self.costs.placed(decision)
+        assert decision.placement is not None
+        return decision.placement.prefill is None
+
+
+def test_the_first_token_waits_for_the_prompt_and_for_the_prompts_ahead() -> None:
+    rig = Rig()
+    alone = STEP_S + 100 * TOKEN_S
+    assert rig.predict() == pytest.approx(alone, rel=0.02)
+    assert rig.predict(aggregated=True) == pytest.approx(alone, rel=0.02)
+    assert rig.predict(cached=60) == pytest.approx(STEP_S + 40 * TOKEN_S, rel=0.02)
+    ticket = rig.place(200)
+    behind = STEP_S + 300 * TOKEN_S
+    assert rig.predict() == pytest.approx(behind, rel=0.02)
+    assert rig.predict(aggregated=True) == pytest.approx(alone, rel=0.02)
+    # The part that is computed meanwhile is not waited for.
+    rig.now += 0.1
+    assert rig.predict() == pytest.approx(behind - 0.1, rel=0.02)
+    rig.now += 60.0
+    assert rig.predict() == pytest.approx(alone, rel=0.15)
+    rig.costs.computed(ticket)
+    rig.costs.computed(ticket)
+    assert rig.predict() == pytest.approx(alone, rel=0.02)
+
+
+def test_an_aggregated_prefill_delays_the_streams_beside_it() -> None:
+    rig = Rig()
+    rig.decode.load = WorkerLoad(0, 4, 0.1, 90)
+    found = rig.costs.predict(Demand("demo", 100, 110), None, rig.decode.seen(), {})
+    assert found is not None
+    assert found.itl_s == pytest.approx(STEP_S + 4 * REQUEST_S, rel=0.05)
+    assert found.itl_harm_s == pytest.approx(4 * 100 * TOKEN_S, rel=0.02)
+    idle = Rig()
+    alone = idle.costs.predict(Demand("demo", 100, 110), None, idle.decode.seen(), {})
+    assert alone is not None
+    assert alone.itl_harm_s == 0.0
+    assert found.cost_s > alone.cost_s
+
+
+def test_prefill_is_aggregated_only_if_that_is_cheaper_for_everybody() -> None:
+    rig = Rig()
+    assert not rig.aggregates(), "equal: disaggregated"
+    for _ in range(5):
+        rig.place(300)
+    assert rig.aggregates(), "prompts wait on the prefill worker"
+    rig.decode.load = WorkerLoad(0, 20, 0.5, 50)
+    assert not rig.aggregates(), "20 streams would miss their TPOT"
+
+
+def test_earlier_aggregated_prefills_count_until_their_streams_end() -> None:
+    rig = Rig()
+    rig.decode.load = WorkerLoad(0, 4, 0.1, 90)
+
+    def cost() -> float:
+        found = rig.costs.predict(Demand("demo", 300, 310), None, rig.decode.seen(), {})
+        assert found is not None
+        return found.cost_s
+
+    before = cost()
+    for _ in range(2):
+        rig.costs.computed(rig.place(300, aggregated=True))
+    assert cost() > before * 1.1
+    rig.now += 60.0
+    assert cost() == pytest.approx(before, rel=0.01)
+
+
+def test_without_measurements_nothing_is_predicted() -> None:
+    rig = Rig(measured=False)
+    demand = Demand("demo", 100, 110)
+    assert rig.costs.predict(demand, rig.prefill.seen(), rig.decode.seen(), {}) is None
+    assert rig.costs.predict(demand, None, rig.decode.seen(), {}) is None
+    assert rig.costs.estimate("demo", 100, 10) is None
+    assert rig.costs.means("demo") is None
+    assert not rig.aggregates()
+    # New measurements count after a while.
+    rig.decode.steps = steps()
+    rig.now += max(REFIT_S, PRIOR_S)
+    assert rig.costs.predict(demand, None, rig.decode.seen(), {}) is not None
+
+
+def test_the_transfer_time_of_a_pair_is_its_own_or_that_of_the_model() -> None:
+    rig = Rig()
+    other = rig.add("d1", Role.DECODE)
+    other.steps = steps()
+    demand = Demand("demo", 100, 110)
+
+    def transfer_s(decode: Member) -> float:
+        found = rig.costs.predict(demand, rig.prefill.seen(), decode.seen(), {})
+        assert found is not None
+        return found.transfer_s
+
+    assert transfer_s(rig.decode) == transfer_s(other) == pytest.approx(TRANSFER_S)
+    for _ in range(20):
+        rig.answered(decode_worker="d1", exposed_transfer_s=0.5)
+    assert transfer_s(rig.decode) == pytest.approx(TRANSFER_S)
+    assert transfer_s(other) > 0.1
+
+
+def test_a_decode_worker_takes_requests_until_its_tpot_would_exceed_the_limit() -> None:
+    demand = Demand("demo", 100, 110)
+    for factor, most in ((0.0, 40), (1.0, 40), (0.4, 10), (0.1, 1)):
+        rig, taken = Rig(tpot_s=0.05, reject_factor=factor), 0
+        while taken < 40 and rig.costs.has_capacity(demand, rig.decode.seen()):
+            taken += 1
+            rig.decode.outstanding_requests = taken
+            rig.decode.load = WorkerLoad(0, taken, 0.1, 90)
+        # Half of a request's time it decodes: 10 ms + 1 ms for each request that does.
+        assert taken == pytest.approx(most, rel=0.5)
+
+
+def test_estimates_for_admission_come_from_answered_requests() -> None:
+    rig = Rig()
+    found = rig.costs.estimate("demo", 200, 11)
+    assert found is not None
+    assert found.wait_s == pytest.approx(0.05)
+    assert found.prefill_s == pytest.approx(STEP_S + 0.2, rel=0.02)
+    assert found.decode_s == pytest.approx((0.45 - 0.15 - TRANSFER_S) * 11 / 20, rel=0.02)
+
+
+def test_a_worker_that_left_is_forgotten() -> None:
+    rig = Rig()
+    rig.predict(aggregated=True)
+    rig.place(100, aggregated=True)
+    del rig.pool.members["d0"]
+    assert rig.costs.step_model("d0") is None
+    rig.now += PRIOR_S + REFIT_S
+    rig.costs.step_model("p0")
+    assert list(rig.costs._fitted) == ["p0"]
+    assert not rig.costs._stalls

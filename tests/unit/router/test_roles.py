@@ -1,0 +1,308 @@
+"""How many workers should prefill and how many decode: the decision alone, on a clock that moves by
+itself."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.config import RolesConfig
+from pdserve.step_moments import StepMoments, StepRecorder, StepShape
+from pdserve.types import Role, WorkerLoad
+from router.fleet.member import Member
+from router.placement.cost import RequestMeans, StepModel, fit_steps
+from router.roles import (
+    MIN_IMPROVEMENT,
+    Loads,
+    RoleState,
+    Stance,
+    decide,
+    loads_of,
+    moved,
+    spare_for,
+)
+from tests.fakes import worker_info
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CONFIG = RolesConfig(auto=True)
+Need = tuple[float, float]
+
+
+@dataclass
+class Service:
+    """Workers that change their role as soon as they are told, under a load given in workers."""
+
+    prefill: int
+    decode: int
+    now: float = 0.0
+    noise: float = 0.0
+    seed: int = 0
+    flips_fail: bool = False
+
+    def __post_init__(self) -> None:
+        self._draw = random.Random(self.seed)
+        self.flips: list[tuple[float, Role]] = []
+        self.state: RoleState | None = None
+        self.text = ""
+
+    def loads(self, need: Need) -> Loads:
+        """What is measured of it."""
+        noisy = (x * (1 + self.noise * self._draw.uniform(-1, 1)) for x in need)
+        return Loads(self.prefill, self.decode, *noisy)
+
+    def run(self, seconds: float, need: Callable[[float], Need]) -> list[Stance]:
+        stances, end = [], self.now + seconds
+        while self.now < end:
+            loads = self.loads(need(self.now))
+            self.state, verdict = decide(self.state, loads, self.now, CONFIG)
+            self.now += 1.0
+            stances.append(verdict.stance)
+            self.text = verdict.text
+            if verdict.role is None:
+                continue
+            self.flips.append((self.now, verdict.role))
+            failure = "the probe failed" if self.flips_fail else ""
+            if not failure:
+                more = 1 if verdict.role is Role.PREFILL else -1
+                self.prefill, self.decode = self.prefill + more, self.decode - more
+            assert self.prefill >= 1
+            assert self.decode >= 1
+            self.state = moved(self.state, "w", failure, self.now, CONFIG)
+        return stances
+
+
+def constant(prefill: float, decode: float) -> Callable[[float], Need]:
+    return lambda _: (prefill, decode)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    workers=st.integers(2, 9),
+    share=st.floats(0.0, 1.0),
+    load=st.floats(0.0, 2.0),
+    prefill=st.integers(1, 8),
+    seed=st.integers(0, 2**16),
+)
+def test_a_constant_load_is_followed_once_and_left_alone(
+    workers: int, share: float, load: float, prefill: int, seed: int
+) -> None:
+    prefill = min(prefill, workers - 1)
+    service = Service(prefill, workers - prefill, noise=0.3, seed=seed)
+    need = workers * load * share, workers * load * (1 - share)
+    service.run(workers * 70.0 + 60.0, constant(*need))
+    # No worker goes back and forth, and no more go than lie between the two splits.
+    assert len({role for _, role in service.flips}) <= 1
+    assert len(service.flips) <= workers - 2
+    # What is left to gain is less than what is asked, give or take what noise can hide.
+    loads = Loads(service.prefill, service.decode, *need)
+    enough = loads.highest * (1 - MIN_IMPROVEMENT - 0.1)
+    assert loads.highest <= CONFIG.min_load * 1.1 or loads.best().highest >= enough
+    begun = len(service.flips)
+    service.run(300.0, constant(*need))
+    assert len(service.flips) <= begun + 1
+
+
+@pytest.mark.parametrize(
+    ("need", "split"),
+    [((2.9, 0.5), (3, 1)), ((0.3, 2.8), (1, 3)), ((1.8, 1.9), (2, 2)), ((0.6, 0.1), (2, 2))],
+)
+def test_the_split_follows_a_load_that_shifts(need: Need, split: tuple[int, int]) -> None:
+    service = Service(2, 2)
+    service.run(300.0, constant(*need))
+    assert (service.prefill, service.decode) == split
+    service.run(600.0, constant(1.9, 1.9))
+    assert (service.prefill, service.decode) == ((2, 2) if need[0] + need[1] > 1 else split)
+
+
+def test_a_load_that_alternates_faster_than_roles_can_change_moves_none() -> None:
+    service = Service(2, 2)
+    service.run(3600.0, lambda now: (2.0, 1.0) if now % 20 < 10 else (1.0, 2.0))
+    assert not service.flips
+
+
+def test_each_change_waits_for_the_cooldown_and_until_the_need_lasted() -> None:
+    service = Service(1, 5)
+    service.run(400.0, constant(4.0, 0.5))
+    times = [when for when, _ in service.flips]
+    assert times[0] >= CONFIG.cooldown_s
+    assert min(b - a for a, b in pairwise(times)) >= CONFIG.cooldown_s
+    calm = Service(2, 2)
+    assert set(calm.run(100.0, constant(0.5, 0.5))) == {Stance.BALANCED}
+    stances = calm.run(80.0, constant(3.0, 0.5))
+    assert CONFIG.window_s - 1 <= stances.count(Stance.WAITING)
+    assert len(calm.flips) == 1
+
+
+def test_changes_of_other_routers_start_a_cooldown() -> None:
+    service = Service(2, 3)
+    service.run(100.0, constant(0.1, 0.1))
+    service.prefill, service.decode = 1, 4
+    assert set(service.run(59.0, constant(3.0, 0.5))) == {Stance.WAITING}
+    assert "workers have changed" in service.text
+    assert Stance.MOVE in service.run(10.0, constant(3.0, 0.5))
+
+
+def test_few_of_many_workers_that_come_and_go_do_not_hold_it_up() -> None:
+    service = Service(50, 50)
+    service.run(61.0, constant(10.0, 10.0))
+    for _ in range(60):
+        service.prefill += 1 if service.prefill < 51 else -2
+        service.run(1.0, constant(10.0, 90.0))
+    assert service.flips
+
+
+def test_a_failed_change_is_tried_again_later_and_later() -> None:
+    service = Service(2, 2, flips_fail=True)
+    service.run(1000.0, constant(3.0, 0.5))
+    times = [when for when, _ in service.flips]
+    gaps = [b - a for a, b in pairwise(times)]
+    assert gaps == [61.0, 121.0, 241.0, 481.0]
+    assert "the probe failed" in service.text
+    service.flips_fail = False
+    service.run(1000.0, constant(3.0, 0.5))
+    assert (service.prefill, service.decode) == (3, 1)
+    assert service.state is not None
+    assert not service.state.failed
+
+
+@pytest.mark.parametrize("need", [(0.0, 0.0), (0.0, 2.0), (2.0, 0.0)])
+def test_a_role_without_a_worker_gets_one(need: Need) -> None:
+    service = Service(0, 3)
+    service.prefill = 0
+    service.run(200.0, constant(*need))
+    assert (service.prefill, service.decode) in {(1, 2), (2, 1)}
+    assert service.prefill == (2 if need[0] else 1)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (0, 1), (1, 0), (0, 0)])
+def test_the_last_worker_of_a_role_stays(prefill: int, decode: int) -> None:
+    service = Service(prefill, decode)
+    service.run(300.0, constant(5.0, 0.0))
+    service.run(300.0, constant(0.0, 5.0))
+    assert not service.flips
+
+
+def test_of_many_workers_several_move_before_the_next_pause() -> None:
+    service = Service(100, 100)
+    service.run(180.0, constant(30.0, 110.0))
+    assert 10 <= len(service.flips) <= 30
+    service.run(600.0, constant(30.0, 110.0))
+    loads = Loads(service.prefill, service.decode, 30.0, 110.0)
+    assert loads.best().highest >= loads.highest * (1 - MIN_IMPROVEMENT)
+
+
+BLOCKS = 1000
+MEANS = RequestMeans()
+for _ in range(5):
+    MEANS.prompt_tokens.add(100.0)
+    MEANS.prefill_s.add(2.0)
+    MEANS.decode_s.add(5.0)
+    MEANS.gaps.add(10.0)
+
+
+def member(worker_id: str, role: Role, *, slots: int = 10) -> Member:
+    info = replace(worker_info(worker_id, role), max_num_seqs=slots, total_blocks=BLOCKS)
+    return Member(info, 1e9, attached=True)
+
+
+def decoding(running: int, *, waiting: int = 0, free: int = BLOCKS) -> WorkerLoad:
+    return WorkerLoad(waiting, running, 1.0 - free / BLOCKS, free)
+
+
+def loads(
+    *members: Member,
+    queued: int = 0,
+    means: RequestMeans | None = MEANS,
+    model: StepModel | None = None,
+) -> Loads:
+    return loads_of(members, queued=queued, means=means, step_model=lambda _: model, tpot_s=0.1)
+
+
+@pytest.fixture
+def prefill() -> Member:
+    return member("p0", Role.PREFILL)
+
+
+@pytest.fixture
+def decode() -> Member:
+    return member("d0", Role.DECODE)
+
+
+def test_workers_that_are_not_ready_or_do_both_phases_count_neither_way(
+    prefill: Member, decode: Member
+) -> None:
+    gone, away = member("p1", Role.PREFILL), member("d1", Role.DECODE)
+    gone.draining, away.attached = True, False
+    gone.outstanding_tokens = 100
+    assert loads(prefill, decode, gone, away, member("a", Role.AGGREGATED)) == Loads(1, 1, 0, 0)
+
+
+def test_prefill_is_busy_with_prompts_of_whichever_router(prefill: Member) -> None:
+    other = member("p1", Role.PREFILL)
+    other.load = decoding(1)
+    assert loads(prefill, other).prefill_need == 1.0
+    prefill.outstanding_tokens = 80
+    assert loads(prefill, other).prefill_need == 2.0
+    # Three prompts of two seconds wait behind the one at work.
+    prefill.outstanding_tokens = 400
+    assert loads(prefill, other).prefill_need == pytest.approx(2.0 + 3 * 2.0 / 10.0)
+    assert loads(prefill, other, means=None).prefill_need == 2.0
+
+
+def test_decode_is_as_loaded_as_what_is_scarcest(decode: Member) -> None:
+    decode.load = decoding(4)
+    assert loads(decode).decode_need == pytest.approx(0.4)
+    decode.reserved_blocks, decode.foreign_blocks = 500, 100
+    assert loads(decode).decode_need == pytest.approx(0.6)
+    # As many wait for their prefill: their blocks are not decode's load.
+    decode.load = decoding(4, waiting=4)
+    assert loads(decode).decode_need == pytest.approx(0.4)
+    decode.load = decoding(0, waiting=8)
+    assert loads(decode).decode_need == 0.0
+    decode.load, decode.outstanding_requests = None, 3
+    assert loads(decode).decode_need == pytest.approx(0.6)
+
+
+def test_decode_is_loaded_by_the_time_that_a_token_takes(decode: Member) -> None:
+    recorder = StepRecorder()
+    for reqs in range(1, 20):
+        # 20 ms, and 20 more for each: four requests leave nothing of 100 ms.
+        recorder.observe(StepShape(decode_reqs=reqs), 0.02 + 0.02 * reqs, 0.0)
+    model = fit_steps(recorder.moments(0.0), StepMoments())
+    decode.load = decoding(3)
+    assert loads(decode, model=model).decode_need == pytest.approx(0.75, rel=0.05)
+    decode.load = decoding(6)
+    assert loads(decode, model=model).decode_need == pytest.approx(1.5, rel=0.05)
+    assert loads(
+        decode, model=fit_steps(StepMoments(), StepMoments())
+    ).decode_need == pytest.approx(0.6)
+
+
+def test_what_waits_in_the_router_counts_for_both_phases(prefill: Member, decode: Member) -> None:
+    decode.load = decoding(5)
+    found = loads(prefill, decode, queued=20)
+    assert found.prefill_need == pytest.approx(20 * 2.0 / 10.0)
+    assert found.decode_need == pytest.approx(0.5 + 20 * 0.1 * 5.0 / 10.0)
+    decode.load = decoding(0)
+    assert loads(prefill, decode, queued=20).decode_need == pytest.approx(20 * 0.1 * 5.0 / 10.0)
+    assert loads(prefill, decode, queued=20, means=None) == Loads(1, 1, 0.0, 0.0)
+
+
+def test_the_worker_with_the_least_work_is_moved(prefill: Member) -> None:
+    busy, calm, held = (member(f"d{i}", Role.DECODE) for i in range(3))
+    busy.load, calm.load, held.load = decoding(5), decoding(1), decoding(0)
+    held.draining = True
+    members = [prefill, busy, calm, held]
+    assert spare_for(members, Role.PREFILL, ()) is calm
+    assert spare_for(members, Role.PREFILL, ("d1",)) is busy
+    assert spare_for(members, Role.PREFILL, ("d0", "d1")) is calm
+    # The only one of its role stays.
+    assert spare_for(members, Role.DECODE, ()) is None
