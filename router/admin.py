@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from router.fleet.health import Breaker
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
-    from router.fleet.role_change import RoleChanger
     from router.placement.cost import CostModel
     from router.request import RequestServer
+    from router.role_change import RoleChanger
     from router.roles import Verdict
 
     Context = grpc.aio.ServicerContext[Any, Any]

@@ -30,11 +30,10 @@ from router.api.grpc import Generation
 from router.api.http import HttpApi
 from router.api.open_requests import OpenRequests
 from router.api.preprocess import Preprocessor
-from router.background import Background
+from router.background import background
 from router.decisions import DecisionLog
-from router.fleet.probes import ActiveHealthChecks
 from router.fleet.registry import Fleet
-from router.fleet.role_change import RoleChanger
+from router.health_checks import ActiveHealthChecks
 from router.metrics import RouterMetrics
 from router.placement.cost import CostModel
 from router.placement.policies import POLICIES
@@ -43,6 +42,7 @@ from router.placer import Placer
 from router.prefix import PrefixWatcher
 from router.request import RequestServer, Services
 from router.retry import RetryBudget
+from router.role_change import RoleChanger
 from router.roles import Autoscaler
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class RouterServer:
         router_id = f"router-{uuid.uuid4().hex[:12]}"
         dials = dialer(config.access)
 
+        self.metrics = metrics = RouterMetrics()
         # The fleet.
         watcher = None
         if config.prefix_max_blocks:
@@ -106,11 +107,12 @@ class RouterServer:
                 dialer=dials,
                 ejection_s=config.health.eject_pair_s,
                 health=config.health,
+                token_gaps=metrics.histograms["inter_token_latency_seconds"],
             )
         )
-        self.metrics = metrics = RouterMetrics()
         if config.health.probe_s:
-            await enter(ActiveHealthChecks(fleet, metrics, idle_s=config.health.probe_s))
+            checks = ActiveHealthChecks(fleet, metrics, idle_s=config.health.probe_s)
+            await enter(background("health-checks", checks.run))
 
         # The request path.
         costs = CostModel(fleet.pool, config.slo, fleet.now)
@@ -134,27 +136,26 @@ class RouterServer:
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
         if tracing is not None:
             self._stack.push_async_callback(asyncio.to_thread, tracing.close)
-        self.requests = requests = await enter(
-            RequestServer(
-                Services(
-                    fleet,
-                    admission,
-                    placer,
-                    metrics,
-                    RetryBudget(config.retry.tokens_per_s, config.retry.burst_s),
-                    config.retry,
-                    config.queue_timeout_s,
-                ),
-                tracing=tracing,
-                request_timeout_s=config.request_timeout_s,
-            )
+        services = Services(
+            fleet,
+            admission,
+            placer,
+            costs,
+            metrics,
+            RetryBudget(config.retry.tokens_per_s, config.retry.burst_s),
+            config.retry,
+            config.queue_timeout_s,
         )
+        self.requests = requests = RequestServer(
+            services, tracing=tracing, request_timeout_s=config.request_timeout_s
+        )
+        await enter(background("admit-queued-requests", requests.admit_queued))
 
         # Role changes.
         changer = RoleChanger(fleet, metrics)
         autoscaler = Autoscaler(fleet, costs, admission, changer, config.roles)
         if config.roles.auto:
-            await enter(Background("role-autoscaler", autoscaler.run))
+            await enter(background("role-autoscaler", autoscaler.run))
         metrics.watch(fleet, admission, watcher, autoscaler.verdicts)
         watch_tasks(metrics.registry)
 

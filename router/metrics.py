@@ -17,7 +17,6 @@ from prometheus_client.registry import Collector
 from pdserve.metrics import KvCollector
 from pdserve.types import Role
 from router.placement.values import NO_TOKENS_CACHED
-from router.token_gaps import BOUNDS_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +37,10 @@ if TYPE_CHECKING:
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+_GAPS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02),
+    *(0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5),
 )
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
@@ -62,7 +65,8 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
 # The same, and the buckets.
 _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("time_to_first_token_seconds", "From arrival to the first token.", "model", _SECONDS),
-    ("time_per_output_token_seconds", "Mean gap between tokens.", "model", BOUNDS_S),
+    ("time_per_output_token_seconds", "Mean gap between tokens.", "model", _GAPS),
+    ("inter_token_latency_seconds", "Time between a worker's steps.", "model", _GAPS),
     ("e2e_request_seconds", "From arrival to the last token.", "model", _SECONDS),
     ("request_queue_seconds", "Waiting in router and worker.", "model", _SECONDS),
     ("request_prefill_seconds", "Prefill.", "model", _SECONDS),
@@ -88,11 +92,11 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         # Cached: finding a labelled child costs more than counting.
-        self._count: dict[str, Callable[..., Counter]] = {
+        self._counters: dict[str, Callable[..., Counter]] = {
             name: cache(Counter(f"pdserve_{name}", text, labels.split(), registry=registry).labels)
             for name, text, labels in _COUNTERS
         }
-        self._histogram: dict[str, Callable[..., Histogram]] = {
+        self.histograms: dict[str, Callable[..., Histogram]] = {
             name: cache(
                 Histogram(
                     f"pdserve_{name}", text, labels.split(), buckets=buckets, registry=registry
@@ -139,7 +143,6 @@ class RouterMetrics:
             "Pairs of workers that are not used because KV between them failed.",
             lambda: len(fleet.outliers.ejected(fleet.now())),
         )
-        register(fleet.gaps)
         register(KvCollector(lambda: _kv_reports(pool)))
         if watcher is None:
             return
@@ -163,73 +166,53 @@ class RouterMetrics:
             lambda: (((reason,), count) for reason, count in sorted(watcher.resyncs.items())),
         )
 
+    def count(self, name: str, *labels: str, by: float = 1.0) -> None:
+        self._counters[name](*labels).inc(by)
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        self.histograms[name](*labels).observe(value)
+
     def refused(self, model: str, tenant: str, error: PdserveError) -> None:
         """A request ended before anything was sent to a worker."""
-        self._count["refusals"](model, error.code, error.reason).inc()
+        self.count("refusals", model, error.code, error.reason)
         if tenant:
-            self._count["tenant_refusals"](tenant, error.code, error.reason).inc()
-
-    def ended(self, model: str, outcome: str) -> None:
-        """A request ended. `outcome` is its finish reason or its error's code."""
-        self._count["requests"](model, outcome).inc()
-
-    def fell_back(self, model: str, step: str, reason: str) -> None:
-        """A request is retried, or fails after retries."""
-        self._count["fallbacks"](model, step, reason).inc()
-
-    def continued(self, model: str, source: str) -> None:
-        """An answer with tokens continues elsewhere, with "live_kv" or after "prefill"."""
-        self._count["continuations"](model, source).inc()
+            self.count("tenant_refusals", tenant, error.code, error.reason)
 
     def answered(
         self,
         model: str,
+        tenant: str,
         usage: Usage,
         receipt: Receipt,
         *,
+        resumed: int,
+        longest: int,
         ttft_s: float,
         e2e_s: float,
-        longest: int | None = None,
     ) -> None:
-        """A request was answered in full. `longest` is the length of the longest of n answers."""
-        count, seconds = self._count, self._histogram
-        seconds["time_to_first_token_seconds"](model).observe(ttft_s)
-        seconds["e2e_request_seconds"](model).observe(e2e_s)
-        tokens = longest or usage.completion_tokens
-        if tokens > 1:
-            gap_s = (e2e_s - ttft_s) / (tokens - 1)
-            seconds["time_per_output_token_seconds"](model).observe(gap_s)
+        """A request was answered in full. The client had `resumed` tokens before; `longest` is the
+        length of the longest answer."""
+        self.observe("time_to_first_token_seconds", ttft_s, model)
+        self.observe("e2e_request_seconds", e2e_s, model)
+        if longest > 1:
+            gap_s = (e2e_s - ttft_s) / (longest - 1)
+            self.observe("time_per_output_token_seconds", gap_s, model)
         if receipt.predicted_ttft_s and ttft_s > 0:
-            seconds["predicted_ttft_ratio"](model).observe(receipt.predicted_ttft_s / ttft_s)
-        seconds["request_queue_seconds"](model).observe(receipt.queue_s)
-        seconds["request_prefill_seconds"](model).observe(receipt.prefill_s)
-        seconds["request_decode_seconds"](model).observe(receipt.decode_s)
+            self.observe("predicted_ttft_ratio", receipt.predicted_ttft_s / ttft_s, model)
+        self.observe("request_queue_seconds", receipt.queue_s, model)
+        self.observe("request_prefill_seconds", receipt.prefill_s, model)
+        self.observe("request_decode_seconds", receipt.decode_s, model)
         if receipt.transport:
-            seconds["kv_transfer_seconds"](model).observe(receipt.transfer_s)
-            seconds["kv_transfer_exposed_seconds"](model).observe(receipt.exposed_transfer_s)
-            count["kv_transfer_bytes"](model).inc(receipt.transfer_bytes)
-        count["prompt_tokens"](model).inc(usage.prompt_tokens)
-        count["cached_tokens"](model).inc(usage.cached_tokens)
-        count["generation_tokens"](model).inc(usage.completion_tokens)
-
-    def pair_probe(self, model: str, outcome: str) -> None:
-        """A pair of workers was probed."""
-        self._count["pair_probes"](model, outcome).inc()
-
-    def worker_probe(self, model: str, outcome: str) -> None:
-        """A worker was probed."""
-        self._count["worker_probes"](model, outcome).inc()
-
-    def role_changed(self, model: str, role: str, outcome: str, seconds: float) -> None:
-        """A worker's role was to change to `role`."""
-        self._histogram["role_change_seconds"](model, role, outcome).observe(seconds)
-
-    def tenant_answered(self, tenant: str, usage: Usage) -> None:
-        """A request was answered in full. Requests without a tenant are not counted."""
+            self.observe("kv_transfer_seconds", receipt.transfer_s, model)
+            self.observe("kv_transfer_exposed_seconds", receipt.exposed_transfer_s, model)
+            self.count("kv_transfer_bytes", model, by=receipt.transfer_bytes)
+        self.count("prompt_tokens", model, by=usage.prompt_tokens)
+        self.count("cached_tokens", model, by=usage.cached_tokens)
+        self.count("generation_tokens", model, by=usage.completion_tokens - resumed)
         if tenant:
-            self._count["tenant_answers"](tenant).inc()
-            self._count["tenant_tokens"](tenant, "prompt").inc(usage.prompt_tokens)
-            self._count["tenant_tokens"](tenant, "generated").inc(usage.completion_tokens)
+            self.count("tenant_answers", tenant)
+            self.count("tenant_tokens", tenant, "prompt", by=usage.prompt_tokens)
+            self.count("tenant_tokens", tenant, "generated", by=usage.completion_tokens)
 
     def cache_predicted(self, model: str, cached: Mapping[str, int], receipt: Receipt) -> None:
         """Compare the `cached` tokens by worker that a placement knew with what the engine had."""
@@ -237,9 +220,9 @@ class RouterMetrics:
             return
         predicted, had = cached.get(receipt.prefill_worker, 0), receipt.cached_tokens
         verdict = "exact" if had == predicted else "more" if had > predicted else "fewer"
-        self._count["prefix_predictions"](model, verdict).inc()
-        self._count["prefix_tokens"](model, "predicted").inc(predicted)
-        self._count["prefix_tokens"](model, "reported").inc(had)
+        self.count("prefix_predictions", model, verdict)
+        self.count("prefix_tokens", model, "predicted", by=predicted)
+        self.count("prefix_tokens", model, "reported", by=had)
 
 
 class _Reading(Collector):

@@ -22,9 +22,9 @@ from router.placement.values import (
 from router.retry import RetryStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from pdserve.types import GenerateRequest, Receipt, Usage, WorkerInfo
+    from pdserve.types import GenerateRequest, WorkerInfo
     from router.fleet.health import Pair
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
@@ -45,7 +45,6 @@ class Charge:
     def __init__(
         self,
         member: Member,
-        *,
         prompt_tokens: int = 0,
         kv_tokens: int = 0,
         leave_backlog: Callable[[], None] | None = None,
@@ -78,55 +77,44 @@ class Charge:
 
 
 class Reservation:
-    """A placement and its charges. Releasing it again does nothing.
+    """Workers for one attempt, and its charges. Releasing it again does nothing.
 
     `prefill` computes the prompt for `decode`; without it `decode` does both phases, or continues
     with the KV of `producer`, which has decoded before. `children_charge` covers the other answers
     of a parallel-sampling request. With `is_trial` the pair was ejected and is tried again.
+    `cached` and `prediction` are what the placement expected.
     """
-
-    __slots__ = (
-        *("children_charge", "decision", "decode", "decode_charge", "is_trial", "prediction"),
-        *("prefill", "prefill_charge", "producer"),
-    )
 
     def __init__(
         self,
-        decision: Decision,
         decode: Member,
         *,
         prefill: Member | None = None,
         producer: Member | None = None,
+        prompt_tokens: int = 0,
+        kv_tokens: int = 0,
+        children_kv_tokens: int = 0,
+        cached: Mapping[str, int] | None = None,
+        prediction: Prediction | None = None,
         leave_backlog: Callable[[], None] | None = None,
+        is_trial: bool = False,
     ) -> None:
-        demand = decision.demand
-        self.decision = decision
         self.decode, self.prefill, self.producer = decode, prefill, producer
-        self.is_trial = False
-        self.prediction: Prediction | None = None
+        self.cached = cached or {}
+        self.prediction = prediction
+        self.is_trial = is_trial
         self.prefill_charge: Charge | None = None
         self.children_charge: Charge | None = None
-        if demand.forks:
-            children_tokens = demand.forks * demand.fork_tokens
-            self.children_charge = Charge(decode, kv_tokens=_promised(decode, children_tokens))
-            demand = demand.without_forks()
-        if producer is not None:
-            self.decode_charge = Charge(decode, kv_tokens=demand.kv_tokens)
-            return
-        computing = prefill or decode
-        cached = decision.cached.get(computing.worker_id, 0)
-        # An engine computes the last token of a prompt even if all of it is cached.
-        to_compute = max(1, demand.prompt_tokens - cached)
+        if decode.info.role is Role.PREFILL:
+            # It holds blocks for one prefill only, and promises none.
+            kv_tokens = children_kv_tokens = 0
+        if children_kv_tokens:
+            self.children_charge = Charge(decode, kv_tokens=children_kv_tokens)
         if prefill is None:
-            kv_tokens = _promised(decode, demand.kv_tokens)
-            self.decode_charge = Charge(
-                decode, prompt_tokens=to_compute, kv_tokens=kv_tokens, leave_backlog=leave_backlog
-            )
+            self.decode_charge = Charge(decode, prompt_tokens, kv_tokens, leave_backlog)
         else:
-            self.prefill_charge = Charge(
-                prefill, prompt_tokens=to_compute, leave_backlog=leave_backlog
-            )
-            self.decode_charge = Charge(decode, kv_tokens=demand.kv_tokens)
+            self.prefill_charge = Charge(prefill, prompt_tokens, 0, leave_backlog)
+            self.decode_charge = Charge(decode, kv_tokens=kv_tokens)
 
     @property
     def pair(self) -> Pair | None:
@@ -144,11 +132,6 @@ class Reservation:
         """The children reserve for themselves now."""
         if self.children_charge is not None:
             self.children_charge.release()
-
-
-def _promised(member: Member, kv_tokens: int) -> int:
-    """Blocks of a prefill worker are not promised: it holds them for one prefill only."""
-    return 0 if member.info.role is Role.PREFILL else kv_tokens
 
 
 class Placer:
@@ -304,14 +287,21 @@ class Placer:
             prediction, ticket = self._costs.placed(decision)
             leave_backlog = partial(self._costs.computed, ticket)
         prefill = None if placement.prefill is None else members[placement.prefill.worker_id]
+        decode, demand = members[placement.decode.worker_id], decision.demand
+        computing = prefill or decode
+        cached = decision.cached.get(computing.worker_id, 0)
         reservation = Reservation(
-            decision,
-            members[placement.decode.worker_id],
+            decode,
             prefill=prefill,
             producer=producer,
+            # An engine computes the last token of a prompt even if all of it is cached.
+            prompt_tokens=max(1, demand.prompt_tokens - cached) if producer is None else 0,
+            kv_tokens=demand.kv_tokens - demand.forks * demand.fork_tokens,
+            children_kv_tokens=demand.forks * demand.fork_tokens,
+            cached=decision.cached,
+            prediction=prediction,
             leave_backlog=leave_backlog,
         )
-        reservation.prediction = prediction
         if reservation.pair is not None:
             now = self._fleet.now()
             reservation.is_trial = self._fleet.outliers.try_once(reservation.pair, now)
@@ -370,19 +360,6 @@ class Placer:
             and c.state is MemberState.READY
             and c.outstanding_tokens + prompt_tokens > self._chunks_ahead * chunk_tokens(c.info)
         }
-
-    def answered(
-        self,
-        model: str,
-        usage: Usage,
-        receipt: Receipt,
-        *,
-        ttft_s: float,
-        e2e_s: float,
-    ) -> None:
-        """A request was answered by its first attempt; times are from its placement."""
-        if self._costs is not None:
-            self._costs.answered(model, usage, receipt, ttft_s=ttft_s, e2e_s=e2e_s)
 
 
 def chunk_tokens(info: WorkerInfo) -> int:

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from pdserve.errors import (
     BudgetExhausted,
@@ -26,28 +26,25 @@ from pdserve.errors import (
     Unavailable,
 )
 from pdserve.telemetry import UNTRACED
-from pdserve.types import FinishReason, StreamDelta
+from pdserve.types import FinishReason, Receipt, Role, StreamDelta, Usage
 from router.answer import AnswerDelta
-from router.background import Background
-from router.fleet.commands import CommandBuilder
 from router.handoff import Failed, Finished, Phase
 from router.placement.filters import check_servable_aggregated
-from router.receipt import combined_receipt, combined_usage, receipt_of, usage_of
 from router.retry import LIVE_KV, MOVED, RETRYABLE, Constraints, RetryPolicy, RetryStep
-from router.upstream import Answer, Attempt
+from router.upstream import Answer, Attempt, CommandBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from types import TracebackType
 
     from pdserve.config import RetryConfig
     from pdserve.telemetry import Span, Tracing
-    from pdserve.types import GenerateRequest, ModelInfo, Receipt, Usage
+    from pdserve.types import GenerateRequest, ModelInfo
     from router.admission import AdmissionController
     from router.answer import Out
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
     from router.metrics import RouterMetrics
+    from router.placement.cost import CostModel
     from router.placement.values import Demand
     from router.placer import Placer, Reservation
     from router.retry import RetryBudget
@@ -64,6 +61,7 @@ class Services:
     fleet: Fleet
     admission: AdmissionController
     placer: Placer
+    costs: CostModel
     metrics: RouterMetrics
     budget: RetryBudget
     retry: RetryConfig
@@ -71,10 +69,7 @@ class Services:
 
 
 class RequestServer:
-    """Serves requests. State: the answers that are being generated.
-
-    A context manager: inside it, queued requests are admitted when workers or room come.
-    """
+    """Serves requests. State: the answers that are being generated. `admit_queued` must run."""
 
     def __init__(
         self,
@@ -87,22 +82,10 @@ class RequestServer:
         self._tracing = tracing
         self._request_timeout_s = request_timeout_s
         self._generations: set[Generation] = set()
-        self._admitting = Background("admit-queued-requests", self._admit_queued)
         self.open_requests = 0
 
-    async def __aenter__(self) -> Self:
-        await self._admitting.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._admitting.__aexit__(kind, error, trace)
-
-    async def _admit_queued(self) -> None:
+    async def admit_queued(self) -> None:
+        """Admit queued requests whenever workers or room come. Runs until it is cancelled."""
         while True:
             await self._services.fleet.capacity_change()
             self._services.admission.wake()
@@ -150,7 +133,7 @@ class RequestServer:
                     raise
                 finally:
                     self._generations.difference_update(generations)
-                    metrics.ended(request.model, outcome)
+                    metrics.count("requests", request.model, outcome)
         except PdserveError as error:
             if not is_admitted:
                 # A model name that is not served must not become a label.
@@ -205,7 +188,7 @@ class RequestServer:
         self, generations: Sequence[Generation], arrived: float, admitted: float
     ) -> tuple[Usage, Receipt]:
         """Return what all answers cost, and count it."""
-        placer, metrics = self._services.placer, self._services.metrics
+        metrics = self._services.metrics
         parent, now = generations[0], asyncio.get_running_loop().time()
         request = parent.request
         usages = [usage_of(x.answer, len(request.prompt_token_ids)) for x in generations]
@@ -213,22 +196,22 @@ class RequestServer:
         usage, receipt = combined_usage(usages), combined_receipt(receipts)
         firsts = [x.answer.first_token_at or now for x in generations]
         ttft_s, e2e_s = min(firsts) - arrived, now - arrived
-        metrics.tenant_answered(request.tenant, usage)
-        computed = usage.completion_tokens - len(request.resume)
         metrics.answered(
             request.model,
-            replace(usage, completion_tokens=computed) if request.resume else usage,
+            request.tenant,
+            usage,
             receipt,
+            resumed=len(request.resume),
+            longest=max(x.completion_tokens for x in usages) - len(request.resume),
             ttft_s=ttft_s,
             e2e_s=e2e_s,
-            longest=max(x.completion_tokens for x in usages),
         )
         first = parent.first_reservation
         if first is not None:
-            metrics.cache_predicted(request.model, first.decision.cached, receipt)
+            metrics.cache_predicted(request.model, first.cached, receipt)
             if len(generations) == 1 and not (receipt.fallbacks or request.resume):
                 waited_s = admitted - arrived
-                placer.answered(
+                self._services.costs.answered(
                     request.model,
                     usage,
                     receipt,
@@ -398,7 +381,7 @@ class Generation:
             self._retry.restart()
 
     def _gave_up(self, error: PdserveError) -> PdserveError:
-        self._metrics.fell_back(self.request.model, "error", error.code)
+        self._metrics.count("fallbacks", self.request.model, "error", error.code)
         return error
 
     def _reserve(self, constraints: Constraints, cause: str) -> Reservation:
@@ -441,9 +424,9 @@ class Generation:
             kv_from = "prefill"
         self._retry.continued(step, reason, tokens)
         model = self.request.model
-        self._metrics.fell_back(model, step, reason)
+        self._metrics.count("fallbacks", model, step, reason)
         if tokens:
-            self._metrics.continued(model, kv_from)
+            self._metrics.count("continuations", model, kv_from)
         workers = [x.worker_id for x in (prefill, reservation.decode) if x is not None]
         logger.info(
             "request %s: %s on %s after %d tokens: %s",
@@ -482,3 +465,65 @@ class Generation:
             admission_s=admission_s,
             predicted_ttft_s=0.0 if prediction is None else prediction.ttft_s,
         )
+
+
+def usage_of(answer: Answer, prompt_tokens: int) -> Usage:
+    """Count each token once, however often it was computed."""
+    return Usage(prompt_tokens, len(answer.tokens), _cached_tokens(answer))
+
+
+def _cached_tokens(answer: Answer) -> int:
+    first = answer.first_token_stream
+    return 0 if first is None or first.report is None else first.report.cached_tokens
+
+
+def receipt_of(
+    answer: Answer, retries: Sequence[str], *, admission_s: float, predicted_ttft_s: float = 0.0
+) -> Receipt:
+    """Sum the seconds of all attempts. The queue time of decode is left out, because it passes
+    beside prefill. Workers and transfer are those of the last attempt."""
+    reported = [(x, x.report) for x in answer.streams if x.report is not None]
+    transfer = next((r.transfer for _, r in reversed(reported) if r.transfer is not None), None)
+    first = answer.first_token_stream
+    last = next((x for x in reversed(answer.streams) if x.phase is not Phase.PREFILL), None)
+    decoded = last is not None and (len(answer.tokens) > 1 or last.role is Role.AGGREGATED)
+    return Receipt(
+        queue_s=admission_s + sum(r.queue_s for x, r in reported if x.phase is not Phase.DECODE),
+        prefill_s=sum(r.prefill_s for _, r in reported),
+        decode_s=sum(r.decode_s for _, r in reported),
+        transfer_s=0.0 if transfer is None else transfer.transfer_s,
+        exposed_transfer_s=0.0 if transfer is None else transfer.exposed_s,
+        transfer_bytes=0 if transfer is None else transfer.bytes,
+        transfer_blocks=0 if transfer is None else transfer.blocks,
+        transport="" if transfer is None else transfer.transport,
+        prefill_worker="" if first is None else first.worker_id,
+        decode_worker=last.worker_id if last is not None and decoded else "",
+        cached_tokens=_cached_tokens(answer),
+        first_token_source="" if first is None else first.role.value,
+        fallbacks=tuple(retries),
+        predicted_ttft_s=predicted_ttft_s,
+    )
+
+
+def combined_usage(usages: Sequence[Usage]) -> Usage:
+    """Return the usage of several answers to one prompt, which is counted once."""
+    first = usages[0]
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    return Usage(first.prompt_tokens, completion_tokens, first.cached_tokens)
+
+
+def combined_receipt(receipts: Sequence[Receipt]) -> Receipt:
+    """Return the receipt of several answers to one prompt. They run side by side, so times are
+    those of the longest; the workers are those of the answer whose KV was transferred."""
+    if len(receipts) == 1:
+        return receipts[0]
+    base = next((receipt for receipt in receipts if receipt.transport), receipts[0])
+    return replace(
+        base,
+        queue_s=max(receipt.queue_s for receipt in receipts),
+        prefill_s=max(receipt.prefill_s for receipt in receipts),
+        decode_s=max(receipt.decode_s for receipt in receipts),
+        transfer_bytes=sum(receipt.transfer_bytes for receipt in receipts),
+        transfer_blocks=sum(receipt.transfer_blocks for receipt in receipts),
+        fallbacks=tuple(name for receipt in receipts for name in receipt.fallbacks),
+    )

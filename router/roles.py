@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from router.admission import AdmissionController
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
-    from router.fleet.role_change import RoleChanger
     from router.placement.cost import CostModel, RequestMeans, StepModel
+    from router.role_change import RoleChanger
 
 logger = logging.getLogger(__name__)
 

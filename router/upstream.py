@@ -12,6 +12,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from pdserve import deadline as deadlines
+from pdserve import wire
 from pdserve.errors import (
     Cancelled,
     PdserveError,
@@ -21,6 +23,7 @@ from pdserve.errors import (
     WorkerFailed,
 )
 from pdserve.types import HandoffStyle, StreamDelta
+from pdserve.v1 import worker_pb2 as w
 from router.answer import AnswerDelta
 from router.handoff import (
     Deliver,
@@ -34,12 +37,11 @@ from router.handoff import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
-    from pdserve.v1 import worker_pb2 as w
+    from pdserve.types import GenerateRequest
     from router.answer import Out
-    from router.fleet.commands import CommandBuilder
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
     from router.handoff import Action
@@ -49,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for a worker to export a request: one engine step, and the way there and back.
 EXPORT_TIMEOUT_S = 5.0
+# A deadline that has just passed must not be sent as 0, which means none.
+MIN_DEADLINE_S = 0.001
 
 
 @dataclass(slots=True, eq=False)
@@ -355,3 +359,74 @@ class Attempt:
         """End the attempt; the next one uses `reservation`."""
         self.handoff.ended = True
         self._end.set_result(Moved(reservation))
+
+
+class CommandBuilder:
+    """Builds the commands of one request. State: the first command, whose prompt is copied."""
+
+    __slots__ = ("_base", "_deadline", "_is_probe", "_request")
+
+    def __init__(
+        self, request: GenerateRequest, deadline: float | None, *, is_probe: bool = False
+    ) -> None:
+        self._deadline = deadline
+        self._is_probe = is_probe
+        self._request = request
+        self._base: w.Submit | None = None
+
+    def prefill(self, transfer_id: str, resume: Sequence[int] = ()) -> w.Command:
+        """Compute the KV and the token after `resume`, and hold the blocks for `transfer_id`."""
+        command = self._start(resume)
+        command.submit.prefill.transfer_id = transfer_id
+        return command
+
+    def decode(
+        self,
+        transfer_id: str,
+        producer: Member,
+        *,
+        resume: Sequence[int] = (),
+        kv_handle: bytes = b"",
+        live: bool = False,
+    ) -> w.Command:
+        """Fetch KV from `producer` and continue after `resume`.
+
+        With a sequential handoff the last of `resume` is the token of prefill, and `kv_handle` its
+        KV. A `live` producer has decoded all of `resume`.
+        """
+        assert producer.info.kv is not None, "workers without KV are not paired"
+        command = self._start(resume)
+        decode = command.submit.decode
+        decode.transfer_id = transfer_id
+        decode.producer_addresses.extend(producer.info.kv.addresses)
+        decode.producer_instance_id = producer.info.instance_id
+        decode.kv_handle = kv_handle
+        decode.live = live
+        return command
+
+    def aggregated(self, resume: Sequence[int] = ()) -> w.Command:
+        """Do both phases, and continue after `resume`."""
+        command = self._start(resume)
+        command.submit.aggregated.SetInParent()
+        return command
+
+    def _start(self, resume: Sequence[int]) -> w.Command:
+        command = w.Command()
+        submit = command.submit
+        if self._base is None:
+            request = self._request
+            submit.request_id = request.request_id
+            submit.prompt_token_ids.extend(request.prompt_token_ids)
+            submit.traceparent = request.traceparent
+            submit.probe = self._is_probe
+            submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
+            self._base = submit
+        else:
+            submit.CopyFrom(self._base)
+            submit.ClearField("phase")
+            submit.ClearField("resume_token_ids")
+        submit.resume_token_ids.extend(resume)
+        left_s = deadlines.remaining(self._deadline)
+        if left_s is not None:
+            submit.deadline_s = max(left_s, MIN_DEADLINE_S)
+        return command

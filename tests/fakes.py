@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from pdserve import framing, rpc, wire
-from pdserve.config import HealthConfig, RetryConfig
+from pdserve.config import HealthConfig, RetryConfig, SloConfig
 from pdserve.errors import InvalidRequest
 from pdserve.types import (
     FinishReason,
@@ -25,9 +25,11 @@ from pdserve.types import (
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from router.admission import AdmissionController, AdmissionLimits
+from router.background import background
 from router.fleet.connection import ConnectionSettings
 from router.fleet.registry import Fleet
 from router.metrics import RouterMetrics
+from router.placement.cost import CostModel
 from router.placement.policies import least_loaded
 from router.placer import Placer
 from router.request import RequestServer, Services
@@ -363,16 +365,19 @@ async def running_stack(
         admission = AdmissionController(
             limits or AdmissionLimits(queue_timeout_s=queue_timeout_s), tenants=tenants
         )
+        costs = CostModel(fleet.pool, SloConfig(), fleet.now)
         services = Services(
             fleet,
             admission,
             Placer(fleet, least_loaded, log=decisions, prefill_chunks_ahead=prefill_chunks_ahead),
+            costs,
             metrics,
             RetryBudget(retry.tokens_per_s, retry.burst_s),
             retry,
             queue_timeout_s,
         )
-        requests = await exits.enter_async_context(RequestServer(services))
+        requests = RequestServer(services)
+        await exits.enter_async_context(background("admit", requests.admit_queued))
         metrics.watch(fleet, admission, None, {})
         stack = Stack(fleet, requests, metrics)
         await stack.join(*workers)

@@ -17,10 +17,11 @@ from pdserve import framing, rpc, wire
 from pdserve.errors import InvalidRequest, Overloaded, PdserveError, WorkerFailed, from_info
 from pdserve.v1 import worker_pb2 as w
 from pdserve.wire import moments_from_pb
-from router.token_gaps import Gaps, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from prometheus_client import Histogram
 
     from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerInfo, WorkerLoad
@@ -96,11 +97,12 @@ class WorkerConnection:
         connect: Connect,
         token: str = "",
         settings: ConnectionSettings | None = None,
-        gaps: Gaps | None = None,
+        gaps: Histogram | None = None,
     ) -> None:
-        """`gaps` records the time between the tokens of a request."""
+        """`gaps` observes the time between frames with tokens."""
         self._member = member
-        self._pace = Pace(gaps or Gaps())
+        self._gaps = gaps
+        self._tokens_at: float | None = None  # of the last frame with tokens
         self._hello = w.Hello(router_id=router_id, instance_id=member.info.instance_id, token=token)
         self._observer = observer
         self._connect = connect
@@ -245,14 +247,17 @@ class WorkerConnection:
                 del sinks[message.stream_id]
             sink.on_delta(delta)
         if not sinks:
-            self._pace.rest()
+            self._tokens_at = None
 
     def _on_tokens(self, tokens: w.PlainTokens) -> None:
         # Read each list once: every access to a field of a message makes a new object.
         stream_ids, token_ids, texts = tokens.stream_ids, tokens.token_ids, tokens.texts
         if not len(stream_ids) == len(token_ids) == len(texts):
             raise InvalidRequest("its lists differ in length", field="tokens")
-        self._pace.took(asyncio.get_running_loop().time(), len(stream_ids))
+        now = asyncio.get_running_loop().time()
+        if self._gaps is not None and self._tokens_at is not None:
+            self._gaps.observe(now - self._tokens_at)
+        self._tokens_at = now
         sinks = self._sinks
         for stream_id, token_id, text in zip(stream_ids, token_ids, texts, strict=True):
             sink = sinks.get(stream_id)

@@ -8,21 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 from pdserve.config import HealthConfig
 from pdserve.errors import WorkerFailed
 from pdserve.kv_pairs import unpaired
 from pdserve.rpc import PLAIN
-from router.background import Background
+from router.background import background
 from router.fleet.connection import WorkerConnection, connect_over_tcp
 from router.fleet.health import TICK_S, BreakerLimits, OutlierEjection, PausingClock
 from router.fleet.pool import CloseConnection, OpenConnection, WorkerPool
-from router.token_gaps import TokenGaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from types import TracebackType
+
+    from prometheus_client import Histogram
 
     from pdserve.rpc import Dialer
     from pdserve.step_moments import StepMoments
@@ -40,8 +41,9 @@ TICKS_PER_CHECK = 5
 class Fleet:
     """Owns the pool, a connection to each worker, and the task that ends leases and finds stalls.
 
-    With `watches` the prefix cache of each worker is watched. An async context manager: leaving
-    closes all connections and waits for their tasks.
+    `token_gaps` returns the histogram of a model's gaps between tokens. With `watches` the prefix
+    cache of each worker is watched. An async context manager: leaving closes all connections and
+    waits for their tasks.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Fleet:
         settings: ConnectionSettings | None = None,
         dialer: Dialer = PLAIN,
         connect: Connect | None = None,
+        token_gaps: Callable[[str], Histogram] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._health = health = health or HealthConfig()
@@ -64,8 +67,7 @@ class Fleet:
         self.dialer = dialer
         self._connect = connect or connect_over_tcp(dialer)
         self.watches = watches
-        # Of all workers there ever were, for a counter must not fall.
-        self.gaps = TokenGaps()
+        self._token_gaps = token_gaps
         self._router_id = router_id
         self._settings = settings
         self._clock = clock
@@ -73,19 +75,14 @@ class Fleet:
         self._links: dict[Member, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._checks = Background("fleet-checks", self._check)
+        self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._checks.__aenter__()
+        await self._exits.enter_async_context(background("fleet-checks", self._check))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._checks.__aexit__(kind, error, trace)
+    async def __aexit__(self, *_: object) -> None:
+        await self._exits.aclose()
         self._apply(self.pool.close(self.lease_now()))
         if self._closing:
             await asyncio.wait(self._closing)
@@ -213,6 +210,7 @@ class Fleet:
         for action in actions:
             match action:
                 case OpenConnection(member):
+                    model, gaps = member.info.model.name, self._token_gaps
                     link = WorkerConnection(
                         member,
                         router_id=self._router_id,
@@ -220,7 +218,7 @@ class Fleet:
                         settings=self._settings,
                         connect=self._connect,
                         token=self.dialer.token,
-                        gaps=self.gaps.of(member.info.model.name),
+                        gaps=None if gaps is None else gaps(model),
                     )
                     self._links[member] = link
                     link.start()

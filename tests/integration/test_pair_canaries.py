@@ -9,7 +9,8 @@ import pytest
 
 from pdserve.config import HealthConfig
 from pdserve.errors import DeadlineExceeded
-from router.fleet.probes import ActiveHealthChecks
+from router.background import background
+from router.health_checks import ActiveHealthChecks
 from tests.cluster import Cluster
 from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same
 from tests.patience import WAIT_S
@@ -36,7 +37,8 @@ async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
     ) as cluster:
         fleet = cluster.router.fleet
         cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))
-        async with ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=0.0, period_s=0.001):
+        checks = ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=0.0, period_s=0.001)
+        async with background("checks", checks.run):
             await cluster.until(lambda: fleet.outliers.ejected(fleet.now()) == {PAIR})
             # However often it is half open meanwhile, no client's request goes there.
             for _ in range(20):
@@ -63,7 +65,8 @@ async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
         fleet = cluster.router.fleet
         member = fleet.pool.members["decode-0"]
         cluster.faults("decode-0", FakeFaults(stalled=True))
-        async with ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=WAIT_S, period_s=0.001):
+        checks = ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=WAIT_S, period_s=0.001)
+        async with background("checks", checks.run):
             fleet.pool.stalled(member, fleet.now(), "for the test")
             await cluster.until(lambda: cluster.busy("decode-0"))
             # A canary hangs there; answers are given meanwhile, none of them by that worker.

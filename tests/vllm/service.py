@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -52,7 +52,7 @@ class Service:
         """The router alone; ends all workers that were added."""
         async with AsyncExitStack() as stack:
             # However slow the machine is, nobody is refused for it.
-            router = RouterServer(replace(config, slo=replace(config.slo, reject_factor=0.0)))
+            router = RouterServer(config)
             addresses = await router.start()
             stack.push_async_callback(router.stop)
             client = await stack.enter_async_context(Client(addresses.grpc))

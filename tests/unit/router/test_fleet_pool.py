@@ -16,7 +16,7 @@ from router.fleet.pool import (
     OpenConnection,
     WorkerPool,
 )
-from router.fleet.probes import half_open_worker
+from router.health_checks import half_open_worker
 from router.placement.values import MemberState
 from router.placer import Charge
 from tests.fakes import MODEL, worker_info

@@ -20,8 +20,8 @@ from router.fleet.health import (
 )
 from router.fleet.member import Member
 from router.fleet.pool import WorkerPool
-from router.fleet.probes import half_open_pair, unused_pair
 from router.fleet.registry import TICKS_PER_CHECK
+from router.health_checks import half_open_pair, unused_pair
 from tests.fakes import worker_info
 
 CLOSED, OPEN, HALF_OPEN = BreakerState

@@ -20,7 +20,7 @@ from pdserve.errors import PdserveError, Unavailable, WorkerFailed
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
-from router.fleet.probes import PROBE_TIMEOUT_S, probe_pair
+from router.health_checks import probe
 from router.placement.values import MemberState
 from router.roles import is_left, partner_for
 
@@ -71,7 +71,8 @@ class RoleChanger:
             self._worker_id = ""
         done = replace(done, total_s=loop.time() - began)
         outcome = "failed" if done.failure else "done"
-        self._metrics.role_changed(member.info.model.name, role.value, outcome, done.total_s)
+        labels = (member.info.model.name, role.value, outcome)
+        self._metrics.observe("role_change_seconds", done.total_s, *labels)
         logger.info("worker %s to %s: %s in %.2f s", worker_id, role, outcome, done.total_s)
         return done
 
@@ -111,8 +112,8 @@ class RoleChanger:
         worker = self._fleet.pool.members[worker_id]
         if partner.lost:
             raise Unavailable(f"its partner {partner.worker_id} is gone")
-        pair = (partner, worker) if role is Role.DECODE else (worker, partner)
-        await probe_pair(self._fleet, *pair, timeout_s=PROBE_TIMEOUT_S)
+        decode, prefill = (worker, partner) if role is Role.DECODE else (partner, worker)
+        await probe(self._fleet, decode, prefill)
         # Another router may have moved the others meanwhile.
         model, before = partner.info.model.name, partner.info.role
         if not is_left(list(self._fleet.pool.members.values()), model, before):

@@ -1,0 +1,204 @@
+"""Active health checks: requests of the router's own, so that no client's request finds a failure.
+
+A suspended worker is probed when its time is over, or else such a pair of workers, or else now and
+then a random pair between which no KV has moved for a while. Probes run one at a time, so that
+their cost does not grow with the fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import uuid
+from typing import TYPE_CHECKING
+
+from pdserve.errors import PdserveError, TransferCorrupted, WorkerFailed
+from pdserve.kv_pairs import exchange
+from pdserve.types import GenerateRequest, Role, SamplingParams
+from router.fleet.health import BreakerState
+from router.handoff import Failed
+from router.placement.values import MemberState
+from router.placer import Reservation
+from router.upstream import Answer, Attempt, CommandBuilder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from router.answer import AnswerDelta
+    from router.fleet.health import OutlierEjection
+    from router.fleet.member import Member
+    from router.fleet.registry import Fleet
+    from router.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+PROBE_TIMEOUT_S = 30.0
+# One of this many periods is for a pair that was not used.
+IDLE_EVERY = 5
+PROBE_TOKENS = 8
+# Rounding may flip a tie between two tokens of one answer, hardly of two.
+ATTEMPTS = 2
+
+
+async def probe(
+    fleet: Fleet, decode: Member, prefill: Member | None = None, *, is_trial: bool = False
+) -> None:
+    """Send a request through one worker, or through a pair.
+
+    Raises PdserveError if there is no answer in time, TransferCorrupted if a pair does not give the
+    answer of its prefill worker alone. The decode worker has no block of the prompt cached, so all
+    KV must be transferred.
+    """
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            for _ in range(ATTEMPTS):
+                request = _request(decode)
+                alone = await _answer(fleet, request, Reservation(prefill or decode))
+                if prefill is None:
+                    return
+                pair = Reservation(decode, prefill=prefill, is_trial=is_trial)
+                together = await _answer(fleet, request, pair)
+                if alone == together:
+                    return
+    except TimeoutError:
+        raise WorkerFailed(f"the probe did not end within {PROBE_TIMEOUT_S:g} s") from None
+    raise TransferCorrupted(f"the probe gave {together}, and {alone} by prefill alone")
+
+
+class _Discard:
+    """The reader of a probe, whose tokens are in its `Answer`."""
+
+    def write(self, delta: AnswerDelta) -> bool:
+        return True
+
+
+async def _answer(fleet: Fleet, request: GenerateRequest, reservation: Reservation) -> list[int]:
+    answer = Answer(_Discard(), request.sampling.max_tokens, [])
+    commands = CommandBuilder(request, None, is_probe=True)
+    with Attempt(fleet, commands, reservation, answer) as attempt:
+        end = await attempt.pump()
+    if isinstance(end, Failed):
+        raise end.error
+    return answer.tokens
+
+
+def _request(worker: Member) -> GenerateRequest:
+    """Return a request with a random prompt of two and a half blocks."""
+    info = worker.info
+    length = min(2 * info.block_size + info.block_size // 2 + 1, info.model.max_model_len // 2)
+    probe_id = f"probe-{uuid.uuid4().hex}"
+    draw = random.Random(probe_id)
+    return GenerateRequest(
+        request_id=probe_id,
+        model=info.model.name,
+        prompt_token_ids=tuple(draw.randrange(info.model.vocab_size) for _ in range(length)),
+        sampling=SamplingParams(max_tokens=PROBE_TOKENS, temperature=0.0, ignore_eos=True),
+    )
+
+
+def half_open_worker(members: Mapping[str, Member], now: float) -> Member | None:
+    """Return a suspended worker that can be tried again."""
+    for member in members.values():
+        if member.is_suspect and member.breaker.state(now) is BreakerState.HALF_OPEN:
+            return member
+    return None
+
+
+def half_open_pair(
+    members: Mapping[str, Member], outliers: OutlierEjection, now: float
+) -> tuple[Member, Member] | None:
+    """Return an ejected pair that can be tried again, whose workers are ready."""
+    for pair in outliers.half_open(now):
+        prefill, decode = (members.get(worker_id) for worker_id in pair)
+        if prefill is not None and decode is not None and _can_pair(prefill, decode):
+            return prefill, decode
+    return None
+
+
+def unused_pair(
+    members: Mapping[str, Member],
+    outliers: OutlierEjection,
+    now: float,
+    *,
+    idle_s: float,
+    draw: random.Random,
+) -> tuple[Member, Member] | None:
+    """Return a random pair, or None if it was used in the last `idle_s`, is ejected, or no pair."""
+    ready = [m for m in members.values() if m.state is MemberState.READY]
+    prefills = [m for m in ready if m.info.role is Role.PREFILL]
+    decodes = [m for m in ready if m.info.role is Role.DECODE]
+    if not prefills or not decodes:
+        return None
+    prefill, decode = draw.choice(prefills), draw.choice(decodes)
+    pair = prefill.worker_id, decode.worker_id
+    if outliers.unused_s(pair, now) < idle_s or pair in outliers.ejected(now):
+        return None
+    return (prefill, decode) if _can_pair(prefill, decode) else None
+
+
+def _can_pair(prefill: Member, decode: Member) -> bool:
+    return (
+        (prefill.info.role, decode.info.role) == (Role.PREFILL, Role.DECODE)
+        and prefill.state is decode.state is MemberState.READY
+        and exchange(prefill.kind, decode.kind)
+    )
+
+
+class ActiveHealthChecks:
+    """Sends the probes of `run`. After `start`, no client's request is the first on a half-open
+    worker or pair."""
+
+    def __init__(
+        self, fleet: Fleet, metrics: RouterMetrics, *, idle_s: float, period_s: float = PERIOD_S
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._idle_s = idle_s
+        self._period_s = period_s
+        self._draw = random.Random()
+        fleet.outliers.by_probe = fleet.pool.by_probe = True
+
+    async def run(self) -> None:
+        fleet, periods, began = self._fleet, 0, self._fleet.now()
+        while True:
+            await asyncio.sleep(self._period_s)
+            members, now = fleet.pool.members, fleet.now()
+            worker = half_open_worker(members, now)
+            if worker is not None:
+                await self._probe_worker(worker)
+                continue
+            pair = half_open_pair(members, fleet.outliers, now)
+            periods += 1
+            if pair is None and periods % IDLE_EVERY == 0 and now - began >= self._idle_s:
+                pair = unused_pair(
+                    members, fleet.outliers, now, idle_s=self._idle_s, draw=self._draw
+                )
+            if pair is not None:
+                await self._probe_pair(*pair)
+
+    async def _probe_worker(self, member: Member) -> None:
+        outcome = "passed"
+        try:
+            await probe(self._fleet, member)
+        except PdserveError as error:
+            outcome = "failed"
+            logger.warning("probe of worker %s: %s", member.worker_id, error.message)
+            self._fleet.failed(member, error.message)
+        self._metrics.count("worker_probes", member.info.model.name, outcome)
+
+    async def _probe_pair(self, prefill: Member, decode: Member) -> None:
+        """The failure of a worker proves nothing about the pair, which is then probed again."""
+        fleet, outliers = self._fleet, self._fleet.outliers
+        pair = prefill.worker_id, decode.worker_id
+        is_trial, outcome = outliers.try_once(pair, fleet.now()), "passed"
+        try:
+            await probe(fleet, decode, prefill, is_trial=is_trial)
+        except PdserveError as error:
+            outcome = "failed"
+            logger.warning("probe of workers %s and %s: %s", *pair, error.message)
+            if isinstance(error, TransferCorrupted):
+                outliers.corrupted(pair, fleet.now(), error.message)
+        outliers.probes[outcome] += 1
+        self._metrics.count("pair_probes", prefill.info.model.name, outcome)
