@@ -50,7 +50,8 @@ class Span:
         self.traceparent = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-01"
 
     @property
-    def is_sampled(self) -> bool:
+    def is_open(self) -> bool:
+        """False for a span that is not sampled, and after its end."""
         return self._span.is_recording()
 
     def phase(self, name: str, start_s: float, duration_s: float) -> None:
@@ -65,7 +66,7 @@ class Span:
 
     def end(self, error: PdserveError | ErrorInfo | None = None) -> None:
         """End the span once; further calls do nothing."""
-        if not self._span.is_recording():
+        if not self.is_open:
             return
         if error is not None:
             from opentelemetry.trace import StatusCode
@@ -120,7 +121,7 @@ class Tracing:
         """Start a span under `traceparent`, or a new trace. Return None if it is not sampled."""
         parent = self._extract({TRACEPARENT: traceparent})
         span = Span(self._tracer, name, parent, attributes)
-        return span if span.is_sampled else None
+        return span if span.is_open else None
 
     def close(self) -> None:
         """Export what waits, within a few seconds. Blocks."""
@@ -130,5 +131,5 @@ class Tracing:
 def open_tracing(
     endpoint: str, *, service: str, instance: str, share: float = 1.0
 ) -> Tracing | None:
-    """Return None if no endpoint is configured. Raises ConfigError as Tracing does."""
+    """Return None without an endpoint. Raises ConfigError as Tracing does."""
     return Tracing(endpoint, service=service, instance=instance, share=share) if endpoint else None

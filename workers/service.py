@@ -623,9 +623,9 @@ def _error_frame(router_stream_id: int, error: PdserveError) -> w.StepFrame:
 
 
 _SPAN_NAMES = {
-    PrefillPhase: "prefill_leg",
-    DecodePhase: "decode_leg",
-    AggregatedPhase: "aggregated_leg",
+    PrefillPhase: "prefill_stream",
+    DecodePhase: "decode_stream",
+    AggregatedPhase: "aggregated_stream",
 }
 
 

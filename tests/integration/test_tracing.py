@@ -102,11 +102,11 @@ def test_a_request_is_one_tree_of_spans_over_three_processes(tmp_path: Path) -> 
 def _check_tree(spans: dict[str, Any], prefill: str, decode: str) -> None:
     parents = {
         "router/admission": "router/request",
-        f"{prefill}/prefill_leg": "router/request",
-        f"{decode}/decode_leg": "router/request",
-        f"{prefill}/prefill": f"{prefill}/prefill_leg",
-        f"{decode}/kv_transfer": f"{decode}/decode_leg",
-        f"{decode}/decode": f"{decode}/decode_leg",
+        f"{prefill}/prefill_stream": "router/request",
+        f"{decode}/decode_stream": "router/request",
+        f"{prefill}/prefill": f"{prefill}/prefill_stream",
+        f"{decode}/kv_transfer": f"{decode}/decode_stream",
+        f"{decode}/decode": f"{decode}/decode_stream",
     }
     assert spans.keys() >= {"router/request", *parents}
     assert spans["router/request"].parent_span_id.hex() == CALLER
@@ -116,8 +116,10 @@ def _check_tree(spans: dict[str, Any], prefill: str, decode: str) -> None:
         if name == "router/request":
             continue
         # A queue that was not waited in has no span.
-        leg = f"{name.partition('/')[0]}/"
-        above = parents.get(name) or next(x for x in spans if x.startswith(leg) and "_leg" in x)
+        stream = f"{name.partition('/')[0]}/"
+        above = parents.get(name) or next(
+            x for x in spans if x.startswith(stream) and "_stream" in x
+        )
         parent = spans[above]
         assert span.parent_span_id == parent.span_id, name
         assert parent.start_time_unix_nano <= span.start_time_unix_nano, name
@@ -127,11 +129,11 @@ def _check_tree(spans: dict[str, Any], prefill: str, decode: str) -> None:
 def _check_errors(spans: dict[str, Any]) -> None:
     """Both workers refuse; what the router hears of first cancels the other."""
     request = spans["router/request"]
-    legs = [span for name, span in spans.items() if name.endswith("_leg")]
-    assert all(leg.parent_span_id == request.span_id for leg in legs)
-    for span in (request, *legs):
+    streams = [span for name, span in spans.items() if name.endswith("_stream")]
+    assert all(stream.parent_span_id == request.span_id for stream in streams)
+    for span in (request, *streams):
         assert span.status.code == span.status.STATUS_CODE_ERROR
-    kinds = [_error_type(leg) for leg in legs]
+    kinds = [_error_type(stream) for stream in streams]
     assert _error_type(request) == "unsupported_parameter"
     assert "unsupported_parameter" in kinds
     assert set(kinds) <= {"unsupported_parameter", "cancelled"}
