@@ -44,6 +44,8 @@ def register(subparsers: _Parsers) -> None:
         (_add_compare, _compare),
         (_add_report, _report),
         (_add_chaos, _chaos),
+        (_add_simulate, _simulate),
+        (_add_plan, _plan),
     ):
         add(commands).set_defaults(handler=_guarded(run))
 
@@ -523,6 +525,150 @@ def _chaos(args: argparse.Namespace) -> int:
     if is_interrupted:
         return INTERRUPTED
     return OK if all(row.passed for row in rows) else FAILED
+
+
+# -- simulate and plan
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    """Add the options that simulate and plan share."""
+    parser.add_argument("--trace", default="chat", metavar="TRACE", help=_TRACE)
+    parser.add_argument("--tokens-in", type=_count, metavar="N", help="mean, instead of a trace")
+    parser.add_argument("--tokens-out", type=_count, default=200, metavar="N", help="mean (200)")
+    _add_shape(parser)
+    parser.add_argument("--rate", type=_positive, default=4.0, metavar="R", help="requests/s (4)")
+    parser.add_argument("--users", type=_count, metavar="N", help="who wait for answers, instead")
+    parser.add_argument("--think-time", type=_positive, metavar="S", help="between their requests")
+    parser.add_argument("--requests", type=_count, default=400, metavar="N", help="to send (400)")
+    parser.add_argument("--max-num-seqs", type=_count, default=64, metavar="N", help="(64)")
+    parser.add_argument("--blocks", type=_count, default=8192, metavar="N", help="of KV (8192)")
+    parser.add_argument("--slo-ttft", type=_positive, default=1000.0, metavar="MS", help="(1000)")
+    parser.add_argument("--slo-tpot", type=_positive, default=100.0, metavar="MS", help="(100)")
+    parser.add_argument("--costs", type=Path, metavar="FILE", help="step costs, as --calibrate has")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="measure the step costs of --model on this machine, and write them to FILE",
+    )
+    parser.add_argument("--seed", type=_whole, default=0)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_config_options(parser, {"--policy": "router.policy", "--model": "worker.model"})
+
+
+def _add_simulate(commands: _Parsers) -> argparse.ArgumentParser:
+    simulate: argparse.ArgumentParser = commands.add_parser(
+        "simulate",
+        help="serve a trace with the real router and fake engines in virtual time",
+        description="The router's own code serves a trace with engines whose steps take what "
+        "--costs says. Exit status: 0, 2 for wrong options.",
+    )
+    simulate.add_argument("--prefill", type=_whole, default=1, metavar="N", help="workers (1)")
+    simulate.add_argument("--decode", type=_whole, default=1, metavar="N", help="workers (1)")
+    simulate.add_argument("--aggregated", type=_whole, default=0, metavar="N", help="workers (0)")
+    _add_load(simulate)
+    return simulate
+
+
+def _add_plan(commands: _Parsers) -> argparse.ArgumentParser:
+    plan: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="find how many workers a load needs",
+        description="Search by simulation for the fewest workers that keep the SLOs, with and "
+        "without disaggregation. Exit status: 0, 2 for wrong options or SLOs that cannot be kept.",
+    )
+    plan.add_argument(
+        "--target", type=_positive, default=0.99, metavar="SHARE", help="of requests (0.99)"
+    )
+    plan.add_argument("--price", type=_positive, metavar="X", help="of a worker's hour")
+    _add_load(plan)
+    return plan
+
+
+def _load_of(args: argparse.Namespace, progress: Progress, **workers: int) -> tuple[Any, ...]:
+    """Return setup, router configuration, trace and shape. Raises BenchError, ConfigError."""
+    import json
+    from dataclasses import asdict
+
+    from benchmarks.replay import write_text
+    from benchmarks.simulate import Costs, Setup, calibrate, drawn_trace
+    from benchmarks.traces import load_trace
+    from benchmarks.workload import Shape
+    from pdserve.config import load_config, to_mapping
+
+    slo_s = {"ttft": args.slo_ttft / 1000, "tpot": args.slo_tpot / 1000}
+    common = {f"router.slo.{name}_s": limit for name, limit in slo_s.items()} | changes_from(args)
+    config = load_config(args.config, {"router.max_running_requests": 1 << 20, **common})
+    costs = Costs() if args.costs is None else Costs.read(args.costs)
+    if args.calibrate is not None:
+        one = {"up.prefill": 1, "up.decode": 1, "router.policy": "least_loaded"}
+        ports = {"router.http_port": 0, "router.grpc_port": 0, "router.slo.reject_factor": 0.0}
+        real = load_config(args.config, {**common, **one, **ports})
+        costs = run_async(calibrate(to_mapping(real), progress))
+        write_text(args.calibrate, json.dumps(asdict(costs), indent=1) + "\n")
+    setup = Setup(
+        **workers,
+        costs=costs,
+        max_num_seqs=args.max_num_seqs,
+        total_blocks=args.blocks,
+        rate_per_s=args.rate,
+        users=args.users or 0,
+        think_s=args.think_time or 0.0,
+        requests=args.requests,
+        seed=args.seed,
+        slo_s=slo_s,
+    )
+    if args.tokens_in is not None:
+        size = {"requests": args.requests, "seed": args.seed}
+        trace = drawn_trace(args.tokens_in, args.tokens_out, **size)
+    else:
+        trace = load_trace(args.trace)
+    shape = Shape(
+        scale_lengths=args.scale_lengths,
+        max_output_tokens=args.max_output_tokens,
+        max_total_tokens=args.max_total_tokens,
+    )
+    return setup, config.router, trace, shape
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    import json
+
+    from benchmarks.progress import Progress
+    from benchmarks.report.tables import render_replay, stdout_console
+    from benchmarks.simulate import simulate
+
+    with Progress() as progress:
+        workers = {x: getattr(args, x) for x in ("prefill", "decode", "aggregated")}
+        load = _load_of(args, progress, **workers)
+        progress.step("simulating")
+        result = simulate(*load)
+    if args.json:
+        sys.stdout.write(json.dumps(result.to_json(with_records=False), indent=2) + "\n")
+    else:
+        render_replay(result, stdout_console())
+    return OK
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import json
+
+    from benchmarks.plan import Planner, plan_rows
+    from benchmarks.progress import Progress
+    from benchmarks.replay import jsonable
+    from benchmarks.report.tables import stdout_console
+    from benchmarks.runner import print_table
+
+    with Progress() as progress:
+        setup, config, trace, shape = _load_of(args, progress)
+        planner = Planner(setup, config, trace, shape, args.target, args.price, progress)
+        plans = planner.plans()
+    if args.json:
+        sys.stdout.write(json.dumps({"plans": jsonable(plans)}, indent=2) + "\n")
+        return OK
+    columns = ["service", "workers", "kept", "requests/s", "TTFT p99, ms", "TPOT p99, ms"]
+    print_table(stdout_console(), [*columns, "cost per million tokens out"], plan_rows(plans))
+    return OK
 
 
 # -- values of options

@@ -48,15 +48,10 @@ _CONFIG: Final[Mapping[str, Any]] = {
     "router.slo.reject_factor": 0.0,
     "worker.drain_timeout_s": 10.0,
     "worker.kv.lease_s": 8.0,
-    "worker.kv.receive_timeout_s": 8.0,
     "up.max_restarts": 100000,
 }
 _ENGINE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "vllm": {
-        "dtype": "float32",
-        "kv_cache_memory_bytes": 96 << 20,
-        "max_num_batched_tokens": 256,
-    },
+    "vllm": {"dtype": "float32", "kv_cache_memory_bytes": 96 << 20, "max_num_batched_tokens": 256},
     "fake": {"step_s": 0.01, "prefill_s": 0.0005, "transfer_s": 0.02},
 }
 

@@ -20,12 +20,7 @@ from benchmarks.stats import Estimate, estimate, ratio
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from benchmarks.compare.result import (
-        CompareResult,
-        Measurement,
-        VariantFacts,
-        VariantSettings,
-    )
+    from benchmarks.compare.result import CompareResult, Measurement, VariantFacts, VariantSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,9 +228,7 @@ class _End:
         region = KvRegion(self._address, self._memory.size, self._geometry)
         # One token a block: the content of a token does not matter here.
         half.register(
-            LocalKv(region, self._memory),
-            "bench",
-            Shard(1, self._geometry.page_bytes, 1),
+            LocalKv(region, self._memory), "bench", Shard(1, self._geometry.page_bytes, 1)
         )
         self._peers[way] = peer
         return half.peers.address

@@ -9,13 +9,7 @@ from benchmarks.compare.run import ATTAINMENT
 from benchmarks.compare.summary import summarise_compare
 from benchmarks.report.figures import sections
 from benchmarks.report.svg import Markup, tag
-from benchmarks.report.tables import (
-    SWEEP_HEAD,
-    figure_rows,
-    setup_lines,
-    sweep_rows,
-    variant_lines,
-)
+from benchmarks.report.tables import SWEEP_HEAD, figure_rows, setup_lines, sweep_rows, variant_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

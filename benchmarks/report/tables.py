@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from benchmarks.compare.result import CompareResult, VariantFacts, VariantSettings
-    from benchmarks.compare.summary import (
-        CompareSummary,
-        Figure,
-        SweepSummary,
-        VariantSummary,
-    )
+    from benchmarks.compare.summary import CompareSummary, Figure, SweepSummary, VariantSummary
     from benchmarks.metrics import ReceiptSummary, Summary
     from benchmarks.replay import ReplayResult
     from benchmarks.stats import Distribution, Estimate

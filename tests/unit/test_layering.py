@@ -30,8 +30,6 @@ TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 MEASURES_KV = ("benchmarks/micro/",)
 # Time decisions by themselves, or make them on a virtual clock: without the router's APIs.
 RUNS_ROUTER_CODE = ("benchmarks/simulate.py", "benchmarks/plan.py")
-# Puts faults into a worker's own process.
-HURTS_WORKERS = "benchmarks/chaos/faults.py"
 # Run vLLM or make a model by themselves, as what ours is measured against.
 RUNS_TORCH = ("benchmarks/compare/nixl.py",)
 
@@ -72,9 +70,7 @@ def trespasses(package: str) -> Iterator[str]:
                 # Measures the KV plane without engines: an HTTP endpoint does not show it.
                 if name.startswith(MEASURES_KV) and top == "kv_transfer":
                     continue
-                if name.startswith(RUNS_ROUTER_CODE) and top == "router":
-                    continue
-                if name == HURTS_WORKERS and top in ("kv_transfer", "workers"):
+                if name.startswith(RUNS_ROUTER_CODE) and top in ("router", "workers"):
                     continue
                 yield f"{name}:{line} imports {module}"
             if top in HEAVY and top not in heavy and not name.startswith(RUNS_TORCH):

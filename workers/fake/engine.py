@@ -469,7 +469,9 @@ class FakeEngine:
         if not (self._running or self._ended):
             return False
         planned, shape = list(self._running), self._step_shape()
-        self._step_s = self._settings.step_s + self._settings.prefill_s * shape.prefill_tokens
+        settings = self._settings
+        self._step_s = settings.step_s + settings.prefill_s * shape.prefill_tokens
+        self._step_s += settings.decode_s * shape.decode_reqs
         await asyncio.sleep(self._step_s)
         # The scripted time, not the measured one: what routers learn of a fake engine is exact.
         self._recorder.observe(shape, self._step_s, self._now())

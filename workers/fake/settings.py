@@ -55,7 +55,8 @@ class FakeKv:
 
 @dataclass(frozen=True, slots=True)
 class FakeSettings:
-    """A step takes `step_s`, and `prefill_s` for each prompt token in it.
+    """A step takes `step_s`, `prefill_s` for each prompt token in it, and `decode_s` for each
+    request that decodes in it.
 
     Transfers report `block_bytes` a block. With `clock_text`, tokens read as the time at which
     their step ended (CLOCK_MONOTONIC, s), so that a reader can tell their age. With `prefix_cache`,
@@ -68,6 +69,7 @@ class FakeSettings:
     block_bytes: int = 4096
     start_s: float = 0.0
     prefill_s: float = 0.0
+    decode_s: float = 0.0
     step_s: float = 0.0
     transfer_s: float = 0.0
     clock_text: bool = False

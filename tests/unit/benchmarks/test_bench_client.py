@@ -107,7 +107,7 @@ async def replayed(server: FakeOpenAI, **settings: Any) -> ReplayResult:
         "trace": "chat",
         "shape": Shape(scale_lengths=Fraction(1, 32), limit=6),
         "speedup": 1000.0,
-        "drain_timeout_s": 5.0,
+        "drain_timeout_s": 60.0,
     }
     target = open_http(server.url)
     try:
@@ -138,7 +138,7 @@ async def test_a_replay_records_each_request_and_survives_its_file() -> None:
 async def test_a_bad_answer_is_recorded_as_such(fault: str) -> None:
     server = FakeOpenAI(fault=lambda number: fault if number == 3 else None)
     async with server.serve():
-        result = await replayed(server, drain_timeout_s=0.3 if fault == "hang" else 5.0)
+        result = await replayed(server, drain_timeout_s=0.5 if fault == "hang" else 60.0)
         if fault == "hang":
             await asyncio.wait_for(server.client_left.wait(), 10)
     expected = "timed_out" if fault == "hang" else "failed"

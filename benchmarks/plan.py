@@ -1,0 +1,160 @@
+"""How many workers does a load need? Arithmetic gives a start, simulations decide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.errors import BenchError
+from benchmarks.simulate import simulate
+
+if TYPE_CHECKING:
+    from benchmarks.progress import Progress
+    from benchmarks.replay import ReplayResult
+    from benchmarks.simulate import Setup
+    from benchmarks.traces import Trace
+    from benchmarks.workload import Shape
+    from pdserve.config import RouterConfig
+
+BUSY: Final = 0.8  # the share of a worker's capacity that the first guess uses
+MOST_WORKERS: Final = 24  # a larger service is searched for in a smaller one
+MOST_TRIES: Final = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A service that keeps the SLOs. `cost_per_million` is of output tokens, at the given price."""
+
+    prefill: int
+    decode: int
+    aggregated: int
+    attainment: float
+    requests_per_s: float
+    ttft_p99_s: float | None
+    tpot_p99_s: float | None
+    cost_per_million: float | None
+
+    @property
+    def workers(self) -> int:
+        return self.prefill + self.decode + self.aggregated
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """`setup` is the load; its numbers of workers do not matter."""
+
+    setup: Setup
+    config: RouterConfig
+    trace: Trace
+    shape: Shape
+    target: float
+    price: float | None
+    progress: Progress
+
+    def plans(self) -> list[Plan]:
+        """Return the smallest disaggregated and the smallest aggregated service that were found.
+        Raises BenchError if a single request misses the SLOs."""
+        alone = replace(self.setup, prefill=1, decode=1, users=0, rate_per_s=0.01, requests=20)
+        if not self._passes(self._run(alone)):
+            raise BenchError("a request alone in the service misses the SLOs: no number helps")
+        prefill, decode = self._guess()
+        scale = max(1, ceil((prefill + decode) / MOST_WORKERS))
+        small = replace(
+            self.setup,
+            rate_per_s=self.setup.rate_per_s / scale,
+            users=ceil(self.setup.users / scale),
+        )
+        first = replace(small, prefill=ceil(prefill / scale), decode=ceil(decode / scale))
+        whole = replace(small, prefill=0, decode=0, aggregated=first.prefill + first.decode)
+        return [self._found(self._search(start), scale) for start in (first, whole)]
+
+    def _guess(self) -> tuple[int, int]:
+        """Divide the load by the capacity of one worker."""
+        s, costs = self.setup, self.setup.costs
+        rows = self.trace.requests
+        mean_in = sum(x.input_tokens for x in rows) / len(rows) * self.shape.scale_lengths
+        mean_out = sum(x.output_tokens for x in rows) / len(rows) * self.shape.scale_lengths
+        step_s = costs.step_s + s.max_num_seqs * costs.decode_s
+        answer_s = float(mean_out) * step_s
+        prefill_s = costs.step_s + float(mean_in) * costs.prefill_s
+        rate = s.users / (prefill_s + answer_s + s.think_s) if s.users else s.rate_per_s
+        prefill = rate * prefill_s / BUSY
+        decode = rate * answer_s / s.max_num_seqs / BUSY
+        return max(1, ceil(prefill)), max(1, ceil(decode))
+
+    def _search(self, start: Setup) -> tuple[Setup, ReplayResult]:
+        """Add workers of the kind that is short until the SLOs are kept, then remove what is not
+        needed."""
+        setup, result = start, self._run(start)
+        for _ in range(MOST_TRIES):
+            if self._passes(result):
+                break
+            setup = self._more(setup, result)
+            result = self._run(setup)
+        else:
+            raise BenchError(f"{setup.name} still misses the SLOs after {MOST_TRIES} tries")
+        for kind in ("prefill", "decode", "aggregated"):
+            while (count := getattr(setup, kind)) > 1:
+                less = replace(setup, **{kind: count - 1})
+                found = self._run(less)
+                if not self._passes(found):
+                    break
+                setup, result = less, found
+        return setup, result
+
+    def _more(self, setup: Setup, result: ReplayResult) -> Setup:
+        """Add a tenth, at least one, of the kind whose limit is missed most."""
+        if setup.aggregated:
+            return replace(setup, aggregated=setup.aggregated + ceil(setup.aggregated / 10))
+        summary = result.summary()
+
+        def excess(metric: str) -> float:
+            found, limit_s = summary.adjusted[metric], setup.slo_s.get(metric)
+            return 0.0 if found is None or limit_s is None else found.p95 / limit_s
+
+        kind = "decode" if excess("tpot") > excess("ttft") else "prefill"
+        count = getattr(setup, kind)
+        return replace(setup, **{kind: count + ceil(count / 10)})
+
+    def _run(self, setup: Setup) -> ReplayResult:
+        self.progress.step(f"simulating {setup.name}")
+        return simulate(setup, self.config, self.trace, self.shape)
+
+    def _passes(self, result: ReplayResult) -> bool:
+        slo = result.summary().slo
+        return slo is not None and slo.attainment >= self.target
+
+    def _found(self, found: tuple[Setup, ReplayResult], scale: int) -> Plan:
+        setup, result = found
+        summary = result.summary()
+        counts = {x: getattr(setup, x) * scale for x in ("prefill", "decode", "aggregated")}
+        tokens_per_h = summary.output_tokens_per_s * scale * 3600
+        cost = None
+        if self.price is not None and tokens_per_h:
+            cost = self.price * sum(counts.values()) / tokens_per_h * 1e6
+        ttft, tpot = summary.latency["ttft"], summary.latency["tpot"]
+        return Plan(
+            **counts,
+            attainment=0.0 if summary.slo is None else summary.slo.attainment,
+            requests_per_s=summary.completed_per_s * scale,
+            ttft_p99_s=None if ttft is None else ttft.p99,
+            tpot_p99_s=None if tpot is None else tpot.p99,
+            cost_per_million=cost,
+        )
+
+
+def plan_rows(plans: list[Plan]) -> list[list[Any]]:
+    """Return the cells of the table."""
+    return [
+        [
+            f"{plan.prefill} prefill, {plan.decode} decode" if plan.prefill else "aggregated",
+            plan.workers,
+            f"{plan.attainment:.1%}",
+            plan.requests_per_s,
+            None if plan.ttft_p99_s is None else plan.ttft_p99_s * 1000,
+            None if plan.tpot_p99_s is None else plan.tpot_p99_s * 1000,
+            plan.cost_per_million,
+        ]
+        for plan in plans
+    ]

@@ -1,0 +1,433 @@
+"""Simulate a service: the router's own code and fake engines on an event loop with virtual time.
+
+Nothing of the router or of the workers is modelled a second time. The loop does not sleep: when no
+task can run, its clock jumps to the next timer. Routers and workers are joined in memory. The cost
+of an engine step is linear in its prompt tokens and its decoding requests; `calibrate` measures it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import selectors
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from benchmarks.client import GrpcTarget, Piece
+from benchmarks.errors import BenchError, TargetError
+from benchmarks.records import Timeline
+from benchmarks.replay import ReplayResult, host_facts
+from benchmarks.service import Service
+from benchmarks.stats import percentile
+from benchmarks.traces import Trace, TraceMeta, TraceRequest
+from benchmarks.workload import due_times_s, shape_workload, speedup_for
+from pdserve.errors import PdserveError
+from pdserve.types import GenerateRequest, ModelInfo, Role, SamplingParams, WorkerInfo
+from router.admission import AdmissionController, AdmissionLimits, Tenants
+from router.background import background
+from router.decisions import DecisionLog
+from router.fleet.registry import Fleet
+from router.main import PREFILL_CHUNKS_AHEAD
+from router.metrics import RouterMetrics
+from router.placement.cost import CostModel
+from router.placement.policies import POLICIES
+from router.placement.values import PlacementContext
+from router.placer import Placer
+from router.request import RequestServer, Services
+from router.retry import RetryBudget
+from workers.fake.engine import FakeEngine
+from workers.fake.settings import FakeKv, FakeSettings
+from workers.service import WorkerService
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from benchmarks.progress import Progress
+    from benchmarks.workload import Shape
+    from pdserve.config import RouterConfig
+    from router.answer import AnswerDelta
+
+_MODEL: Final = ModelInfo("simulated", "", 1 << 20, 1024, "float32")
+_NEVER_S: Final = 1e9
+_TICK_S: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Seconds of an engine step: `step_s`, and so much for each prompt token and each request that
+    decodes in it. `transfer_s` passes between the end of prefill and the first decode step.
+
+    The defaults are those of the demo model on one core of a server from 2023.
+    """
+
+    step_s: float = 0.004
+    prefill_s: float = 0.00004
+    decode_s: float = 0.0002
+    transfer_s: float = 0.002
+
+    @classmethod
+    def read(cls, path: Path) -> Costs:
+        """Raises BenchError."""
+        try:
+            return cls(**{k: float(x) for k, x in json.loads(path.read_text()).items()})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise BenchError(f"{path} holds no step costs: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A service and its load. With `users` the load is a closed loop: each user waits for the
+    answer and then thinks. Else requests come at `rate_per_s`, as the trace spaces them."""
+
+    prefill: int = 0
+    decode: int = 0
+    aggregated: int = 0
+    costs: Costs = Costs()
+    max_num_seqs: int = 64
+    total_blocks: int = 8192
+    rate_per_s: float = 4.0
+    users: int = 0
+    think_s: float = 0.0
+    requests: int = 400
+    seed: int = 0
+    slo_s: Mapping[str, float]
+
+    @property
+    def name(self) -> str:
+        apart = f"{self.prefill}P{self.decode}D" if self.prefill or self.decode else ""
+        return apart + (f"{self.aggregated}A" if self.aggregated else "")
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer when no task can run."""
+
+    def __init__(self) -> None:
+        self._virtual = _VirtualSelector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
+        # A timer that is set again for the same moment, by a rounding error, would stop the clock.
+        return super().call_at(max(when, self.time() + _TICK_S), callback, *args, context=context)
+
+
+class _VirtualSelector(selectors.SelectSelector):
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if timeout is None and not ready:
+            raise RuntimeError("the simulation waits for something that never happens")
+        if not ready:
+            self.now += timeout or 0.0
+        return ready
+
+
+class _MemoryTransport(asyncio.Transport):
+    """One end of a connection within this process."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self.protocol: asyncio.Protocol
+        self.peer: _MemoryTransport
+        self._is_closing = False
+
+    def write(self, data: Any) -> None:
+        if not self._is_closing:
+            self._loop.call_soon(self.peer.protocol.data_received, bytes(data))
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        for end in (self, self.peer):
+            if not end._is_closing:
+                end._is_closing = True
+                self._loop.call_soon(end.protocol.connection_lost, None)
+
+    abort = close
+
+
+def connect_in_memory(services: Mapping[str, WorkerService]) -> Any:
+    """Return what `Fleet` uses to connect to a worker, here by its id."""
+
+    async def connect(info: WorkerInfo, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        loop = asyncio.get_running_loop()
+        ours, theirs = _MemoryTransport(loop), _MemoryTransport(loop)
+        ours.peer, theirs.peer = theirs, ours
+        ours.protocol, theirs.protocol = make_protocol(), services[info.worker_id].new_session()
+        theirs.protocol.connection_made(theirs)
+        ours.protocol.connection_made(ours)
+
+    return connect
+
+
+def simulate(setup: Setup, config: RouterConfig, trace: Trace, shape: Shape) -> ReplayResult:
+    """Serve a trace and return what a replay of the real service would. The same setup gives the
+    same result. Raises BenchError."""
+    shape = replace(shape, limit=setup.requests)
+    workload = shape_workload(trace, shape)
+    due_s = due_times_s(workload.arrivals_s, tick_s=trace.meta.tick_s, seed=setup.seed)
+    speedup = 1.0 if setup.users else speedup_for(due_s, setup.rate_per_s)
+    timelines = [
+        Timeline(
+            index, f"sim-{index}", row.input_tokens, row.output_tokens, at_s / speedup, lambda: 0.0
+        )
+        for (index, row), at_s in zip(workload.rows, due_s, strict=True)
+    ]
+    random.seed(setup.seed)  # of pauses with jitter
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(_serve(setup, config, timelines))
+    return ReplayResult(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        trace=asdict(trace.meta) | {"digest": trace.digest()},
+        workload=asdict(workload.cut),
+        target={"kind": "simulated", "address": "virtual time", "name": setup.name},
+        settings=asdict(setup) | {"policy": config.policy, "speedup": speedup},
+        slo_s=dict(setup.slo_s),
+        host=host_facts(),
+        records=tuple(timeline.record() for timeline in timelines),
+    )
+
+
+async def _serve(setup: Setup, config: RouterConfig, timelines: Sequence[Timeline]) -> None:
+    async with AsyncExitStack() as stack:
+        services: dict[str, WorkerService] = {}
+        stack.push_async_callback(_close, services)
+        fleet = await stack.enter_async_context(
+            Fleet(
+                router_id="router",
+                lease_s=_NEVER_S,
+                health=config.health,
+                connect=connect_in_memory(services),
+                clock=asyncio.get_running_loop().time,
+            )
+        )
+        server = _router(fleet, config)
+        await stack.enter_async_context(background("admit", server.admit_queued))
+        for role, count in (
+            (Role.PREFILL, setup.prefill),
+            (Role.DECODE, setup.decode),
+            (Role.AGGREGATED, setup.aggregated),
+        ):
+            for number in range(count):
+                name = f"{role}-{number}"
+                info = await _start_worker(name, role, setup, services)
+                fleet.register(info)
+        # Let workers and router meet, so that the first request finds them ready.
+        await asyncio.sleep(1.0)
+        await _send(setup, server, timelines)
+
+
+async def _close(services: Mapping[str, WorkerService]) -> None:
+    for service in services.values():
+        await service.close()
+
+
+def _router(fleet: Fleet, config: RouterConfig) -> RequestServer:
+    """Put the router together as router/main.py does, without its APIs."""
+    metrics = RouterMetrics()
+    costs = CostModel(fleet.pool, config.slo, fleet.now)
+    limits = AdmissionLimits(
+        config.max_running_requests,
+        config.max_queued_requests,
+        config.queue_timeout_s,
+        config.slo.ttft_s * config.slo.reject_factor,
+    )
+    admission = AdmissionController(limits, tenants=Tenants.of(config.tenants), latency=costs)
+    placer = Placer(
+        fleet,
+        POLICIES[config.policy],
+        PlacementContext(None, costs),
+        costs=costs,
+        log=DecisionLog(1),
+        prefill_chunks_ahead=PREFILL_CHUNKS_AHEAD,
+    )
+    budget = RetryBudget(config.retry.tokens_per_s, config.retry.burst_s)
+    return RequestServer(
+        Services(
+            fleet, admission, placer, costs, metrics, budget, config.retry, config.queue_timeout_s
+        ),
+        request_timeout_s=config.request_timeout_s,
+    )
+
+
+async def _start_worker(
+    name: str, role: Role, setup: Setup, services: dict[str, WorkerService]
+) -> WorkerInfo:
+    kv = None if role is Role.AGGREGATED else FakeKv(instance_id=name, host="")
+    settings = FakeSettings(
+        max_num_seqs=setup.max_num_seqs,
+        total_blocks=setup.total_blocks,
+        **asdict(setup.costs),
+        kv=kv,
+    )
+    service = services[name] = WorkerService(FakeEngine(_MODEL, settings), role, name)
+    engine = await service.start()
+    return WorkerInfo(
+        worker_id=name,
+        instance_id=name,
+        role=role,
+        model=engine.model,
+        address=name,
+        session_address=name,
+        kv=engine.kv,
+        block_size=engine.block_size,
+        total_blocks=engine.total_blocks,
+        max_num_seqs=engine.max_num_seqs,
+        engine=engine.name,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """Where the router writes one answer."""
+
+    timeline: Timeline
+
+    def write(self, delta: AnswerDelta) -> bool:
+        usage = None if delta.usage is None else asdict(delta.usage)
+        receipt = None if delta.receipt is None else asdict(delta.receipt)
+        tokens = len(delta.token_ids)
+        self.timeline.add(Piece(tokens=tokens, usage=usage, receipt=receipt))
+        return True
+
+
+async def _send(setup: Setup, server: RequestServer, timelines: Sequence[Timeline]) -> None:
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+
+    async def one(timeline: Timeline) -> None:
+        timeline.now = lambda: loop.time() - start_s
+        timeline.sent_s = timeline.now()
+        length = timeline.output_tokens
+        chance = random.Random(f"{setup.seed}/{timeline.index}")
+        prompt = tuple(chance.randrange(_MODEL.vocab_size) for _ in range(timeline.input_tokens))
+        request = GenerateRequest(
+            timeline.request_id,
+            _MODEL.name,
+            prompt,
+            SamplingParams(max_tokens=length, min_tokens=length, ignore_eos=True),
+        )
+        try:
+            await server.serve(request, _Client(timeline))
+            timeline.complete()
+        except (PdserveError, TargetError) as error:
+            timeline.fail(f"{type(error).__name__}: {error}")
+
+    if not setup.users:
+        async with asyncio.TaskGroup() as group:
+            for timeline in timelines:
+                await asyncio.sleep(max(0.0, timeline.scheduled_s - (loop.time() - start_s)))
+                group.create_task(one(timeline))
+        return
+    todo = iter(timelines)
+    chance = random.Random(setup.seed)
+
+    async def user() -> None:
+        # Users do not start at the same moment.
+        await asyncio.sleep(chance.uniform(0.0, setup.think_s or 1.0))
+        for timeline in todo:
+            timeline.scheduled_s = loop.time() - start_s
+            await one(timeline)
+            if setup.think_s:
+                await asyncio.sleep(chance.expovariate(1 / setup.think_s))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(setup.users):
+            group.create_task(user())
+
+
+def drawn_trace(mean_input: int, mean_output: int, *, requests: int, seed: int) -> Trace:
+    """Draw lengths from gamma distributions with a deviation of half the mean, and arrivals at
+    random."""
+    chance = random.Random(f"lengths {seed}")
+
+    def draw(mean: int) -> int:
+        return max(1, round(chance.gammavariate(4.0, mean / 4.0)))
+
+    at_s = itertools.accumulate(chance.expovariate(1.0) for _ in range(requests))
+    rows = tuple(TraceRequest(x, draw(mean_input), draw(mean_output)) for x in at_s)
+    meta = TraceMeta(name=f"{mean_input} tokens in, {mean_output} out", format="drawn")
+    return Trace(meta, rows)
+
+
+# -- calibration
+
+_LENGTHS: Final = (64, 512)
+_TOGETHER: Final = 8
+_ANSWER: Final = 33
+
+
+async def calibrate(config: Mapping[str, Any], progress: Progress) -> Costs:
+    """Measure a real 1P1D on this machine for some seconds. Raises BenchError."""
+    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
+        progress.step("calibrating: starting 1P1D")
+        service = Service("1P1D", config, Path(directory))
+        try:
+            await service.start()
+            assert service.ready is not None
+            target = GrpcTarget(service.ready["grpc"])
+            try:
+                return await _measure(target, progress)
+            finally:
+                await target.aclose()
+        finally:
+            await service.stop()
+
+
+async def _measure(target: GrpcTarget, progress: Progress) -> Costs:
+    model = await target.model(None)
+    chance = random.Random(0)
+
+    async def ask(length: int) -> tuple[float, float, float]:
+        """Return prefill time, time per output token, and the exposed transfer time."""
+        loop = asyncio.get_running_loop()
+        prompt = [chance.randrange(16, model.vocab_size or 1000) for _ in range(length)]
+        at, receipt = [], None
+        async for piece in target.stream(target.prepare(model, "", prompt, _ANSWER)):
+            at += [loop.time()] * (piece.tokens or 0)
+            receipt = piece.receipt or receipt
+        assert receipt is not None
+        tpot_s = (at[-1] - at[1]) / (len(at) - 2)
+        return receipt["prefill_s"], tpot_s, receipt["exposed_transfer_s"]
+
+    progress.step("calibrating: measuring")
+    try:
+        await ask(_LENGTHS[0])  # warm-up
+        short = [await ask(_LENGTHS[0]) for _ in range(5)]
+        long = [await ask(_LENGTHS[1]) for _ in range(5)]
+        many = [
+            found
+            for _ in range(2)
+            for found in await asyncio.gather(*(ask(_LENGTHS[0]) for _ in range(_TOGETHER)))
+        ]
+    except TargetError as error:
+        raise BenchError(f"calibration: {error}") from None
+
+    def median(sample: Sequence[tuple[float, ...]], place: int) -> float:
+        return percentile([x[place] for x in sample], 50)
+
+    per_token = (median(long, 0) - median(short, 0)) / (_LENGTHS[1] - _LENGTHS[0])
+    alone = median(short + long, 1)
+    per_request = max(0.0, (median(many, 1) - alone) / (_TOGETHER - 1))
+    return Costs(
+        step_s=max(0.0, alone - per_request),
+        prefill_s=max(0.0, per_token),
+        decode_s=per_request,
+        transfer_s=max(0.0, median(short + long, 2)),
+    )

@@ -1,0 +1,134 @@
+"""The simulator: the real router and fake engines in virtual time, and plans made with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from benchmarks.errors import BenchError
+from benchmarks.plan import Planner, plan_rows
+from benchmarks.progress import Progress
+from benchmarks.simulate import Costs, Setup, VirtualLoop, drawn_trace, simulate
+from benchmarks.traces import load_trace
+from benchmarks.workload import Shape
+from pdserve.config import load_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks.replay import ReplayResult
+
+COSTS = Costs(step_s=0.01, prefill_s=0.0001, decode_s=0.0, transfer_s=0.005)
+SHORT = Shape(scale_lengths=Fraction(1, 16))
+
+
+def simulated(**changes: Any) -> ReplayResult:
+    values: dict[str, Any] = {"costs": COSTS, "requests": 20, "slo_s": {"ttft": 1.0, "tpot": 0.1}}
+    values |= {"prefill": 1, "decode": 1} | changes
+    config = load_config(None, {"router.policy": "least_loaded"}).router
+    return simulate(Setup(**values), config, load_trace("chat"), SHORT)
+
+
+def test_the_clock_jumps_to_the_next_timer() -> None:
+    async def sleep() -> float:
+        await asyncio.sleep(3600)
+        return asyncio.get_running_loop().time()
+
+    begun_s = time.monotonic()
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        assert runner.run(sleep()) == pytest.approx(3600)
+    assert time.monotonic() - begun_s < 60
+
+
+def test_latencies_are_those_of_the_costs() -> None:
+    result = simulated(rate_per_s=0.1)
+    assert [r.status for r in result.records] == ["ok"] * 20
+    for record in result.records:
+        assert record.sent_s is not None
+        expected_s = COSTS.step_s + COSTS.prefill_s * record.input_tokens
+        assert record.chunk_s[0] - record.sent_s == pytest.approx(expected_s, abs=1e-4)
+        if len(record.chunk_s) > 2:
+            hand_off_s = record.chunk_s[1] - record.chunk_s[0]
+            assert hand_off_s == pytest.approx(COSTS.step_s + COSTS.transfer_s, abs=1e-4)
+            assert record.chunk_s[2] - record.chunk_s[1] == pytest.approx(COSTS.step_s, abs=1e-4)
+    summary = result.summary()
+    assert summary.receipts is not None
+    assert summary.receipts.transferred > 0
+    assert summary.slo is not None
+    assert summary.slo.attainment == 1.0
+
+
+def test_the_same_setup_gives_the_same_result() -> None:
+    one, other = simulated(rate_per_s=50.0), simulated(rate_per_s=50.0)
+    assert one.records == other.records
+
+
+def test_aggregated_workers_move_no_kv() -> None:
+    result = simulated(prefill=0, decode=0, aggregated=2, rate_per_s=5.0)
+    summary = result.summary()
+    assert summary.ok == 20
+    assert summary.receipts is not None
+    assert summary.receipts.transferred == 0
+    assert len(summary.receipts.decode_workers) == 2
+    assert result.to_json()["target"]["name"] == "2A"
+
+
+def test_users_wait_for_their_answers() -> None:
+    records = simulated(users=2, think_s=1.0).records
+    assert [r.status for r in records] == ["ok"] * 20
+    events = [(r.sent_s or 0.0, 1) for r in records] + [(r.end_s or 0.0, -1) for r in records]
+    running = most = 0
+    for _, change in sorted(events, key=lambda x: (x[0], x[1])):
+        running += change
+        most = max(most, running)
+    assert most <= 2
+
+
+def test_lengths_can_be_drawn_instead_of_read() -> None:
+    trace = drawn_trace(500, 200, requests=2000, seed=1)
+    assert trace == drawn_trace(500, 200, requests=2000, seed=1)
+    lengths = [row.input_tokens for row in trace.requests]
+    assert sum(lengths) / 2000 == pytest.approx(500, rel=0.05)
+
+
+def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"step_s": 0.5}')
+    assert Costs.read(path).step_s == 0.5
+    path.write_text('{"nonsense": 1}')
+    with pytest.raises(BenchError, match="holds no step costs"):
+        Costs.read(path)
+
+
+def planner(**changes: Any) -> Planner:
+    values: dict[str, Any] = {
+        "costs": COSTS,
+        "requests": 30,
+        "rate_per_s": 40.0,
+        "max_num_seqs": 8,
+        "slo_s": {"ttft": 0.5, "tpot": 0.1},
+    }
+    config = load_config(None, {"router.policy": "least_loaded"}).router
+    setup = Setup(**(values | changes))
+    return Planner(setup, config, load_trace("chat"), SHORT, 0.9, 2.0, Progress())
+
+
+def test_a_plan_keeps_the_limits_with_few_workers() -> None:
+    apart, whole = planner().plans()
+    assert apart.aggregated == 0
+    assert (whole.prefill, whole.decode) == (0, 0)
+    for plan in (apart, whole):
+        assert plan.attainment >= 0.9
+        assert 1 <= plan.workers <= 12
+        assert plan.cost_per_million is not None
+        assert plan.cost_per_million > 0
+    assert plan_rows([apart, whole])[1][0] == "aggregated"
+
+
+def test_limits_that_a_request_alone_misses_are_refused() -> None:
+    with pytest.raises(BenchError, match="no number helps"):
+        planner(slo_s={"ttft": 0.001}).plans()
