@@ -98,7 +98,7 @@ class RouterServer:
         # The fleet.
         watcher = None
         if config.prefix_max_blocks:
-            watcher = PrefixWatcher(router_id, max_blocks=config.prefix_max_blocks, dialer=dials)
+            watcher = PrefixWatcher(config.prefix_max_blocks)
         self.fleet = fleet = await enter(
             Fleet(
                 router_id=router_id,

@@ -159,12 +159,6 @@ class RouterMetrics:
             "KV blocks refused by a full index.",
             lambda: index.refused_blocks,
         )
-        show(
-            "prefix_resyncs_total",
-            "Cache streams started again.",
-            "reason",
-            lambda: (((reason,), count) for reason, count in sorted(watcher.resyncs.items())),
-        )
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         self._counters[name](*labels).inc(by)

@@ -7,29 +7,20 @@ before it, for one model and one block size.
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import grpc.aio
-
-from pdserve import prefix_hash, rpc
-from pdserve.v1 import worker_pb2 as w
-from pdserve.v1.worker_pb2_grpc import WorkerStub
+from pdserve import prefix_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from pdserve.v1 import worker_pb2 as w
     from router.fleet.member import Member
     from router.placement.values import Demand
 
-logger = logging.getLogger(__name__)
-
 _PURGE_BLOCKS = 1 << 14  # blocks looked at per purge step: about 2 ms
-
-CacheCall = grpc.aio.UnaryStreamCall[w.WatchCacheRequest, w.CacheUpdate]
 
 
 @dataclass(slots=True, eq=False)
@@ -147,46 +138,25 @@ class PrefixIndex:
             departed ^= bit
 
 
-@dataclass(frozen=True, slots=True)
-class WatchSettings:
-    """A worker sends at most one update in `interval_s`. A truncated worker's cache is read again
-    after `reread_s` if the index has room."""
-
-    begin_timeout_s: float = 5.0
-    interval_s: float = 0.1
-    backoff_min_s: float = 0.1
-    backoff_max_s: float = 5.0
-    reread_s: float = 30.0
+# A truncated worker's cache is read again after this time if the index has room.
+REREAD_S = 30.0
 
 
 class PrefixWatcher:
-    """Keeps the index current: owns one task and one gRPC channel for each watched worker.
+    """Keeps the index current by the workers' updates. A worker's blocks are in the index from its
+    snapshot until its connection ends."""
 
-    A worker's blocks are in the index from its snapshot until its stream breaks; a new stream
-    starts with a new snapshot. `resyncs` counts streams that broke, by reason.
-    """
-
-    def __init__(
-        self,
-        router_id: str,
-        *,
-        max_blocks: int,
-        settings: WatchSettings | None = None,
-        dialer: rpc.Dialer = rpc.PLAIN,
-    ) -> None:
+    def __init__(self, max_blocks: int, *, reread_s: float = REREAD_S) -> None:
         self.index = PrefixIndex(max_blocks)
-        self.resyncs: Counter[str] = Counter()
-        self._router_id = router_id
-        self._dialer = dialer
-        self._settings = settings or WatchSettings()
-        self._watches: dict[Member, _Watch] = {}
-        self._block_sizes: Counter[tuple[str, int]] = Counter()  # of synced workers, by model
+        self._reread_s = reread_s
+        self._caches: dict[Member, _Cache] = {}
+        self._block_sizes: Counter[tuple[str, int]] = Counter()  # by model
         self._purger: asyncio.Task[None] | None = None
 
     @property
     def synced(self) -> int:
         """Number of workers whose whole cache is in the index."""
-        return sum(watch.is_synced for watch in self._watches.values())
+        return sum(x.is_whole and not x.holder.truncated for x in self._caches.values())
 
     def cached_tokens(self, demand: Demand) -> Mapping[str, int]:
         """Return how many prompt tokens each worker would take from its cache, by worker id."""
@@ -197,100 +167,33 @@ class PrefixWatcher:
                 cached |= {worker: count * block_size for worker, count in blocks.items()}
         return cached
 
-    def open(self, member: Member) -> None:
-        """Watch a worker until `close`."""
-        watch = self._watches[member] = _Watch(member)
-        name = f"watch-{member.worker_id}"
-        watch.task = asyncio.create_task(self._run(watch), name=name)
-
-    def close(self, member: Member) -> asyncio.Task[None]:
-        """Forget a worker's blocks and cancel its task, which is returned to be awaited."""
-        watch = self._watches.pop(member)
-        assert watch.task is not None
-        watch.task.cancel()
-        self._forget(watch)
-        return watch.task
-
-    async def aclose(self) -> None:
-        """Wait for the purge task. Every worker has been closed before."""
-        if self._purger is not None:
-            self._purger.cancel()
-            await asyncio.wait([self._purger])
-
-    async def _run(self, watch: _Watch) -> None:
-        settings = self._settings
-        pause_s = settings.backoff_min_s
-        async with self._dialer.open_channel(watch.member.info.address) as channel:
-            while True:
-                why = await self._stream(watch, WorkerStub(channel))
-                self._forget(watch)
-                if why is None:
-                    return
-                self.resyncs[why] += 1
-                logger.debug("watch of worker %s ended: %s", watch.member.worker_id, why)
-                pause_s = settings.backoff_min_s if watch.sequence else pause_s * 2
-                pause_s = min(pause_s, settings.backoff_max_s)
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-
-    async def _stream(self, watch: _Watch, stub: WorkerStub) -> str | None:
-        """Apply one stream of updates. Return why it ended, None if the worker has no cache
-        events."""
-        watch.sequence = 0
-        request = w.WatchCacheRequest(
-            router_id=self._router_id,
-            instance_id=watch.member.info.instance_id,
-            min_interval_s=self._settings.interval_s,
-        )
-        call = cast("CacheCall", stub.WatchCache(request, metadata=self._dialer.metadata))
-        try:
-            async with asyncio.timeout(self._settings.begin_timeout_s):
-                update = await call.read()
-            while isinstance(update, w.CacheUpdate):
-                if (why := self._apply(watch, update)) is not None:
-                    return why
-                update = await call.read()
-            return "ended"
-        except grpc.aio.AioRpcError as error:
-            return None if error.code() is grpc.StatusCode.UNIMPLEMENTED else "broken"
-        except TimeoutError:
-            return "silent"
-        except ValueError:
-            return "malformed"
-        except Exception:
-            # Entries must not outlive the stream that keeps them current.
-            logger.exception("watch of worker %s failed", watch.member.worker_id)
-            return "failed"
-        finally:
-            call.cancel()
-
-    def _apply(self, watch: _Watch, update: w.CacheUpdate) -> str | None:
-        """Apply an update. Return a reason if the stream has to start again."""
+    def apply(self, member: Member, update: w.CacheUpdate) -> bool:
+        """Apply an update of a worker. Return True if its cache should be read again, because the
+        index had no room for all of it and has now. Raises ValueError for a malformed update."""
         now = asyncio.get_running_loop().time()
-        watch.sequence += 1
-        if update.sequence != watch.sequence:
-            return "gap"
         removed, stored = prefix_hash.unpack(update.removed), prefix_hash.unpack(update.stored)
         if update.reset:
-            if watch.holder is not None:
-                self.resyncs["overflow"] += 1
-            self._forget(watch)
-            watch.holder, watch.began = self.index.join(watch.member.worker_id), now
-            self._block_sizes[watch.block_size] += 1
-        if watch.holder is None:
-            return "malformed"
-        self.index.apply(watch.holder, removed, stored)
-        watch.is_whole = not update.more
-        may_reread = now - watch.began > self._settings.reread_s and self.index.has_room
-        return "room" if watch.holder.truncated and may_reread else None
+            self.forget(member)
+            self._caches[member] = _Cache(self.index.join(member.worker_id), now)
+            self._block_sizes[member.info.model.name, member.info.block_size] += 1
+        cache = self._caches.get(member)
+        if cache is None:
+            raise ValueError("a change of the cache came before its snapshot")
+        self.index.apply(cache.holder, removed, stored)
+        cache.is_whole = not update.more
+        may_reread = now - cache.began > self._reread_s and self.index.has_room
+        return cache.holder.truncated and cache.is_whole and may_reread
 
-    def _forget(self, watch: _Watch) -> None:
-        holder, watch.holder, watch.is_whole = watch.holder, None, False
-        if holder is None:
+    def forget(self, member: Member) -> None:
+        """Drop a worker's blocks, if there are any."""
+        cache = self._caches.pop(member, None)
+        if cache is None:
             return
-        self._block_sizes[watch.block_size] -= 1
-        if not self._block_sizes[watch.block_size]:
-            del self._block_sizes[watch.block_size]
-        self.index.leave(holder)
+        key = member.info.model.name, member.info.block_size
+        self._block_sizes[key] -= 1
+        if not self._block_sizes[key]:
+            del self._block_sizes[key]
+        self.index.leave(cache.holder)
         if self._purger is None or self._purger.done():
             self._purger = asyncio.create_task(self._purge(), name="prefix-purge")
 
@@ -299,23 +202,17 @@ class PrefixWatcher:
             for _ in self.index.purge():
                 await asyncio.sleep(0)
 
+    async def aclose(self) -> None:
+        """Wait for the purge task."""
+        if self._purger is not None:
+            self._purger.cancel()
+            await asyncio.wait([self._purger])
 
-@dataclass(slots=True, eq=False)
-class _Watch:
-    """The watch of one worker. `holder` is None while there is no snapshot, `is_whole` False until
-    all of it has arrived; `sequence` is the last update's number."""
 
-    member: Member
-    task: asyncio.Task[None] | None = None
-    holder: Holder | None = None
+@dataclass(slots=True)
+class _Cache:
+    """A worker's cache since its snapshot began; `is_whole` once all of it has arrived."""
+
+    holder: Holder
+    began: float
     is_whole: bool = False
-    sequence: int = 0
-    began: float = 0.0
-
-    @property
-    def is_synced(self) -> bool:
-        return self.is_whole and self.holder is not None and not self.holder.truncated
-
-    @property
-    def block_size(self) -> tuple[str, int]:
-        return self.member.info.model.name, self.member.info.block_size

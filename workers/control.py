@@ -1,4 +1,4 @@
-"""The gRPC service of a worker: status, drain, role changes, and the watch of its prefix cache."""
+"""The gRPC service of a worker: status, drain and role changes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from pdserve.v1.worker_pb2_grpc import WorkerServicer
 from workers.gpu import gpu_health
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from pdserve.types import Role, WorkerInfo
     from workers.service import WorkerService
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
 _MAX_DRAIN_S = 86400.0
-_MAX_INTERVAL_S = 60.0
 
 
 class Operations(Protocol):
@@ -103,34 +100,6 @@ class ControlService(WorkerServicer):
             error = Unavailable("this worker has no role change to settle")
             await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
         return w.SettleRoleResponse()
-
-    async def WatchCache(  # noqa: N802
-        self, request: w.WatchCacheRequest, context: Context
-    ) -> AsyncIterator[w.CacheUpdate]:
-        """Report the prefix cache and its changes to one router until either side leaves."""
-        try:
-            if not request.router_id:
-                raise InvalidRequest("router_id is missing", field="router_id")
-            _check_range("min_interval_s", request.min_interval_s, _MAX_INTERVAL_S)
-        except PdserveError as error:
-            await rpc.abort(context, error)
-        if request.instance_id != self._service.instance_id:
-            stale = InvalidRequest(
-                f"this worker's instance is {self._service.instance_id}", field="instance_id"
-            )
-            await rpc.abort(context, stale, status=grpc.StatusCode.FAILED_PRECONDITION)
-        try:
-            watcher = self._service.watch_cache(request.router_id)
-        except PdserveError as error:
-            await rpc.abort(context, error)
-        try:
-            while True:
-                yield await watcher.next_update()
-                await asyncio.sleep(request.min_interval_s)
-        except PdserveError as error:
-            await rpc.abort(context, error)
-        finally:
-            self._service.cache.leave(watcher)
 
 
 def _check_range(name: str, value: float, largest: float) -> None:

@@ -27,11 +27,11 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
+from pdserve.prefix_hash import pack
 from pdserve.types import Role, StreamDelta
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 from pdserve.wire import moments_to_pb
-from workers.cache_feed import CacheFeed
 from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase
 from workers.registration import Registrations
 from workers.submissions import deadline_s, work_from_pb
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from pdserve.security.roles import Guard
     from pdserve.telemetry import Span, Tracing
     from pdserve.types import KvLedger, KvReport, PhaseReport, WorkerLoad
-    from workers.cache_feed import CacheWatcher
-    from workers.engine import Engine, EngineInfo
+    from workers.engine import CacheChange, Engine, EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +62,8 @@ _MOVE_PERIOD_S = 0.5
 _LEDGER_POLL_S = 0.02
 # Ended prefills that a session remembers, to release their blocks on a late cancel.
 _MAX_HELD = 4096
+# Blocks in one frame of a snapshot; a router needs half a millisecond to read them.
+_SNAPSHOT_PART = 1 << 12
 
 
 class RoleState(StrEnum):
@@ -108,7 +109,7 @@ class WorkerService:
         self.role = role
         self.role_state = RoleState.SERVING
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self.cache = CacheFeed()
+        self.cached_blocks: dict[int, None] = {}  # chain hashes, each after its parent
         self.exported = 0  # streams that another worker took over with their KV
         self.is_moving = False  # routers should move the open streams to other workers
         self.unhealthy = ""  # what is wrong with the machine
@@ -131,7 +132,7 @@ class WorkerService:
 
     async def start(self) -> EngineInfo:
         """Start the engine. Raises what that raises."""
-        self._engine.on_cache(self.cache.changed)
+        self._engine.on_cache(self._on_cache)
         info = await self._engine.start(self._on_step, self._on_failure)
         self._has_kv = info.kv is not None
         return info
@@ -194,11 +195,26 @@ class WorkerService:
         for stream_id in list(session.engine_ids):
             self.cancel(session, stream_id)
 
-    def watch_cache(self, router_id: str) -> CacheWatcher:
-        """Watch the prefix cache until `cache.leave`. Raises Unavailable and Overloaded."""
-        if self._is_closing:
-            raise Unavailable("this worker is closing")
-        return self.cache.watch(router_id)
+    def watch_cache(self, session: Session) -> None:
+        """Send a snapshot of the prefix cache, in parts, and its changes from now on."""
+        session.watches_cache = True
+        blocks = list(self.cached_blocks)
+        for start in range(0, max(1, len(blocks)), _SNAPSHOT_PART):
+            end = start + _SNAPSHOT_PART
+            update = w.CacheUpdate(
+                reset=not start, more=end < len(blocks), stored=pack(blocks[start:end])
+            )
+            session.send(w.StepFrame(cache=update))
+
+    def _on_cache(self, change: CacheChange) -> None:
+        for block in change.removed:
+            self.cached_blocks.pop(block, None)
+        self.cached_blocks.update(dict.fromkeys(change.stored))
+        watching = [session for session in self._sessions.values() if session.watches_cache]
+        if watching:
+            update = w.CacheUpdate(removed=pack(change.removed), stored=pack(change.stored))
+            for session in watching:
+                session.send(w.StepFrame(cache=update))
 
     # Requests.
 
@@ -473,7 +489,6 @@ class WorkerService:
     def close_sessions(self) -> None:
         """Close every session once what is queued for it is sent, and accept no new one."""
         self._is_draining = self._is_closing = True
-        self.cache.close()
         for session in list(self.connections):
             session.close()
 
@@ -502,6 +517,7 @@ class Session(asyncio.Protocol):
         self.held: OrderedDict[int, int] = OrderedDict()
         self.reported_load: WorkerLoad | None = None
         self.steps_reported_at = -math.inf
+        self.watches_cache = False
         self._service = service
         self._parser = framing.FrameParser(w.Command)
         self._loop = asyncio.get_running_loop()
@@ -544,6 +560,8 @@ class Session(asyncio.Protocol):
                 self._service.cancel(self, command.cancel.stream_id)
             case "export":
                 self._service.export(self, command.export)
+            case "watch_cache":
+                self._service.watch_cache(self)
             case _:
                 raise InvalidRequest(f"unexpected command {kind}", field="command")
 

@@ -324,16 +324,18 @@ class WorkerEntry(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., lease_remaining_s: _Optional[float] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., steps: _Optional[_Union[StepCosts, _Mapping]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "export")
+    __slots__ = ("hello", "submit", "cancel", "export", "watch_cache")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     EXPORT_FIELD_NUMBER: _ClassVar[int]
+    WATCH_CACHE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     submit: Submit
     cancel: Cancel
     export: Export
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ...) -> None: ...
+    watch_cache: WatchCache
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., export: _Optional[_Union[Export, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "instance_id", "token")
@@ -395,6 +397,10 @@ class AggregatedPhase(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class WatchCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Cancel(_message.Message):
     __slots__ = ("stream_id",)
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
@@ -410,18 +416,20 @@ class Export(_message.Message):
     def __init__(self, stream_id: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
-    __slots__ = ("deltas", "load", "tokens", "steps", "closed")
+    __slots__ = ("deltas", "load", "tokens", "steps", "closed", "cache")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[StreamDelta]
     load: WorkerLoad
     tokens: PlainTokens
     steps: StepMoments
     closed: _common_pb2.Error
-    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    cache: CacheUpdate
+    def __init__(self, deltas: _Optional[_Iterable[_Union[StreamDelta, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., tokens: _Optional[_Union[PlainTokens, _Mapping]] = ..., steps: _Optional[_Union[StepMoments, _Mapping]] = ..., closed: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., cache: _Optional[_Union[CacheUpdate, _Mapping]] = ...) -> None: ...
 
 class StepMoments(_message.Message):
     __slots__ = ("prefill", "decode")
@@ -559,29 +567,17 @@ class UndrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class WatchCacheRequest(_message.Message):
-    __slots__ = ("router_id", "instance_id", "min_interval_s")
-    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
-    MIN_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
-    router_id: str
-    instance_id: str
-    min_interval_s: float
-    def __init__(self, router_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., min_interval_s: _Optional[float] = ...) -> None: ...
-
 class CacheUpdate(_message.Message):
-    __slots__ = ("sequence", "reset", "more", "removed", "stored")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("reset", "more", "removed", "stored")
     RESET_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
-    sequence: int
     reset: bool
     more: bool
     removed: bytes
     stored: bytes
-    def __init__(self, sequence: _Optional[int] = ..., reset: _Optional[bool] = ..., more: _Optional[bool] = ..., removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, reset: _Optional[bool] = ..., more: _Optional[bool] = ..., removed: _Optional[bytes] = ..., stored: _Optional[bytes] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
     __slots__ = ("role", "drain_timeout_s")

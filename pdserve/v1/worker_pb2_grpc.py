@@ -257,11 +257,6 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
                 _registered_method=True)
-        self.WatchCache = channel.unary_stream(
-                '/pdserve.v1.Worker/WatchCache',
-                request_serializer=pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
-                response_deserializer=pdserve_dot_v1_dot_worker__pb2.CacheUpdate.FromString,
-                _registered_method=True)
         self.SetRole = channel.unary_unary(
                 '/pdserve.v1.Worker/SetRole',
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
@@ -300,13 +295,6 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchCache(self, request, context):
-        """Streams the content of the prefix cache, then its changes. One stream a router.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def SetRole(self, request, context):
         """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
         accepts only probes.
@@ -338,11 +326,6 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.UndrainRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.UndrainResponse.SerializeToString,
-            ),
-            'WatchCache': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchCache,
-                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.FromString,
-                    response_serializer=pdserve_dot_v1_dot_worker__pb2.CacheUpdate.SerializeToString,
             ),
             'SetRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRole,
@@ -438,33 +421,6 @@ class Worker:
             '/pdserve.v1.Worker/Undrain',
             pdserve_dot_v1_dot_worker__pb2.UndrainRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.UndrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/pdserve.v1.Worker/WatchCache',
-            pdserve_dot_v1_dot_worker__pb2.WatchCacheRequest.SerializeToString,
-            pdserve_dot_v1_dot_worker__pb2.CacheUpdate.FromString,
             options,
             channel_credentials,
             insecure,

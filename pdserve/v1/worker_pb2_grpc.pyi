@@ -103,8 +103,6 @@ class WorkerStub:
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]
     """Takes work again. FAILED_PRECONDITION if the worker is stopping."""
-    WatchCache: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]
-    """Streams the content of the prefix cache, then its changes. One stream a router."""
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
     """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
     accepts only probes.
@@ -125,8 +123,6 @@ class WorkerAsyncStub(WorkerStub):
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_worker_pb2.UndrainRequest, _worker_pb2.UndrainResponse]  # type: ignore[assignment]
     """Takes work again. FAILED_PRECONDITION if the worker is stopping."""
-    WatchCache: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchCacheRequest, _worker_pb2.CacheUpdate]  # type: ignore[assignment]
-    """Streams the content of the prefix cache, then its changes. One stream a router."""
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Ends its work, changes its role and registers again. Until SettleRole, or for a minute, it
     accepts only probes.
@@ -162,14 +158,6 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.UndrainResponse, _abc.Awaitable[_worker_pb2.UndrainResponse]]:
         """Takes work again. FAILED_PRECONDITION if the worker is stopping."""
-
-    @_abc_1.abstractmethod
-    def WatchCache(
-        self,
-        request: _worker_pb2.WatchCacheRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_worker_pb2.CacheUpdate], _abc.AsyncIterator[_worker_pb2.CacheUpdate]]:
-        """Streams the content of the prefix cache, then its changes. One stream a router."""
 
     @_abc_1.abstractmethod
     def SetRole(

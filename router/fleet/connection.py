@@ -59,6 +59,8 @@ class ConnectionObserver(Protocol):
 
     def measured(self, member: Member, steps: StepMoments) -> None: ...
 
+    def cache_changed(self, member: Member, update: w.CacheUpdate) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSettings:
@@ -141,6 +143,10 @@ class WorkerConnection:
         if stream_id in self._sinks:
             export = w.Export(stream_id=stream_id, transfer_id=transfer_id)
             self._send(w.Command(export=export))
+
+    def watch_cache(self) -> None:
+        """Ask for a snapshot of the worker's prefix cache and its changes. Raises as `submit`."""
+        self._send(w.Command(watch_cache=w.WatchCache()))
 
     def cancel(self, stream_id: int, *, ended: bool = False) -> None:
         """Stop a request; its sink hears nothing more. Unknown streams are ignored.
@@ -235,6 +241,8 @@ class WorkerConnection:
             self._observer.reported(self._member, wire.load_from_pb(frame.load))
         if frame.HasField("steps"):
             self._observer.measured(self._member, moments_from_pb(frame.steps))
+        if frame.HasField("cache"):
+            self._observer.cache_changed(self._member, frame.cache)
         sinks = self._sinks
         if frame.tokens.stream_ids:
             self._on_tokens(frame.tokens)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pdserve.rpc import Dialer
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad
+    from pdserve.v1 import worker_pb2 as w
     from router.fleet.connection import Connect, ConnectionSettings
     from router.fleet.member import Member
     from router.fleet.pool import PoolAction
@@ -42,7 +43,7 @@ class Fleet:
     """Owns the pool, a connection to each worker, and the task that ends leases and finds stalls.
 
     `token_gaps` returns the histogram of a model's gaps between tokens. With `watches` the prefix
-    cache of each worker is watched. An async context manager: leaving closes all connections and
+    cache of each worker is indexed. An async context manager: leaving closes all connections and
     waits for their tasks.
     """
 
@@ -177,10 +178,14 @@ class Fleet:
     def attached(self, member: Member) -> None:
         self.pool.attached(member)
         logger.info("%s worker %s is ready", member.info.role, member.worker_id)
+        if self.watches is not None:
+            self._links[member].watch_cache()
         self.capacity_changed()
 
     def detached(self, member: Member) -> None:
         self.pool.detached(member)
+        if self.watches is not None:
+            self.watches.forget(member)
         self.capacity_changed()
 
     def reported(self, member: Member, load: WorkerLoad) -> None:
@@ -190,6 +195,11 @@ class Fleet:
     def measured(self, member: Member, steps: StepMoments) -> None:
         """The worker reported what its steps cost."""
         member.steps = steps
+
+    def cache_changed(self, member: Member, update: w.CacheUpdate) -> None:
+        """The worker reported blocks of its prefix cache."""
+        if self.watches is not None and self.watches.apply(member, update):
+            self._links[member].watch_cache()
 
     def placed(self, member: Member) -> None:
         """A request was sent to a worker."""
@@ -222,13 +232,9 @@ class Fleet:
                     )
                     self._links[member] = link
                     link.start()
-                    if self.watches is not None:
-                        self.watches.open(member)
                 case CloseConnection(member, reason):
                     logger.info("%s", reason)
                     self._wait_for(self._links.pop(member).close(reason))
-                    if self.watches is not None:
-                        self._wait_for(self.watches.close(member))
             self.capacity_changed()
 
     def _wait_for(self, task: asyncio.Task[None] | None) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 WORKER = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
-# What changes a worker's standing, or watches it for as long as it likes: fuzzed in any order.
-CONTROL = ("Drain", "Undrain", "SetRole", "SettleRole", "WatchCache")
+# What changes a worker's standing: fuzzed in any order.
+CONTROL = ("Drain", "Undrain", "SetRole", "SettleRole")
 BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
 
@@ -114,12 +114,6 @@ def control_calls(instance_id: str) -> st.SearchStrategy[tuple[str, Any]]:
             worker_pb2.SetRoleRequest, role=st.integers(1, 2), drain_timeout_s=short_s
         ),
         "SettleRole": st.builds(worker_pb2.SettleRoleRequest, keep=st.booleans()),
-        "WatchCache": st.builds(
-            worker_pb2.WatchCacheRequest,
-            router_id=st.sampled_from(["", "a", "b"]),
-            instance_id=st.just(instance_id),
-            min_interval_s=short_s,
-        ),
     }
     calls = []
     for name, rightly in right.items():
@@ -190,4 +184,3 @@ async def test_no_order_of_control_calls_breaks_a_worker() -> None:
         await cluster.until_state("decode-0", "ready")
         answer = await cluster.ask([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
         assert len(answer.token_ids) == 4
-        assert server.service.cache.watchers == 1  # the router's

@@ -44,7 +44,7 @@ async def until_indexed(cluster: Cluster, *prompts: list[int]) -> None:
             root = prefix_hash.root(worker.info.model.name, BLOCK)
             for token_ids in prompts:
                 chain = prefix_hash.chain(token_ids, BLOCK, root)
-                held = sum(x in worker.service.cache.blocks for x in chain)
+                held = sum(x in worker.service.cached_blocks for x in chain)
                 if watches.index.cached_blocks(chain).get(name, 0) != held:
                     return False
         return True

@@ -54,7 +54,7 @@ def test_every_method_that_we_serve_is_for_somebody() -> None:
                 who = allowed(f"/{service.full_name}/{method.name}")
                 assert who is None or who, method.full_name
     assert allowed("/pdserve.v1.Generation/Generate") is None
-    assert allowed("/pdserve.v1.Worker/WatchCache") == {Party.ROUTER}
+    assert allowed("/pdserve.v1.Worker/SetRole") == {Party.ROUTER}
     assert allowed("/somebody.Else/Entirely") == frozenset()
 
 
@@ -97,7 +97,6 @@ async def may(dialer: Dialer, router: str, info: WorkerInfo) -> set[str]:
             "ListWorkers": registry.ListWorkers(w.ListWorkersRequest(), **values),
             "Explain": admin.Explain(a.ExplainRequest(request_id="?"), **values).read(),
             "ChangeRole": admin.ChangeRole(a.ChangeRoleRequest(), **values),
-            "WatchCache": at_worker.WatchCache(w.WatchCacheRequest(), **values).read(),
             "GetStatus": at_worker.GetStatus(w.GetStatusRequest(), **values),
             "Drain": at_worker.Drain(w.DrainRequest(timeout_s=-1), **values),
             "SetRole": at_worker.SetRole(w.SetRoleRequest(), **values),
@@ -137,7 +136,7 @@ async def code_of(call: Awaitable[Any]) -> grpc.StatusCode:
 
 
 WORKERS = {"ListModels", "Register", "Renew", "Deregister", "ListWorkers"}
-ROUTERS = {"ListModels", "Session", "WatchCache", "GetStatus", "Drain", "SetRole", "SettleRole"}
+ROUTERS = {"ListModels", "Session", "GetStatus", "Drain", "SetRole", "SettleRole"}
 ADMINS = {"ListModels", "ListWorkers", "Explain", "ChangeRole", "GetStatus", "Drain"}
 
 

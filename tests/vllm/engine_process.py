@@ -14,15 +14,16 @@ import socket
 import struct
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from workers.cache_feed import CacheFeed
 from workers.vllm.engine import VllmEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.types import StreamDelta
+    from workers.engine import CacheChange
 
 HEADER = struct.Struct("<I")
 
@@ -38,10 +39,16 @@ def write_frame(writer: asyncio.StreamWriter, value: object) -> None:
     writer.write(HEADER.pack(len(data)) + data)
 
 
+def _apply(cached: dict[int, None], change: CacheChange) -> None:
+    for block in change.removed:
+        cached.pop(block, None)
+    cached.update(dict.fromkeys(change.stored))
+
+
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     engine = VllmEngine(await read_frame(reader))
-    cache = CacheFeed()
-    engine.on_cache(cache.changed)
+    cached: dict[int, None] = {}
+    engine.on_cache(partial(_apply, cached))
 
     def on_step(deltas: Sequence[StreamDelta]) -> None:
         write_frame(writer, ("deltas", list(deltas)))
@@ -69,7 +76,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             case ("kv",):
                 write_frame(writer, ("kv", engine.kv_state()))
             case ("cache",):
-                write_frame(writer, ("cache", list(cache.blocks)))
+                write_frame(writer, ("cache", list(cached)))
             case ("close",):
                 await engine.close()
                 threads = [t.name for t in threading.enumerate() if t.name == "vllm-step"]

@@ -11,7 +11,6 @@ from workers.vllm.settings import VllmSettings
 
 _MODULES = (
     "workers.vllm.core",
-    "workers.cache_feed",
     "workers.server",
     "workers.main",
     "pdserve.cli",
