@@ -63,7 +63,7 @@ async def test_a_held_transfer_is_shown_until_it_is_given_up() -> None:
         (rank,) = shown["ranks"]
         (transfer,) = rank["transfers"]
         assert (transfer["transfer_id"], transfer["state"]) == ("t-7", "leased")
-        assert (transfer["side"], transfer["blocks"]) == ("source", 1)
+        assert (transfer["side"], transfer["blocks"]) == ("producer", 1)
 
         labels = {"model": server.info.model.name, "role": "prefill", "worker": "prefill-0"}
         _, text = await get(server, "/metrics")
