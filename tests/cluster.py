@@ -208,7 +208,7 @@ class Cluster:
     async def _stop_router(self) -> None:
         await self.router.stop()
 
-    async def canaries(self) -> tuple[int, int]:
+    async def probes(self) -> tuple[int, int]:
         """How many of the router's own requests over pairs went well, and how many did not."""
         reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
         return reply.probes_passed, reply.probes_failed

@@ -12,8 +12,8 @@ from pdserve.cli import main
 from pdserve.types import Role
 from router import upstream
 from tests.cluster import WAIT_S, Cluster
-from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
-from tests.integration.test_role_flips import under_load
+from tests.integration.test_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
+from tests.integration.test_role_changes import under_load
 from workers import service
 from workers.fake.settings import FakeFaults
 

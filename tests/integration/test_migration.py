@@ -11,9 +11,9 @@ import pytest
 
 from router import upstream
 from tests.cluster import WAIT_S, Answer, Cluster
+from tests.integration.test_cluster import LONG, PROMPT, Trigger, assert_same
 from tests.integration.test_drain import command
-from tests.integration.test_fake_cluster import LONG, PROMPT, Trigger, assert_same
-from tests.integration.test_role_flips import metrics
+from tests.integration.test_role_changes import metrics
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from router import main
 from router.api import grpc as grpc_api
 from router.api import http as http_api
 from tests.cluster import WAIT_S, Cluster
-from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same
-from tests.integration.test_role_flips import metrics
+from tests.integration.test_cluster import PLAIN, PROMPT, assert_same
+from tests.integration.test_role_changes import metrics
 
 REQUESTS = "pdserve_requests_total"
 RUNNING, QUEUED, CLIENTS, TRIES = 4, 4, 80, 12

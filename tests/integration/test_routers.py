@@ -23,9 +23,9 @@ from pdserve.v1.generation_pb2_grpc import GenerationStub
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 from router.main import RouterServer
 from tests.cluster import LEASE_S, NOBODY_LATE, WAIT_S, Cluster
+from tests.integration.test_cluster import LONG, PLAIN, PROMPT
 from tests.integration.test_drain import restart
-from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT
-from tests.integration.test_role_flips import under_load
+from tests.integration.test_role_changes import under_load
 from tests.router_process import a_router
 from workers.fake.settings import FakeFaults
 

@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.types import SamplingParams
 from tests.cluster import Answer, Cluster
-from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same
+from tests.integration.test_cluster import PLAIN, PROMPT, assert_same
 from workers.fake.settings import FakeFaults
 
 FOUR = replace(PLAIN, n=4, seed=3, temperature=1.0, ignore_eos=False)

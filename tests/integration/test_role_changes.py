@@ -1,8 +1,10 @@
-"""Workers that change between prefill and decode while they are asked: nothing is lost."""
+"""Workers change between prefill and decode under load, by command and by the autoscaler: no
+request is lost."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,12 +15,13 @@ import pytest
 
 from pdserve import rpc, wire
 from pdserve.cli import main
+from pdserve.config import RolesConfig
 from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.types import Role, SamplingParams
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 from tests.cluster import WAIT_S, Cluster
-from tests.integration.test_fake_cluster import LONG, PLAIN, PROMPT, assert_same
+from tests.integration.test_cluster import LONG, PLAIN, PROMPT, assert_same
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 
 
-async def flip(
+async def change_role(
     cluster: Cluster, name: str, role: Role, *, drain_timeout_s: float = WAIT_S
 ) -> a.ChangeRoleResponse:
     """Raises the router's error."""
@@ -86,7 +89,7 @@ async def under_load(
         await asyncio.gather(*asking)
 
 
-async def test_flips_under_load_lose_nothing() -> None:
+async def test_role_changes_under_load_lose_nothing() -> None:
     async with Cluster(prefill=2, decode=2) as cluster:
         async with under_load(cluster) as counts:
             for name, role in (
@@ -96,7 +99,7 @@ async def test_flips_under_load_lose_nothing() -> None:
                 ("prefill-0", PREFILL),
             ):
                 before = sum(counts)
-                done = await flip(cluster, name, role)
+                done = await change_role(cluster, name, role)
                 assert not done.failure
                 assert 0 < done.probe_s < done.total_s
                 assert await role_of(cluster, name) == (role, "ready")
@@ -104,12 +107,12 @@ async def test_flips_under_load_lose_nothing() -> None:
         assert 'outcome="done",role="decode"} 2.0' in await metrics(cluster)
 
 
-async def test_streams_that_do_not_end_go_on_elsewhere() -> None:
+async def test_streams_that_do_not_end_in_time_move() -> None:
     async with Cluster(prefill=1, decode=2, engine_args={"step_s": 0.003}) as cluster:
         asking = asyncio.create_task(cluster.ask(PROMPT, LONG))
         await cluster.until(lambda: cluster.busy("decode-0", "decode-1"))
         (busy,) = cluster.busy("decode-0", "decode-1")
-        done = await flip(cluster, busy, PREFILL, drain_timeout_s=0.0)
+        done = await change_role(cluster, busy, PREFILL, drain_timeout_s=0.0)
         assert (done.failure, done.moved_streams) == ("", 1)
         answer = await asking
         assert_same(answer, cluster.expected(PROMPT, LONG))
@@ -117,15 +120,15 @@ async def test_streams_that_do_not_end_go_on_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("fault", ["drop_transfer", "fail_prefill"])
-async def test_a_canary_that_fails_leaves_the_worker_what_it_was(fault: str) -> None:
+async def test_a_worker_whose_probe_fails_keeps_its_role(fault: str) -> None:
     async with Cluster(prefill=1, decode=2) as cluster, under_load(cluster, 2):
         cluster.faults("decode-1", FakeFaults(**{fault: "probe-*"}))
-        done = await flip(cluster, "decode-1", PREFILL)
+        done = await change_role(cluster, "decode-1", PREFILL)
         assert "fault" in done.failure or "broke" in done.failure, done.failure
         assert await role_of(cluster, "decode-1") == (DECODE, "ready")
 
 
-async def test_what_would_leave_a_role_empty_or_makes_no_sense_is_refused() -> None:
+async def test_a_change_that_would_leave_a_role_empty_is_refused() -> None:
     async with Cluster(prefill=1, decode=2) as cluster:
         for name, role, error in (
             ("prefill-0", DECODE, Unavailable),
@@ -134,9 +137,9 @@ async def test_what_would_leave_a_role_empty_or_makes_no_sense_is_refused() -> N
             ("nobody", DECODE, InvalidRequest),
         ):
             with pytest.raises(error):
-                await flip(cluster, name, role)
+                await change_role(cluster, name, role)
         results = await asyncio.gather(
-            *(flip(cluster, name, PREFILL) for name in ("decode-0", "decode-1")),
+            *(change_role(cluster, name, PREFILL) for name in ("decode-0", "decode-1")),
             return_exceptions=True,
         )
         assert sum(isinstance(x, PdserveError) for x in results) == 1
@@ -150,3 +153,52 @@ async def test_the_command_says_how_long_it_took(capsys: pytest.CaptureFixture[s
         assert "worker decode-1 is a prefill worker after" in capsys.readouterr().out
         assert await asyncio.to_thread(main, command) == 1
         assert "cannot become a prefill worker" in capsys.readouterr().err
+
+
+QUICK = RolesConfig(auto=True, window_s=0.3, cooldown_s=0.3)
+ENGINES: dict[str, object] = {"step_s": 0.002, "prefill_s": 0.0002, "max_num_seqs": 3}
+# Prompts that take longer than their answers, and answers that take longer than their prompts.
+PROMPTS = [*PROMPT] * 12, replace(PLAIN, max_tokens=2)
+ANSWERS = PROMPT, replace(PLAIN, max_tokens=150)
+
+
+async def until_split(cluster: Cluster, prefill: int, decode: int) -> None:
+    """Until so many of each role are ready."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            states = [await role_of(cluster, name) for name in cluster.workers]
+            ready = Counter(role for role, state in states if state == "ready")
+            if (ready["prefill"], ready["decode"]) == (prefill, decode):
+                return
+            await asyncio.sleep(0.02)
+
+
+async def test_the_split_follows_the_load_and_nothing_is_lost() -> None:
+    cluster = Cluster(prefill=2, decode=2, engine_args=ENGINES, router={"roles": QUICK})
+    async with cluster:
+        for load, split in ((PROMPTS, (3, 1)), (ANSWERS, (1, 3))):
+            async with under_load(cluster, 8, *load):
+                await until_split(cluster, *split)
+        roles = await cluster.roles()
+        assert (roles.prefill_workers, roles.decode_workers) == (1, 3)
+        assert roles.text.startswith("1 prefill worker loaded")
+        text = await metrics(cluster)
+        assert 'pdserve_role_workers_wanted{model="pdserve-demo",role="decode"} 3.0' in text
+        assert 'outcome="failed"' not in text
+
+
+async def test_after_a_failed_role_change_another_worker_is_tried() -> None:
+    cluster = Cluster(prefill=1, decode=3, engine_args=ENGINES, router={"roles": QUICK})
+    async with cluster:
+        for name in ("decode-0", "decode-1", "decode-2"):
+            cluster.faults(name, FakeFaults(fail_prefill="probe-*"))
+        async with under_load(cluster, 8, *PROMPTS):
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    if 'outcome="failed"' in await metrics(cluster):
+                        break
+                    await asyncio.sleep(0.02)
+            cluster.faults("decode-1", FakeFaults())
+            cluster.faults("decode-2", FakeFaults())
+            await until_split(cluster, 3, 1)
+        assert await role_of(cluster, "decode-0") == ("decode", "ready")

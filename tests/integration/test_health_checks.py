@@ -1,18 +1,23 @@
-"""The router's own requests to workers and pairs: no client's request finds out what fails."""
+"""Active health checks, and pairs of workers that cannot exchange KV: no request of a client fails
+to find that out."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from up_process import run_cli
 
 from pdserve.config import HealthConfig
 from pdserve.errors import DeadlineExceeded
+from pdserve.types import Role
 from router.background import background
 from router.health_checks import ActiveHealthChecks
 from tests.cluster import Cluster
-from tests.integration.test_fake_cluster import PLAIN, PROMPT, assert_same
+from tests.integration.test_cluster import PLAIN, PROMPT, assert_same
 from tests.patience import WAIT_S
 from workers.fake.settings import FakeFaults
 
@@ -29,7 +34,7 @@ async def ask(cluster: Cluster) -> Answer:
     return answer
 
 
-async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
+async def test_probes_eject_a_pair_and_bring_it_back() -> None:
     async with Cluster(
         prefill=1,
         decode=1,
@@ -40,26 +45,26 @@ async def test_canaries_keep_a_pair_apart_and_bring_it_back() -> None:
         checks = ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=0.0, period_s=0.001)
         async with background("checks", checks.run):
             await cluster.until(lambda: fleet.outliers.ejected(fleet.now()) == {PAIR})
-            # However often it is half open meanwhile, no client's request goes there.
+            # However often the pair is half open meanwhile, no client's request uses it.
             for _ in range(20):
                 answer = await ask(cluster)
                 assert answer.receipt is not None
                 assert answer.receipt.prefill_worker == "decode-0"
-            _, failed = await cluster.canaries()
+            _, failed = await cluster.probes()
             assert failed >= 3
             cluster.faults("prefill-0", FakeFaults())
             await cluster.until(lambda: not fleet.outliers.ejected(fleet.now()))
             answer = await ask(cluster)
             assert answer.receipt is not None
             assert answer.receipt.prefill_worker == "prefill-0"
-        whole, _ = await cluster.canaries()
-        assert whole >= 1
+        passed, _ = await cluster.probes()
+        assert passed >= 1
         lines = cluster.router.metrics.render().decode().splitlines()
         counted = [x for x in lines if x.startswith("pdserve_pair_probes_total{")]
-        assert [float(x.split()[-1]) for x in counted if 'outcome="passed"' in x] == [whole]
+        assert [float(x.split()[-1]) for x in counted if 'outcome="passed"' in x] == [passed]
 
 
-async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
+async def test_only_probes_try_a_suspended_worker() -> None:
     health = HealthConfig(stall_s=1.0, eject_s=0.05, probe_s=0.0)
     async with Cluster(prefill=1, decode=2, router={"health": health}) as cluster:
         fleet = cluster.router.fleet
@@ -69,7 +74,7 @@ async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
         async with background("checks", checks.run):
             fleet.pool.stalled(member, fleet.now(), "for the test")
             await cluster.until(lambda: cluster.busy("decode-0"))
-            # A canary hangs there; answers are given meanwhile, none of them by that worker.
+            # A probe hangs there; meanwhile the other worker serves.
             for _ in range(10):
                 answer = await ask(cluster)
                 assert answer.receipt is not None
@@ -83,7 +88,7 @@ async def test_a_worker_that_gets_no_work_is_tried_by_canaries_alone() -> None:
         )
 
 
-async def test_the_last_worker_is_not_given_up_for_being_slow() -> None:
+async def test_the_last_worker_is_not_suspended_for_being_slow() -> None:
     health = HealthConfig(stall_s=0.5, eject_s=WAIT_S, probe_s=0.0)
     async with Cluster(aggregated=1, router={"health": health}) as cluster:
         member = cluster.router.fleet.pool.members["aggregated-0"]
@@ -96,3 +101,40 @@ async def test_the_last_worker_is_not_given_up_for_being_slow() -> None:
         assert (member.state, cluster.busy("aggregated-0")) == ("ready", ["aggregated-0"])
         cluster.faults("aggregated-0", FakeFaults())
         await asyncio.gather(*asking)
+
+
+SHORT = replace(PLAIN, max_tokens=8)
+REASON = "block_size: 16 on prefill-0, 32 on decode-9"
+
+
+async def test_unpaired_workers_are_explained_and_never_used_together(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("WARNING", logger="router")
+    async with Cluster(prefill=1, engine_args={"block_size": 16}) as cluster:
+        await cluster.add("decode-9", Role.DECODE, engine_args={"block_size": 32})
+        await cluster.until_ready()
+        warnings = [x.getMessage() for x in caplog.records if "cannot exchange" in x.getMessage()]
+        assert len(warnings) == 1
+        assert REASON in warnings[0]
+
+        alone = await cluster.ask(PROMPT, SHORT)
+        assert alone.receipt is not None
+        assert alone.receipt.prefill_worker == alone.receipt.decode_worker == "decode-9"
+
+        await cluster.add("decode-0", Role.DECODE)
+        await cluster.until_ready()
+        answers = await asyncio.gather(*(cluster.ask([*PROMPT, i], SHORT) for i in range(8)))
+        for answer in answers:
+            assert answer.receipt is not None
+            assert answer.receipt.decode_worker == "decode-0"
+            assert not answer.fallbacks
+
+        where = ("--grpc", cluster.grpc, "--timeout", str(WAIT_S))
+        shown = await asyncio.to_thread(run_cli, "status", *where)
+        assert "prefill-0 and decode-9" in shown.stdout
+        assert REASON in shown.stdout
+        plain = await asyncio.to_thread(run_cli, "status", "--json", *where)
+        (pair,) = json.loads(plain.stdout)["unpaired"]
+        assert (pair["prefill"], pair["decode"]) == ("prefill-0", "decode-9")
+        assert pair["differences"] == [{"field": "block_size", "prefill": "16", "decode": "32"}]
