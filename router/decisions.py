@@ -27,15 +27,14 @@ _PREDICTED_S = tuple(f.name for f in fields(Prediction) if f.name.endswith("_s")
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """One decision, without the prompt's tokens. `cause` says why the request was placed again,
-    `refused` why it was not placed. It was tried `tried_before` times with the same result. Of a
-    large pool, `not_drawn` workers were not looked at."""
+    `refused` why it was not placed. It was tried `tried_before` times with the same
+    result."""
 
     unix_time_s: float
     decision: Decision
     cause: str = ""
     refused: str = ""
     tried_before: int = 0
-    not_drawn: int = 0
 
     @property
     def waits(self) -> bool:
@@ -72,14 +71,13 @@ class DecisionLog:
         *,
         cause: str = "",
         refused: str = "",
-        not_drawn: int = 0,
     ) -> None:
         if not self._size:
             return
         demand = decision.demand
         # The prompt is not kept.
-        decision = replace(decision, demand=replace(demand, token_ids=(), _hashes={}))
-        recorded = Recorded(unix_time_s, decision, cause, refused, not_drawn=not_drawn)
+        decision = replace(decision, demand=replace(demand, token_ids=()))
+        recorded = Recorded(unix_time_s, decision, cause, refused)
         request = self._requests.pop(demand.request_id, None)
         if request is None:
             request = RequestDecisions(demand.request_id)
@@ -165,7 +163,7 @@ def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
         kv_tokens=demand.kv_tokens,
         prefill_only=demand.prefill_only,
         avoid=sorted(demand.avoid),
-        excluded=[a.ExcludedPair(prefill=p, decode=d) for p, d in sorted(demand.barred)],
+        excluded=[a.ExcludedPair(prefill=p, decode=d) for p, d in sorted(demand.excluded)],
         candidates=[
             a.PlacementCandidate(
                 worker_id=c.worker_id,
@@ -189,9 +187,8 @@ def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
         else placement.prefill.worker_id,
         refused=recorded.refused,
         tried_before=recorded.tried_before,
-        forks=demand.forks,
-        fork_tokens=demand.fork_tokens,
-        not_drawn=recorded.not_drawn,
+        children=demand.children,
+        child_tokens=demand.child_tokens,
     )
 
 

@@ -194,8 +194,8 @@ class Placer:
             model=request.model,
             prompt_tokens=prompt_tokens,
             kv_tokens=kv_tokens + children * child_tokens,
-            forks=children,
-            fork_tokens=child_tokens if children else 0,
+            children=children,
+            child_tokens=child_tokens if children else 0,
             prefill_only=prefill_only,
             request_id=request.request_id,
             token_ids=token_ids,
@@ -255,7 +255,7 @@ class Placer:
         if not self._live_kv or kv is None or kv.handoff is not HandoffStyle.CONCURRENT:
             raise Unavailable(f"worker {producer_id} cannot export the KV of a running request")
         now = self._fleet.now()
-        demand = replace(demand, barred=self._fleet.outliers.ejected(now))
+        demand = replace(demand, excluded=self._fleet.outliers.ejected(now))
         candidates = self._pool.candidates(demand.model)
         decision = self._decide(
             partial(place_live, producer.seen()), demand, candidates, f"live_kv: {cause}"
@@ -273,7 +273,7 @@ class Placer:
         is_new: bool = False,
     ) -> Reservation | None:
         if ejected := self._fleet.outliers.ejected(self._fleet.now()):
-            demand = replace(demand, barred=ejected)
+            demand = replace(demand, excluded=ejected)
         decision = self._decide(policy, demand, candidates, cause, busy=busy, is_new=is_new)
         return None if decision.placement is None else self._reserve_at(decision)
 
@@ -296,8 +296,8 @@ class Placer:
             producer=producer,
             # An engine computes the last token of a prompt even if all of it is cached.
             prompt_tokens=max(1, demand.prompt_tokens - cached) if producer is None else 0,
-            kv_tokens=demand.kv_tokens - demand.forks * demand.fork_tokens,
-            children_kv_tokens=demand.forks * demand.fork_tokens,
+            kv_tokens=demand.kv_tokens - demand.children * demand.child_tokens,
+            children_kv_tokens=demand.children * demand.child_tokens,
             cached=decision.cached,
             prediction=prediction,
             leave_backlog=leave_backlog,

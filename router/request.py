@@ -302,7 +302,7 @@ class Generation:
         self._budget = services.budget
         self._queue_timeout_s = services.queue_timeout_s
         self._retry = RetryPolicy(services.retry.max_retries)
-        self._demand = demand.without_forks() if demand.forks else demand
+        self._demand = demand.without_children() if demand.children else demand
         self._commands = CommandBuilder(request, request.deadline)
         self._attempt: Attempt | None = None
 

@@ -108,8 +108,6 @@ def show(request: a.ExplainedRequest, workers: dict[str, WorkerInfo], console: C
         if others:
             reasons = ", ".join(f"{n} {why}" for why, n in others.most_common(MOST_REASONS))
             line(f"and {others.total()} more: {reasons}")
-        if decision.not_drawn:
-            line(f"{decision.not_drawn} other workers were not sampled from this large pool")
         for prediction in decision.predictions:
             line(_predicted(prediction))
 

@@ -4,7 +4,6 @@ from router.admission.controller import (
     AdmissionController,
     AdmissionLimits,
     LatencyEstimate,
-    Slot,
 )
 from router.admission.tenants import Tenant, Tenants
 
@@ -12,7 +11,6 @@ __all__ = [
     "AdmissionController",
     "AdmissionLimits",
     "LatencyEstimate",
-    "Slot",
     "Tenant",
     "Tenants",
 ]

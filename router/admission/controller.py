@@ -10,7 +10,7 @@ import asyncio
 import math
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 from pdserve.errors import DeadlineExceeded, Overloaded, PdserveError, Refusal, Unavailable
 from pdserve.types import ServiceClass
@@ -78,23 +78,6 @@ class LatencyModel(Protocol):
         ...
 
 
-class Slot(Generic[R]):
-    """The right to run with `reservation`. Releasing again does nothing."""
-
-    __slots__ = ("_controller", "_entry", "reservation")
-
-    def __init__(self, controller: AdmissionController, entry: _Entry, reservation: R) -> None:
-        self.reservation = reservation
-        self._controller: AdmissionController | None = controller
-        self._entry = entry
-
-    def release(self) -> None:
-        controller, self._controller = self._controller, None
-        if controller is not None:
-            self.reservation.release()
-            controller._released(self._entry)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Entry(QueuedRequest):
     """A request from its arrival until its slot is released. Admitted after `latest_start` it would
@@ -107,7 +90,7 @@ class _Entry(QueuedRequest):
     late_reason: Refusal
     usage: TenantUsage
     try_reserve: Callable[[], Reservation | None]
-    granted: asyncio.Future[Slot[Reservation]] | None = None
+    granted: asyncio.Future[Reservation]
 
 
 @dataclass(slots=True)
@@ -162,16 +145,6 @@ class AdmissionController:
         Unavailable if the deadline cannot be met, or no worker came in `queue_timeout_s`;
         DeadlineExceeded if the deadline passed; and any other error of `try_reserve`.
         """
-        slot = await self.acquire(request, try_reserve, kv_tokens=kv_tokens)
-        try:
-            yield slot.reservation
-        finally:
-            slot.release()
-
-    async def acquire(
-        self, request: GenerateRequest, try_reserve: Callable[[], R | None], *, kv_tokens: int = 0
-    ) -> Slot[R]:
-        """As `slot`; the caller releases what is returned."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if request.deadline is not None and request.deadline <= now:
@@ -179,6 +152,15 @@ class AdmissionController:
         if self._wakes_soon:
             self._wake()  # requests that are queued already go first
         entry = self._enter(request, try_reserve, kv_tokens, now)
+        reservation = await self._wait(entry, now)
+        try:
+            yield cast("R", reservation)
+        finally:
+            self._release(entry, reservation)
+
+    async def _wait(self, entry: _Entry, now: float) -> Reservation:
+        """Return the entry's reservation once it is admitted."""
+        loop = asyncio.get_running_loop()
         model = self._models.setdefault(entry.model, _Model())
         try:
             if now > entry.latest_start:
@@ -186,26 +168,27 @@ class AdmissionController:
             if not len(model.queue) and self._has_slot(entry):
                 reservation = self._try(model, entry, now)
                 if reservation is not None:
-                    return cast("Slot[R]", self._admit(entry, reservation))
+                    self._admitted(entry)
+                    return reservation
             self._check_queue(model, entry, now)
         except BaseException:
             entry.usage.refund()
             raise
-        entry.granted = loop.create_future()
         self._push(model, entry, now)
+        granted = entry.granted
         try:
             async with asyncio.timeout_at(_finite(min(entry.latest_start, entry.deadline))):
-                return cast("Slot[R]", await entry.granted)
+                return await granted
         except TimeoutError:
-            if not entry.granted.cancelled():
-                return cast("Slot[R]", entry.granted.result())  # granted at the same moment
+            if not granted.cancelled():
+                return granted.result()  # granted at the same moment
             raise self._expired(model, entry, loop.time()) from None
         except BaseException:
-            if entry.granted.cancelled():
+            if granted.cancelled():
                 self._leave(model, entry, loop.time())
                 entry.usage.release(loop.time())
-            elif entry.granted.exception() is None:
-                entry.granted.result().release()  # granted and cancelled at the same moment
+            elif granted.exception() is None:
+                self._release(entry, granted.result())  # granted and cancelled at the same moment
             raise
 
     def wake(self) -> None:
@@ -255,6 +238,7 @@ class AdmissionController:
             late_reason=late_reason,
             usage=self.tenants.enter(request.tenant, work_tokens, now),
             try_reserve=try_reserve,
+            granted=asyncio.get_running_loop().create_future(),
         )
 
     def _latest_start(self, request: GenerateRequest, now: float) -> tuple[float, Refusal]:
@@ -364,9 +348,7 @@ class AdmissionController:
         if self.running >= self._limits.max_running_requests:
             return False
         for entry in model.queue.in_order(with_batch=self._has_batch_slot):
-            granted = entry.granted
-            assert granted is not None
-            if granted.done():
+            if entry.granted.done():
                 continue  # it was cancelled, and its task has not run yet
             if any(map(entry.needs_at_least, model.blocked)):
                 continue
@@ -381,7 +363,8 @@ class AdmissionController:
                 model.queue.admitted(entry)
                 model.rate.admitted(entry.work_tokens, now)
                 self._dequeued(model, entry, now)
-                granted.set_result(self._admit(entry, reservation))
+                self._admitted(entry)
+                entry.granted.set_result(reservation)
                 return True
             model.blocked.append(entry)
             if entry.passed >= MAX_PASSES or len(model.blocked) == SCAN_TRIES:
@@ -415,7 +398,7 @@ class AdmissionController:
             return
         for entry in list(model.queue.in_order()):
             waited_s = now - max(entry.arrived, model.unavailable_since)
-            if waited_s >= self._limits.queue_timeout_s and not _is_done(entry):
+            if waited_s >= self._limits.queue_timeout_s and not entry.granted.done():
                 told = Unavailable(
                     f"{error.message}; waited {waited_s:.0f} s for a worker",
                     retry_after_s=error.retry_after_s or UNAVAILABLE_RETRY_AFTER_S,
@@ -427,23 +410,18 @@ class AdmissionController:
     def _reject(self, model: _Model, entry: _Entry, error: PdserveError, now: float) -> None:
         self._leave(model, entry, now)
         entry.usage.refund()
-        assert entry.granted is not None
         entry.granted.set_exception(error)
 
-    def _admit(self, entry: _Entry, reservation: Reservation) -> Slot[Reservation]:
+    def _admitted(self, entry: _Entry) -> None:
         self.running += 1
         self._running_batch += entry.service_class is ServiceClass.BATCH
-        return Slot(self, entry, reservation)
 
-    def _released(self, entry: _Entry) -> None:
+    def _release(self, entry: _Entry, reservation: Reservation) -> None:
+        reservation.release()
         self.running -= 1
         self._running_batch -= entry.service_class is ServiceClass.BATCH
         entry.usage.release(asyncio.get_running_loop().time())
         self.wake_soon()
-
-
-def _is_done(entry: _Entry) -> bool:
-    return entry.granted is not None and entry.granted.done()
 
 
 def _finite(time: float) -> float | None:

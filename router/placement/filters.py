@@ -33,11 +33,11 @@ class Eligible:
     prefills: list[Candidate]
     decodes: list[Candidate]
     aggregated: list[Candidate]
-    barred: frozenset[tuple[str, str]]
+    excluded: frozenset[tuple[str, str]]
     _by_kind: dict[KvKind, list[Candidate]] = field(default_factory=dict)
 
     def producers(self, decode: Candidate) -> list[Candidate]:
-        """Return the prefill workers that can give KV to `decode`, barred pairs too. Decode
+        """Return the prefill workers that can give KV to `decode`, excluded pairs too. Decode
         workers of one kind get the same list."""
         found = self._by_kind.get(decode.kind)
         if found is None:
@@ -46,11 +46,11 @@ class Eligible:
         return found
 
     def allowed_producers(self, decode: Candidate) -> list[Candidate]:
-        """Return `producers` without barred pairs."""
+        """Return `producers` without excluded pairs."""
         found = self.producers(decode)
-        if not self.barred or all(decode.worker_id != name for _, name in self.barred):
+        if not self.excluded or all(decode.worker_id != name for _, name in self.excluded):
             return found
-        return [c for c in found if (c.worker_id, decode.worker_id) not in self.barred]
+        return [c for c in found if (c.worker_id, decode.worker_id) not in self.excluded]
 
     @property
     def has_pair(self) -> bool:
@@ -68,7 +68,7 @@ def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
     for candidate in kept:
         by_role[candidate.role].append(candidate)
     return Eligible(
-        by_role[Role.PREFILL], by_role[Role.DECODE], by_role[Role.AGGREGATED], demand.barred
+        by_role[Role.PREFILL], by_role[Role.DECODE], by_role[Role.AGGREGATED], demand.excluded
     )
 
 
@@ -200,7 +200,7 @@ def _not_producer(candidate: Candidate, found: Eligible, demand: Demand) -> str:
     roomy = [c for c in consumers if c.has_room(demand.kv_tokens)]
     if not roomy:
         return "no decode worker that it can give KV to has room"
-    if all((candidate.worker_id, c.worker_id) in demand.barred for c in roomy):
+    if all((candidate.worker_id, c.worker_id) in demand.excluded for c in roomy):
         return "every pair with it is ejected"
     return ""
 

@@ -174,7 +174,7 @@ def _choose_pair(
     allowed = {c: found.allowed_producers(c) for c in roomy if c.role is Role.DECODE}
     reachable = [c for c in roomy if allowed.get(c) != []]
     if not reachable:
-        # Every pair is barred: a decode worker does both phases.
+        # Every pair is excluded: a decode worker does both phases.
         tried = policy.draw(roomy, turn, Phase.DECODE, cached)
         board = score(tried, policy.decode, demand, cached)
         return Placement(best(board.totals, tried, turn)), board, None, board.totals
@@ -280,7 +280,7 @@ def place_live(
         if c.role is Role.DECODE
         and c.worker_id != source.worker_id
         and exchange(source.kind, c.kind)
-        and (source.worker_id, c.worker_id) not in demand.barred
+        and (source.worker_id, c.worker_id) not in demand.excluded
         and c.has_room(demand.kv_tokens)
     ]
     if not found:

@@ -32,8 +32,8 @@ class Demand:
     """What a request needs, in tokens; not changed after it was made.
 
     `prefill_only`: one token is wanted, so no decode. `avoid`: workers to use only if there is no
-    other. `barred`: pairs (prefill, decode) that must not exchange KV now. `forks`: answers beyond
-    the first, each with `fork_tokens` of `kv_tokens`.
+    other. `excluded`: pairs (prefill, decode) that must not exchange KV now. `children`: answers
+    beyond the first, each with `child_tokens` of `kv_tokens`.
     """
 
     model: str
@@ -41,12 +41,14 @@ class Demand:
     kv_tokens: int
     prefill_only: bool = False
     avoid: frozenset[str] = frozenset()
-    barred: frozenset[tuple[str, str]] = frozenset()
+    excluded: frozenset[tuple[str, str]] = frozenset()
     request_id: str = ""
     token_ids: tuple[int, ...] = field(default=(), repr=False)
-    forks: int = 0
-    fork_tokens: int = 0
-    _hashes: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)
+    children: int = 0
+    child_tokens: int = 0
+    _hashes: dict[int, list[int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def block_hashes(self, block_size: int) -> list[int]:
         """Return the chain hashes of the prompt's blocks that an engine can take from its cache,
@@ -61,10 +63,10 @@ class Demand:
             )
         return hashes
 
-    def without_forks(self) -> Demand:
+    def without_children(self) -> Demand:
         """Return what one of the answers needs."""
-        kv_tokens = self.kv_tokens - self.forks * self.fork_tokens
-        return replace(self, kv_tokens=kv_tokens, forks=0, fork_tokens=0)
+        kv_tokens = self.kv_tokens - self.children * self.child_tokens
+        return replace(self, kv_tokens=kv_tokens, children=0, child_tokens=0)
 
 
 @dataclass(slots=True, eq=False)

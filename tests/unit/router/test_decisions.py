@@ -85,8 +85,8 @@ def test_none_are_kept_where_none_are_asked_for() -> None:
 def test_a_prompt_is_not_kept() -> None:
     log = DecisionLog(3)
     decided = replace(decide("a"), predictions=(Prediction("p", "d", 0.1, 0.0),), asked_prefix=True)
-    avoid, barred = frozenset({"a"}), frozenset({("p", "d")})
-    demand = replace(decided.demand, avoid=avoid, barred=barred, forks=2, fork_tokens=16)
+    avoid, excluded = frozenset({"a"}), frozenset({("p", "d")})
+    demand = replace(decided.demand, avoid=avoid, excluded=excluded, children=2, child_tokens=16)
     log.record(replace(decided, demand=demand), 1.0)
     (found,) = log.all()
     kept = found.decisions[0].decision

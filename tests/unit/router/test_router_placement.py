@@ -381,11 +381,11 @@ def test_live_kv_goes_to_a_decode_worker_that_can_have_it() -> None:
         member("a", A),
         member("p", P),
         member("full", D, blocks=1),
-        member("barred", D),
+        member("excluded", D),
         member("stranger", D, compatibility="layout-b"),
         not_ready("draining", D, draining=True),
     ]
-    demand = replace(DEMAND, barred=frozenset({("d0", "barred")}))
+    demand = replace(DEMAND, excluded=frozenset({("d0", "excluded")}))
     place = partial(place_live, source.seen())
     with pytest.raises(Unavailable, match="no decode worker can continue with the KV of d0"):
         place([m.seen() for m in (source, *others)], demand, 0, NO_CONTEXT)

@@ -92,7 +92,7 @@ def members(draw: st.DrawFn) -> list[Candidate]:
 
 ALL_PAIRS = tuple(product(IDS, IDS))
 # A bit for each pair: one draw, where a set would take one for each of its members.
-barred = st.one_of(st.just(0), st.just(-1), st.integers(0, (1 << len(ALL_PAIRS)) - 1)).map(
+excluded = st.one_of(st.just(0), st.just(-1), st.integers(0, (1 << len(ALL_PAIRS)) - 1)).map(
     lambda bits: frozenset(pair for i, pair in enumerate(ALL_PAIRS) if bits >> i & 1)
 )
 demands = st.builds(
@@ -102,7 +102,7 @@ demands = st.builds(
     kv_tokens=st.sampled_from([101, 600, 1600]),
     prefill_only=st.sampled_from([False, False, True]),
     avoid=st.frozensets(st.sampled_from(IDS), max_size=2),
-    barred=barred,
+    excluded=excluded,
 )
 costs = st.builds(Costs, st.integers(0, 1000), st.sampled_from([2, 1000]))
 lookups = st.none() | st.builds(
@@ -146,7 +146,7 @@ def usable(candidates: list[Candidate], demand: Demand) -> list[Candidate]:
 
 
 def may_decode(kept: list[Candidate], demand: Demand) -> list[Candidate]:
-    """Those with room that could have KV, were no pair barred."""
+    """Those with room that could have KV, were no pair excluded."""
     prefills = [c for c in kept if c.role is Role.PREFILL]
     return [
         c
@@ -167,7 +167,7 @@ def open_pairs(kept: list[Candidate], demand: Demand) -> list[tuple[Candidate, C
         and d.role is Role.DECODE
         and exchange(p.kind, d.kind)
         and d.has_room(demand.kv_tokens)
-        and (p.worker_id, d.worker_id) not in demand.barred
+        and (p.worker_id, d.worker_id) not in demand.excluded
     ]
 
 

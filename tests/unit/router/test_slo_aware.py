@@ -115,12 +115,12 @@ def test_without_predictions_it_places_as_its_rules_do() -> None:
 def test_a_barred_pair_and_a_strange_layout_are_not_asked_of() -> None:
     strange = worker("px", Role.PREFILL, compatibility="layout-b")
     costs = Costs({("p0", "d0"): 1.0, ("p1", "d0"): 2.0, ("px", "d0"): 0.1})
-    demand = replace(DEMAND, barred=frozenset({("p0", "d0")}))
+    demand = replace(DEMAND, excluded=frozenset({("p0", "d0")}))
     assert placed([P0, P1, strange, D0, worker("dx", Role.DECODE, 9, compatibility="layout-b")],
                   costs, demand) == ("p1", "d0")  # fmt: skip
     assert set(costs.asked) == {"p1", None}
-    # With all pairs barred the decode worker does both phases, whatever that costs.
-    everything = replace(DEMAND, barred=frozenset({("p0", "d0")}))
+    # With all pairs excluded the decode worker does both phases, whatever that costs.
+    everything = replace(DEMAND, excluded=frozenset({("p0", "d0")}))
     assert placed([P0, D0], Costs({("p0", "d0"): 1.0}), everything) == (None, "d0")
 
 
