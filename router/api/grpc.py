@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -49,9 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of an answer that waits for a client that reads slower than it is made.
-MAX_UNSENT_TOKENS = 2048
-MAX_UNSENT_CHARS = 256 * 1024
+# Deltas that may wait for a client that reads slower than its answer is made.
+MAX_UNSENT_DELTAS = 2048
 
 
 class Generation(GenerationServicer):
@@ -141,35 +140,14 @@ class _SendQueue:
     """Deltas of one answer that were not written yet."""
 
     def __init__(self) -> None:
-        self._waiting: deque[AnswerDelta] = deque()
-        self._tokens = 0
-        self._chars = 0
-        self._changed = asyncio.Event()
-        self._closed = False
+        self._queue: asyncio.Queue[AnswerDelta | None] = asyncio.Queue()
+        self.close = partial(self._queue.put_nowait, None)
+        self.read = self._queue.get
 
     def write(self, delta: AnswerDelta) -> bool:
         """Return False if the client is too far behind."""
-        self._waiting.append(delta)
-        self._tokens += len(delta.token_ids)
-        self._chars += len(delta.text)
-        self._changed.set()
-        return self._tokens <= MAX_UNSENT_TOKENS and self._chars <= MAX_UNSENT_CHARS
-
-    def close(self) -> None:
-        self._closed = True
-        self._changed.set()
-
-    async def read(self) -> AnswerDelta | None:
-        """Return the next delta, or None at the end."""
-        while not self._waiting:
-            if self._closed:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        delta = self._waiting.popleft()
-        self._tokens -= len(delta.token_ids)
-        self._chars -= len(delta.text)
-        return delta
+        self._queue.put_nowait(delta)
+        return self._queue.qsize() <= MAX_UNSENT_DELTAS
 
 
 async def _write_all(queue: _SendQueue, request_id: str, context: Context) -> None:

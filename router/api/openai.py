@@ -210,7 +210,7 @@ class _Body(_Strict, kw_only=True):
         if not self.stream:
             _refuse("stream_options", "requires stream: true")
         if self.stream_options.include_obfuscation:
-            _not_supported("stream_options.include_obfuscation")
+            raise _not_supported("stream_options.include_obfuscation")
 
 
 # Fields that are sampling parameters under the same name.
@@ -236,7 +236,7 @@ class CompletionRequest(_Body, kw_only=True):
     def parse(self, request_id: str) -> ParsedRequest:
         """Raises InvalidRequest naming the field."""
         if self.echo:
-            _not_supported("echo")
+            raise _not_supported("echo")
         return self._parsed(
             self._prompt(),
             request_id,
@@ -319,7 +319,7 @@ class ChatRequest(_Body, kw_only=True):
     def parse(self, request_id: str) -> ParsedRequest:
         """Raises InvalidRequest naming the field."""
         if self.store:
-            _not_supported("store")
+            raise _not_supported("store")
         if self.top_logprobs is not None and not self.logprobs:
             _refuse("top_logprobs", "requires logprobs: true")
         new, old = self.max_completion_tokens, self.max_tokens
@@ -381,11 +381,10 @@ def _refuse(field: str, reason: str) -> NoReturn:
     raise InvalidRequest(f"'{field}' {reason}", field=field)
 
 
-def _not_supported(field: str) -> NoReturn:
+def _not_supported(field: str) -> UnsupportedField:
     reason = NOT_SUPPORTED.get(field)
-    raise UnsupportedField(
-        f"'{field}' is not supported" + (f": {reason}" if reason else ""), field=field
-    )
+    text = f"'{field}' is not supported" + (f": {reason}" if reason else "")
+    return UnsupportedField(text, field=field)
 
 
 # -- Reading
@@ -398,11 +397,6 @@ _DECODERS: dict[type[RequestBody], msgspec.json.Decoder[Any]] = {
 }
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*?)`")
-# Values of OpenAI's API for messages with tools, images, audio and files.
-_NO_TEXT = re.compile(r"messages\[\d+\]\.(role|content\[\d+\]\.type)$")
-_ASSISTANT_ONLY = re.compile(
-    r"messages\[\d+\]\.(refusal|audio|tool_calls|function_call|annotations)$"
-)
 
 
 def read(kind: type[RequestBody], data: bytes) -> RequestBody:
@@ -431,12 +425,8 @@ def _error_for(message: str) -> InvalidRequest:
     reason = reason.replace("`", "").replace(" | null", "")
     reason = reason[:1].lower() + reason[1:]
     top = re.split(r"[.\[]", path, maxsplit=1)[0]
-    if top in NOT_SUPPORTED or _ASSISTANT_ONLY.match(path):
-        why = NOT_SUPPORTED.get(top)
-        text = f"'{path}' is not supported" + (f": {why}" if why else "")
-        return UnsupportedField(text, field=top if top in NOT_SUPPORTED else path)
-    if _NO_TEXT.match(path) and re.search("'(tool|function|image_url|input_audio|file)'", reason):
-        return UnsupportedField(f"'{path}': {reason}; only text is supported", field=path)
+    if top in NOT_SUPPORTED:
+        return _not_supported(top)
     field = path.removesuffix("[...]")
     return InvalidRequest(f"'{field}': {reason}" if field else f"body: {reason}", field=field)
 
@@ -532,17 +522,6 @@ class _Writer:
         return _chat_logprobs(positions) if self._is_chat else _lists(positions, offset)
 
 
-class _StreamedChoice:
-    """State of one choice of a stream. `around` is its encoded chunk before and after the text."""
-
-    __slots__ = ("around", "finished", "offset")
-
-    def __init__(self, around: list[bytes]) -> None:
-        self.around = around
-        self.finished = False
-        self.offset = 0
-
-
 class EventWriter(_Writer):
     """Encodes deltas as server-sent events.
 
@@ -551,39 +530,39 @@ class EventWriter(_Writer):
 
     def __init__(self, body: RequestBody, request_id: str, model: str) -> None:
         super().__init__(body, request_id, model)
-        self._choices: dict[int, _StreamedChoice] = {}
+        # By choice: its encoded chunk before and after the text, and the length of its text so far.
+        self._around: dict[int, list[bytes]] = {}
+        self._offsets: dict[int, int] = {}
+        self._unfinished: set[int] = set()
 
     def write(self, delta: AnswerDelta) -> bytes:
         """Return the events of `delta`, empty if the client would see nothing new."""
-        choice = self._choices.get(delta.index)
-        if choice is None:
+        around = self._around.get(delta.index)
+        if around is None:
             chunk = self._chunk(self._choice(delta.index, _HOLE))
-            choice = self._choices[delta.index] = _StreamedChoice(chunk.split(encode(_HOLE)))
-            return self._full(choice, delta, "assistant")
+            self._around[delta.index] = chunk.split(encode(_HOLE))
+            self._unfinished.add(delta.index)
+            return self._full(delta, "assistant")
         if delta.finish_reason is None and not (delta.logprobs or self._token_ids):
-            if not delta.text:
-                return b""
-            before, after = choice.around
-            return before + encode(delta.text) + after
-        return self._full(choice, delta)
+            return around[0] + encode(delta.text) + around[1] if delta.text else b""
+        return self._full(delta)
 
     def end(self) -> bytes:
         """Raises InternalError if a choice has no finish reason."""
-        if not self._choices or not all(x.finished for x in self._choices.values()):
+        if not self._around or self._unfinished:
             raise InternalError("the answer ended without a finish reason")
         return DONE
 
-    def _full(
-        self, state: _StreamedChoice, delta: AnswerDelta, role: str | UnsetType = UNSET
-    ) -> bytes:
+    def _full(self, delta: AnswerDelta, role: str | UnsetType = UNSET) -> bytes:
+        offset = self._offsets.get(delta.index, 0)
+        self._offsets[delta.index] = offset + sum(len(x.sampled.text) for x in delta.logprobs)
         choice = self._choice(delta.index, delta.text, role)
-        choice.logprobs = self._logprobs(delta.logprobs, state.offset)
-        state.offset += sum(len(x.sampled.text) for x in delta.logprobs)
+        choice.logprobs = self._logprobs(delta.logprobs, offset)
         if self._token_ids:
             choice.token_ids = list(delta.token_ids)
         if delta.finish_reason is None:
             return self._chunk(choice)
-        state.finished = True
+        self._unfinished.discard(delta.index)
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         extension = UNSET if delta.receipt is None else Extension(delta.receipt)
         if not self._include_usage:
@@ -686,13 +665,7 @@ def _finite(token: TokenLogprob) -> float:
 
 # -- OpenAPI
 
-_GETS = {
-    "/v1/models": "List the served models.",
-    "/health": "Tell whether the router runs.",
-    "/ready": "Tell whether workers can serve every model.",
-    "/metrics": "Metrics for Prometheus.",
-    "/openapi.json": "This document.",
-}
+_GETS = ("/v1/models", "/health", "/ready", "/metrics", "/openapi.json")
 
 
 def openapi() -> dict[str, Any]:
@@ -705,34 +678,28 @@ def openapi() -> dict[str, Any]:
         for field, schema in schemas[name]["properties"].items():
             if field in NOT_SUPPORTED:
                 schema["description"] = "Not supported."
-    paths: dict[str, Any] = {
-        "/v1/chat/completions": {"post": _post(chat, answer, error)},
-        "/v1/completions": {"post": _post(completion, answer, error)},
-    }
-    for path, summary in _GETS.items():
-        paths[path] = {"get": {"summary": summary, "responses": _responses({}, error)}}
+
+    def responses(**content: Any) -> dict[str, Any]:
+        failure = {"description": "Error.", "content": {"application/json": {"schema": error}}}
+        return {"200": {"description": "Success.", **content}, "default": failure}
+
+    paths: dict[str, Any] = {path: {"get": {"responses": responses()}} for path in _GETS}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", completion)):
+        content = {"application/json": {"schema": answer}, "text/event-stream": {}}
+        paths[path] = {
+            "post": {
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": body}},
+                },
+                "security": [{}, {"key": []}],
+                "responses": responses(content=content),
+            }
+        }
+    keys = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "pdserve", "version": __version__},
         "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": schemas, "securitySchemes": keys},
     }
-
-
-def _post(body: dict[str, Any], answer: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "summary": "Generate text, as one response or as server-sent events.",
-        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-        "security": [{}, {"key": []}],
-        "responses": _responses(
-            {"content": {"application/json": {"schema": answer}, "text/event-stream": {}}}, error
-        ),
-    }
-
-
-def _responses(success: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
-    failure = {"description": "Error.", "content": {"application/json": {"schema": error}}}
-    return {"200": {"description": "Success.", **success}, "default": failure}

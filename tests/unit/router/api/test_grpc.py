@@ -36,7 +36,7 @@ from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router.answer import AnswerDelta
-from router.api.grpc import MAX_UNSENT_CHARS
+from router.api.grpc import MAX_UNSENT_DELTAS
 from tests.patience import WAIT_S, skip
 
 if TYPE_CHECKING:
@@ -332,14 +332,13 @@ async def status_after(apis: Apis, ended: Callable[[], object]) -> Any:
 
 
 async def test_client_that_does_not_read_is_cut(apis: Apis) -> None:
-    piece = AnswerDelta((1,), "x" * (MAX_UNSENT_CHARS // 4))
-    apis.generator.script = (piece,) * 1000
+    apis.generator.script = (AnswerDelta((1,), "x" * 1000),) * (3 * MAX_UNSENT_DELTAS)
     assert isinstance(await status_after(apis, lambda: None), Cancelled)
-    assert apis.generator.unread > 900
+    assert apis.generator.unread > MAX_UNSENT_DELTAS // 2
 
 
 async def test_client_that_reads_too_slowly_is_ended_by_its_deadline(apis: Apis) -> None:
-    piece = AnswerDelta((1,), "x" * (MAX_UNSENT_CHARS // 3))
+    piece = AnswerDelta((1,), "x" * 100_000)
     apis.generator.script = (ANSWER[0], piece, piece)
     error = await status_after(apis, lambda: skip(2 * TIMEOUT_S))
     assert isinstance(error, DeadlineExceeded)
