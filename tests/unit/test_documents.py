@@ -1,4 +1,4 @@
-"""What documents name is there: files, programs, and the tests that are said to show something."""
+"""Files and programs that the documents name exist."""
 
 from __future__ import annotations
 
@@ -16,39 +16,27 @@ DOCUMENTS = sorted(
 OURS = "pdserve|router|workers|kv_transfer|benchmarks|tests|docs|protos"
 FILE = re.compile(rf"`((?:{OURS})/[\w/.-]*\.\w+|(?:{OURS})/[\w/-]*/)`")
 PROGRAM = re.compile(rf"python -m ((?:{OURS})[\w.]*)")
-TEST = re.compile(r"`([\w/]*test_\w+)::(\w+)`")
-# Where documents say of no folder.
-TESTS = Path("unit/kv_transfer")
 
 
 def named(pattern: re.Pattern[str]) -> list[object]:
     return [
-        pytest.param(found, id=f"{path.name}: {'::'.join(found) if len(found) > 1 else found[0]}")
+        pytest.param(found[0], id=f"{path.name}: {found[0]}")
         for path in DOCUMENTS
         for found in sorted({m.groups() for m in pattern.finditer(path.read_text("utf-8"))})
     ]
 
 
 @pytest.mark.parametrize("found", named(FILE))
-def test_every_file_exists(found: tuple[str]) -> None:
-    assert (ROOT / found[0]).exists()
+def test_every_file_exists(found: str) -> None:
+    assert (ROOT / found).exists()
 
 
 @pytest.mark.parametrize("found", named(PROGRAM))
-def test_every_program_exists(found: tuple[str]) -> None:
-    path = ROOT / found[0].replace(".", "/")
+def test_every_program_exists(found: str) -> None:
+    path = ROOT / found.replace(".", "/")
     assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
-@pytest.mark.parametrize("found", named(TEST))
-def test_every_test_exists(found: tuple[str, str]) -> None:
-    file, name = found
-    path = ROOT / "tests" / (f"{file}.py" if "/" in file else TESTS / f"{file}.py")
-    text = path.read_text("utf-8")
-    assert re.search(rf"^\s*(?:async )?def {name}\(|^{name} = ", text, re.MULTILINE)
-
-
 def test_something_is_named() -> None:
-    assert len(named(FILE)) > 20
-    assert len(named(PROGRAM)) > 1
-    assert len(named(TEST)) > 3
+    assert named(FILE)
+    assert named(PROGRAM)

@@ -1,93 +1,69 @@
-"""Who may import whom, by reading the imports. The table is docs/internals.md's."""
+"""Which package may import which, and that modules do not import each other in circles."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 ROOT = Path(__file__).resolve().parents[2]
-OURS = frozenset({"pdserve", "router", "workers", "kv_transfer", "benchmarks"})
-HEAVY = frozenset({"torch", "vllm", "transformers"})
-
-# package: (what of ours it may import, which heavy ones)
-TABLE: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    "pdserve": (frozenset(), frozenset()),
-    "kv_transfer": (
-        frozenset({"pdserve.types", "pdserve.errors"}),
-        frozenset({"torch", "vllm"}),
-    ),
-    "workers": (frozenset({"pdserve", "kv_transfer"}), HEAVY),
-    "router": (frozenset({"pdserve"}), frozenset()),
-    "benchmarks": (frozenset({"pdserve"}), frozenset()),
+# The table is also in CONTRIBUTING.md.
+MAY_IMPORT = {
+    "pdserve": set(),
+    "kv_transfer": {"pdserve"},
+    "workers": {"pdserve", "kv_transfer"},
+    "router": {"pdserve"},
+    "benchmarks": {"pdserve", "kv_transfer", "workers", "router"},
 }
-# Measure the KV plane without engines.
-MEASURES_KV = ("benchmarks/micro/",)
-# Time decisions by themselves, or make them on a virtual clock: without the router's APIs.
-RUNS_ROUTER_CODE = ("benchmarks/simulate.py", "benchmarks/plan.py")
-# Run vLLM or make a model by themselves, as what ours is measured against.
-RUNS_TORCH = ("benchmarks/compare/nixl.py",)
+HEAVY = {"torch", "vllm", "transformers"}
+# The router and the commands start in a second because they import none of HEAVY.
+LIGHT = {"pdserve", "router", "benchmarks"}
 
 
-def imports(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line, module and whether the import runs only when a function does."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    late = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
+def imports(path: Path) -> set[str]:
+    """Return the modules that a file imports anywhere, type-checking imports included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name, id(node) in late
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno} is relative"
-            assert node.module is not None
-            yield node.lineno, node.module, id(node) in late
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import"
+            found |= {node.module or "", *(f"{node.module}.{x.name}" for x in node.names)}
+    return found
 
 
-def within(module: str, allowed: frozenset[str]) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in allowed)
-
-
-def trespasses(package: str) -> Iterator[str]:
-    ours, heavy = TABLE[package]
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_what_it_may(package: str) -> None:
+    others = set(MAY_IMPORT) - MAY_IMPORT[package] - {package}
+    wrong = []
     for path in sorted((ROOT / package).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        for line, module, is_late in imports(path):
-            top = module.partition(".")[0]
-            if top in OURS and top != package and not within(module, ours):
-                # The command line starts the others, and only when a command runs.
-                if name.startswith("pdserve/cli/") and is_late:
-                    continue
-                # Measures the KV plane without engines: an HTTP endpoint does not show it.
-                if name.startswith(MEASURES_KV) and top == "kv_transfer":
-                    continue
-                if name.startswith(RUNS_ROUTER_CODE) and top in ("router", "workers"):
-                    continue
-                yield f"{name}:{line} imports {module}"
-            if top in HEAVY and top not in heavy and not name.startswith(RUNS_TORCH):
-                yield f"{name}:{line} imports {module}"
-
-
-@pytest.mark.parametrize("package", TABLE)
-def test_a_package_imports_only_what_it_may(package: str) -> None:
-    assert list(trespasses(package)) == []
+        tops = {module.partition(".")[0] for module in imports(path)}
+        # Commands start the other packages.
+        if not name.startswith("pdserve/cli/"):
+            wrong += [f"{name} imports {top}" for top in tops & others]
+        if package in LIGHT and not name.startswith("benchmarks/micro/"):
+            wrong += [f"{name} imports {top}" for top in tops & HEAVY]
+    assert wrong == []
 
 
 def test_every_package_is_in_the_table() -> None:
-    found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert found == set(TABLE)
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(MAY_IMPORT)
 
 
-def test_the_reader_of_imports_sees_late_and_early_ones(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text("import os.path\ndef f():\n    from vllm.v1 import engine\n")
-    assert list(imports(path)) == [(1, "os.path", False), (3, "vllm.v1", True)]
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
+        for package in MAY_IMPORT
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    graph = {name: imports(path) & modules.keys() - {name} for name, path in modules.items()}
+    # Remove modules that import nothing that is left, until only circles remain.
+    while free := {name for name, targets in graph.items() if not targets & graph.keys()}:
+        graph = {name: targets for name, targets in graph.items() if name not in free}
+    # What is left also holds modules that import a circle without being part of one.
+    while free := {n for n in graph if not any(n in targets for targets in graph.values())}:
+        graph = {name: targets for name, targets in graph.items() if name not in free}
+    assert sorted(graph) == []
