@@ -1,0 +1,65 @@
+"""docs/architecture.md is true: the files that it names are those that serve a request."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from tests.cluster import Cluster
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = re.compile(r"^(?:pdserve|router|workers|kv_transfer)/")
+NAMED = re.compile(r"`((?:pdserve|router|workers|kv_transfer)/[\w/]+\.py)`")
+# The cluster of this test has fake engines, which need neither vLLM nor the KV plane.
+WITH_VLLM = re.compile(r"^(?:kv_transfer|workers/vllm)/")
+
+
+async def _files_until_first_token() -> set[str]:
+    """Return our files that run for a streaming chat request, from socket to first token out."""
+    touched: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            touched.add(frame.f_code.co_filename)
+
+    body = {
+        "model": "pdserve-demo",
+        "messages": [{"role": "user", "content": "What is a block?"}],
+        "stream": True,
+        "max_tokens": 8,
+        "ignore_eos": True,
+    }
+    async with Cluster(prefill=1, decode=1) as cluster, aiohttp.ClientSession() as session:
+        for is_noted in (False, True):  # the first request imports and connects
+            sys.setprofile(note if is_noted else None)
+            try:
+                async with session.post(
+                    f"http://{cluster.http}/v1/chat/completions", json=body
+                ) as answer:
+                    assert answer.status == 200, await answer.text()
+                    async for line in answer.content:
+                        if b'"content":"' in line.replace(b" ", b""):
+                            break
+                    sys.setprofile(None)
+                    await answer.read()
+            finally:
+                sys.setprofile(None)
+    paths = (Path(name) for name in touched)
+    names = {path.relative_to(ROOT).as_posix() for path in paths if path.is_relative_to(ROOT)}
+    return {name for name in names if OURS.match(name)}
+
+
+async def test_one_request_runs_through_the_files_that_the_document_names() -> None:
+    document = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(NAMED.findall(document.partition("## One request")[2].partition("\n## ")[0]))
+    assert 5 <= len(named) <= 15
+    touched = await _files_until_first_token()
+    assert {name for name in named if not WITH_VLLM.match(name)} - touched == set()
+    assert len(touched) <= 40, sorted(touched)
