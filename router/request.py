@@ -99,7 +99,9 @@ class RequestServer:
         """
         self.open_requests += 1
         try:
-            request = replace(request, deadline=self._deadline(request))
+            deadline = self._deadline(request)
+            if deadline != request.deadline:
+                request = replace(request, deadline=deadline)
             with self._traced(request) as (request, span):
                 await self._serve(request, out, span)
         finally:
@@ -151,17 +153,28 @@ class RequestServer:
         """Write all answers and return why the first one ended. The last delta has the usage and
         the receipt of all."""
         parent, *children = generations
-        request, unfinished = parent.request, len(generations)
+        request, out, unfinished = parent.request, parent.answer.out, len(generations)
         loop = asyncio.get_running_loop()
 
         async def complete(generation: Generation, reservation: Reservation | None) -> None:
             nonlocal unfinished
-            delta = await generation.run(reservation)
+            end = await generation.run(reservation)
             unfinished -= 1
+            usage, receipt = None, None
             if not unfinished:
                 usage, receipt = self._account(generations, arrived, admitted)
-                delta = replace(delta, usage=usage, receipt=receipt)
-            generation.answer.out.write(delta)
+            out.write(
+                AnswerDelta(
+                    token_ids=end.delta.token_ids,
+                    text=end.delta.text,
+                    logprobs=end.delta.logprobs,
+                    finish_reason=end.reason,
+                    stop_reason=end.delta.stop_reason,
+                    usage=usage,
+                    receipt=receipt,
+                    index=generation.answer.index,
+                )
+            )
 
         try:
             async with asyncio.timeout_at(request.deadline):
@@ -306,11 +319,12 @@ class Generation:
         self._commands = CommandBuilder(request, request.deadline)
         self._attempt: Attempt | None = None
 
-    async def run(self, reservation: Reservation | None) -> AnswerDelta:
-        """Return the last delta, which is not written yet. Raises PdserveError."""
+    async def run(self, reservation: Reservation | None) -> Finished:
+        """Attempt until the answer is complete; its last tokens are not written. Raises
+        PdserveError."""
         self.first_reservation, moved = reservation, None
         if len(self.answer.tokens) >= self.answer.max_tokens:
-            return self._last(Finished(StreamDelta(0), FinishReason.LENGTH))
+            return self._finish(Finished(StreamDelta(0), FinishReason.LENGTH))
         if reservation is None:
             reservation = await self._reserve_again(Unavailable("no worker is ready"), MOVED)
         while True:
@@ -321,23 +335,16 @@ class Generation:
                 finally:
                     self._attempt = None
             if isinstance(end, Finished):
-                return self._last(end)
+                return self._finish(end)
             if isinstance(end, Failed):
                 reservation, moved = await self._after_failure(end), None
             else:
                 reservation, moved = end.reservation, end if end.producer is not None else None
                 self._continue(reservation, MOVED, "the worker is to be empty")
 
-    def _last(self, end: Finished) -> AnswerDelta:
+    def _finish(self, end: Finished) -> Finished:
         self.finish_reason = end.reason.value
-        return AnswerDelta(
-            token_ids=end.delta.token_ids,
-            text=end.delta.text,
-            logprobs=end.delta.logprobs,
-            finish_reason=end.reason,
-            stop_reason=end.delta.stop_reason,
-            index=self.answer.index,
-        )
+        return end
 
     async def _after_failure(self, end: Failed) -> Reservation:
         """Place the next attempt. Raises the error of the failure if there is none."""
