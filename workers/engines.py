@@ -1,4 +1,4 @@
-"""Makes the engine that a configuration names. vllm is imported for its own engine only."""
+"""Creates the configured engine. vllm is imported only for its own engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _make_vllm(config: WorkerConfig, instance_id: str) -> Engine:
 
 
 def _extra(kv: KvConfig, access: AccessConfig) -> dict[str, Any]:
-    """What the connector itself is told. Raises ConfigError where it is not installed."""
+    """Return the connector's own configuration. Raises ConfigError if it is not installed."""
     if kv.connector == "nixl":
         if find_spec("nixl") is None:
             raise ConfigError("kv.connector: the package nixl is missing", field="kv.connector")
@@ -84,7 +84,7 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
 
 
 def _model_info(path: Path, name: str) -> ModelInfo:
-    """What the model's config.json says: the fake engine serves its vocabulary."""
+    """Read the model's config.json: the fake engine serves its vocabulary."""
     try:
         values: dict[str, Any] = json.loads((path / "config.json").read_text())
         return ModelInfo(

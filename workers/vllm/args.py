@@ -44,8 +44,8 @@ _CONNECTORS = {
 
 
 def kv_transfer_config(kv: KvSettings) -> KVTransferConfig:
-    """The connector, for both directions. A failed load must fail its request: recomputed in
-    silence, the first token would be sampled twice and nobody could tell."""
+    """Return the connector's configuration. A failed load must fail its request: if vLLM computed
+    it again, the first token would be sampled twice."""
     name, module = _CONNECTORS[kv.connector]
     return KVTransferConfig(
         kv_connector=name,
@@ -58,7 +58,7 @@ def kv_transfer_config(kv: KvSettings) -> KVTransferConfig:
 
 
 def engine_args(settings: VllmSettings) -> EngineArgs:
-    """Raises ConfigError naming the key for an engine argument that vLLM does not have."""
+    """Raises ConfigError naming an engine argument that vLLM does not have."""
     known = {f.name for f in fields(EngineArgs)}
     for name in settings.engine_args:
         if name not in known:
@@ -88,7 +88,7 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
 
 
 def settings_in_effect(config: VllmConfig) -> dict[str, str]:
-    """What of a started engine bears on its speed, by vLLM's names and after vLLM's own choices."""
+    """Return the settings that bear on the engine's speed, as vLLM has resolved them."""
     scheduler, compilation = config.scheduler_config, config.compilation_config
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     found = {

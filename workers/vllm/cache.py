@@ -1,9 +1,8 @@
-"""vLLM's prefix cache as its own KV events tell it. Tried with vLLM 0.32.0.
+"""vLLM's prefix cache from its own KV events. Tried with vLLM 0.32.0.
 
-The scheduler collects the events of a step and gives them to its `kv_event_publisher`;
-`CacheEvents` stands in that place, so that they stay in this process. Two blocks can hold the same
-tokens, and vLLM then says `BlockRemoved` for the first to go, although the other still serves: so
-what is said to be gone is looked up in the block pool first.
+The scheduler gives the events of a step to its `kv_event_publisher`, which `CacheEvents` replaces.
+Two blocks can hold the same tokens, and vLLM reports `BlockRemoved` for the first one evicted
+although the other still serves; so a removed block is looked up in the block pool first.
 
 Used: vllm/distributed/kv_events.py (EventPublisher, the events), vllm/v1/core/sched/scheduler.py
 (`kv_event_publisher`, `kv_cache_manager`), vllm/v1/core/block_pool.py (`get_cached_block`).
@@ -33,12 +32,12 @@ _log = logging.getLogger(__name__)
 
 
 def events_config(*, enabled: bool) -> KVEventsConfig:
-    """For the engine's arguments: events, and no publisher of vLLM's."""
+    """Return engine arguments that enable events without a publisher of vLLM's."""
     return KVEventsConfig(enable_kv_cache_events=enabled, publisher="null")
 
 
 class CacheEvents(EventPublisher):  # type: ignore[misc]
-    """State: events since the last `take`, and the mirror that they keep true."""
+    """State: events since the last `take`, and the mirror that they update."""
 
     def __init__(self, mirror: CacheMirror, block_pool: Any, block_size: int) -> None:
         super().__init__()
@@ -51,10 +50,10 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
         self._events += events.events
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        """Part of the interface; nothing is open."""
 
     def take(self) -> CacheChange | None:
-        """What has changed, or None."""
+        """Return what has changed, or None."""
         if not self._events:
             return None
         events, self._events = self._events, []
@@ -73,8 +72,8 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
                 self._mirror.remove(key)
 
     def _is_plain(self, event: BlockStored) -> bool:
-        """Whether the blocks are in this cache and told by their tokens alone. `extra_keys` hold
-        what else went into their hashes: adapter, images, salt, embeddings."""
+        """Return whether tokens alone identify the blocks. `extra_keys` are what else is in their
+        hashes: adapter, images, salt, embeddings."""
         return (
             event.medium == self._pool.medium
             and event.block_size == self._block_size

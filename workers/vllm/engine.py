@@ -91,7 +91,7 @@ class VllmEngine:
         self._on_cache = callback
 
     async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
-        """Raises what loading raises: ConfigError for our settings, vLLM's errors for its own."""
+        """Load the model. Raises ConfigError for our settings, and vLLM's errors."""
         if self._thread is not None:
             raise RuntimeError("this engine was started already")
         self._loop = asyncio.get_running_loop()
@@ -156,7 +156,7 @@ class VllmEngine:
     def _run(self, started: asyncio.Future[EngineInfo]) -> None:
         try:
             core = self._load()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the start
+        except BaseException as error:  # noqa: BLE001 - raised by `start`
             self._stop(ErrorInfo(WorkerFailed.code, "the engine did not start"), [])
             self._call(_fail, started, error)
             return

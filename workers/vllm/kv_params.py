@@ -1,8 +1,7 @@
-"""What an engine's connector is told of a piece of work, in the words of its kind.
+"""The `kv_transfer_params` of a request, for our connector or for one of vLLM's own.
 
-A connector that hands over in turn is one of vLLM's own (or speaks as they do): prefill is told to
-keep its KV, and what it says of it at its end is decode's to be told. In between it travels as the
-`kv_handle`, JSON in UTF-8, which nobody reads.
+With a connector of vLLM's, decode starts after prefill: prefill keeps its KV and reports where it
+is, and decode gets that report. It travels as the opaque `kv_handle`, JSON in UTF-8.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 
 def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:
-    """The request's `kv_transfer_params`; empty where there is nothing to tell. Raises
-    InvalidRequest naming the field."""
+    """Return the request's `kv_transfer_params`, which may be empty. Raises InvalidRequest."""
     if style is HandoffStyle.CONCURRENT:
         return _at_once(work)
     params: dict[str, Any] = {}
@@ -38,7 +36,7 @@ def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:
 
 
 def handle_of(params: Mapping[str, Any] | None) -> bytes:
-    """What a prefill's output says of its KV, as a handle; empty where it kept none."""
+    """Return the handle for the KV that a prefill's output reports, or b""."""
     return json.dumps(params).encode() if params else b""
 
 

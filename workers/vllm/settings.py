@@ -136,8 +136,8 @@ _ALWAYS = {
     # swapping the single-process executor for the multiprocess one.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    # Threads are shared out by whoever starts the worker. vLLM's own binder would take a core per
-    # rank for itself, and one more because a KV connector is configured.
+    # The launcher assigns cores. vLLM's own binder would take a core per rank, and one more because
+    # a KV connector is configured.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # KV events name blocks as the block pool does; workers/vllm/cache.py looks them up there.
     "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
