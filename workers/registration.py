@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import grpc
@@ -30,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _RPC_S = 5.0
 _DEREGISTER_S = 2.0
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -59,23 +59,6 @@ class StateSource(Protocol):
     def kv_report(self) -> KvReport | None: ...
 
 
-@dataclass(slots=True)
-class Backoff:
-    """Growing pauses with jitter, so that workers do not all return to a router at once."""
-
-    min_s: float = 0.1
-    max_s: float = 5.0
-    _next_s: float = 0.0
-
-    def pause_s(self) -> float:
-        """Return the next pause."""
-        self._next_s = min(self.max_s, max(self.min_s, self._next_s * 2))
-        return self._next_s * random.uniform(0.5, 1.0)
-
-    def reset(self) -> None:
-        self._next_s = 0.0
-
-
 class Registration:
     """One worker at one router. State: whether the router knows it, and as what."""
 
@@ -95,7 +78,7 @@ class Registration:
         self._due = asyncio.Event()
         self._is_reachable = False
         self._waiters: list[asyncio.Future[None]] = []
-        self._backoff = Backoff()
+        self._pause_s = 0.0  # before the next try, doubled after each failure
 
     async def run(self) -> NoReturn:
         """Register and renew until cancelled. Raises RegistrationRefused."""
@@ -157,7 +140,7 @@ class Registration:
                     ) from error
                 await self._back_off(error)
             else:
-                self._backoff.reset()
+                self._pause_s = 0.0
                 self._registered_info = info
                 return reply.lease_s
 
@@ -183,7 +166,7 @@ class Registration:
             else:
                 self._is_reachable = True
                 lease_s = reply.lease_s
-                self._backoff.reset()
+                self._pause_s = 0.0
             finally:
                 for waiter in waiters:
                     if not waiter.done():
@@ -210,7 +193,9 @@ class Registration:
         self._due.clear()
 
     async def _back_off(self, error: grpc.aio.AioRpcError) -> None:
-        pause_s = self._backoff.pause_s()
+        self._pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, self._pause_s * 2))
+        # Jitter, so that workers do not all return to a router at the same moment.
+        pause_s = self._pause_s * random.uniform(0.5, 1.0)
         logger.warning(
             "router %s: %s (%s); next try in %.1f s",
             self.address,

@@ -56,10 +56,6 @@ class EngineContract:
         assert one.token_ids == two.token_ids
         assert one.text == two.text
 
-    async def test_another_prompt_gives_another_answer(self, driver: EngineDriver) -> None:
-        one, two = await driver.run(prompt(33)), await driver.run(prompt(33, start=21))
-        assert one.token_ids != two.token_ids
-
     async def test_requests_side_by_side_come_in_one_call_a_step(
         self, driver: EngineDriver
     ) -> None:
@@ -79,15 +75,6 @@ class EngineContract:
         assert stream.last.finish_reason is FinishReason.STOP
         assert stream.last.stop_reason == stop
         assert stream.text == whole.text[: whole.text.index(stop)]
-
-    async def test_a_stop_string_is_kept_where_the_request_says_so(
-        self, driver: EngineDriver
-    ) -> None:
-        whole = await driver.run(prompt(20), LONG)
-        stop = first_with_text(whole, after=8)
-        sampling = replace(LONG, stop=(stop,), include_stop_str_in_output=True)
-        stream = await driver.run(prompt(20), sampling)
-        assert stream.text == whole.text[: whole.text.index(stop) + len(stop)]
 
     async def test_a_stop_token_ends_the_answer(self, driver: EngineDriver) -> None:
         whole = await driver.run(prompt(20), LONG)
@@ -168,13 +155,6 @@ class EngineContract:
     async def test_cancel_of_an_unknown_stream_is_nothing(self, driver: EngineDriver) -> None:
         driver.engine.cancel(1 << 40)
         assert (await driver.run(prompt(5))).is_finished
-
-    async def test_load_returns_to_nothing(self, driver: EngineDriver) -> None:
-        await driver.run(prompt(20))
-        await driver.until_empty()
-        load = driver.engine.load()
-        assert load is not None
-        assert (load.num_waiting_reqs, load.num_running_reqs) == (0, 0)
 
 
 class HandoffContract:

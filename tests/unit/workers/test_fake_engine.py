@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.types import FinishReason, ModelInfo
+from pdserve.types import ModelInfo
 from tests.unit.workers.engine_driver import PLAIN, EngineDriver, Pair, prompt
 from tests.unit.workers.router_side import PATIENT_KV
-from workers.engine import PrefillPhase
 from workers.fake import engine
 from workers.fake.engine import FakeEngine
 from workers.fake.settings import FakeFaults, FakeKv, FakeSettings, settings_from_args
@@ -83,11 +82,6 @@ class TestRoom:
         stream = await small.run(prompt(120), replace(PLAIN, max_tokens=16))
         assert stream.error.field == "max_tokens"
 
-    async def test_phases_that_move_kv_are_refused_where_it_cannot_move(
-        self, small: EngineDriver
-    ) -> None:
-        assert (await small.run(prompt(4), PLAIN, PrefillPhase("t"))).error.field == "phase"
-
 
 async def test_steps_take_the_scripted_time(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
@@ -125,12 +119,6 @@ class TestTransfers:
             first = await pair.prefill.run(prompt(40), PLAIN, prefill_phase)
             assert len(first.token_ids) == 1
             assert pair.prefill.engine.ledger().is_empty
-
-    async def test_a_finished_prefill_holds_its_blocks_under_a_lease(self, pair: Pair) -> None:
-        prefill_phase, _ = pair.phases()
-        await pair.prefill.run(prompt(40), PLAIN, prefill_phase)
-        ledger = pair.prefill.engine.ledger()
-        assert (ledger.leased_blocks, ledger.in_flight_blocks, ledger.transfers) == (3, 0, 1)
 
     async def test_wrong_kv_is_seen_in_the_first_token_after_it(self, pair: Pair) -> None:
         good = await pair.run(prompt(40))
@@ -187,18 +175,6 @@ class TestFaults:
         assert (await pair.decode.finish(decoding)).error.code == "transfer_failed"
         await pair.until_empty()
 
-    async def test_a_stalled_engine_takes_work_and_goes_on_when_it_is_let_go(
-        self, pair: Pair
-    ) -> None:
-        driver = pair.decode
-        fake(driver).faults = FakeFaults(stalled=True)
-        stream_id = driver.submit(prompt(20))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not driver.streams[stream_id].deltas
-        fake(driver).faults = FakeFaults()
-        assert (await driver.finish(stream_id)).last.finish_reason is FinishReason.LENGTH
-
     async def test_an_engine_that_stalls_at_a_step_makes_all_before_it(self, pair: Pair) -> None:
         driver = pair.decode
         fake(driver).faults = FakeFaults(stall_at_step=4)
@@ -233,14 +209,6 @@ class TestFaults:
 
 
 class TestSettings:
-    def test_flat_arguments_find_their_place(self) -> None:
-        settings = settings_from_args(
-            {"total_blocks": 9, "step_s": 1, "fail_prefill": "x"}, kv=None
-        )
-        assert settings.total_blocks == 9
-        assert settings.step_s == 1
-        assert settings.faults.fail_prefill == "x"
-
     @pytest.mark.parametrize(
         "args", [{"nonsense": 1}, {"total_blocks": "9"}, {"stalled": 1}, {"step_s": True}]
     )

@@ -90,30 +90,6 @@ def test_each_card_is_told_with_what_it_knows(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("visible", "names"), [("1", ["Card B"]), ("GPU-a", ["Card A"]), ("", []), ("-1", [])]
-)
-def test_only_visible_cards_count(
-    monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
-) -> None:
-    use(monkeypatch, FakeNvml())
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [x.name for x in gpu_health()] == names
-
-
-@pytest.mark.parametrize(
-    "nvml",
-    [None, FakeNvml(init_fails=True), FakeNvml(count_fails=True)],
-    ids=["no library", "no driver", "no count"],
-)
-def test_a_worker_without_a_gpu_has_no_health_and_no_error(
-    monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None
-) -> None:
-    use(monkeypatch, nvml)
-    assert gpu_health() == []
-    assert nvml is None or nvml.open == 0
-
-
-@pytest.mark.parametrize(
     ("value", "entries"),
     [
         (None, None),

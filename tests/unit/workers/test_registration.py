@@ -11,7 +11,7 @@ import pytest
 from pdserve import wire
 from pdserve.types import KvLedger, KvReport, ModelInfo, Role, WorkerInfo, WorkerLoad
 from tests.unit.workers.router_side import WAIT_S, FakeRegistry
-from workers.registration import Backoff, RegistrationRefused, Registrations
+from workers.registration import RegistrationRefused, Registrations
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -155,12 +155,3 @@ async def test_a_refusal_is_fatal_and_has_the_reason(stack: AsyncExitStack) -> N
     assert address in error.message
     await registrations.stop()
     assert not router.left
-
-
-def test_pauses_grow_to_a_bound_and_start_anew() -> None:
-    backoff = Backoff(min_s=1.0, max_s=4.0)
-    pauses = [backoff.pause_s() for _ in range(5)]
-    for pause, full in zip(pauses, [1.0, 2.0, 4.0, 4.0, 4.0], strict=True):
-        assert full / 2 <= pause <= full
-    backoff.reset()
-    assert backoff.pause_s() <= 1.0

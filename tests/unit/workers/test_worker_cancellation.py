@@ -51,15 +51,6 @@ async def test_a_cancelled_stream_says_no_more_and_the_others_go_on() -> None:
         await router.until_empty()
 
 
-async def test_a_cancelled_stream_id_can_be_used_again() -> None:
-    async with a_worker(timing=SLOW) as server, RouterSide(server) as router:
-        await router.submit(1, LONG)
-        await router.cancel(1)
-        await router.submit(1)
-        await router.finish(1)
-        await router.until_empty()
-
-
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_the_end_of_a_stream_cancels_all_that_came_over_it(how: str) -> None:
     async with a_worker(timing=SLOW) as server, RouterSide(server, "other") as other:
@@ -79,31 +70,6 @@ async def test_the_end_of_a_stream_cancels_all_that_came_over_it(how: str) -> No
         await router.close()
 
 
-async def test_a_cancel_while_a_request_waits_for_room() -> None:
-    async with a_worker() as server, RouterSide(server) as router:
-        engine_of(server).faults = FakeFaults(stalled=True)
-        await router.submit(1, LONG)
-        await router.cancel(1)
-        await router.until_empty()
-        engine_of(server).faults = FakeFaults()
-        await router.submit(2)
-        assert len(token_ids(await router.finish(2))) == PLAIN.max_tokens
-
-
-async def test_a_decode_that_is_cancelled_before_prefill_frees_both_sides() -> None:
-    async with (
-        a_worker(Role.PREFILL) as prefill,
-        a_worker(Role.DECODE) as decode,
-        RouterSide(decode) as to_decode,
-    ):
-        await to_decode.submit(1, decode=decode_phase(prefill))
-        async with asyncio.timeout(WAIT_S):
-            while not (await to_decode.status()).ledger.in_flight_blocks:
-                pass
-        await to_decode.cancel(1)
-        await to_decode.until_empty()
-
-
 async def test_a_decode_that_is_cancelled_in_mid_transfer_frees_both_sides() -> None:
     async with (
         a_worker(Role.PREFILL) as prefill,
@@ -121,24 +87,6 @@ async def test_a_decode_that_is_cancelled_in_mid_transfer_frees_both_sides() -> 
         await to_decode.cancel(1)
         await to_decode.until_empty()
         await to_prefill.until_empty()
-
-
-async def test_a_prefill_that_is_cancelled_fails_the_decode() -> None:
-    async with (
-        a_worker(Role.PREFILL, timing=FakeSettings(prefill_s=1000.0)) as prefill,
-        a_worker(Role.DECODE) as decode,
-        RouterSide(prefill) as to_prefill,
-        RouterSide(decode) as to_decode,
-    ):
-        await to_prefill.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
-        await to_decode.submit(1, decode=decode_phase(prefill))
-        async with asyncio.timeout(WAIT_S):
-            while not (await to_decode.status()).ledger.in_flight_blocks:
-                pass
-        await to_prefill.cancel(1)
-        assert error_of(await to_decode.finish(1))[0] == "transfer_failed"
-        await to_prefill.until_empty()
-        await to_decode.until_empty()
 
 
 async def test_a_cancel_after_the_last_delta_of_a_prefill_frees_what_it_holds() -> None:

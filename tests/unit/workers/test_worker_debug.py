@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from pdserve.errors import ConfigError
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from tests.unit.workers.router_side import (
@@ -17,14 +16,13 @@ from tests.unit.workers.router_side import (
     WAIT_S,
     RouterSide,
     a_worker,
-    fake_engine,
-    worker_config,
 )
 from workers.fake.engine import FakeEngine
-from workers.server import WorkerServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from workers.server import WorkerServer
 
 PREFILL = {"prefill": w.PrefillPhase(transfer_id="t-7")}
 
@@ -105,21 +103,6 @@ async def test_nothing_else_is_served(method: str, path: str, status: int) -> No
         got, answer = await get(server, path, method)
         assert got == status
         assert path in answer["error"]
-
-
-async def test_an_empty_host_turns_it_off() -> None:
-    async with a_worker(debug_host="") as server:
-        assert server.info.debug_address == ""
-
-
-async def test_a_port_that_is_taken_is_refused_by_name() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        config = worker_config(router="127.0.0.1:1", debug_port=port)
-        server = WorkerServer(config, engine=fake_engine("e"), instance_id="e")
-        with pytest.raises(ConfigError) as caught:
-            await server.start()
-    assert caught.value.field == "debug_port"
 
 
 async def test_the_face_is_gone_when_the_worker_has_stopped() -> None:

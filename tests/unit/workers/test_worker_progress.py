@@ -75,15 +75,6 @@ def test_the_first_steps_may_compile() -> None:
     assert now_of(board).step_allowance_s == 0.1
 
 
-def test_work_that_no_step_has_seen_is_work() -> None:
-    board = warm(sees_layers=True)
-    board.end(0.0, computed=True, has_work=False)
-    assert not now_of(board).has_work
-    assert now_of(board, has_more=True).has_work
-    board.begin(0.0, has_work=True)
-    assert now_of(board).has_work
-
-
 @pytest.mark.parametrize(
     ("seen", "tokens", "longest_s"),
     [
