@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pdserve.cli.options import (
     add_config_options,
@@ -32,6 +33,7 @@ DEFAULT_VARIANTS = "1P1D,2A"
 # Metrics that can carry an SLO; benchmarks.metrics computes them.
 SLO_METRICS = ("ttft", "ttft_sched", "tpot", "tt2t", "e2e", "e2e_sched")
 _TRACE = "chat, code, longchat, the path of a file, or several joined by + (default: chat)"
+T = TypeVar("T")
 _Parsers = Any  # argparse has no public name for its subparsers
 
 
@@ -68,6 +70,12 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
     return handler
 
 
+def _settings(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
+    """Fill a dataclass with the options of the same names, and with `more`."""
+    given = {x.name: getattr(args, x.name) for x in fields(kind) if hasattr(args, x.name)}  # type: ignore[arg-type]
+    return kind(**(given | more))
+
+
 def run_async(work: Coroutine[Any, Any, Any]) -> Any:
     """Run on an event loop of its own."""
     import asyncio
@@ -101,7 +109,9 @@ def _add_replay(commands: _Parsers) -> argparse.ArgumentParser:
     _add_shape(replay)
     speed = replay.add_mutually_exclusive_group()
     speed.add_argument("--speedup", type=_positive, default=1.0, metavar="F", help="of arrivals")
-    speed.add_argument("--rate", type=_positive, metavar="R", help="mean requests/s instead")
+    speed.add_argument(
+        "--rate", dest="rate_per_s", type=_positive, metavar="R", help="mean requests/s instead"
+    )
     replay.add_argument(
         "--tick-jitter",
         choices=("none", "uniform", "even"),
@@ -110,9 +120,17 @@ def _add_replay(commands: _Parsers) -> argparse.ArgumentParser:
     )
     replay.add_argument("--seed", type=_whole, default=0, help="for prompts and jitter")
     replay.add_argument("--warmup", type=_whole, default=1, metavar="N", help="requests (1)")
-    replay.add_argument("--drain-timeout", type=_positive, default=300.0, metavar="S", help="(300)")
+    replay.add_argument(
+        "--drain-timeout",
+        dest="drain_timeout_s",
+        type=_positive,
+        default=300.0,
+        metavar="S",
+        help="(300)",
+    )
     replay.add_argument(
         "--slo",
+        dest="slo_s",
         type=_slo,
         default={},
         metavar="METRIC=TIME,...",
@@ -148,24 +166,7 @@ def _replay(args: argparse.Namespace) -> int:
 
     if args.out is not None and not args.out.parent.is_dir():
         raise BenchError(f"--out {args.out}: there is no directory {args.out.parent}")
-    settings = ReplaySettings(
-        trace=args.trace,
-        shape=Shape(
-            scale_lengths=args.scale_lengths,
-            max_output_tokens=args.max_output_tokens,
-            max_total_tokens=args.max_total_tokens,
-            limit=args.limit,
-        ),
-        speedup=args.speedup,
-        rate_per_s=args.rate,
-        tick_jitter=args.tick_jitter,
-        seed=args.seed,
-        warmup=args.warmup,
-        drain_timeout_s=args.drain_timeout,
-        slo_s=args.slo,
-        model=args.model,
-        vocab_size=args.vocab_size,
-    )
+    settings = _settings(ReplaySettings, args, shape=_settings(Shape, args))
 
     async def work(progress: Progress) -> ReplayResult:
         if args.grpc is not None:
@@ -233,12 +234,21 @@ def _add_compare(commands: _Parsers) -> argparse.ArgumentParser:
     compare.add_argument("--vocab-size", type=_count, help="if no variant tells it")
     add_dial_options(compare)
     compare.add_argument("--trace", default="chat", metavar="TRACE", help=_TRACE)
-    compare.add_argument("--rate", type=_positive, default=2.0, metavar="R", help="requests/s (2)")
+    compare.add_argument(
+        "--rate", dest="rate_per_s", type=_positive, default=2.0, metavar="R", help="requests/s (2)"
+    )
     compare.add_argument("--requests", type=_count, default=40, metavar="N", help="a round (40)")
     compare.add_argument("--rounds", type=_whole, default=5, metavar="K", help="in turn (5)")
     _add_shape(compare, None)
     compare.add_argument("--seed", type=_whole, default=0)
-    compare.add_argument("--drain-timeout", type=_positive, default=60.0, metavar="S", help="(60)")
+    compare.add_argument(
+        "--drain-timeout",
+        dest="drain_timeout_s",
+        type=_positive,
+        default=60.0,
+        metavar="S",
+        help="(60)",
+    )
     for metric in ("ttft", "tpot"):
         compare.add_argument(
             f"--slo-{metric}", type=_positive, metavar="MS", help="limit; routers are told too"
@@ -252,7 +262,12 @@ def _add_compare(commands: _Parsers) -> argparse.ArgumentParser:
         help="find the highest rate with 90 %% within the limits (8 probes a variant)",
     )
     compare.add_argument(
-        "--probe-seconds", type=_positive, default=15.0, metavar="S", help="of a probe (15)"
+        "--probe-seconds",
+        dest="probe_s",
+        type=_positive,
+        default=15.0,
+        metavar="S",
+        help="of a probe (15)",
     )
     compare.add_argument("--out", type=Path, metavar="DIR", help="for result.json and report.html")
     compare.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
@@ -357,26 +372,15 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[VariantPlan
     needs_http = any(variant.needs_http for variant in variants)
     if needs_http and args.api == "grpc":
         raise BenchError("--api grpc: a URL or nixl is measured over HTTP, so all must be")
-    settings = CompareSettings(
-        trace=args.trace,
-        scale_lengths=args.scale_lengths,
-        max_output_tokens=args.max_output_tokens,
-        max_total_tokens=args.max_total_tokens,
-        rate_per_s=args.rate,
-        requests=args.requests,
-        rounds=args.rounds,
-        probes=args.sweep or 0,
-        probe_s=args.probe_seconds,
-        seed=args.seed,
-        drain_timeout_s=args.drain_timeout,
-        slo_s=slo_s,
-        baseline=baseline,
-        api="http" if needs_http else args.api or "grpc",
-        restart=args.restart,
-        differ=tuple(x for x in args.differ.split(",") if x),
-        endpoint_model=args.url_model,
-        vocab_size=args.vocab_size,
-    )
+    more = {
+        "probes": args.sweep or 0,
+        "slo_s": slo_s,
+        "baseline": baseline,
+        "api": "http" if needs_http else args.api or "grpc",
+        "differ": tuple(x for x in args.differ.split(",") if x),
+        "endpoint_model": args.url_model,
+    }
+    settings = _settings(CompareSettings, args, **more)
     slo: dict[str, object] = {f"router.slo.{name}_s": x for name, x in slo_s.items()}
     # Without limits no request is refused for being late.
     slo["router.slo.reject_factor"] = 1.0 if slo else 0.0
@@ -417,7 +421,7 @@ def _report(args: argparse.Namespace) -> int:
 
     from benchmarks.compare.result import from_json
     from benchmarks.errors import BenchError
-    from benchmarks.replay import SCHEMA, parse_result, read_json, write_text
+    from benchmarks.replay import SCHEMA, ReplayResult, parse, read_json, write_text
     from benchmarks.report.page import render_page
     from benchmarks.report.tables import render_replay, stdout_console
 
@@ -425,7 +429,7 @@ def _report(args: argparse.Namespace) -> int:
     if isinstance(whole, dict) and whole.get("schema") == SCHEMA:
         if args.html is not None:
             raise BenchError(f"{args.result}: a single replay has no HTML report")
-        replay = parse_result(whole)
+        replay = parse(whole, ReplayResult)
         if args.json:
             sys.stdout.write(json.dumps(replay.to_json(with_records=False), indent=2) + "\n")
         else:
@@ -457,7 +461,9 @@ def _add_chaos(commands: _Parsers) -> argparse.ArgumentParser:
     chaos.add_argument("--prefill", type=_count, default=2, metavar="N", help="workers (2)")
     chaos.add_argument("--decode", type=_count, default=2, metavar="N", help="workers (2)")
     chaos.add_argument("--requests", type=_count, default=24, metavar="N", help="a scenario (24)")
-    chaos.add_argument("--rate", type=_positive, default=6.0, metavar="R", help="requests/s (6)")
+    chaos.add_argument(
+        "--rate", dest="rate_per_s", type=_positive, default=6.0, metavar="R", help="requests/s (6)"
+    )
     chaos.add_argument("--seed", type=_whole, default=1)
     chaos.add_argument("--json", action="store_true", help="print the rows as JSON")
     chaos.add_argument("--run-dir", type=Path, metavar="DIR", help="for logs (default: a new one)")
@@ -489,15 +495,7 @@ def _chaos(args: argparse.Namespace) -> int:
     chosen = [SCENARIOS[x] for x in names if args.engine != "fake" or not SCENARIOS[x].needs_vllm]
     if not chosen:
         raise BenchError("--only: these scenarios need --engine vllm")
-    settings = ChaosSettings(
-        engine=args.engine,
-        prefill=args.prefill,
-        decode=args.decode,
-        requests=args.requests,
-        rate_per_s=args.rate,
-        seed=args.seed,
-        changes=tuple(changes_from(args).items()),
-    )
+    settings = _settings(ChaosSettings, args, changes=tuple(changes_from(args).items()))
     directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     rows: list[Row] = []
 
@@ -536,12 +534,25 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens-in", type=_count, metavar="N", help="mean, instead of a trace")
     parser.add_argument("--tokens-out", type=_count, default=200, metavar="N", help="mean (200)")
     _add_shape(parser)
-    parser.add_argument("--rate", type=_positive, default=4.0, metavar="R", help="requests/s (4)")
-    parser.add_argument("--users", type=_count, metavar="N", help="who wait for answers, instead")
-    parser.add_argument("--think-time", type=_positive, metavar="S", help="between their requests")
+    parser.add_argument(
+        "--rate", dest="rate_per_s", type=_positive, default=4.0, metavar="R", help="requests/s (4)"
+    )
+    parser.add_argument(
+        "--users", type=_count, default=0, metavar="N", help="who wait for answers, instead"
+    )
+    parser.add_argument(
+        "--think-time",
+        dest="think_s",
+        type=_positive,
+        default=0.0,
+        metavar="S",
+        help="between their requests",
+    )
     parser.add_argument("--requests", type=_count, default=400, metavar="N", help="to send (400)")
     parser.add_argument("--max-num-seqs", type=_count, default=64, metavar="N", help="(64)")
-    parser.add_argument("--blocks", type=_count, default=8192, metavar="N", help="of KV (8192)")
+    parser.add_argument(
+        "--blocks", dest="total_blocks", type=_count, default=8192, metavar="N", help="of KV (8192)"
+    )
     parser.add_argument("--slo-ttft", type=_positive, default=1000.0, metavar="MS", help="(1000)")
     parser.add_argument("--slo-tpot", type=_positive, default=100.0, metavar="MS", help="(100)")
     parser.add_argument("--costs", type=Path, metavar="FILE", help="step costs, as --calibrate has")
@@ -606,28 +617,13 @@ def _load_of(args: argparse.Namespace, progress: Progress, **workers: int) -> tu
         real = load_config(args.config, {**common, **one, **ports})
         costs = run_async(calibrate(to_mapping(real), progress))
         write_text(args.calibrate, json.dumps(asdict(costs), indent=1) + "\n")
-    setup = Setup(
-        **workers,
-        costs=costs,
-        max_num_seqs=args.max_num_seqs,
-        total_blocks=args.blocks,
-        rate_per_s=args.rate,
-        users=args.users or 0,
-        think_s=args.think_time or 0.0,
-        requests=args.requests,
-        seed=args.seed,
-        slo_s=slo_s,
-    )
+    setup = _settings(Setup, args, costs=costs, slo_s=slo_s, **workers)
     if args.tokens_in is not None:
         size = {"requests": args.requests, "seed": args.seed}
         trace = drawn_trace(args.tokens_in, args.tokens_out, **size)
     else:
         trace = load_trace(args.trace)
-    shape = Shape(
-        scale_lengths=args.scale_lengths,
-        max_output_tokens=args.max_output_tokens,
-        max_total_tokens=args.max_total_tokens,
-    )
+    shape = _settings(Shape, args)
     return setup, config.router, trace, shape
 
 

@@ -6,13 +6,14 @@ a record does not change when it is written and read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks.errors import TargetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from benchmarks.client import Piece
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import math
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import msgspec
 import psutil
 
 from benchmarks.errors import BenchError, TargetError, WarmupFailed
@@ -35,13 +35,14 @@ from benchmarks.workload import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from benchmarks.client import Request, ServedModel, Target
     from benchmarks.progress import Progress
     from benchmarks.traces import Trace
 
 SCHEMA: Final = "pdserve.bench.replay/2"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +86,8 @@ class ReplayResult:
 
     def to_json(self, *, with_records: bool = True) -> dict[str, Any]:
         """Return the settings, the summary and, if asked for, the timelines."""
-        whole = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name in ("records", "warmup"):
-            rows = whole.pop(name)
-            if with_records:
-                whole[name] = [pack(record) for record in rows]
-        found = jsonable({"schema": SCHEMA, **whole, "summary": self.summary()})
-        assert isinstance(found, dict)
-        return found
+        records = self if with_records else replace(self, records=(), warmup=())
+        return {"schema": SCHEMA, **jsonable(records), "summary": jsonable(self.summary())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,44 +257,17 @@ def _prompts(
 # -- results as files
 
 
-def jsonable(value: object) -> object:
+def jsonable(value: object) -> Any:
     """Convert to what JSON holds: dataclasses to objects, infinities to null."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: jsonable(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
-    if isinstance(value, float) and math.isinf(value):
-        return None
-    if value is None or isinstance(value, str | int | float):
-        return value
-    return str(value)
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))
 
 
-def pack(record: RequestRecord) -> dict[str, Any]:
-    """Make JSON of a record: no empty fields, arrivals as the first one and gaps in microseconds,
-    chunk counts as 1 if each chunk held one token."""
-    values = {name: value for name, value in asdict(record).items() if value is not None}
-    arrivals = [round(at_s * 1e6) for at_s in values.pop("chunk_s")]
-    if arrivals:
-        values["chunk_us"] = [arrivals[0], *(b - a for a, b in pairwise(arrivals))]
-    if record.chunk_tokens is not None and set(record.chunk_tokens) == {1}:
-        values["chunk_tokens"] = 1
-    return values
-
-
-def unpack(values: Mapping[str, Any]) -> RequestRecord:
-    """Undo `pack`."""
-    known = dict(values)
-    at_us, arrivals = 0, []
-    for gap in known.pop("chunk_us", ()):
-        at_us += gap
-        arrivals.append(at_us / 1e6)
-    tokens = known.get("chunk_tokens")
-    if tokens is not None:
-        known["chunk_tokens"] = (1,) * len(arrivals) if tokens == 1 else tuple(tokens)
-    return RequestRecord(chunk_s=tuple(arrivals), **known)
+def parse(whole: object, kind: type[T]) -> T:
+    """Undo `jsonable`. Raises BenchError."""
+    try:
+        return msgspec.convert(whole, kind)
+    except msgspec.ValidationError as error:
+        raise BenchError(f"part of the result is missing or wrong: {error}") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -320,17 +288,6 @@ def read_json(path: Path) -> Any:
         raise BenchError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise BenchError(f"{path} is not JSON: {error}") from None
-
-
-def parse_result(whole: Any, read: Callable[[Any], Any] = unpack) -> ReplayResult:
-    """Undo `ReplayResult.to_json`. Raises BenchError."""
-    try:
-        values = {item.name: whole[item.name] for item in fields(ReplayResult)}
-        for name in ("records", "warmup"):
-            values[name] = tuple(read(item) for item in values[name])
-        return ReplayResult(**values)
-    except (KeyError, TypeError) as error:
-        raise BenchError(f"part of the result is missing or wrong: {error}") from None
 
 
 def host_facts() -> dict[str, Any]:

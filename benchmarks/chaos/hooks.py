@@ -139,7 +139,8 @@ def _patch_producer(class_name: str, module: Any) -> None:
         if order == "delay":
             time.sleep(DELAY_S)
         if order == "corrupt":
-            chunk = replace(chunk, digest=chunk.digest ^ 0x40)
+            first, rest = chunk.digests[0], chunk.digests[1:]
+            chunk = replace(chunk, digests=bytes([first ^ 0x40]) + rest)
         send(self, chunk, block_ids, part)
 
     producer.send = faulty_send

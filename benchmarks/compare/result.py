@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 from benchmarks.errors import BenchError
-from benchmarks.replay import jsonable, pack, unpack
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from benchmarks.records import RequestRecord
+from benchmarks.records import RequestRecord  # noqa: TC001 - msgspec reads the annotations
+from benchmarks.replay import jsonable, parse
 
 SCHEMA: Final = "pdserve.bench.compare/2"
 Kind = Literal["round", "probe"]
@@ -99,42 +96,12 @@ class CompareResult:
 
 def to_json(result: CompareResult, summary: object) -> str:
     """Write a result and its summary as one line of JSON."""
-    whole = {item.name: getattr(result, item.name) for item in fields(result)}
-    whole["measurements"] = [
-        {item.name: getattr(x, item.name) for item in fields(x)}
-        | {"records": [pack(record) for record in x.records]}
-        for x in result.measurements
-    ]
-    found = jsonable({"schema": SCHEMA, **whole, "summary": summary})
-    return json.dumps(found, separators=(",", ":"), allow_nan=False) + "\n"
+    found = {"schema": SCHEMA, **jsonable(result), "summary": summary}
+    return json.dumps(found, separators=(",", ":")) + "\n"
 
 
 def from_json(whole: Any) -> CompareResult:
     """Raises BenchError for what `to_json` did not write."""
     if not isinstance(whole, dict) or whole.get("schema") != SCHEMA:
         raise BenchError(f"not a result of `pdserve bench compare` ({SCHEMA})")
-    try:
-        values = {item.name: whole[item.name] for item in fields(CompareResult)}
-        values["differ"] = tuple(values["differ"])
-        values["variants"] = tuple(_facts(item) for item in values["variants"])
-        values["measurements"] = tuple(_measurement(item) for item in values["measurements"])
-        return CompareResult(**values)
-    except (KeyError, TypeError, ValueError) as error:
-        raise BenchError(f"part of the result is missing or wrong: {error}") from None
-
-
-def _facts(values: Mapping[str, Any]) -> VariantFacts:
-    settings = values["settings"]
-    if settings is not None:
-        of_workers = {name: tuple(found) for name, found in settings["of_workers"].items()}
-        settings = VariantSettings(**(settings | {"of_workers": of_workers}))
-    return VariantFacts(**{**values, "settings": settings})
-
-
-def _measurement(values: Mapping[str, Any]) -> Measurement:
-    parsed = {
-        "processor": ProcessorUse(**values["processor"]),
-        "notes": tuple(values["notes"]),
-        "records": tuple(unpack(record) for record in values["records"]),
-    }
-    return Measurement(**{**values, **parsed})
+    return parse(whole, CompareResult)

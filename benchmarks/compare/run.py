@@ -202,18 +202,17 @@ def _continued(before: CompareResult, now: CompareResult) -> CompareResult:
     """Take the measurements of an interrupted run. Raises BenchError if its settings differ."""
     if before.trace["digest"] != now.trace["digest"]:
         raise BenchError(f"--resume: the kept result is of trace {before.trace['name']}")
-    kept_settings, settings = dict(before.settings), jsonable(now.settings)
-    assert isinstance(settings, dict)
-    for name, value in settings.items():
-        if value != kept_settings.get(name) and name not in ("rounds", "probes"):
-            raise BenchError(f"--resume: {name} is {value}, not {kept_settings.get(name)} as kept")
+    for name, value in jsonable(now.settings).items():
+        kept = before.settings.get(name)
+        if value != kept and name not in ("rounds", "probes"):
+            raise BenchError(f"--resume: {name} is {value}, not {kept} as kept")
     whole = len(now.variants)
     counts = {m.number: 0 for m in before.measurements if m.kind == "round"}
     for m in before.measurements:
         if m.kind == "round":
             counts[m.number] += 1
-    kept = [m for m in before.measurements if m.kind == "probe" or counts[m.number] == whole]
-    return replace(now, created=before.created, measurements=tuple(kept))
+    good = [m for m in before.measurements if m.kind == "probe" or counts[m.number] == whole]
+    return replace(now, created=before.created, measurements=tuple(good))
 
 
 def _settled(

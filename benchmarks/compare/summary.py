@@ -142,9 +142,9 @@ class CompareSummary:
 
 def to_json(summary: CompareSummary) -> dict[str, Any]:
     """Return the summary as JSON. Its key for variants is `arms`, as the option is `--arms`."""
-    found = jsonable(summary)
-    assert isinstance(found, dict)
-    return {("arms" if key == "variants" else key): value for key, value in found.items()}
+    return {
+        ("arms" if key == "variants" else key): value for key, value in jsonable(summary).items()
+    }
 
 
 def summarise_compare(result: CompareResult) -> CompareSummary:

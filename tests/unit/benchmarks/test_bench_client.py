@@ -14,13 +14,11 @@ from benchmarks.client import HttpTarget, Piece, open_grpc, open_http, read_stre
 from benchmarks.errors import BenchError, TargetError, WarmupFailed
 from benchmarks.progress import Progress
 from benchmarks.records import Timeline
-from benchmarks.replay import ReplaySettings, parse_result, run_replay
+from benchmarks.replay import ReplayResult, ReplaySettings, parse, run_replay
 from benchmarks.workload import Shape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-
-    from benchmarks.replay import ReplayResult
 
 
 def data(*events: object) -> bytes:
@@ -128,10 +126,10 @@ async def test_a_replay_records_each_request_and_survives_its_file() -> None:
     assert result.trace["format"] == "azure"
     whole = json.loads(json.dumps(result.to_json()))
     assert whole["summary"]["slo"]["attainment"] == 1.0
-    assert parse_result(whole) == result
+    assert parse(whole, ReplayResult) == result
     del whole["records"][0]["status"]
     with pytest.raises(BenchError, match="missing or wrong"):
-        parse_result(whole)
+        parse(whole, ReplayResult)
 
 
 @pytest.mark.parametrize("fault", ["refuse", "short", "break", "hang"])
