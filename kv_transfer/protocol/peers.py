@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from kv_transfer.layout import PagePart
     from kv_transfer.protocol.plan import Shard
     from kv_transfer.protocol.producer import Action
-    from kv_transfer.protocol.producer import Transfer as Sending
     from kv_transfer.settings import KvSettings
     from kv_transfer.transport.base import ConsumerChannel, LocalKv, Transport
 
@@ -87,14 +86,13 @@ class Peers:
         self._released: set[str] = set()
         self._copies = threading.Condition(self.lock)
         self._queued: set[Link] = set()  # has been queued to since the last flush
-        self._undigested: SimpleQueue[tuple[Sending[Link], int, int, list[int]] | None]
-        self._undigested = SimpleQueue()
+        self._undigested: SimpleQueue[str | None] = SimpleQueue()
         self._is_closing = False
         self._listener = socket.create_server((settings.host, 0), backlog=64)
         host, port = self._listener.getsockname()[:2]
         self.address = f"{host}:{port}"
         self._acceptor = threading.Thread(target=self._accept, daemon=True, name="kv-accept")
-        self._digester = threading.Thread(target=self._make_digests, daemon=True, name="kv-digest")
+        self._digester = threading.Thread(target=self._digest_ahead, daemon=True, name="kv-digest")
 
     @property
     def producer(self) -> Producer[Link]:
@@ -124,7 +122,8 @@ class Peers:
         )
         self._listener.settimeout(_TICK_S)
         self._acceptor.start()
-        self._digester.start()
+        if local.region.is_host:
+            self._digester.start()
 
     def close(self) -> None:
         """End every link and the listener. Idempotent."""
@@ -216,7 +215,7 @@ class Peers:
         """See Producer.progress. The caller holds `lock`."""
         now = time.monotonic()
         self.perform(self.producer.progress(transfer_id, block_ids, ready_tokens, now))
-        self._digest_ahead(transfer_id)
+        self._undigested.put(transfer_id)
 
     def end(
         self, transfer_id: str, token_ids: tuple[int, ...], *, held: bool, request_id: str
@@ -226,7 +225,7 @@ class Peers:
         self.perform(
             self.producer.end(transfer_id, token_ids, now, held=held, request_id=request_id)
         )
-        self._digest_ahead(transfer_id)
+        self._undigested.put(transfer_id)
 
     def tick(self) -> None:
         """Apply timeouts. The caller holds `lock`."""
@@ -501,17 +500,15 @@ class Peers:
 
     # -- chunks
 
-    def _digest_ahead(self, transfer_id: str) -> None:
-        """Make digests while nobody waits for them."""
-        if self.local.region.is_host and (found := self.producer.undigested(transfer_id)):
-            transfer, first, block_ids = found
-            self._undigested.put((transfer, transfer.generation, first, block_ids))
-
-    def _make_digests(self) -> None:
-        while (item := self._undigested.get()) is not None:
-            transfer, generation, first, block_ids = item
-            if transfer.num_readers or self._is_closing:
+    def _digest_ahead(self) -> None:
+        """Make digests of transfers that nobody reads yet, while nobody waits for them."""
+        while (transfer_id := self._undigested.get()) is not None:
+            with self.lock:
+                found = None if self._is_closing else self.producer.undigested(transfer_id)
+                generation = found[0].generation if found else 0
+            if found is None:
                 continue
+            transfer, first, block_ids = found
             digests = self.local.region.digests(block_ids)
             with self.lock:
                 if transfer.generation == generation and len(transfer.digests) == 8 * first:

@@ -1,0 +1,298 @@
+"""Links between workers: who is let in, what is damaged on the way, and what a link's end does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from msgspec.structs import replace
+
+from kv_transfer.protocol import peers as peers_module
+from kv_transfer.protocol.messages import (
+    HEADER,
+    PROTOCOL_VERSION,
+    Ack,
+    Hello,
+    Refusal,
+    decode,
+    encode,
+)
+from kv_transfer.transport.mapped import MappedProducer
+from kv_transfer.transport.tcp import TcpProducer
+from pdserve.errors import TransferCorrupted
+from tests.patience import WAIT_S
+from tests.pki import Ca
+from tests.unit.kv_transfer.caches import geometry
+from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, check_exact, settle, until
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kv_transfer.protocol.messages import ChunkReady
+    from tests.pki import Files
+    from tests.unit.kv_transfer.rig import Worker
+
+
+def failure(source: Worker, target: Worker) -> str:
+    """Return why a transfer between the two fails."""
+    target.start(source, "t", TO, N)
+    until(lambda: target.ended, target, source)
+    return target.failures["d-t"]
+
+
+# -- damage
+
+
+class Damage:
+    """Flips a bit in the digests of the first `count` chunks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.left = count
+        for producer in (MappedProducer, TcpProducer):
+            monkeypatch.setattr(producer, "send", self._send(producer.send))
+
+    def _send(self, real: Any) -> Any:
+        def send(channel: Any, chunk: ChunkReady, *rest: Any) -> None:
+            if self.left:
+                self.left -= 1
+                chunk = replace(chunk, digests=bytes([chunk.digests[0] ^ 1]) + chunk.digests[1:])
+            real(channel, chunk, *rest)
+
+        return send
+
+
+def test_a_damaged_chunk_is_sent_again_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = rig.pair(chunk_bytes=geometry().block_bytes)
+    before = target.cache.blocks()
+    Damage(monkeypatch, 1)
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    check_exact(source, target, before)
+    assert target.arrivals["d-t"].report.digest_mismatches == 1
+    assert target.peers.counters.digest_mismatches == 1
+
+
+def test_damage_twice_fails_the_transfer_by_its_own_code(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = rig.pair()
+    Damage(monkeypatch, 2)
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    assert target.failures == {
+        "d-t": "KV digest mismatch in blocks 0-3, also after one retry",
+    }
+    assert target.codes == {"d-t": TransferCorrupted.code}
+    assert source.sent == ["p-t"]
+
+
+def test_blocks_that_change_after_their_digest_are_not_accepted(rig: Rig) -> None:
+    source, target = rig.pair()
+    source.prefill("t", FROM, N)
+    (sending,) = source.peers.producer
+    until(lambda: len(sending.digests) == 8 * len(FROM), source)
+    source.cache.write(FROM[1], seed=77)
+    target.start(source, "t", TO, N)
+    settle(source, target)
+    assert target.codes == {"d-t": TransferCorrupted.code}
+
+
+def test_digests_are_made_ahead_while_nobody_reads(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = rig.pair()
+    source.prefill("t", FROM, N)
+    (sending,) = source.peers.producer
+    until(lambda: len(sending.digests) == 8 * len(FROM), source)
+    monkeypatch.setattr(
+        source.cache.region, "digests", lambda ids: pytest.fail("digests made twice")
+    )
+    before = target.cache.blocks()
+    target.start(source, "t", TO, N)
+    settle(source, target)
+    check_exact(source, target, before)
+
+
+# -- who is let in
+
+
+def test_a_producer_that_was_restarted_refuses(rig: Rig) -> None:
+    source, target = rig.pair()
+    source.instance_id, old = "another", source.instance_id
+    assert failure(source, target) == "the producer has been restarted"
+    source.instance_id = old
+
+
+def test_another_layout_is_refused_by_name(rig: Rig) -> None:
+    source, target = rig.worker(), rig.worker(compatibility="other")
+    assert failure(source, target) == "KV layout other, not same"
+
+
+def test_another_version_is_refused_by_name(tcp_rig: Rig) -> None:
+    source = tcp_rig.worker()
+
+    hello = Hello(PROTOCOL_VERSION + 1, "x", source.instance_id, "same", ["tcp"], b"")
+    host, _, port = source.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as peer:
+        peer.sendall(encode(hello))
+        answer = decode(peer.recv(1 << 16)[HEADER.size :])
+    assert answer == Refusal(f"protocol version {PROTOCOL_VERSION + 1}, not {PROTOCOL_VERSION}")
+
+
+def test_without_a_common_transport_the_reason_is_said(rig: Rig) -> None:
+    source, target = rig.worker(), rig.worker(transports=[])
+    assert failure(source, target) == "no common transport: [] are wanted"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(0), encode(Ack("t")), HEADER.pack(1 << 30), b""],
+)
+def test_a_stranger_is_dropped_and_counted(tcp_rig: Rig, data: bytes) -> None:
+    source, target = tcp_rig.pair()
+    host, _, port = source.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(data)
+        stranger.shutdown(socket.SHUT_WR)
+        until(lambda: source.peers.counters.dropped_links == 1, source)
+        assert stranger.recv(1) == b""
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    assert target.arrivals.keys() == {"d-t"}
+
+
+def test_a_stranger_that_says_nothing_is_dropped_in_time(tcp_rig: Rig) -> None:
+    source = tcp_rig.worker(handshake_timeout_s=0.05)
+    host, _, port = source.address.rpartition(":")
+    with socket.create_connection((host, int(port))):
+        until(lambda: source.peers.counters.dropped_links == 1, source)
+
+
+def test_the_oldest_of_too_many_strangers_is_dropped(
+    tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "MAX_STRANGERS", 2)
+    source = tcp_rig.worker()
+    host, _, port = source.address.rpartition(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(3)]
+    until(lambda: source.peers.counters.dropped_links == 1, source)
+    assert strangers[0].recv(1) == b""
+    for stranger in strangers:
+        stranger.close()
+
+
+def token_file(path: Path, text: str) -> str:
+    path.write_text(text, encoding="ascii")
+    return str(path)
+
+
+def test_workers_with_one_token_exchange_kv(rig: Rig, tmp_path: Path) -> None:
+    source, target = rig.pair(token_file=token_file(tmp_path / "token", "s" * 40))
+    before = target.cache.blocks()
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    check_exact(source, target, before)
+
+
+@pytest.mark.parametrize("who", ["source", "target"])
+@pytest.mark.parametrize("other", ["x" * 40, None])
+def test_a_worker_without_the_token_gets_no_kv(
+    rig: Rig, tmp_path: Path, who: str, other: str | None
+) -> None:
+    good = {"token_file": token_file(tmp_path / "good", "s" * 40)}
+    bad = {"token_file": token_file(tmp_path / "bad", other)} if other else {}
+    source = rig.worker(**(bad if who == "source" else good))
+    target = rig.worker(**(bad if who == "target" else good))
+    before = target.cache.snapshot()
+    source.prefill("t", FROM, N)
+    target.start(source, "t", TO, N)
+    until(lambda: target.ended, target, source)
+    assert target.failed == ["d-t"]
+    assert target.cache.snapshot() == before
+    assert not source.peers.counters.pushed_blocks
+
+
+# -- the end of a link
+
+
+def test_an_unread_socket_ends_the_link(tcp_rig: Rig) -> None:
+    """A consumer that stands still costs its transfer, and not the producer's thread."""
+    big = geometry(page=1 << 20, layers=4)
+    source = tcp_rig.worker(shape=big, send_timeout_s=0.1)
+    target = tcp_rig.worker(shape=big)
+    go_on = threading.Event()
+    real = target.cache.region.digests
+
+    def hold(ids: list[int]) -> bytes:
+        go_on.wait(WAIT_S)
+        return real(ids)
+
+    target.cache.region.digests = hold  # type: ignore[method-assign]
+    for name in ("t", "u"):
+        target.start(source, name, TO if name == "t" else [0, 1, 2, 5], N)
+        source.prefill(name, FROM, N)
+    until(lambda: len(source.sent) == 2, source)
+    go_on.set()
+    until(lambda: target.is_empty, target)
+    assert "d-u" in target.failed
+
+
+def test_preempted_blocks_are_waited_for(tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes blocks back waits until no copy reads them, and then ends the copy."""
+    source, target = tcp_rig.pair(preempt_timeout_s=0.05)
+    inside = threading.Event()
+    real = TcpProducer.send
+
+    def slow(self: TcpProducer, *chunk: Any) -> None:
+        inside.set()
+        until(lambda: all(link.is_down for link in source.links))
+        real(self, *chunk)
+
+    monkeypatch.setattr(TcpProducer, "send", slow)
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    source.compute("t", FROM, N)
+    assert inside.wait(WAIT_S)
+    source.step(preempted=["t"])
+    until(lambda: target.ended, target, source)
+    assert target.failed == ["d-t"]
+
+
+def test_a_producer_that_says_nothing_fails_the_transfer(rig: Rig) -> None:
+    source, target = rig.worker(), rig.worker(receive_timeout_s=0.05)
+    source.expect("t")
+    target.start(source, "t", TO, N)
+    until(lambda: target.ended, target)
+    assert target.failures == {"d-t": "no KV received for 0.05 s"}
+    assert target.look().totals["receive_timeouts"] == 1
+
+
+def test_mutual_tls_lets_workers_in_and_others_not(rig: Rig, tmp_path: Path) -> None:
+    ca = Ca(tmp_path)
+
+    def tls(files: Files) -> dict[str, str]:
+        return {
+            "tls_cert_file": files.cert,
+            "tls_key_file": files.key,
+            "tls_ca_file": ca.path,
+        }
+
+    own = tls(ca.issue("worker", role="worker"))
+    source, target = rig.pair(**own)
+    before = target.cache.blocks()
+    target.start(source, "t", TO, N)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    check_exact(source, target, before)
+    router = rig.worker(**tls(ca.issue("router", role="router")))
+    plain = rig.worker(handshake_timeout_s=1.0)
+    for intruder in (router, plain):
+        intruder.start(source, "x", TO, N)
+        until(lambda worker=intruder: worker.ended, intruder, source)  # type: ignore[misc]
+        assert intruder.failed == ["d-x"]
