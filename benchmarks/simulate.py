@@ -248,7 +248,7 @@ def _router(fleet: Fleet, config: RouterConfig) -> RequestServer:
         config.queue_timeout_s,
         config.slo.ttft_s * config.slo.reject_factor,
     )
-    admission = AdmissionController(limits, tenants=Tenants.of(config.tenants), latency=costs)
+    admission = AdmissionController(limits, tenants=Tenants(config.tenants), latency=costs)
     placer = Placer(
         fleet,
         POLICIES[config.policy],

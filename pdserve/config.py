@@ -332,9 +332,9 @@ class RouterConfig(_Section, frozen=True):
     prefix_max_blocks: Annotated[
         Count, doc("Capacity of the prefix index in KV blocks, about 100 bytes each. 0: none.")
     ] = 2_000_000
-    decision_log_size: Annotated[Count, doc("Placement decisions kept for `pdserve explain`.")] = (
-        1024
-    )
+    decision_log_size: Annotated[
+        Count, doc("Requests whose placement `pdserve explain` shows.")
+    ] = 1024
     max_running_requests: Annotated[Positive, doc("Requests running on workers at a time.")] = 256
     max_queued_requests: Annotated[
         Count, doc("Requests that may wait. More are rejected with 429.")

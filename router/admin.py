@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
 
-    from router.decisions import DecisionLog, RequestDecisions
+    from router.decisions import DecisionLog, Recorded
     from router.fleet.health import Breaker
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
@@ -163,12 +163,12 @@ class AdminService(AdminServicer):
     ) -> None:
         if request.request_id:
             found = self._log.of(request.request_id)
-            if found is None:
+            if not found:
                 unknown = InvalidRequest(
                     f"no decision for request {request.request_id} is kept", field="request_id"
                 )
                 await rpc.abort(context, unknown, status=grpc.StatusCode.NOT_FOUND)
-            requests: Iterable[RequestDecisions] = [found]
+            requests: Iterable[list[Recorded]] = [found]
         else:
             requests = self._log.all()
         for message in explained(requests):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from pdserve import wire
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from router.placement.values import Candidate, Decision
 
 MAX_OF_ONE_REQUEST = 16
-# References to candidates, eight bytes each: a decision over 10,000 workers names them all.
-MAX_CANDIDATES = 4_000_000
 
 _PREDICTED_S = tuple(f.name for f in fields(Prediction) if f.name.endswith("_s"))
 
@@ -41,109 +39,56 @@ class Recorded:
         return self.decision.placement is None and not self.refused
 
 
-@dataclass(slots=True)
-class RequestDecisions:
-    """Decisions for one request, in order. `forgotten` counts older ones that are not kept."""
-
-    request_id: str
-    decisions: list[Recorded] = field(default_factory=list)
-    forgotten: int = 0
-
-
 class DecisionLog:
-    """Keeps at most `size` decisions by request; requests without new decisions go first."""
+    """Keeps the decisions of the last `size` requests that were placed."""
 
-    def __init__(self, size: int, *, max_candidates: int = MAX_CANDIDATES) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._max_candidates = max_candidates
-        # Not a dict: its first key is found by walking past all that were deleted before it.
-        self._requests: OrderedDict[str, RequestDecisions] = OrderedDict()
-        self._count = 0
-        self._candidates = 0
-
-    def __len__(self) -> int:
-        return self._count
+        self._requests: OrderedDict[str, list[Recorded]] = OrderedDict()
 
     def record(
-        self,
-        decision: Decision,
-        unix_time_s: float,
-        *,
-        cause: str = "",
-        refused: str = "",
+        self, decision: Decision, unix_time_s: float, *, cause: str = "", refused: str = ""
     ) -> None:
         if not self._size:
             return
-        demand = decision.demand
+        request_id = decision.demand.request_id
         # The prompt is not kept.
-        decision = replace(decision, demand=replace(demand, token_ids=()))
+        decision = replace(decision, demand=replace(decision.demand, token_ids=()))
         recorded = Recorded(unix_time_s, decision, cause, refused)
-        request = self._requests.pop(demand.request_id, None)
-        if request is None:
-            request = RequestDecisions(demand.request_id)
-        self._requests[demand.request_id] = request
-        self._append(request, recorded)
-        while self._count > self._size or self._candidates > self._max_candidates:
-            oldest = next(iter(self._requests.values()))
-            if oldest is not request:
-                self._forget(oldest, len(oldest.decisions))
-                del self._requests[oldest.request_id]
-                continue
-            self._forget(request, 1)
-            if not request.decisions:
-                del self._requests[request.request_id]
-                return
-
-    def _append(self, request: RequestDecisions, recorded: Recorded) -> None:
-        decisions = request.decisions
+        decisions = self._requests.setdefault(request_id, [])
+        self._requests.move_to_end(request_id)
         if recorded.waits and decisions and decisions[-1].waits:
             # A request that waits is tried at each end of another: the last try is enough.
-            last = decisions.pop()
-            self._uncount(last)
-            recorded = replace(recorded, tried_before=last.tried_before + 1)
+            recorded = replace(recorded, tried_before=decisions.pop().tried_before + 1)
         decisions.append(recorded)
-        self._count += 1
-        self._candidates += len(recorded.decision.candidates)
-        if len(decisions) > MAX_OF_ONE_REQUEST:
-            self._forget(request, 1)
+        del decisions[:-MAX_OF_ONE_REQUEST]
+        if len(self._requests) > self._size:
+            self._requests.popitem(last=False)
 
-    def _forget(self, request: RequestDecisions, count: int) -> None:
-        for recorded in request.decisions[:count]:
-            self._uncount(recorded)
-        del request.decisions[:count]
-        request.forgotten += count
+    def of(self, request_id: str) -> list[Recorded]:
+        """Return what is kept of a request, in order."""
+        return list(self._requests.get(request_id, ()))
 
-    def _uncount(self, recorded: Recorded) -> None:
-        self._count -= 1
-        self._candidates -= len(recorded.decision.candidates)
-
-    def of(self, request_id: str) -> RequestDecisions | None:
-        """Return a copy of what is kept of a request."""
-        request = self._requests.get(request_id)
-        return None if request is None else replace(request, decisions=[*request.decisions])
-
-    def all(self) -> Iterator[RequestDecisions]:
-        """Yield copies of all requests, the one with the oldest last decision first."""
+    def all(self) -> Iterator[list[Recorded]]:
+        """Yield the decisions by request, the one with the oldest last decision first."""
         for request_id in list(self._requests):
-            request = self.of(request_id)
-            if request is not None:
-                yield request
+            if decisions := self.of(request_id):
+                yield decisions
 
 
-def explained(requests: Iterable[RequestDecisions]) -> Iterator[a.Explained]:
+def explained(requests: Iterable[list[Recorded]]) -> Iterator[a.Explained]:
     """Yield each request, and before it the workers that it names for the first time."""
     said: dict[str, WorkerInfo] = {}
-    for request in requests:
-        for recorded in request.decisions:
+    for decisions in requests:
+        for recorded in decisions:
             for candidate in recorded.decision.candidates:
                 if said.get(candidate.worker_id) != candidate.info:
                     said[candidate.worker_id] = candidate.info
                     yield a.Explained(worker=wire.worker_to_pb(candidate.info))
         yield a.Explained(
             request=a.ExplainedRequest(
-                request_id=request.request_id,
-                decisions=[_decision_to_pb(recorded) for recorded in request.decisions],
-                forgotten=request.forgotten,
+                request_id=decisions[0].decision.demand.request_id,
+                decisions=[_decision_to_pb(recorded) for recorded in decisions],
             )
         )
 

@@ -117,7 +117,7 @@ class RouterServer:
         # The request path.
         costs = CostModel(fleet.pool, config.slo, fleet.now)
         decisions = DecisionLog(config.decision_log_size)
-        tenants = Tenants.of(config.tenants)
+        tenants = Tenants(config.tenants)
         limits = AdmissionLimits(
             config.max_running_requests,
             config.max_queued_requests,

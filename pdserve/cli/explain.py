@@ -89,8 +89,6 @@ def show(request: a.ExplainedRequest, workers: dict[str, WorkerInfo], console: C
         console.print(f"   {escape(text)}", soft_wrap=True)
 
     console.print(f"[bold]{escape(request.request_id)}[/]")
-    if request.forgotten:
-        line(f"{request.forgotten} earlier decisions are no longer kept")
     for number, decision in enumerate(request.decisions, 1):
         when = datetime.fromtimestamp(decision.unix_time_s).astimezone()
         policy = f"{escape(decision.policy)}: " if decision.policy else ""

@@ -22,14 +22,12 @@ class Explained(_message.Message):
     def __init__(self, worker: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., request: _Optional[_Union[ExplainedRequest, _Mapping]] = ...) -> None: ...
 
 class ExplainedRequest(_message.Message):
-    __slots__ = ("request_id", "decisions", "forgotten")
+    __slots__ = ("request_id", "decisions")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECISIONS_FIELD_NUMBER: _ClassVar[int]
-    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     decisions: _containers.RepeatedCompositeFieldContainer[PlacementDecision]
-    forgotten: int
-    def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ..., forgotten: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ...) -> None: ...
 
 class PlacementDecision(_message.Message):
     __slots__ = ("unix_time_s", "cause", "policy", "turn", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "tried_before", "children", "child_tokens")

@@ -5,12 +5,11 @@ from router.admission.controller import (
     AdmissionLimits,
     LatencyEstimate,
 )
-from router.admission.tenants import Tenant, Tenants
+from router.admission.tenants import Tenants
 
 __all__ = [
     "AdmissionController",
     "AdmissionLimits",
     "LatencyEstimate",
-    "Tenant",
     "Tenants",
 ]

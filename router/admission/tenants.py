@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pdserve.errors import Overloaded, Refusal
@@ -14,17 +13,6 @@ if TYPE_CHECKING:
     from pdserve.config import TenantConfig
 
 BURST_S = 60.0  # a bucket holds what its rate fills in this time
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """Weight and limits of a tenant; 0 is no limit."""
-
-    name: str
-    weight: float = 1.0
-    requests_per_minute: float = 0.0
-    tokens_per_minute: float = 0.0
-    max_concurrent_requests: int = 0
 
 
 class TokenBucket:
@@ -53,7 +41,7 @@ class TokenBucket:
 
 
 class _Account:
-    def __init__(self, tenant: Tenant) -> None:
+    def __init__(self, tenant: TenantConfig) -> None:
         self.tenant = tenant
         self.requests = _bucket(tenant.requests_per_minute)
         self.tokens = _bucket(tenant.tokens_per_minute)
@@ -97,22 +85,9 @@ class TenantUsage:
 class Tenants:
     """Accounts of the configured tenants. Without any, every request is accepted."""
 
-    def __init__(self, tenants: Iterable[Tenant] = ()) -> None:
+    def __init__(self, tenants: Iterable[TenantConfig] = ()) -> None:
         self._accounts = {tenant.name: _Account(tenant) for tenant in tenants}
         self._total_weight = sum(a.tenant.weight for a in self._accounts.values())
-
-    @classmethod
-    def of(cls, configured: Iterable[TenantConfig]) -> Tenants:
-        return cls(
-            Tenant(
-                tenant.name,
-                tenant.weight,
-                tenant.requests_per_minute,
-                tenant.tokens_per_minute,
-                tenant.max_concurrent_requests,
-            )
-            for tenant in configured
-        )
 
     def names(self) -> list[str]:
         return list(self._accounts)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.config import TenantConfig
 from pdserve.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -23,7 +24,6 @@ from router.admission import (
     AdmissionController,
     AdmissionLimits,
     LatencyEstimate,
-    Tenant,
     Tenants,
 )
 from router.admission.controller import MAX_PASSES
@@ -203,7 +203,7 @@ async def test_a_full_queue_rejects_with_the_time_at_which_there_will_be_a_place
 
 
 async def test_a_tenant_cannot_fill_the_queue_of_the_others() -> None:
-    tenants = Tenants([Tenant("a"), Tenant("b", weight=3.0)])
+    tenants = Tenants([TenantConfig(name="a"), TenantConfig(name="b", weight=3.0)])
     clients = Clients(1, 4, tenants=tenants)
     await clients.ask("running", tenant="a")
     await clients.ask("a1", tenant="a")
@@ -317,7 +317,9 @@ ERRORS = (None, NO_WORKER, ContextLengthExceeded("too long"))
 @settings(max_examples=60)
 @given(STEPS)
 async def test_bounds_hold_and_nothing_leaks(steps: list[tuple[str, int]]) -> None:
-    tenants = Tenants([Tenant("a", weight=2.0), Tenant("b", max_concurrent_requests=3)])
+    tenants = Tenants(
+        [TenantConfig(name="a", weight=2.0), TenantConfig(name="b", max_concurrent_requests=3)]
+    )
     clients = Clients(3, 4, capacity=10, tenants=tenants)
     for i, (step, n) in enumerate(steps):
         match step:

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.config import TenantConfig
 from pdserve.errors import Overloaded, Refusal
-from router.admission.tenants import Tenant, Tenants, TokenBucket
+from router.admission.tenants import Tenants, TokenBucket
 
 
 def tenants(**limits: Any) -> Tenants:
-    return Tenants([Tenant("a", **limits), Tenant("b", weight=3.0)])
+    return Tenants([TenantConfig(name="a", **limits), TenantConfig(name="b", weight=3.0)])
 
 
 def rejection(these: Tenants, tokens: int, now: float) -> Overloaded:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.config import RetryConfig
+from pdserve.config import RetryConfig, TenantConfig
 from pdserve.errors import (
     BudgetExhausted,
     Cancelled,
@@ -25,7 +25,7 @@ from pdserve.errors import (
     WorkerFailed,
 )
 from pdserve.types import FinishReason, HandoffStyle, Role, SamplingParams, TransferReport, Usage
-from router.admission import AdmissionLimits, Tenant, Tenants
+from router.admission import AdmissionLimits, Tenants
 from router.answer import AnswerDelta
 from tests.fakes import Reader, ScriptedWorker, running_stack
 from tests.patience import WAIT_S
@@ -487,7 +487,9 @@ class TestRefusals:
     async def test_a_tenant_over_its_limit_is_refused_and_counted(
         self, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
-        tenants = Tenants([Tenant("a", max_concurrent_requests=1), Tenant("b")])
+        tenants = Tenants(
+            [TenantConfig(name="a", max_concurrent_requests=1), TenantConfig(name="b")]
+        )
         async with running_stack(prefill, decode, tenants=tenants) as stack:
             async with stack.ask(request(tenant="a")) as answer:
                 submit = await prefill.submitted()

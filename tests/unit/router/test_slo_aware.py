@@ -94,16 +94,6 @@ def test_prefill_goes_where_the_first_token_comes_soonest() -> None:
     assert placed([P0, P1, D0], Costs({("p1", "d0"): 9.0})) == ("p1", "d0")
 
 
-def test_equal_prefill_workers_take_turns() -> None:
-    costs = Costs({("p0", "d0"): 1.0, ("p1", "d0"): 1.0})
-    assert {placed([P0, P1, D0], costs, turn=turn)[0] for turn in range(2)} == {"p0", "p1"}
-
-
-def test_decode_is_placed_first_and_by_load() -> None:
-    costs = Costs({("p0", "d0"): 5.0, ("p0", "d1"): 1.0, (None, "d1"): 0.5})
-    assert placed([P0, D1, D0], costs) == ("p0", "d0")
-
-
 def test_without_predictions_it_places_as_its_rules_do() -> None:
     candidates = [P0, P1, D0, D1, A0]
     for turn in range(6):

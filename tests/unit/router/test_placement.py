@@ -22,10 +22,8 @@ from router.placement.policies import (
     place_live,
     place_or_aggregate,
 )
-from router.placement.scorers import outstanding, queue_length, room, slots
 from router.placement.values import (
     NO_CONTEXT,
-    NO_TOKENS_CACHED,
     Demand,
     MemberState,
     Placement,
@@ -84,15 +82,6 @@ READY = MemberState.READY
         pytest.param(
             [
                 member("p", P),
-                member("d1", D, WorkerLoad(0, 7, 0.5, 50)),
-                member("d2", D, WorkerLoad(0, 1, 0.5, 50)),
-            ],
-            ("d2", "p"),
-            id="running requests",
-        ),
-        pytest.param(
-            [
-                member("p", P),
                 member("d1", D, WorkerLoad(7, 0, 0.5, 50)),
                 member("d2", D, WorkerLoad(0, 1, 0.5, 50)),
             ],
@@ -105,21 +94,6 @@ READY = MemberState.READY
             id="an unknown load is not an idle one",
         ),
         pytest.param(
-            [member("p", P), member("blind", D), member("full", D, FULL), member("half", D, HALF)],
-            ("half", "p"),
-            id="an unknown load is the mean of the known",
-        ),
-        pytest.param(
-            [
-                member("blind", P),
-                member("p", P, WorkerLoad(0, 0, 0.0, 90)),
-                member("q", P, WorkerLoad(9, 0, 0.0, 90)),
-                member("d", D),
-            ],
-            ("d", "p"),
-            id="an unknown prefill queue is not an empty one",
-        ),
-        pytest.param(
             [member("p1", P, compatibility="x"), member("p2", P), member("d", D)],
             ("d", "p2"),
             id="only a partner that can hand over",
@@ -128,24 +102,6 @@ READY = MemberState.READY
             [member("p", P), member("d1", D, IDLE, compatibility="x"), member("d2", D, FULL)],
             ("d2", "p"),
             id="an idle worker without partners is passed over",
-        ),
-        pytest.param(
-            [
-                member("p1", P, IDLE, transports=("shm",)),
-                member("p2", P, FULL, transports=("shm", "tcp")),
-                member("d", D, transports=("tcp",)),
-            ],
-            ("d", "p2"),
-            id="only a partner with a transport in common",
-        ),
-        pytest.param(
-            [
-                member("p1", P, FULL, transports=("shm",)),
-                member("p2", P, IDLE, transports=("tcp",)),
-                member("d", D, transports=("shm", "tcp")),
-            ],
-            ("d", "p2"),
-            id="the better of two kinds of partners",
         ),
         pytest.param(
             [member("p", P, IDLE), member("d", D, FULL), member("a", A, IDLE)],
@@ -168,20 +124,6 @@ def test_a_request_goes_to(members: list[Member], expected: tuple[str, str | Non
     assert names(least_loaded(members, DEMAND, 0)) == expected
 
 
-def test_prefill_goes_where_fewest_prompt_tokens_are_outstanding() -> None:
-    busy, free, decode = member("p1", P, IDLE), member("p2", P, IDLE), member("d", D)
-    charge = Charge(busy, prompt_tokens=500)
-    assert names(least_loaded([busy, free, decode], DEMAND, 0)) == ("d", "p2")
-    charge.release()
-    assert names(least_loaded([busy, free, decode], DEMAND, 0)) == ("d", "p1")
-
-
-def test_blocks_promised_count_although_the_worker_does_not_report_them_yet() -> None:
-    promised, other = member("d1", D, IDLE), member("d2", D, WorkerLoad(0, 1, 0.1, 90))
-    Charge(promised, kv_tokens=800)
-    assert names(least_loaded([member("p", P), promised, other], DEMAND, 0)) == ("d2", "p")
-
-
 def test_a_blind_worker_among_busy_ones_does_not_attract_all_traffic() -> None:
     members = [member("p", P), *(member(f"d{i}", D, HALF) for i in range(3)), member("blind", D)]
     placed: list[str] = []
@@ -196,12 +138,6 @@ def test_a_blind_worker_among_busy_ones_does_not_attract_all_traffic() -> None:
         "d2": 3,
         "blind": 3,
     }
-
-
-def test_equals_take_turns() -> None:
-    members = [member("p", P), member("d1", D), member("d2", D), member("d3", D)]
-    chosen = [names(least_loaded(members, DEMAND, turn)) for turn in range(6)]
-    assert chosen == [(f"d{i}", "p") for i in (1, 2, 3, 1, 2, 3)]
 
 
 def test_a_request_waits_while_no_decode_worker_has_room() -> None:
@@ -400,12 +336,3 @@ def test_an_unknown_model_is_not_a_missing_worker() -> None:
         check_known([], "other", others=["demo"])
     with pytest.raises(Unavailable, match="no worker is registered"):
         check_known([], "other", others=[])
-
-
-@pytest.mark.parametrize("load", [None, IDLE, HALF, FULL, WorkerLoad(500, 500, 1.0, 0)])
-def test_scores_stay_between_zero_and_one(load: WorkerLoad | None) -> None:
-    members = [member("x", D, load), member("y", D)]
-    Charge(members[1], prompt_tokens=9000, kv_tokens=9000)
-    seen = [m.seen() for m in members]
-    for scorer in (room, slots, outstanding, queue_length):
-        assert all(0.0 <= x <= 1.0 for x in scorer(seen, DEMAND, NO_TOKENS_CACHED))

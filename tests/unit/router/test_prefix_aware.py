@@ -79,17 +79,3 @@ def test_a_request_goes_to(
     members: list[Member], cached: Mapping[str, int] | None, expected: tuple[str | None, str]
 ) -> None:
     assert place(members, cached) == expected
-
-
-def test_one_token_goes_where_the_prompt_is_cached() -> None:
-    members = [worker("p1", P), worker("p2", P), worker("d", D)]
-    demand = Demand("demo", 100, 101, prefill_only=True)
-    assert place(members, {"p2": 64}, demand) == (None, "p2")
-
-
-def test_the_decision_keeps_what_the_lookup_said() -> None:
-    members = [worker("p", P), worker("d", D)]
-    decision = POLICIES["prefix_aware"](
-        [m.seen() for m in members], DEMAND, 0, PlacementContext(Cached({"p": 32}))
-    )
-    assert decision.cached == {"p": 32}
