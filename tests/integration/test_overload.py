@@ -67,7 +67,7 @@ async def test_ten_times_the_capacity_is_refused_what_it_cannot_have_and_leaves_
 class TestSlowReaders:
     @pytest.fixture(autouse=True)
     def small_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(grpc_api, "MAX_UNSENT_TOKENS", 64)
+        monkeypatch.setattr(grpc_api, "MAX_UNSENT_DELTAS", 64)
         monkeypatch.setattr(http_api, "MAX_UNSENT_BYTES", 4096)
 
         def bind_small(host: str, port: int) -> socket.socket:
