@@ -70,6 +70,24 @@ def _guarded(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Nam
     return handler
 
 
+class _Wide(argparse.HelpFormatter):
+    """One line an option, so that the help of a command fits a screen."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=38, width=120)
+
+
+def _command(commands: _Parsers, name: str, about: str, details: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=about,
+        description=details,
+        usage=f"pdserve bench {name} [options]",
+        formatter_class=_Wide,
+    )
+    return parser
+
+
 def _settings(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
     """Fill a dataclass with the options of the same names, and with `more`."""
     given = {x.name: getattr(args, x.name) for x in fields(kind) if hasattr(args, x.name)}  # type: ignore[arg-type]
@@ -90,10 +108,11 @@ def run_async(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _add_replay(commands: _Parsers) -> argparse.ArgumentParser:
-    replay: argparse.ArgumentParser = commands.add_parser(
+    replay = _command(
+        commands,
         "replay",
-        help="send the requests of a trace to an endpoint and measure the answers",
-        description="Send each request when it is due (open loop). Exit status: 0, 1 if a request "
+        "send the requests of a trace to an endpoint and measure the answers",
+        "Send each request when it is due (open loop). Exit status: 0, 1 if a request "
         "failed, 2 for wrong options or a malformed trace.",
     )
     where = replay.add_mutually_exclusive_group()
@@ -193,10 +212,11 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _add_compare(commands: _Parsers) -> argparse.ArgumentParser:
-    compare: argparse.ArgumentParser = commands.add_parser(
+    compare = _command(
+        commands,
         "compare",
-        help="measure disaggregated and aggregated serving side by side",
-        description="Start each variant with as many cores and the same settings, send all the "
+        "measure disaggregated and aggregated serving side by side",
+        "Start each variant with as many cores and the same settings, send all the "
         "same traffic in turns, and print figures with intervals. Exit status: 0, 2 for wrong "
         "options or variants that differ, 3 if the run is invalid, 130 if interrupted.",
     )
@@ -404,10 +424,11 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[VariantPlan
 
 
 def _add_report(commands: _Parsers) -> argparse.ArgumentParser:
-    report: argparse.ArgumentParser = commands.add_parser(
+    report = _command(
+        commands,
         "report",
-        help="print a kept result again, or make its report",
-        description="Compute the figures from the timelines that replay or compare kept. Exit "
+        "print a kept result again, or make its report",
+        "Compute the figures from the timelines that replay or compare kept. Exit "
         "status: 0, 2 if the file is no result, 3 if the comparison is invalid.",
     )
     report.add_argument("result", type=Path, metavar="FILE", help="what --out wrote")
@@ -448,10 +469,11 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _add_chaos(commands: _Parsers) -> argparse.ArgumentParser:
-    chaos: argparse.ArgumentParser = commands.add_parser(
+    chaos = _command(
+        commands,
         "chaos",
-        help="break a service in many ways and check every answer",
-        description="Start a service, send it requests, and break it in one way a scenario. Every "
+        "break a service in many ways and check every answer",
+        "Start a service, send it requests, and break it in one way a scenario. Every "
         "answer is compared, token by token, with that of an engine to which nothing happens. Exit "
         "status: 0 if no request failed, no token was wrong and no KV block leaked, else 1.",
     )
@@ -568,10 +590,11 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_simulate(commands: _Parsers) -> argparse.ArgumentParser:
-    simulate: argparse.ArgumentParser = commands.add_parser(
+    simulate = _command(
+        commands,
         "simulate",
-        help="serve a trace with the real router and fake engines in virtual time",
-        description="The router's own code serves a trace with engines whose steps take what "
+        "serve a trace with the real router and fake engines in virtual time",
+        "The router's own code serves a trace with engines whose steps take what "
         "--costs says. Exit status: 0, 2 for wrong options.",
     )
     simulate.add_argument("--prefill", type=_whole, default=1, metavar="N", help="workers (1)")
@@ -582,10 +605,11 @@ def _add_simulate(commands: _Parsers) -> argparse.ArgumentParser:
 
 
 def _add_plan(commands: _Parsers) -> argparse.ArgumentParser:
-    plan: argparse.ArgumentParser = commands.add_parser(
+    plan = _command(
+        commands,
         "plan",
-        help="find how many workers a load needs",
-        description="Search by simulation for the fewest workers that keep the SLOs, with and "
+        "find how many workers a load needs",
+        "Search by simulation for the fewest workers that keep the SLOs, with and "
         "without disaggregation. Exit status: 0, 2 for wrong options or SLOs that cannot be kept.",
     )
     plan.add_argument(

@@ -238,99 +238,37 @@ async def _keep_asking(run: Run) -> None:
         await asyncio.sleep(0.05)
 
 
+def _of(run: Callable[..., Awaitable[None]], **values: Any) -> Callable[[Run], Awaitable[None]]:
+    return partial(run, **values)
+
+
 _TCP: Final = (("worker.kv.transports", ["tcp"]),)
-_TWO_ROUTERS: Final = (("up.routers", 2),)
-SCENARIOS: Final = {
-    scenario.name: scenario
-    for scenario in (
-        Scenario(
-            "kill_prefill",
-            "SIGKILL to a prefill worker during a prefill",
-            partial(_kill, role="prefill"),
-        ),
-        Scenario(
-            "kill_decode",
-            "SIGKILL to a decode worker during answers",
-            partial(_kill, role="decode"),
-        ),
-        Scenario(
-            "freeze_prefill",
-            "SIGSTOP to a prefill worker for 4 s",
-            partial(_freeze, role="prefill", seconds=4),
-        ),
-        Scenario(
-            "freeze_decode",
-            "SIGSTOP to a decode worker for 4 s",
-            partial(_freeze, role="decode", seconds=4),
-        ),
-        Scenario(
-            "freeze_past_leases",
-            "SIGSTOP to a decode worker for 12 s, longer than its lease and that of KV blocks",
-            partial(_freeze, role="decode", seconds=12),
-        ),
-        Scenario(
-            "drop_transfers",
-            "the KV link breaks at every chunk of one prefill worker, for 2 s",
-            partial(_damage, order="drop"),
-        ),
-        Scenario(
-            "delay_transfers",
-            "every chunk of one prefill worker comes 0.5 s late, for 2 s",
-            partial(_damage, order="delay"),
-        ),
-        Scenario(
-            "corrupt_transfers",
-            "every chunk of one prefill worker fails its digest, for 2 s",
-            partial(_damage, order="corrupt"),
-            needs_vllm=True,
-        ),
-        Scenario("abort_storm", "60 % of the clients leave, at any moment", _abort),
-        Scenario(
-            "slow_clients", "4 clients pause 0.1 s after each piece of the answer", _slow_readers
-        ),
-        Scenario(
-            "expired_lease",
-            "a decode worker stops renewing its lease, then continues",
-            _expired_lease,
-        ),
-        Scenario(
-            "kill_all_decode",
-            "SIGKILL to all decode workers during answers",
-            partial(_kill_all, roles=("decode",)),
-        ),
-        Scenario(
-            "kill_all",
-            "SIGKILL to all workers during answers",
-            partial(_kill_all, roles=("prefill", "decode")),
-        ),
-        Scenario(
-            "kill_router", "SIGKILL to the only router; its open streams are lost", _kill_router
-        ),
-        Scenario(
-            "kill_router_of_two",
-            "SIGKILL to one of two routers; its clients continue at the other",
-            _kill_router_of_two,
-            _TWO_ROUTERS,
-        ),
-        Scenario(
-            "rolling_restart",
-            "SIGTERM to every worker and both routers, one after the other",
-            _rolling_restart,
-            _TWO_ROUTERS,
-        ),
-        Scenario(
-            "drop_transfers_tcp",
-            "KV over TCP: the link breaks at every chunk of one prefill worker",
-            partial(_damage, order="drop"),
-            _TCP,
-            needs_vllm=True,
-        ),
-        Scenario(
-            "corrupt_transfers_tcp",
-            "KV over TCP: every chunk of one prefill worker fails its digest",
-            partial(_damage, order="corrupt"),
-            _TCP,
-            needs_vllm=True,
-        ),
-    )
-}
+_TWO: Final = (("up.routers", 2),)
+_DROP, _CORRUPT = _of(_damage, order="drop"), _of(_damage, order="corrupt")
+_ALL: Final = (
+    Scenario("kill_prefill", "SIGKILL to a prefill worker at work", _of(_kill, role="prefill")),
+    Scenario("kill_decode", "SIGKILL to a decode worker at work", _of(_kill, role="decode")),
+    Scenario("freeze_prefill", "SIGSTOP for 4 s", _of(_freeze, role="prefill", seconds=4)),
+    Scenario("freeze_decode", "SIGSTOP for 4 s", _of(_freeze, role="decode", seconds=4)),
+    Scenario(
+        "freeze_past_leases",
+        "SIGSTOP to a decode worker for 12 s, longer than its lease and that of KV blocks",
+        _of(_freeze, role="decode", seconds=12),
+    ),
+    Scenario("drop_transfers", "for 2 s the KV link of a prefill worker breaks at a chunk", _DROP),
+    Scenario("delay_transfers", "for 2 s chunks come 0.5 s late", _of(_damage, order="delay")),
+    Scenario(
+        "corrupt_transfers", "for 2 s chunks fail their digest", _CORRUPT, (), needs_vllm=True
+    ),
+    Scenario("abort_storm", "60 % of the clients leave, at any moment", _abort),
+    Scenario("slow_clients", "4 clients pause 0.1 s after each piece", _slow_readers),
+    Scenario("expired_lease", "a decode worker stops renewing, then continues", _expired_lease),
+    Scenario("kill_all_decode", "SIGKILL to all decode workers", _of(_kill_all, roles=("decode",))),
+    Scenario("kill_all", "SIGKILL to all", _of(_kill_all, roles=("prefill", "decode"))),
+    Scenario("kill_router", "SIGKILL to the only router; its streams are lost", _kill_router),
+    Scenario("kill_router_of_two", "clients continue at the other", _kill_router_of_two, _TWO),
+    Scenario("rolling_restart", "SIGTERM to all, one after the other", _rolling_restart, _TWO),
+    Scenario("drop_transfers_tcp", "as drop_transfers, KV over TCP", _DROP, _TCP, needs_vllm=True),
+    Scenario("corrupt_transfers_tcp", "KV over TCP", _CORRUPT, _TCP, needs_vllm=True),
+)
+SCENARIOS: Final = {scenario.name: scenario for scenario in _ALL}
