@@ -52,4 +52,7 @@ def _run(args: argparse.Namespace) -> int:
     from pdserve.local.display import Display
     from pdserve.local.supervisor import Supervisor
 
-    return asyncio.run(Supervisor(config_from(args), Display()).run())
+    async def run() -> int:
+        return await Supervisor(config_from(args), Display()).run()
+
+    return asyncio.run(run())

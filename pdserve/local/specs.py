@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdserve.config import MOVE_S, UNPIN_S, WorkerConfig, refuse, to_mapping
+from pdserve.config import WorkerConfig, refuse, to_mapping
 from pdserve.errors import ConfigError
 from pdserve.local.gpus import memory_share, share_gpus
-from pdserve.local.supervision import Policy
 from pdserve.types import Role
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
     from pdserve.config import Config, RouterConfig
 
-# Extra time after a process's own deadline before it is killed.
-_MARGIN_S = 5.0
 _CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus")
 # Engine arguments that set the use of GPU memory.
 _OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
@@ -42,15 +39,6 @@ def reachable(address: str) -> str:
     """Return the address that reaches a server listening on `address` from this machine."""
     host, _, port = address.rpartition(":")
     return f"{_EVERYWHERE.get(host, host)}:{port}"
-
-
-def policy_of(config: Config) -> Policy:
-    return Policy(
-        start_timeout_s=config.up.start_timeout_s,
-        router_grace_s=config.router.stop_grace_s + _MARGIN_S,
-        worker_grace_s=config.worker.drain_timeout_s + MOVE_S + UNPIN_S + _MARGIN_S,
-        max_restarts=config.up.max_restarts,
-    )
 
 
 def router_configs(config: Config) -> dict[str, RouterConfig]:

@@ -1,4 +1,11 @@
-"""Carry out what `supervision` decides: start processes, forward signals, watch registrations."""
+"""`pdserve up` from its first process to its last.
+
+A process that dies before all are ready ends everything, because a restart would fail the same
+way. Later, one that was told to end is restarted at once, and one that dies is restarted after a
+pause that doubles; after `up.max_restarts` deaths in close succession everything ends. A stop goes
+in order: the routers let running requests finish, then the workers drain. What does not stop in
+time is killed; a second signal kills everything.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +16,31 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from pdserve.config import refuse
+from pdserve.config import MOVE_S, UNPIN_S, refuse
 from pdserve.local import specs
-from pdserve.local import supervision as sv
 from pdserve.local.display import ready_content, write_ready_file
 from pdserve.local.forkserver import ForkServer
 from pdserve.local.gpus import gpus_for, is_cpu_build
-from pdserve.local.process import ChildProcess, Doing, Exited, ProcessEvent, Ready
+from pdserve.local.process import ChildProcess
 from pdserve.security.tls import dialer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Coroutine
+
     from pdserve.config import Config
     from pdserve.local.display import Display
 
+OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+FORGIVEN_AFTER_S = 300.0  # a process that served this long has no deaths
+QUICK_STOP_S = 5.0  # for a process that is not serving
+_MARGIN_S = 5.0  # beyond the deadlines that processes have themselves
 _POLL_S = 0.05
 _SPINNER_S = 0.25
 _LIST_TIMEOUT_S = 2.0
@@ -41,9 +55,10 @@ class Supervisor:
         self._routers = specs.router_configs(config)
         for router in self._routers.values():
             specs.check_ports(router)
+        specs.check_model(config.worker)
+        self._config = config
         self._display = display
         self._model = config.worker.served_model_name
-        specs.check_model(config.worker)
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
@@ -56,147 +71,217 @@ class Supervisor:
         if config.worker.engine == "vllm" and is_cpu_build():
             # A worker that is restarted need not import vLLM again, which takes most of its start.
             self._forkserver = ForkServer(
-                "workers.vllm.preload:preload", log=self._run_dir / "forkserver.log"
+                "workers.preload:preload", log=self._run_dir / "forkserver.log"
             )
         self._children: dict[str, ChildProcess] = {}
         self._facts: dict[str, dict[str, str]] = {}
-        self._events: asyncio.Queue[ProcessEvent | signal.Signals | set[str]] = asyncio.Queue()
-        self._supervision = sv.Supervision(
-            routers=tuple(self._routers),
-            workers=tuple(self._workers),
-            policy=specs.policy_of(config),
-            router_addresses_known=config.router.grpc_port != 0,
-        )
-        self._known: dict[str, set[str]] = {name: set() for name in self._routers}
-        self._registrations: dict[str, asyncio.Task[None]] = {}
+        self._serving, self._stopping = asyncio.Event(), asyncio.Event()
+        self._router_ready = {name: asyncio.Event() for name in self._routers}
+        # Signals: the first one stops, the second one kills.
+        self._stop, self._kill = asyncio.Event(), asyncio.Event()
+        self._failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> int:
         """Start everything, serve until stopped, and return the exit code. No process is left."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._events.put_nowait, number)
+            loop.add_signal_handler(number, self._on_signal)
         self._forget_ready_file()
-        self._display.starting((*self._routers, *self._workers), self._run_dir)
+        names = (*self._routers, *self._workers)
+        self._display.starting(names, self._run_dir)
+        keepers = [asyncio.create_task(self._keep(name), name=f"keep-{name}") for name in names]
         try:
-            return await self._loop()
+            code = await self._serve()
+            return INTERRUPTED if self._kill.is_set() else code
         finally:
-            await self._close()
+            self._display.close()
+            self._forget_ready_file()
+            # After an orderly stop no process is left; after an internal error all may be.
+            self._stopping.set()
+            for child in self._children.values():
+                child.send(signal.SIGKILL)
+            for child in self._children.values():
+                await child.ended.wait()
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+            if self._forkserver is not None:
+                self._forkserver.kill()
+                self._forkserver.close()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
-    async def _loop(self) -> int:
-        orders = self._supervision.begin(time.monotonic())
-        while True:
-            for order in orders:
-                if isinstance(order, sv.Finish):
-                    return order.exit_code
-                self._carry_out(order)
-            orders = await self._next_orders()
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._kill.set()
+        self._stop.set()
 
-    async def _next_orders(self) -> list[sv.Order]:
-        """Wait for an event or a deadline, and return what to do."""
-        wake_at = self._supervision.wake_at()
-        wait_s = None if wake_at is None else max(0.0, wake_at - time.monotonic())
-        if self._supervision.is_starting:
-            self._display.waiting(self._supervision.awaited)
-            wait_s = _SPINNER_S if wait_s is None else min(wait_s, _SPINNER_S)
+    async def _serve(self) -> int:
+        starting = asyncio.create_task(self._start())
+        await self._first(starting, self._failed, self._stop.wait())
+        is_started = starting.done() and starting.result()
+        starting.cancel()
+        await asyncio.wait((starting,))
+        if self._failed.done():
+            await self._stop_all()
+            return self._failed.result()
+        if not is_started:
+            if self._stop.is_set():
+                self._display.tell("stopping")
+            await self._stop_all()
+            return OK if self._stop.is_set() else FAILED
+        self._serving.set()
+        self._announce()
+        self._display.serving([self._facts[name] for name in self._routers], self._model)
+        await self._first(self._failed, self._stop.wait())
+        if self._failed.done():
+            await self._stop_all()
+            return self._failed.result()
+        self._display.tell("stopping: running requests may finish")
+        self._stopping.set()
+        config = self._config
+        drain_s = config.worker.drain_timeout_s + MOVE_S + UNPIN_S
+        await self._terminate(self._routers, config.router.stop_grace_s + _MARGIN_S)
+        await self._terminate(self._workers, drain_s + _MARGIN_S)
+        return OK
+
+    async def _start(self) -> bool:
+        """Return True once every router can place work on every worker, or False if that takes too
+        long."""
+        began, unregistered = time.monotonic(), set(self._workers)
+        polls = [asyncio.create_task(self._registrations(name)) for name in self._routers]
         try:
-            event = await asyncio.wait_for(self._events.get(), wait_s)
-        except TimeoutError:
-            return self._supervision.tick(time.monotonic())
-        return self._decide(event, time.monotonic())
+            while True:
+                awaited = [n for n in (*self._routers, *self._workers) if n not in self._facts]
+                if all(poll.done() for poll in polls):
+                    unregistered.clear()
+                if not awaited and not unregistered:
+                    return True
+                if time.monotonic() - began >= self._config.up.start_timeout_s:
+                    late = ", ".join(awaited or sorted(unregistered))
+                    waited = f"{self._config.up.start_timeout_s:g} s"
+                    self._display.tell(f"not ready after {waited}: {late}", is_error=True)
+                    return False
+                self._display.waiting(awaited or sorted(unregistered))
+                await asyncio.wait(polls, timeout=_SPINNER_S if unregistered else _POLL_S)
+        finally:
+            for poll in polls:
+                poll.cancel()
+            await asyncio.gather(*polls, return_exceptions=True)
 
-    def _decide(
-        self, event: ProcessEvent | signal.Signals | set[str], now: float
-    ) -> list[sv.Order]:
-        if isinstance(event, Doing):
-            self._display.doing(event.name, event.what)
-            return []
-        if isinstance(event, Ready):
-            self._facts[event.name] = event.facts
-            if event.name in self._routers:
-                self._addresses[event.name] = event.facts["grpc"]
-                self._watch_registration(event.name)
-            return self._supervision.became_ready(event.name, now)
-        if isinstance(event, Exited):
-            return self._supervision.exited(event.name, event.code, now)
-        if isinstance(event, signal.Signals):
-            return self._supervision.stop_requested(now)
-        return self._supervision.registered(event)
+    async def _registrations(self, router: str) -> None:
+        """Return when this router can place work on every worker."""
+        await self._router_ready[router].wait()
+        known: set[str] = set()
+        async with self._dialer.open_channel(self._addresses[router]) as channel:
+            stub = worker_pb2_grpc.RegistryStub(channel)
+            while not known >= set(self._workers):
+                await asyncio.sleep(_POLL_S)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    listed = await stub.ListWorkers(
+                        worker_pb2.ListWorkersRequest(),
+                        timeout=_LIST_TIMEOUT_S,
+                        metadata=self._dialer.metadata,
+                    )
+                    known |= {x.info.worker_id for x in listed.workers if x.state == "ready"}
 
-    def _carry_out(self, order: sv.Order) -> None:
-        match order:
-            case sv.Start(name):
-                spec = self._spec(name)
-                forkserver = self._forkserver if spec.command == "worker" else None
-                put = self._events.put_nowait
-                self._children[name] = ChildProcess(spec, self._run_dir, put, forkserver)
-                self._children[name].start()
-            case sv.Send(name, number):
-                self._children[name].send(number)
-            case sv.Announce(first):
-                self._announce(first=first)
-            case sv.Tell(text, is_error):
-                self._display.tell(text, is_error=is_error)
-            case sv.Explain(name, code):
-                child = self._children[name]
-                self._display.died(name, code, child.failure, child.tail(), child.log_path)
-            case _:
-                raise AssertionError(f"unknown order: {order!r}")
+    async def _keep(self, name: str) -> None:
+        """Run one process, and restart it while the service is up."""
+        if name in self._workers and self._config.router.grpc_port == 0:
+            # Workers are told the routers' addresses, which are known when those listen.
+            for router_ready in self._router_ready.values():
+                await router_ready.wait()
+        deaths = 0
+        while not self._stopping.is_set():
+            forkserver = self._forkserver if name in self._workers else None
+            spec = self._spec(name)
+            child = ChildProcess(spec, self._run_dir, self._display, forkserver)
+            self._children[name] = child
+            running = asyncio.create_task(child.run())
+            await self._first(running, child.ready.wait())
+            if child.ready.is_set():
+                self._facts[name] = child.facts
+                if name in self._routers:
+                    self._addresses[name] = child.facts["grpc"]
+                    self._router_ready[name].set()
+                if self._serving.is_set() and not self._stopping.is_set():
+                    self._announce()
+                    self._display.tell(f"{name} is back")
+            code = await running
+            if self._stopping.is_set():
+                return None
+            if child.ready.is_set() and code == OK and self._serving.is_set():
+                self._display.tell(f"{name} has ended and is restarted")
+                continue
+            self._display.died(name, code, child.failure, child.tail(), child.log_path)
+            if not self._serving.is_set():
+                return self._fail(BAD_CONFIG if code == BAD_CONFIG else FAILED)
+            if child.ready.is_set() and time.monotonic() - child.ready_at >= FORGIVEN_AFTER_S:
+                deaths = 0
+            deaths += 1
+            if deaths > self._config.up.max_restarts:
+                times = "once" if deaths == 1 else f"{deaths} times"
+                self._display.tell(f"{name} died {times}; giving up", is_error=True)
+                return self._fail(FAILED)
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
+            self._display.tell(f"{name} is restarted in {pause_s:g} s")
+            await asyncio.sleep(pause_s)
+        return None
+
+    def _fail(self, code: int) -> None:
+        if not self._failed.done():
+            self._failed.set_result(code)
 
     def _spec(self, name: str) -> specs.ProcessSpec:
         if name in self._workers:
             return specs.worker_spec(self._workers[name], [*self._addresses.values()])
         return specs.router_spec(name, self._routers[name], self._facts.get(name))
 
-    def _announce(self, *, first: bool) -> None:
-        routers, workers = (
-            [self._children[name] for name in names] for names in (self._routers, self._workers)
-        )
+    async def _stop_all(self) -> None:
+        self._stopping.set()
+        await self._terminate((*self._routers, *self._workers), QUICK_STOP_S)
+
+    async def _terminate(self, names: Collection[str], grace_s: float) -> None:
+        """End processes: SIGTERM, and SIGKILL after `grace_s` or a second signal."""
+        children = [self._children[name] for name in names if name in self._children]
+        alive = [child for child in children if not child.ended.is_set()]
+        for child in alive:
+            child.send(signal.SIGTERM)
+        for child in alive:
+            limit_s = grace_s if child.ready.is_set() else min(grace_s, QUICK_STOP_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0 if self._kill.is_set() else limit_s):
+                    await self._first(child.ended.wait(), self._kill.wait())
+            if self._kill.is_set():
+                self._display.tell("stopping at once")
+                break
+            if not child.ended.is_set():
+                self._display.tell(f"{child.spec.name} did not stop in time and is killed")
+                child.send(signal.SIGKILL)
+        if self._kill.is_set():
+            for child in self._children.values():
+                child.send(signal.SIGKILL)
+        for child in alive:
+            await child.ended.wait()
+
+    async def _first(self, *things: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+        """Wait until one of `things` is done. Coroutines are cancelled afterwards."""
+        tasks = [x if isinstance(x, asyncio.Future) else asyncio.ensure_future(x) for x in things]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task, thing in zip(tasks, things, strict=True):
+                if task is not thing:
+                    task.cancel()
+
+    def _announce(self) -> None:
+        """Write the ready file."""
         if self._ready_file is not None:
+            routers, workers = (
+                [self._children[name] for name in names] for names in (self._routers, self._workers)
+            )
             content = ready_content(routers, workers, self._facts, self._model, self._run_dir)
             write_ready_file(self._ready_file, content)
-        if first:
-            self._display.serving([self._facts[name] for name in self._routers], self._model)
-
-    def _watch_registration(self, router: str) -> None:
-        if router not in self._registrations:
-            self._registrations[router] = asyncio.create_task(self._poll_registration(router))
-
-    async def _poll_registration(self, router: str) -> None:
-        """Report the workers that every router can use, until this router can use all of them."""
-        known = self._known[router]
-        async with self._dialer.open_channel(self._addresses[router]) as channel:
-            stub = worker_pb2_grpc.RegistryStub(channel)
-            while known < set(self._workers):
-                try:
-                    request = worker_pb2.ListWorkersRequest()
-                    listed = await stub.ListWorkers(
-                        request, timeout=_LIST_TIMEOUT_S, metadata=self._dialer.metadata
-                    )
-                except grpc.aio.AioRpcError:
-                    listed = worker_pb2.ListWorkersResponse()
-                now_ready = {x.info.worker_id for x in listed.workers if x.state == "ready"}
-                if now_ready - known:
-                    known |= now_ready
-                    self._events.put_nowait(set.intersection(*self._known.values()))
-                await asyncio.sleep(_POLL_S)
-
-    async def _close(self) -> None:
-        self._display.close()
-        self._forget_ready_file()
-        for registration in self._registrations.values():
-            registration.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await registration
-        # After an orderly stop no process is left; after an internal error all may be.
-        for child in self._children.values():
-            child.send(signal.SIGKILL)
-        for child in self._children.values():
-            await child.reaped()
-        if self._forkserver is not None:
-            self._forkserver.kill()
-            self._forkserver.close()
 
     def _forget_ready_file(self) -> None:
         if self._ready_file is not None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.config import MOVE_S, UNPIN_S, Config, RouterConfig, UpConfig, WorkerConfig, parse
+from pdserve.config import Config, RouterConfig, UpConfig, WorkerConfig, parse
 from pdserve.errors import ConfigError
 from pdserve.local.gpus import gpus_for, memory_share, share_gpus
 from pdserve.local.specs import (
-    policy_of,
     reachable,
     router_configs,
     router_spec,
@@ -17,8 +16,6 @@ from pdserve.local.specs import (
     worker_spec,
 )
 from pdserve.types import Role
-from router.api.open_requests import END_S as CUT_S
-from router.main import GRPC_STOP_S
 
 
 @pytest.mark.parametrize(
@@ -177,10 +174,3 @@ def test_routers_side_by_side_have_ports_of_their_own() -> None:
 )
 def test_a_server_on_every_address_is_reached_on_the_loopback(address: str, seen: str) -> None:
     assert reachable(address) == seen
-
-
-def test_nothing_is_killed_before_its_own_deadlines_are_over() -> None:
-    config = Config(router=RouterConfig(stop_grace_s=7.0), worker=WorkerConfig(drain_timeout_s=3.0))
-    policy = policy_of(config)
-    assert policy.worker_grace_s > 3.0 + MOVE_S + UNPIN_S
-    assert policy.router_grace_s > 7.0 + CUT_S + GRPC_STOP_S
