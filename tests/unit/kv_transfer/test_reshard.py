@@ -1,0 +1,196 @@
+"""Workers of several tensor-parallel ranks: each rank gets the heads it needs from the ranks that
+have them, and what one rank of several loses, the request loses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kv_transfer.protocol.plan import Shard
+from kv_transfer.vllm.step import (
+    SourceEnded,
+    SourceExpected,
+    SourceProgress,
+    TargetStart,
+    Unneeded,
+)
+from tests.unit.kv_transfer.caches import geometry
+from tests.unit.kv_transfer.rig import BLOCK_SIZE, FROM, TO, TOKENS, N, Rig, Worker, settle, until
+
+if TYPE_CHECKING:
+    from kv_transfer.protocol.link import Link
+
+HEADS, HEAD_PAGE = 4, 16
+PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (8, 2), (2, 8), (8, 8)]
+
+
+@dataclass
+class Pool:
+    """The ranks of one worker, stepped together as an engine does."""
+
+    ranks: list[Worker]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(rank.address for rank in self.ranks)
+
+    @property
+    def instance_id(self) -> str:
+        return self.ranks[0].instance_id
+
+    def step(self, **parts: Any) -> None:
+        for rank in self.ranks:
+            rank.step(**parts)
+
+    def prefill(self) -> None:
+        self.step(expected=[SourceExpected("t", "p-t")])
+        self.step(progress=[SourceProgress("t", FROM, N)])
+        self.step(ended=[SourceEnded("t", TOKENS, True)])
+
+    def start(self, source: Pool, addresses: tuple[str, ...] = ()) -> None:
+        where = addresses or source.addresses
+        self.step(starts=[TargetStart("t", "d-t", where, source.instance_id, 0, N, TO)])
+
+    def until_ended(self) -> None:
+        until(lambda: all(rank.ended for rank in self.ranks), *self.ranks)
+
+    def heads(self, block: int) -> list[list[bytes]]:
+        """Return the block's KV by head of the model and layer."""
+        found: dict[int, list[bytes]] = {}
+        for rank in self.ranks:
+            assert rank.shard is not None
+            for i, head in enumerate(rank.shard.heads):
+                pages = rank.cache.block(block)
+                found[head] = [page[i * HEAD_PAGE : (i + 1) * HEAD_PAGE] for page in pages]
+        return [found[head] for head in sorted(found)]
+
+
+def pool(rig: Rig, tp: int, name: str) -> Pool:
+    ranks = []
+    for rank in range(tp):
+        shard = Shard(HEADS, HEAD_PAGE, BLOCK_SIZE, tp, rank)
+        shape = geometry(page=len(shard.heads) * HEAD_PAGE)
+        worker = rig.worker(shape=shape, shard=shard, instance_id=f"instance-{name}")
+        ranks.append(worker)
+        # Ranks that hold the same heads hold the same bytes.
+        for block in FROM:
+            for layer in range(shape.num_layers):
+                heads = (bytes([1 + block, 1 + layer, 1 + head, 7]) * 4 for head in shard.heads)
+                worker.cache.put(block, layer, b"".join(heads))
+    return Pool(ranks)
+
+
+def pools(rig: Rig, source_tp: int, target_tp: int) -> tuple[Pool, Pool]:
+    return pool(rig, source_tp, "s"), pool(rig, target_tp, "t")
+
+
+def settle_all(*each: Pool) -> None:
+    settle(*(rank for one in each for rank in one.ranks))
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), PAIRS)
+def test_every_head_lands_where_its_rank_reads_it(rig: Rig, source_tp: int, target_tp: int) -> None:
+    source, target = pools(rig, source_tp, target_tp)
+    outside = [i for i in range(24) if i not in TO]
+    before = [[rank.cache.block(i) for i in outside] for rank in target.ranks]
+    target.start(source)
+    source.prefill()
+    settle_all(source, target)
+    for s, t in zip(FROM, TO, strict=True):
+        assert target.heads(t) == source.heads(s)
+    for rank in target.ranks:
+        assert (rank.ended, rank.failed) == (["d-t"], [])
+        assert rank.arrivals["d-t"].token_ids == TOKENS
+        assert rank.arrivals["d-t"].report.blocks == len(TO)
+    assert [[rank.cache.block(i) for i in outside] for rank in target.ranks] == before
+    # Each once, also those whose heads were read from another rank.
+    assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
+    total = sum(rank.arrivals["d-t"].report.bytes for rank in target.ranks)
+    assert total == len(TO) * 3 * HEADS * HEAD_PAGE * max(1, target_tp // HEADS)
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2), (8, 2)])
+def test_a_producer_that_is_not_needed_is_told_on_every_rank(
+    rig: Rig, source_tp: int, target_tp: int
+) -> None:
+    source, target = pools(rig, source_tp, target_tp)
+    source.prefill()
+    target.step(unneeded=[Unneeded("t", source.addresses, source.instance_id)])
+    settle_all(source, target)
+    assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2), (8, 2)])
+def test_a_cancel_ends_every_part(rig: Rig, source_tp: int, target_tp: int) -> None:
+    source, target = pools(rig, source_tp, target_tp)
+    target.start(source)
+    source.step(expected=[SourceExpected("t", "p-t")])
+    source.step(progress=[SourceProgress("t", FROM[:2], 8)])
+    target.step(cancels=["t"])
+    target.until_ended()
+    source.step(ended=[SourceEnded("t", TOKENS, True)])
+    settle_all(source, target)
+    assert all(rank.failed == rank.ended == ["d-t"] for rank in target.ranks)
+    assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
+
+
+def cut(source: Worker, target: Worker) -> None:
+    """Break the link between two ranks."""
+    links: list[Link] = [x for x in target.links if x.peer_address == source.address]
+    for link in links:
+        target.peers._drop(link, "the test cuts it")
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_one_lost_link_of_two_fails_the_request_once_and_frees_both_ranks(
+    rig: Rig, broken: int
+) -> None:
+    source, target = pools(rig, 2, 1)
+    target.start(source)
+    source.step(expected=[SourceExpected("t", "p-t")])
+    source.step(progress=[SourceProgress("t", FROM[:2], 8)])
+    (only,) = target.ranks
+    until(lambda: all(part.received_blocks for _, part in only.peers.consumer), only)
+    cut(source.ranks[broken], only)
+    until(lambda: only.ended, only)
+    assert (only.ended, only.failed) == (["d-t"], ["d-t"])
+    assert only.failures == {"d-t": "the test cuts it"}
+    source.step(ended=[SourceEnded("t", TOKENS, True)])
+    settle_all(source, target)
+    assert [rank.sent for rank in source.ranks] == [["p-t"]] * 2
+
+
+def test_a_reader_that_is_lost_takes_the_others_with_it(rig: Rig) -> None:
+    source, target = pools(rig, 1, 2)
+    target.start(source)
+    (only,) = source.ranks
+    until(lambda: sum(1 for _ in only.peers.producer.early()) == 2, only)
+    cut(only, target.ranks[0])
+    target.until_ended()
+    assert [rank.failed for rank in target.ranks] == [["d-t"], ["d-t"]]
+    assert target.ranks[1].failures == {"d-t": "the decode worker disconnected"}
+    source.prefill()
+    settle_all(source, target)
+    assert only.sent == ["p-t"]
+
+
+def test_ranks_in_the_wrong_order_are_found_out(rig: Rig) -> None:
+    source, target = pools(rig, 2, 2)
+    before = [rank.cache.snapshot() for rank in target.ranks]
+    source.step(expected=[SourceExpected("t", "p-t")])
+    target.start(source, source.addresses[::-1])
+    target.until_ended()
+    assert "are not held here" in target.ranks[0].failures["d-t"]
+    source.step(progress=[SourceProgress("t", FROM, N)])
+    source.step(ended=[SourceEnded("t", TOKENS, True)])
+    settle_all(source, target)
+    assert [rank.cache.snapshot() for rank in target.ranks] == before
+
+
+def test_a_number_of_ranks_that_fits_no_plan_is_refused(tcp_rig: Rig) -> None:
+    target = pool(tcp_rig, 1, "t")
+    addresses = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+    target.step(starts=[TargetStart("t", "d-t", addresses, "e", 0, N, TO)])
+    assert target.ranks[0].failures == {"d-t": "4 KV heads cannot be split over 3 ranks"}
