@@ -99,11 +99,6 @@ READY = MemberState.READY
             id="only a partner that can hand over",
         ),
         pytest.param(
-            [member("p", P), member("d1", D, IDLE, compatibility="x"), member("d2", D, FULL)],
-            ("d2", "p"),
-            id="an idle worker without partners is passed over",
-        ),
-        pytest.param(
             [member("p", P, IDLE), member("d", D, FULL), member("a", A, IDLE)],
             ("a", None),
             id="an idle aggregated worker beats a busy pair",
@@ -232,29 +227,6 @@ def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
             [member("p", P), not_ready("d", D, suspended=True)],
             ("p", None),
             id="a suspended decode worker",
-        ),
-        pytest.param(
-            [
-                not_ready("p1", P, suspended=True),
-                member("p2", P, compatibility="x"),
-                member("d", D),
-            ],
-            ("d", None),
-            id="nobody else can hand over",
-        ),
-        pytest.param(
-            [
-                not_ready("p", P, suspended=True),
-                not_ready("d1", D, attached=False),
-                member("d2", D, FULL),
-            ],
-            ("d2", None),
-            id="whichever is ready",
-        ),
-        pytest.param(
-            [not_ready("p", P, suspended=True), member("small", D, IDLE, blocks=4), member("d", D)],
-            ("d", None),
-            id="one that could hold the prompt",
         ),
         pytest.param(
             [not_ready("p", P, suspended=True), not_ready("d", D, reserved_blocks=95)],

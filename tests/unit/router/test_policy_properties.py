@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +14,6 @@ from pdserve.errors import Unavailable
 from pdserve.kv_pairs import exchange
 from pdserve.types import Role, WorkerLoad
 from router.fleet.member import Member
-from router.placement.cost import beats
 from router.placement.policies import POLICIES
 from router.placement.values import (
     Candidate,
@@ -23,7 +21,6 @@ from router.placement.values import (
     Demand,
     MemberState,
     PlacementContext,
-    Prediction,
 )
 from tests.fakes import worker_info
 
@@ -39,28 +36,6 @@ class Cached:
 
     def cached_tokens(self, _demand: Demand) -> Mapping[str, int]:
         return self.tokens
-
-
-@dataclass
-class Costs:
-    """Predicts anything, of any pair always the same; of every `gap`th nothing."""
-
-    seed: int
-    gap: int
-
-    def predict(
-        self,
-        demand: Demand,
-        prefill: Candidate | None,
-        decode: Candidate,
-        cached: Mapping[str, int],
-    ) -> Prediction | None:
-        names = (None if prefill is None else prefill.worker_id, decode.worker_id)
-        drawn = Random(f"{self.seed} {names}")
-        if drawn.randrange(self.gap) == 0:
-            return None
-        ttft_s, harm_s = drawn.random(), drawn.random()
-        return Prediction(*names, ttft_s, harm_s, cost_s=ttft_s + harm_s)
 
 
 @st.composite
@@ -104,7 +79,6 @@ demands = st.builds(
     avoid=st.frozensets(st.sampled_from(IDS), max_size=2),
     excluded=excluded,
 )
-costs = st.builds(Costs, st.integers(0, 1000), st.sampled_from([2, 1000]))
 lookups = st.none() | st.builds(
     Cached, st.dictionaries(st.sampled_from(IDS), st.integers(0, 200), max_size=4)
 )
@@ -210,45 +184,3 @@ def test_a_policy_keeps_to_what_it_may(
     elif placement.decode.role is Role.DECODE and name != "always_local":
         assert open_pairs(kept, demand) == []
         assert not any(c.role is Role.AGGREGATED for c in may_decode(kept, demand))
-
-
-@st.composite
-def idle_members(draw: st.DrawFn) -> list[Candidate]:
-    """Prefill and decode workers that all may be placed on."""
-    roles = [Role.PREFILL] * draw(st.integers(1, 6)) + [Role.DECODE] * draw(st.integers(1, 3))
-    return [
-        Member(
-            worker_info(f"w{i}", role, compatibility="x", total_blocks=1000),
-            lease_end=1.0,
-            attached=True,
-            outstanding_tokens=draw(st.integers(0, 5000)),
-        ).seen()
-        for i, role in enumerate(roles)
-    ]
-
-
-@settings(max_examples=100, deadline=None)
-@given(idle_members(), demands.filter(lambda x: not x.prefill_only), lookups, costs, st.integers(0))
-def test_the_default_disaggregates_where_that_is_predicted_to_cost_less(
-    candidates: list[Candidate], demand: Demand, lookup: Cached | None, cost: Costs, turn: int
-) -> None:
-    context = PlacementContext(lookup, cost)
-    decision = POLICIES["slo_aware"](candidates, demand, turn, context)
-    placement = decision.placement
-    assert placement is not None
-    kept = usable(candidates, demand)
-    assert placement.decode in may_decode(kept, demand)
-    remotes = {x.prefill: x.cost_s for x in decision.predictions if x.prefill is not None}
-    local = next((x for x in decision.predictions if x.prefill is None), None)
-    assert all(x.decode == placement.decode.worker_id for x in decision.predictions)
-    if placement.prefill is None:
-        pairs = open_pairs(kept, demand)
-        if any(decode is placement.decode for _, decode in pairs):
-            assert local is not None
-            assert local.cost_s < min(remotes.values())
-        return
-    assert (placement.prefill, placement.decode) in open_pairs(kept, demand)
-    if remotes:
-        chosen_s = remotes[placement.prefill.worker_id]
-        assert chosen_s == min(remotes.values())
-        assert local is None or not beats(local.cost_s, chosen_s)

@@ -45,11 +45,11 @@ class Service:
     now: float = 0.0
     noise: float = 0.0
     seed: int = 0
-    flips_fail: bool = False
+    changes_fail: bool = False
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
-        self.flips: list[tuple[float, Role]] = []
+        self.changes: list[tuple[float, Role]] = []
         self.state: RoleState | None = None
         self.text = ""
 
@@ -68,8 +68,8 @@ class Service:
             self.text = verdict.text
             if verdict.role is None:
                 continue
-            self.flips.append((self.now, verdict.role))
-            failure = "the probe failed" if self.flips_fail else ""
+            self.changes.append((self.now, verdict.role))
+            failure = "the probe failed" if self.changes_fail else ""
             if not failure:
                 more = 1 if verdict.role is Role.PREFILL else -1
                 self.prefill, self.decode = self.prefill + more, self.decode - more
@@ -99,15 +99,15 @@ def test_a_constant_load_is_followed_once_and_left_alone(
     need = workers * load * share, workers * load * (1 - share)
     service.run(workers * 70.0 + 60.0, constant(*need))
     # No worker goes back and forth, and no more go than lie between the two splits.
-    assert len({role for _, role in service.flips}) <= 1
-    assert len(service.flips) <= workers - 2
+    assert len({role for _, role in service.changes}) <= 1
+    assert len(service.changes) <= workers - 2
     # What is left to gain is less than what is asked, give or take what noise can hide.
     loads = Loads(service.prefill, service.decode, *need)
     enough = loads.highest * (1 - MIN_IMPROVEMENT - 0.1)
     assert loads.highest <= CONFIG.min_load * 1.1 or loads.best().highest >= enough
-    begun = len(service.flips)
+    begun = len(service.changes)
     service.run(300.0, constant(*need))
-    assert len(service.flips) <= begun + 1
+    assert len(service.changes) <= begun + 1
 
 
 @pytest.mark.parametrize(
@@ -125,14 +125,14 @@ def test_the_split_follows_a_load_that_shifts(need: Need, split: tuple[int, int]
 def test_each_change_waits_for_the_cooldown_and_until_the_need_lasted() -> None:
     service = Service(1, 5)
     service.run(400.0, constant(4.0, 0.5))
-    times = [when for when, _ in service.flips]
+    times = [when for when, _ in service.changes]
     assert times[0] >= CONFIG.cooldown_s
     assert min(b - a for a, b in pairwise(times)) >= CONFIG.cooldown_s
     calm = Service(2, 2)
     assert set(calm.run(100.0, constant(0.5, 0.5))) == {Stance.BALANCED}
     stances = calm.run(80.0, constant(3.0, 0.5))
     assert CONFIG.window_s - 1 <= stances.count(Stance.WAITING)
-    assert len(calm.flips) == 1
+    assert len(calm.changes) == 1
 
 
 def test_changes_of_other_routers_start_a_cooldown() -> None:
@@ -145,13 +145,13 @@ def test_changes_of_other_routers_start_a_cooldown() -> None:
 
 
 def test_a_failed_change_is_tried_again_later_and_later() -> None:
-    service = Service(2, 2, flips_fail=True)
+    service = Service(2, 2, changes_fail=True)
     service.run(1000.0, constant(3.0, 0.5))
-    times = [when for when, _ in service.flips]
+    times = [when for when, _ in service.changes]
     gaps = [b - a for a, b in pairwise(times)]
     assert gaps == [61.0, 121.0, 241.0, 481.0]
     assert "the probe failed" in service.text
-    service.flips_fail = False
+    service.changes_fail = False
     service.run(1000.0, constant(3.0, 0.5))
     assert (service.prefill, service.decode) == (3, 1)
     assert service.state is not None
@@ -172,7 +172,7 @@ def test_the_last_worker_of_a_role_stays(prefill: int, decode: int) -> None:
     service = Service(prefill, decode)
     service.run(300.0, constant(5.0, 0.0))
     service.run(300.0, constant(0.0, 5.0))
-    assert not service.flips
+    assert not service.changes
 
 
 BLOCKS = 1000
