@@ -320,7 +320,7 @@ class RouterConfig(_Section, frozen=True):
     grpc_port: Annotated[Port, doc("Port of the gRPC listener; 0 takes a free one.")] = 8001
     policy: Annotated[
         Literal[
-            "always_local",
+            "always_aggregated",
             "least_loaded",
             "power_of_two",
             "prefix_aware",

@@ -128,7 +128,7 @@ _PREFIX_AWARE = Policy(
     uses_prefix=True,
 )
 _POWER_OF_TWO = replace(_LEAST_LOADED, name="power_of_two", draw=draw_two)
-_ALWAYS_LOCAL = replace(_PREFIX_AWARE, name="always_local", prefill_on=Prefill.AGGREGATED)
+_ALWAYS_AGGREGATED = replace(_PREFIX_AWARE, name="always_aggregated", prefill_on=Prefill.AGGREGATED)
 _SLO_AWARE = replace(_PREFIX_AWARE, name="slo_aware", prefill_on=Prefill.CHEAPER)
 
 POLICIES: Mapping[str, Policy] = {
@@ -140,7 +140,7 @@ POLICIES: Mapping[str, Policy] = {
         # reports do not all choose the same worker.
         _POWER_OF_TWO,
         _PREFIX_AWARE,
-        _ALWAYS_LOCAL,
+        _ALWAYS_AGGREGATED,
         _SLO_AWARE,
     )
 }

@@ -64,7 +64,7 @@ async def local() -> AsyncIterator[tuple[str, Client]]:
         http_port=0,
         grpc_port=0,
         stop_grace_s=0.0,
-        policy="always_local",
+        policy="always_aggregated",
         health=HealthConfig(probe_s=0.0),
     )
     router = RouterServer(config)

@@ -181,6 +181,6 @@ def test_a_policy_keeps_to_what_it_may(
     assert placement.decode in may_decode(kept, demand)
     if placement.prefill is not None:
         assert (placement.prefill, placement.decode) in open_pairs(kept, demand)
-    elif placement.decode.role is Role.DECODE and name != "always_local":
+    elif placement.decode.role is Role.DECODE and name != "always_aggregated":
         assert open_pairs(kept, demand) == []
         assert not any(c.role is Role.AGGREGATED for c in may_decode(kept, demand))
