@@ -71,7 +71,7 @@ class Supervisor:
         if config.worker.engine == "vllm" and is_cpu_build():
             # A worker that is restarted need not import vLLM again, which takes most of its start.
             self._forkserver = ForkServer(
-                "workers.preload:preload", log=self._run_dir / "forkserver.log"
+                "workers.vllm.preload:preload", log=self._run_dir / "forkserver.log"
             )
         self._children: dict[str, ChildProcess] = {}
         self._facts: dict[str, dict[str, str]] = {}
