@@ -40,9 +40,11 @@ def pack(message: w.StepFrame | w.Command) -> bytes:
 
 
 class FrameParser(Generic[M]):
-    """Turns a byte stream into messages of `kind`. State: the bytes of an incomplete frame."""
+    """Turns a byte stream into messages of `kind`, of at most `limit` bytes. State: the bytes of an
+    incomplete frame."""
 
-    def __init__(self, kind: type[M]) -> None:
+    def __init__(self, kind: type[M], limit: int = MAX_FRAME_BYTES) -> None:
+        self.limit = limit
         self._kind: type[M] = kind
         self._rest = bytearray()
         self._missing = 0  # bytes that the incomplete frame, or its length, still needs
@@ -58,9 +60,9 @@ class FrameParser(Generic[M]):
         at, end = 0, _LENGTH.size
         while len(data) >= end:
             (size,) = _LENGTH.unpack_from(data, at)
-            if size > MAX_FRAME_BYTES:
+            if size > self.limit:
                 raise InvalidRequest(
-                    f"a frame of {size} bytes exceeds the limit of {MAX_FRAME_BYTES}", field="frame"
+                    f"a frame of {size} bytes exceeds the limit of {self.limit}", field="frame"
                 )
             end += size
             if len(data) < end:

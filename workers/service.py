@@ -60,6 +60,9 @@ ANNOUNCE_S = 1.0
 _MOVE_PERIOD_S = 0.5
 # The engine does not say when a lease ends, so the ledger is polled.
 _LEDGER_POLL_S = 0.02
+# Before the hello, a peer may be anybody.
+_HELLO_BYTES = 1 << 12
+_MAX_STRANGERS = 64
 # Ended prefills that a session remembers, to release their blocks on a late cancel.
 _MAX_HELD = 4096
 # Blocks in one frame of a snapshot; a router needs half a millisecond to read them.
@@ -519,7 +522,7 @@ class Session(asyncio.Protocol):
         self.steps_reported_at = -math.inf
         self.watches_cache = False
         self._service = service
-        self._parser = framing.FrameParser(w.Command)
+        self._parser = framing.FrameParser(w.Command, limit=_HELLO_BYTES)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None  # for the hello, beats, or the end
         self._sent_at = 0.0
@@ -530,7 +533,10 @@ class Session(asyncio.Protocol):
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         framing.detect_dead_peer(transport)
-        self._service.connections.add(self)
+        connections = self._service.connections
+        connections.add(self)
+        if sum(not x.router_id for x in connections) > _MAX_STRANGERS:
+            self._transport.abort()
         self._timer = self._loop.call_later(
             HELLO_S, self.close, InvalidRequest("no hello came", field="hello")
         )
@@ -575,6 +581,7 @@ class Session(asyncio.Protocol):
                 f"this worker's instance is {self._service.instance_id}", field="hello.instance_id"
             )
         self.router_id = hello.router_id
+        self._parser.limit = framing.MAX_FRAME_BYTES
         self._beat_in(BEAT_S)
         self._service.attach(self)
 

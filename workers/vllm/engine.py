@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kv_transfer.snapshot import KvState
@@ -22,7 +21,7 @@ from workers.vllm.settings import apply_environment
 from workers.vllm.steps import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.step_moments import StepMoments
@@ -31,36 +30,14 @@ if TYPE_CHECKING:
     from workers.vllm.core import KvLook, VllmCore
     from workers.vllm.settings import VllmSettings
 
+    # Run by the step thread; returns last deltas of streams that it ended.
+    _Action = Callable[[VllmCore], Sequence[StreamDelta] | None]
+
 _log = logging.getLogger(__name__)
 _POLL_S = 0.001
 # How often leases are checked while only transfers are pending and progress wakes the thread.
 _TRANSFER_TICK_S = 0.05
 _CLOSE_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Submitted:
-    work: Work
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancelled:
-    stream_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Exported:
-    stream_id: int
-    transfer_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Looked:
-    """A request for the state of KV transfers in the executor's processes."""
-
-
-_Item = _Submitted | _Cancelled | _Exported | _Looked
 
 
 class VllmEngine:
@@ -70,7 +47,7 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._inbox: deque[_Item] = deque()
+        self._inbox: deque[tuple[_Action, int | None]] = deque()  # with the id of a new stream
         self._end: ErrorInfo | None = None
         self._wake = threading.Event()
         self._closing = False
@@ -104,21 +81,23 @@ class VllmEngine:
         return await started
 
     def submit(self, work: Work) -> None:
-        if not self._put(_Submitted(work, time.monotonic())):
+        submitted = time.monotonic()
+        if not self._put(lambda core: core.add(work, submitted), work.stream_id):
             assert self._end is not None
             self._loop.call_soon(self._on_step, [_ended(work.stream_id, self._end)])
 
     def cancel(self, stream_id: int) -> None:
-        self._put(_Cancelled(stream_id))
+        self._put(lambda core: core.cancel(stream_id))
 
     def export(self, stream_id: int, transfer_id: str) -> None:
-        self._put(_Exported(stream_id, transfer_id))
+        self._put(lambda core: core.export(stream_id, transfer_id))
 
-    def _put(self, item: _Item) -> bool:
+    def _put(self, action: _Action, new_stream_id: int | None = None) -> bool:
+        """Have the step thread do `action`. Return False if the thread has stopped."""
         with self._lock:
             if self._end is not None:
                 return False
-            self._inbox.append(item)
+            self._inbox.append((action, new_stream_id))
         self._wake.set()
         return True
 
@@ -139,7 +118,7 @@ class VllmEngine:
             return KvState(self._ledger, (self._kv_look(),))
         # Only the step thread may ask other processes: return the last answer, ask for a new one.
         if not self._is_looking:
-            self._is_looking = self._put(_Looked())
+            self._is_looking = self._put(self._look_at_ranks)
         return KvState(self._ledger, self._kv_ranks)
 
     async def close(self) -> None:
@@ -226,24 +205,16 @@ class VllmEngine:
         with self._lock:
             items = list(self._inbox)
             self._inbox.clear()
-        ended = []
-        for item in items:
-            match item:
-                case _Submitted(work, at):
-                    ended += core.add(work, at)
-                case _Cancelled(stream_id):
-                    core.cancel(stream_id)
-                case _Exported(stream_id, transfer_id):
-                    ended += core.export(stream_id, transfer_id)
-                case _Looked():
-                    self._kv_ranks, self._is_looking = core.kv_ranks(), False
-        return ended
+        return [delta for action, _ in items for delta in action(core) or ()]
+
+    def _look_at_ranks(self, core: VllmCore) -> None:
+        self._kv_ranks, self._is_looking = core.kv_ranks(), False
 
     def _stop(self, end: ErrorInfo, open_streams: Sequence[int]) -> None:
         """End all streams with `end`, also those submitted later."""
         with self._lock:
             self._end = end
-            waiting = [x.work.stream_id for x in self._inbox if isinstance(x, _Submitted)]
+            waiting = [stream_id for _, stream_id in self._inbox if stream_id is not None]
             self._inbox.clear()
         self._emit([_ended(stream_id, end) for stream_id in [*open_streams, *waiting]])
 

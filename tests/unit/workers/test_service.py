@@ -171,6 +171,20 @@ class TestHello:
             assert code_of(await router.ended) == "invalid_value"
             await router.close()
 
+    async def test_a_peer_without_a_hello_gets_little_room(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(service, "_MAX_STRANGERS", 1)
+        async with a_worker() as server:
+            first, second = RouterSide(server), RouterSide(server)
+            await first.open()
+            await second.open()
+            await second.ended
+            await first.submit(1, tokens=range(10_000))
+            assert code_of(await first.ended) == "invalid_value"
+            for router in (first, second):
+                await router.close()
+
     async def test_a_router_that_attaches_anew_takes_the_place_of_its_older_stream(self) -> None:
         async with a_worker() as server, RouterSide(server, "same") as older:
             await older.submit(1, LONG)
