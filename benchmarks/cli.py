@@ -115,39 +115,33 @@ def _add_replay(commands: _Parsers) -> argparse.ArgumentParser:
         "Send each request when it is due (open loop). Exit status: 0, 1 if a request "
         "failed, 2 for wrong options or a malformed trace.",
     )
+    add = replay.add_argument
     where = replay.add_mutually_exclusive_group()
     where.add_argument(
         "--url", metavar="URL,...", help=f"OpenAI endpoint, or several (default: {DEFAULT_URL})"
     )
     where.add_argument("--grpc", metavar="HOST:PORT,...", help="pdserve's gRPC API instead")
     add_dial_options(replay)
-    replay.add_argument("--model", help="served model (default: the only one)")
-    replay.add_argument("--vocab-size", type=_count, help="if the endpoint does not tell it")
-    replay.add_argument("--trace", default="chat", metavar="TRACE", help=_TRACE)
-    replay.add_argument("--limit", type=_count, metavar="N", help="only the first N requests")
+    add("--model", help="served model (default: the only one)")
+    add("--vocab-size", type=_count, help="if the endpoint does not tell it")
+    add("--trace", default="chat", metavar="TRACE", help=_TRACE)
+    add("--limit", type=_count, metavar="N", help="only the first N requests")
     _add_shape(replay)
     speed = replay.add_mutually_exclusive_group()
     speed.add_argument("--speedup", type=_positive, default=1.0, metavar="F", help="of arrivals")
     speed.add_argument(
         "--rate", dest="rate_per_s", type=_positive, metavar="R", help="mean requests/s instead"
     )
-    replay.add_argument(
+    add(
         "--tick-jitter",
         choices=("none", "uniform", "even"),
         default="uniform",
         help="how to spread requests that the log rounded to one moment",
     )
-    replay.add_argument("--seed", type=_whole, default=0, help="for prompts and jitter")
-    replay.add_argument("--warmup", type=_whole, default=1, metavar="N", help="requests (1)")
-    replay.add_argument(
-        "--drain-timeout",
-        dest="drain_timeout_s",
-        type=_positive,
-        default=300.0,
-        metavar="S",
-        help="(300)",
-    )
-    replay.add_argument(
+    add("--seed", type=_whole, default=0, help="for prompts and jitter")
+    add("--warmup", type=_whole, default=1, metavar="N", help="requests (1)")
+    add("--drain-timeout", dest="drain_timeout_s", type=_positive, default=300.0, metavar="S")
+    add(
         "--slo",
         dest="slo_s",
         type=_slo,
@@ -155,22 +149,23 @@ def _add_replay(commands: _Parsers) -> argparse.ArgumentParser:
         metavar="METRIC=TIME,...",
         help=f"limits, such as ttft=500ms,tpot=50ms, on {', '.join(SLO_METRICS)}",
     )
-    replay.add_argument("--out", type=Path, metavar="FILE", help="write all timelines there")
-    replay.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add("--out", type=Path, metavar="FILE", help="write all timelines there")
+    add("--json", action="store_true", help="print the summary as JSON")
     return replay
 
 
 def _add_shape(parser: argparse.ArgumentParser, default: Fraction | None = Fraction(1)) -> None:
+    add = parser.add_argument
     note = "" if default else "; default: 1, on a CPU so that prompts have at most 512 on average"
-    parser.add_argument(
+    add(
         "--scale-lengths",
         type=_fraction,
         default=default,
         metavar="F",
         help=f"multiply all lengths, such as 1/8{note}",
     )
-    parser.add_argument("--max-output-tokens", type=_count, metavar="N", help="cut longer outputs")
-    parser.add_argument("--max-total-tokens", type=_count, metavar="N", help="drop longer requests")
+    add("--max-output-tokens", type=_count, metavar="N", help="cut longer outputs")
+    add("--max-total-tokens", type=_count, metavar="N", help="drop longer requests")
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -220,13 +215,14 @@ def _add_compare(commands: _Parsers) -> argparse.ArgumentParser:
         "same traffic in turns, and print figures with intervals. Exit status: 0, 2 for wrong "
         "options or variants that differ, 3 if the run is invalid, 130 if interrupted.",
     )
-    compare.add_argument(
+    add = compare.add_argument
+    add(
         *("--arms", "--variants"),
         dest="variants",
         metavar="V,...",
         help=f"1P1D, 2A, name=2A, nixl (vLLM's own P/D), ... (default: {DEFAULT_VARIANTS})",
     )
-    compare.add_argument(
+    add(
         *("--arm", "--variant"),
         dest="endpoints",
         action="append",
@@ -234,7 +230,7 @@ def _add_compare(commands: _Parsers) -> argparse.ArgumentParser:
         metavar="NAME=URL",
         help="one more variant, such as a running OpenAI endpoint",
     )
-    compare.add_argument(
+    add(
         *("--arm-set", "--variant-set"),
         dest="variant_set",
         action="append",
@@ -242,38 +238,27 @@ def _add_compare(commands: _Parsers) -> argparse.ArgumentParser:
         metavar="NAME:KEY=VALUE",
         help="a configuration key of one variant (add --differ)",
     )
-    compare.add_argument("--differ", default="", metavar="SETTING,...", help="what may differ")
-    compare.add_argument("--baseline", metavar="NAME", help="for ratios (default: the last)")
-    compare.add_argument("--cores", type=_count, metavar="N", help="of each variant's workers")
-    compare.add_argument(
-        "--kv-cache-mib", type=_count, metavar="N", help="of each variant's workers together"
-    )
-    compare.add_argument("--restart", action="store_true", help="run only one variant at a time")
-    compare.add_argument("--api", choices=("grpc", "http"), help="(default: grpc if all have it)")
-    compare.add_argument("--url-model", metavar="NAME", help="model of endpoints")
-    compare.add_argument("--vocab-size", type=_count, help="if no variant tells it")
+    add("--differ", default="", metavar="SETTING,...", help="what may differ")
+    add("--baseline", metavar="NAME", help="for ratios (default: the last)")
+    add("--cores", type=_count, metavar="N", help="of each variant's workers")
+    add("--kv-cache-mib", type=_count, metavar="N", help="of each variant's workers together")
+    add("--restart", action="store_true", help="run only one variant at a time")
+    add("--api", choices=("grpc", "http"), help="(default: grpc if all have it)")
+    add("--url-model", metavar="NAME", help="model of endpoints")
+    add("--vocab-size", type=_count, help="if no variant tells it")
     add_dial_options(compare)
-    compare.add_argument("--trace", default="chat", metavar="TRACE", help=_TRACE)
-    compare.add_argument(
+    add("--trace", default="chat", metavar="TRACE", help=_TRACE)
+    add(
         "--rate", dest="rate_per_s", type=_positive, default=2.0, metavar="R", help="requests/s (2)"
     )
-    compare.add_argument("--requests", type=_count, default=40, metavar="N", help="a round (40)")
-    compare.add_argument("--rounds", type=_whole, default=5, metavar="K", help="in turn (5)")
+    add("--requests", type=_count, default=40, metavar="N", help="a round (40)")
+    add("--rounds", type=_whole, default=5, metavar="K", help="in turn (5)")
     _add_shape(compare, None)
-    compare.add_argument("--seed", type=_whole, default=0)
-    compare.add_argument(
-        "--drain-timeout",
-        dest="drain_timeout_s",
-        type=_positive,
-        default=60.0,
-        metavar="S",
-        help="(60)",
-    )
+    add("--seed", type=_whole, default=0)
+    add("--drain-timeout", dest="drain_timeout_s", type=_positive, default=60.0, metavar="S")
     for metric in ("ttft", "tpot"):
-        compare.add_argument(
-            f"--slo-{metric}", type=_positive, metavar="MS", help="limit; routers are told too"
-        )
-    compare.add_argument(
+        add(f"--slo-{metric}", type=_positive, metavar="MS", help="limit; routers are told too")
+    add(
         "--sweep",
         nargs="?",
         type=_count,
@@ -281,7 +266,7 @@ def _add_compare(commands: _Parsers) -> argparse.ArgumentParser:
         metavar="PROBES",
         help="find the highest rate with 90 %% within the limits (8 probes a variant)",
     )
-    compare.add_argument(
+    add(
         "--probe-seconds",
         dest="probe_s",
         type=_positive,
@@ -289,9 +274,9 @@ def _add_compare(commands: _Parsers) -> argparse.ArgumentParser:
         metavar="S",
         help="of a probe (15)",
     )
-    compare.add_argument("--out", type=Path, metavar="DIR", help="for result.json and report.html")
-    compare.add_argument("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
-    compare.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add("--out", type=Path, metavar="DIR", help="for result.json and report.html")
+    add("--resume", type=Path, metavar="DIR", help="continue the run in DIR")
+    add("--json", action="store_true", help="print the summary as JSON")
     add_config_options(compare, {"--model": "worker.model", "--engine": "worker.engine"})
     return compare
 
@@ -431,9 +416,10 @@ def _add_report(commands: _Parsers) -> argparse.ArgumentParser:
         "Compute the figures from the timelines that replay or compare kept. Exit "
         "status: 0, 2 if the file is no result, 3 if the comparison is invalid.",
     )
-    report.add_argument("result", type=Path, metavar="FILE", help="what --out wrote")
-    report.add_argument("--html", type=Path, metavar="OUT", help="write report.html")
-    report.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add = report.add_argument
+    add("result", type=Path, metavar="FILE", help="what --out wrote")
+    add("--html", type=Path, metavar="OUT", help="write report.html")
+    add("--json", action="store_true", help="print the summary as JSON")
     return report
 
 
@@ -477,21 +463,20 @@ def _add_chaos(commands: _Parsers) -> argparse.ArgumentParser:
         "answer is compared, token by token, with that of an engine to which nothing happens. Exit "
         "status: 0 if no request failed, no token was wrong and no KV block leaked, else 1.",
     )
-    chaos.add_argument("--list", action="store_true", help="list the scenarios")
-    chaos.add_argument("--only", metavar="NAME,...", help="these scenarios (default: all)")
-    chaos.add_argument("--engine", choices=("vllm", "fake"), default="vllm")
-    chaos.add_argument("--prefill", type=_count, default=2, metavar="N", help="workers (2)")
-    chaos.add_argument("--decode", type=_count, default=2, metavar="N", help="workers (2)")
-    chaos.add_argument("--requests", type=_count, default=24, metavar="N", help="a scenario (24)")
-    chaos.add_argument(
+    add = chaos.add_argument
+    add("--list", action="store_true", help="list the scenarios")
+    add("--only", metavar="NAME,...", help="these scenarios (default: all)")
+    add("--engine", choices=("vllm", "fake"), default="vllm")
+    add("--prefill", type=_count, default=2, metavar="N", help="workers (2)")
+    add("--decode", type=_count, default=2, metavar="N", help="workers (2)")
+    add("--requests", type=_count, default=24, metavar="N", help="a scenario (24)")
+    add(
         "--rate", dest="rate_per_s", type=_positive, default=6.0, metavar="R", help="requests/s (6)"
     )
-    chaos.add_argument("--seed", type=_whole, default=1)
-    chaos.add_argument("--json", action="store_true", help="print the rows as JSON")
-    chaos.add_argument("--run-dir", type=Path, metavar="DIR", help="for logs (default: a new one)")
-    chaos.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the configuration"
-    )
+    add("--seed", type=_whole, default=1)
+    add("--json", action="store_true", help="print the rows as JSON")
+    add("--run-dir", type=Path, metavar="DIR", help="for logs (default: a new one)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the configuration")
     return chaos
 
 
@@ -552,17 +537,16 @@ def _chaos(args: argparse.Namespace) -> int:
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     """Add the options that simulate and plan share."""
-    parser.add_argument("--trace", default="chat", metavar="TRACE", help=_TRACE)
-    parser.add_argument("--tokens-in", type=_count, metavar="N", help="mean, instead of a trace")
-    parser.add_argument("--tokens-out", type=_count, default=200, metavar="N", help="mean (200)")
+    add = parser.add_argument
+    add("--trace", default="chat", metavar="TRACE", help=_TRACE)
+    add("--tokens-in", type=_count, metavar="N", help="mean, instead of a trace")
+    add("--tokens-out", type=_count, default=200, metavar="N", help="mean (200)")
     _add_shape(parser)
-    parser.add_argument(
+    add(
         "--rate", dest="rate_per_s", type=_positive, default=4.0, metavar="R", help="requests/s (4)"
     )
-    parser.add_argument(
-        "--users", type=_count, default=0, metavar="N", help="who wait for answers, instead"
-    )
-    parser.add_argument(
+    add("--users", type=_count, default=0, metavar="N", help="who wait for answers, instead")
+    add(
         "--think-time",
         dest="think_s",
         type=_positive,
@@ -570,22 +554,22 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="between their requests",
     )
-    parser.add_argument("--requests", type=_count, default=400, metavar="N", help="to send (400)")
-    parser.add_argument("--max-num-seqs", type=_count, default=64, metavar="N", help="(64)")
-    parser.add_argument(
+    add("--requests", type=_count, default=400, metavar="N", help="to send (400)")
+    add("--max-num-seqs", type=_count, default=64, metavar="N", help="(64)")
+    add(
         "--blocks", dest="total_blocks", type=_count, default=8192, metavar="N", help="of KV (8192)"
     )
-    parser.add_argument("--slo-ttft", type=_positive, default=1000.0, metavar="MS", help="(1000)")
-    parser.add_argument("--slo-tpot", type=_positive, default=100.0, metavar="MS", help="(100)")
-    parser.add_argument("--costs", type=Path, metavar="FILE", help="step costs, as --calibrate has")
-    parser.add_argument(
+    add("--slo-ttft", type=_positive, default=1000.0, metavar="MS", help="limit (1000)")
+    add("--slo-tpot", type=_positive, default=100.0, metavar="MS", help="limit (100)")
+    add("--costs", type=Path, metavar="FILE", help="step costs, as --calibrate has")
+    add(
         "--calibrate",
         type=Path,
         metavar="FILE",
         help="measure the step costs of --model on this machine, and write them to FILE",
     )
-    parser.add_argument("--seed", type=_whole, default=0)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add("--seed", type=_whole, default=0)
+    add("--json", action="store_true", help="print the result as JSON")
     add_config_options(parser, {"--policy": "router.policy", "--model": "worker.model"})
 
 
@@ -597,9 +581,10 @@ def _add_simulate(commands: _Parsers) -> argparse.ArgumentParser:
         "The router's own code serves a trace with engines whose steps take what "
         "--costs says. Exit status: 0, 2 for wrong options.",
     )
-    simulate.add_argument("--prefill", type=_whole, default=1, metavar="N", help="workers (1)")
-    simulate.add_argument("--decode", type=_whole, default=1, metavar="N", help="workers (1)")
-    simulate.add_argument("--aggregated", type=_whole, default=0, metavar="N", help="workers (0)")
+    add = simulate.add_argument
+    add("--prefill", type=_whole, default=1, metavar="N", help="workers (1)")
+    add("--decode", type=_whole, default=1, metavar="N", help="workers (1)")
+    add("--aggregated", type=_whole, default=0, metavar="N", help="workers (0)")
     _add_load(simulate)
     return simulate
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from benchmarks.compare import summary as summaries
 from benchmarks.compare.fairness import differences, judge, settings_of
-from benchmarks.compare.nixl import command, described, prompt_tokens
 from benchmarks.compare.result import from_json, to_json
 from benchmarks.compare.run import CLOSE, Probe, bracket, next_rate
 from benchmarks.compare.summary import summarise_compare
@@ -258,43 +257,3 @@ def test_the_report_shows_everything_and_loads_nothing() -> None:
     for forbidden in ("<script", "http://", "src=", "@import"):
         assert forbidden not in page.replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert "no request was answered" in render_page(result([measured("2A", 0, [failed(0)])]))
-
-
-def test_a_plain_vllm_server_is_described_as_our_workers_are() -> None:
-    config = {
-        "scheduler_config": {
-            "max_num_batched_tokens": 2048,
-            "enable_chunked_prefill": True,
-            "async_scheduling": False,
-            "max_num_seqs": 64,
-        },
-        "compilation_config": {"mode": 0, "cudagraph_mode": 0},
-        "model_config": {
-            "served_model_name": "m",
-            "tokenizer": "/m",
-            "max_model_len": 4096,
-            "dtype": "torch.float32",
-            "quantization": None,
-            "enforce_eager": True,
-        },
-        "cache_config": {
-            "enable_prefix_caching": True,
-            "cache_dtype": "auto",
-            "block_size": 32,
-            "num_gpu_blocks": 101,
-        },
-        "parallel_config": {"tensor_parallel_size": 1},
-        "speculative_config": None,
-        "device_config": {"device": "cpu"},
-    }
-    found = described(config)
-    assert (found["dtype"], found["total_blocks"]) == ("float32", 100)
-    assert found["settings"]["cudagraph_mode"] == "NONE"
-    settings = {"engine_args": {"enforce_eager": False}, "model": "/m", "name": "m", "port": 1}
-    words = command(settings | {"kv_role": "kv_producer"}, is_cpu=True)
-    assert "--no-enforce-eager" in words
-    assert words[words.index("--block-size") + 1] == "32"
-    text = 'vllm:prompt_tokens_by_source_total{source="local_compute"} 3.0\n'
-    assert prompt_tokens("# TYPE vllm:prompt_tokens_by_source counter\n" + text) == {
-        "local_compute": 3.0
-    }
