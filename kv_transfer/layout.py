@@ -2,8 +2,7 @@
 
 Tried on vLLM 0.32.0, CPU: one allocation for all layers, each layer a view [blocks, heads, tokens,
 channels], each (layer, block) page contiguous. Inside a page the CPU attention kernels pack keys by
-instruction set, which is therefore part of the compatibility key. Between blocks of one size whole
-pages move; between others, tokens (kv_transfer/tokens.py).
+instruction set, which is therefore part of the compatibility key, as is the block size.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Where the page of (layer, block) is: base + offset + layer * layer_stride + block *
-    block_stride, all in bytes, `page_bytes` long."""
+    """The page of (layer, block) lies at base + offset + layer * layer_stride + block *
+    block_stride and is `page_bytes` long. All numbers are bytes."""
 
     num_layers: int
     num_blocks: int
@@ -33,12 +32,12 @@ class KvGeometry:
 
     @property
     def block_bytes(self) -> int:
-        """One block over all layers."""
+        """Bytes of one block in all layers."""
         return self.num_layers * self.page_bytes
 
     @property
     def span_bytes(self) -> int:
-        """From the base to the end of the last page."""
+        """Bytes from the base to the end of the last page."""
         return (
             self.offset_bytes
             + (self.num_layers - 1) * self.layer_stride_bytes
@@ -47,16 +46,14 @@ class KvGeometry:
         )
 
     def has_blocks(self, block_ids: Sequence[int]) -> bool:
-        """Whether each of the ids is a block of this cache."""
         return not block_ids or (min(block_ids) >= 0 and max(block_ids) < self.num_blocks)
 
     def page_offset(self, layer: int, block: int) -> int:
-        """Bytes from the base to the page."""
         return self.offset_bytes + layer * self.layer_stride_bytes + block * self.block_stride_bytes
 
     def narrowed(self, start: int, size: int) -> KvGeometry:
-        """The same blocks, each page cut to `size` of its bytes from `start` on. Raises
-        KvTransferError where the page has no such bytes."""
+        """Return the same blocks with each page cut to `size` bytes from `start`. Raises
+        KvTransferError if a page has no such bytes."""
         if start < 0 or size <= 0 or start + size > self.page_bytes:
             raise KvTransferError(
                 f"bytes {start} to {start + size} of a page of {self.page_bytes} bytes"
@@ -64,7 +61,6 @@ class KvGeometry:
         return replace(self, page_bytes=size, offset_bytes=self.offset_bytes + start)
 
     def to_list(self) -> list[int]:
-        """For the wire; `from_list` reads it."""
         return [
             self.num_layers,
             self.num_blocks,
@@ -76,7 +72,7 @@ class KvGeometry:
 
     @classmethod
     def from_list(cls, values: list[int]) -> KvGeometry:
-        """Raises ValueError where the numbers are no geometry."""
+        """Read what `to_list` returns. Raises ValueError."""
         if len(values) != 6 or not all(type(v) is int and v >= 0 for v in values):
             raise ValueError("a geometry is six non-negative integers")
         geometry = cls(*values)
@@ -87,8 +83,8 @@ class KvGeometry:
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """What moves of each page, in bytes: `size`, from `source_start` in the source's page to
-    `target_start` in the target's. The two pages may differ in length."""
+    """The bytes of each page that move: `size`, from `source_start` in the producer's page to
+    `target_start` in the consumer's. The two pages may differ in length."""
 
     source_start: int
     target_start: int
@@ -96,18 +92,7 @@ class PagePart:
 
 
 def compatibility(layout: Mapping[str, str]) -> str:
-    """Equal for workers that can exchange KV. `layout` holds everything that gives the bytes their
-    meaning, and nothing else: model, dtype, heads, packing, versions; the block size where tokens
-    cannot be told apart."""
+    """Return a key that is equal for workers that can exchange KV. `layout` holds everything that
+    gives the bytes their meaning: model, dtype, heads, packing, versions, block size."""
     text = json.dumps(sorted(layout.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def runs(first: list[int], second: list[int]) -> list[tuple[int, int, int]]:
-    """Pairs of block ids as (first, second, length) runs that are adjacent on both sides. The lists
-    are of one length."""
-    following = zip(first, first[1:], second, second[1:], strict=False)
-    cuts = [i for i, (a, b, c, d) in enumerate(following, 1) if b - a != 1 or d - c != 1]
-    starts = [0, *cuts] if first else []
-    ends = [*cuts, len(first)]
-    return [(first[i], second[i], j - i) for i, j in zip(starts, ends, strict=False)]
