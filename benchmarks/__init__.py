@@ -1,1 +1,1 @@
-"""Traces of real traffic, open-loop replay against a serving endpoint, and honest metrics."""
+"""Measure pdserve: replay, compare, break, simulate and plan (`pdserve bench`)."""

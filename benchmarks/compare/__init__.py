@@ -1,1 +1,1 @@
-"""Arms side by side on the same cores and the same traffic: ``pdserve bench compare``."""
+"""`pdserve bench compare`: variants side by side, with equal cores and equal traffic."""
