@@ -810,8 +810,12 @@ def as_markdown() -> str:
         parts += [f"## `{name}`\n", f"{description}\n", "| key | type | default | meaning |"]
         parts.append("|---|---|---|---|")
         for key in all_keys(hint, f"{name}."):
+            if key.dotted.startswith("worker.access."):
+                continue
             cells = (f"`{key.dotted}`", key.type_name, f"`{_flow(key.default)}`", key.sentence)
             parts.append(f"| {' | '.join(cells)} |")
+        if name == "worker":
+            parts.append("| `worker.access.*` | | | As `router.access.*`, without `http_tls`. |")
         parts.append("")
     return "\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""The vocabulary shared by router and workers. Values only: no I/O, no clock, no protobuf."""
+"""Values shared by router and workers. No I/O, clock or protobuf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """What a worker does with a request."""
+    """The phases that a worker runs."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -23,7 +23,7 @@ class Role(StrEnum):
 
 
 class ServiceClass(StrEnum):
-    """Who waits for the answer: a person, or a program that has time."""
+    """Interactive requests are served before batch requests."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
@@ -39,7 +39,7 @@ class FinishReason(StrEnum):
 
 
 class Constraint(StrEnum):
-    """Kinds of structured output that vLLM's grammar backends take."""
+    """Kinds of structured output that vLLM supports."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -50,8 +50,8 @@ class Constraint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """One constraint on the answer: `value` is the schema's JSON text, the pattern or the grammar;
-    `choices` is used by `CHOICE` alone and `JSON_OBJECT` needs neither."""
+    """A constraint on the answer: the JSON text of a schema, a pattern or a grammar in `value`, or
+    `choices`."""
 
     kind: Constraint
     value: str = ""
@@ -64,11 +64,7 @@ def _refuse(field_name: str, reason: str) -> None:
 
 @dataclass(slots=True)
 class SamplingParams:
-    """Sampling parameters under vLLM's names and with vLLM's defaults; checked at birth.
-
-    `max_tokens` is always set by the time a request is placed. Raises InvalidRequest naming the
-    field.
-    """
+    """Sampling parameters as in vLLM. Raises InvalidRequest naming the field."""
 
     max_tokens: int = 16
     n: int = 1
@@ -116,7 +112,7 @@ class SamplingParams:
         return self.seed is not None and self.seed != -1
 
     def of_choice(self, index: int) -> SamplingParams:
-        """Those of one of the `n` answers. As vLLM has it, each has the next seed
+        """Return the parameters of one of the `n` answers. Each has the next seed, as in vLLM
         (ParentRequest in vllm/v1/engine/parallel_sampling.py)."""
         seed = (self.seed or 0) + index if self._has_seed else None
         return replace(self, n=1, seed=seed)
@@ -144,7 +140,7 @@ _RANGED = attrgetter(*(name for name, _, _ in RANGES))
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token at one position; `rank` counts from 1, the likeliest."""
+    """One token at one position. `rank` 1 is the likeliest."""
 
     token_id: int
     text: str
@@ -154,7 +150,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The sampled token and the alternatives asked for, best first."""
+    """The sampled token and the requested alternatives, best first."""
 
     sampled: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -162,9 +158,8 @@ class PositionLogprobs:
 
 @dataclass(slots=True)
 class TransferReport:
-    """A finished transfer. `transfer_s` is the time in which bytes were moving, `exposed_s` the
-    time from the end of prefill to the last byte. `digest_mismatches` counts the chunks that came
-    damaged and were sent again."""
+    """A finished transfer. `transfer_s` is the time during which bytes were moved, `exposed_s` the
+    part after prefill ended. `digest_mismatches` counts chunks that were sent again."""
 
     transfer_s: float
     exposed_s: float
@@ -187,7 +182,7 @@ class TransferReport:
 
 @dataclass(slots=True)
 class PhaseReport:
-    """What one worker's part of a request cost."""
+    """The cost of a request on one worker."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -198,9 +193,9 @@ class PhaseReport:
 
 @dataclass(slots=True)
 class StreamDelta:
-    """What one engine step made for one request. The last one has a finish reason and a report;
-    that of a prefill also a `kv_handle`, where the handoff is in turn, and that of a stream whose
-    KV is kept for another worker the count of all its output tokens, as `exported_tokens`."""
+    """The output of one engine step for one request. The last one has a finish reason and a report,
+    for a prefill with sequential handoff a `kv_handle`, and for an exported stream the number of
+    its output tokens as `exported_tokens`."""
 
     stream_id: int
     token_ids: tuple[int, ...] = ()
@@ -225,8 +220,8 @@ class Usage:
 
 @dataclass(slots=True)
 class Receipt:
-    """What one request cost, phase by phase, and where each phase ran. `predicted_ttft_s` is what
-    was expected from its placement to its first token, 0 where too little was known."""
+    """The cost of one request by phase, and the workers that ran it. `predicted_ttft_s` is the
+    predicted time from placement to the first token, or 0 if unknown."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -280,7 +275,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model. `path` is a directory with the tokenizer."""
+    """A served model. `path` is the directory of its tokenizer."""
 
     name: str
     path: str
@@ -290,8 +285,8 @@ class ModelInfo:
 
 
 class HandoffStyle(StrEnum):
-    """When decode is told of a request that it takes over: together with prefill, whose worker
-    pushes KV as it computes it; or when prefill has ended and said where its KV is."""
+    """When the decode worker gets a request: together with the prefill worker, so that KV is
+    transferred while it is computed, or after prefill has ended with a `kv_handle`."""
 
     CONCURRENT = "concurrent"
     SEQUENTIAL = "sequential"
@@ -299,7 +294,7 @@ class HandoffStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
-    """Where a worker's KV is reached: `addresses` by tensor-parallel rank. Only workers of equal
+    """Where a worker's KV is reached: `addresses` by tensor-parallel rank. Only workers with equal
     `compatibility` exchange KV."""
 
     addresses: tuple[str, ...]
@@ -336,9 +331,8 @@ class WorkerInfo:
 
 @dataclass(slots=True)
 class WorkerLoad:
-    """Load under vLLM's names. A load that is not known is None, never zeros. `progress` moves
-    while the engine gets on; with `has_work` it should. `step_allowance_s` is how long it may stand
-    still in the step under way."""
+    """Load with vLLM's names. `progress` grows while the engine makes steps. `step_allowance_s` is
+    the expected upper bound of the current step."""
 
     num_waiting_reqs: int
     num_running_reqs: int
@@ -351,7 +345,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class KvLedger:
-    """Blocks pinned for transfers at this moment: pinned = in flight + leased."""
+    """Blocks pinned for transfers now. pinned = in flight + leased."""
 
     in_flight_blocks: int = 0
     leased_blocks: int = 0

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pdserve.config import Config
     from pdserve.local.display import Display
 
+PRELOAD = "workers.vllm.preload:preload"
 OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -70,9 +71,7 @@ class Supervisor:
         self._forkserver: ForkServer | None = None
         if config.worker.engine == "vllm" and is_cpu_build():
             # A worker that is restarted need not import vLLM again, which takes most of its start.
-            self._forkserver = ForkServer(
-                "workers.vllm.preload:preload", log=self._run_dir / "forkserver.log"
-            )
+            self._forkserver = ForkServer(PRELOAD, log=self._run_dir / "forkserver.log")
         self._children: dict[str, ChildProcess] = {}
         self._facts: dict[str, dict[str, str]] = {}
         self._serving, self._stopping = asyncio.Event(), asyncio.Event()
