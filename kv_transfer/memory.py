@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PEER_PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", re.ASCII)
-_ROW_BYTES, _LANES = 16, 2
+ROW_BYTES, _LANES = 16, 2
 
 
 def prefault(address: int, size: int, *, writable: bool = True) -> None:
@@ -153,13 +153,18 @@ class KvRegion:
 def _digests(pages: NDArray[np.uint8]) -> bytes:
     """Return the digests of blocks given as [layers, blocks, bytes of a page]."""
     _, blocks, size = pages.shape
-    if size % _ROW_BYTES:
-        pages = np.pad(pages, ((0, 0), (0, 0), (0, -size % _ROW_BYTES)))
+    if size % ROW_BYTES:
+        pages = np.pad(pages, ((0, 0), (0, 0), (0, -size % ROW_BYTES)))
     by_block = np.ascontiguousarray(pages.transpose(1, 0, 2)).view(np.uint64)
     rows = by_block.reshape(blocks, -1, _LANES)
     weights = np.arange(rows.shape[1], 0, -1, dtype=np.uint64)
     sums, running = rows.sum(axis=1, dtype=np.uint64), np.einsum("r,brl->bl", weights, rows)
-    digests = np.zeros(blocks, np.uint64)
+    return fold_digests(sums, running)
+
+
+def fold_digests(sums: NDArray[np.uint64], running: NDArray[np.uint64]) -> bytes:
+    """Return the digests of blocks from their sums, both [blocks, lanes]."""
+    digests = np.zeros(len(sums), np.uint64)
     for words in (*sums.T, *running.T):
         digests = (digests ^ words) * np.uint64(0x9E3779B97F4A7C15)
         digests ^= digests >> np.uint64(32)

@@ -17,20 +17,19 @@ _TIMES = (
     "handshake_timeout_s",
     "send_timeout_s",
     "preempt_timeout_s",
-    "nccl_init_timeout_s",
 )
 # Field: least and most.
 _SIZES = {
     "chunk_bytes": (1, 1 << 40),
-    "staging_slots": (2, 256),
-    "staging_slot_bytes": (1, 1 << 32),
     "nccl_budget_bytes": (1, 1 << 40),
     "nccl_max_ctas": (1, 32),
 }
 # In the place of transports: those that suit where the KV cache is.
 AUTO = "auto"
 # Those that move a cache in GPU memory, and those that move one in host memory, best first.
-ON_GPU = ("nccl",)
+ON_GPU = ("cuda_ipc", "nccl")
+# NCCL: staging slots in each direction, beside the KV cache. A slot holds at least one block.
+SLOTS, SLOT_BYTES = 4, 32 << 20
 ON_HOST = ("shm", "tcp")
 
 
@@ -59,24 +58,15 @@ class KvSettings:
     tls_key_file: str = ""
     tls_ca_file: str = ""
     token_file: str = ""
-    # Between GPUs: slots in each direction, and the size of each; memory beside the KV cache.
-    staging_slots: int = 4
-    staging_slot_bytes: int = 32 << 20
-    # Memory that all NCCL communicators may hold, thread blocks of each, and the library: empty
-    # takes the one that torch brings.
+    # NCCL: GPU memory of all communicators, and thread blocks of each.
     nccl_budget_bytes: int = 512 << 20
     nccl_max_ctas: int = 4
-    nccl_init_timeout_s: float = 20.0
-    nccl_library: str = ""
 
     @property
     def device_bytes(self) -> int:
-        """What the transports between GPUs may come to hold on one, beside the KV cache: staging
-        in both directions, and communicators."""
-        names = set(ON_GPU if self.transports == (AUTO,) else self.transports)
-        staging = 2 * self.staging_slots * self.staging_slot_bytes
-        communicators = self.nccl_budget_bytes if "nccl" in names else 0
-        return staging * len(names & {*ON_GPU}) + communicators
+        """GPU memory that the transports may hold beside the KV cache."""
+        names = ON_GPU if self.transports == (AUTO,) else self.transports
+        return 2 * SLOTS * SLOT_BYTES + self.nccl_budget_bytes if "nccl" in names else 0
 
     def __post_init__(self) -> None:
         for name in _TIMES:
@@ -95,7 +85,7 @@ class KvSettings:
             raise _refuse("transports", "must be a list of names")
         if AUTO in self.transports and len(self.transports) > 1:
             raise _refuse("transports", f"must be {AUTO!r} alone, or names without it")
-        for name in ("nccl_library", "tls_cert_file", "tls_key_file", "tls_ca_file", "token_file"):
+        for name in ("tls_cert_file", "tls_key_file", "tls_ca_file", "token_file"):
             if not isinstance(getattr(self, name), str):
                 raise _refuse(name, "must be the path of a file")
         if self.tls_cert_file and not (self.tls_key_file and self.tls_ca_file):

@@ -410,11 +410,11 @@ class KvConfig(_Section, frozen=True):
     ] = "pdserve"
     host: Annotated[Text, doc("Address at which other workers reach this one's KV.")] = "127.0.0.1"
     transports: Annotated[
-        tuple[Literal["auto", "shm", "tcp", "nccl"], ...],
+        tuple[Literal["auto", "shm", "tcp", "cuda_ipc", "nccl"], ...],
         Meta(min_length=1),
         doc(
             "Transports, the preferred one first. `auto` takes shm and tcp for a KV cache in host "
-            "memory, and nccl for one on a GPU."
+            "memory, cuda_ipc and nccl for one on a GPU."
         ),
     ] = ("auto",)
     lease_s: Annotated[

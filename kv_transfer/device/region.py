@@ -13,17 +13,20 @@ launches and cost a second implementation, which broke with each release of Trit
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.layout import KvGeometry
-from kv_transfer.memory import KvRegion
-from kv_transfer.protocol.messages import NO_DIGESTS
+from kv_transfer.memory import ROW_BYTES, KvRegion, fold_digests
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -49,11 +52,6 @@ class DeviceRegion(KvRegion):
         self.geometry = KvGeometry(len(views), count, page, count * page, page)
         # By block: recorded behind the engine step that filled it.
         self._filled: list[torch.cuda.Event | None] = [None] * count
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of one block of the engine."""
-        return self.split * int(self.views[0].shape[2])
 
     def narrowed(self, start: int, size: int) -> DeviceRegion:
         """Return these bytes of each page, which must be whole heads. Raises KvTransferError."""
@@ -122,13 +120,50 @@ class DeviceRegion(KvRegion):
         raise KvTransferError("the KV cache is in GPU memory")
 
     def copy_from(self, source: KvRegion, source_ids: list[int], own_ids: list[int]) -> bytes:
-        raise KvTransferError("the KV cache is in GPU memory")
+        """Copy blocks of a mapped peer's cache and return the digests of what was read."""
+        if not isinstance(source, DeviceRegion) or len(source_ids) != len(own_ids):
+            raise KvTransferError(f"cannot copy {len(source_ids)} blocks to {len(own_ids)} places")
+        if source.geometry.page_bytes != self.geometry.page_bytes:
+            raise KvTransferError("the pages differ in size")
+        with self._side_stream():
+            staging = self._staging(len(own_ids))
+            source.gather(source_ids, staging)
+            self.scatter(own_ids, staging)
+            return self._digests_of(staging)  # waits for both copies
 
     def digests(self, block_ids: list[int]) -> bytes:
-        """Return none: KV in GPU memory travels without digests. HBM has ECC, NVLink and
-        network cards check every packet, and reading each chunk back to the CPU would cost more
-        than the transfer."""
-        return NO_DIGESTS
+        """Return the digests of the blocks, as memory.py defines them, once the engine steps that
+        fill the blocks have ended."""
+        with self._side_stream():
+            staging = self._staging(len(block_ids))
+            self.gather(block_ids, staging)
+            return self._digests_of(staging)
+
+    def _staging(self, blocks: int) -> torch.Tensor:
+        device = self.views[0].device
+        return torch.empty(self.size_bytes(blocks), dtype=torch.uint8, device=device)
+
+    def _digests_of(self, staging: torch.Tensor) -> bytes:
+        """Compute the sums by plain torch operations, whose integers wrap as memory.py's do."""
+        pages = staging.view(self.geometry.num_layers, -1, self.geometry.page_bytes)
+        pages = torch.nn.functional.pad(pages, (0, -pages.shape[2] % ROW_BYTES))
+        rows = pages.transpose(0, 1).contiguous().view(torch.int64)
+        rows = rows.view(len(rows), -1, ROW_BYTES // 8)
+        weights = torch.arange(rows.shape[1], 0, -1, device=rows.device)[:, None]
+        sums = torch.stack([rows.sum(1), (rows * weights).sum(1)])
+        return fold_digests(*sums.cpu().numpy().view(np.uint64))
+
+    def _side_stream(self) -> AbstractContextManager[object]:
+        """Return the context in which copies run beside the engine's stream."""
+        device = self.views[0].device
+        if device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(_side_stream(device))
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def _as_words(view: torch.Tensor) -> torch.Tensor:

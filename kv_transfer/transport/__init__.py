@@ -1,5 +1,4 @@
-"""The transports by name. A worker offers some in its order of preference; the source takes the
-first it can use."""
+"""The transports by name. Consumer and producer use the first one that both can."""
 
 from __future__ import annotations
 
@@ -26,7 +25,15 @@ def _nccl(settings: KvSettings) -> Transport:
 
     gpu = current_gpu()
     limits = nccl.limits_from(settings)
-    return nccl.NcclTransport(nccl_binding.load(settings.nccl_library), gpu, limits)
+    return nccl.NcclTransport(nccl_binding.load(), gpu, limits)
+
+
+def _cuda_ipc(settings: KvSettings) -> Transport:
+    from kv_transfer.device.gpu import current_gpu
+    from kv_transfer.transport.cuda_ipc import CudaIpcTransport
+
+    current_gpu()  # raises if there is none
+    return CudaIpcTransport()
 
 
 logger = logging.getLogger(__name__)
@@ -34,16 +41,16 @@ logger = logging.getLogger(__name__)
 _MAKERS: dict[str, Callable[[KvSettings], Transport]] = {
     "shm": lambda settings: MappedTransport(),
     "tcp": lambda settings: TcpTransport(),
+    "cuda_ipc": _cuda_ipc,
     "nccl": _nccl,
 }
 
 
 def make(settings: KvSettings, *, on_gpu: bool = False) -> list[Transport]:
-    """The transports that the settings name, in their order; the caller closes them. Raises
-    ConfigError for one that there is not, or that this machine cannot use, with the reason.
+    """Return the transports that the settings name, in their order; the caller closes them.
 
-    For AUTO those of the memory that the cache will be in, without the ones that this machine
-    cannot use; there must be one.
+    AUTO takes all that this machine can use for a KV cache in GPU or host memory. Raises
+    ConfigError with the reason if a named transport, or every one of AUTO, cannot be used.
     """
     if settings.transports == (AUTO,):
         return _whichever(ON_GPU if on_gpu else ON_HOST, settings)
@@ -81,17 +88,10 @@ def _make(name: str, settings: KvSettings) -> Transport:
         raise _refuse(f"{name} cannot be used here: {error}") from error
 
 
-def check(settings: KvSettings, transports: Sequence[Transport], region: KvRegion) -> None:
-    """Raises ConfigError where none of the transports made for the settings can move this cache."""
+def check(transports: Sequence[Transport], region: KvRegion) -> None:
+    """Raise ConfigError if none of the transports can move a cache in GPU memory."""
     if not region.is_host and not any(each.name in ON_GPU for each in transports):
         raise _refuse(f"none reaches a KV cache in GPU memory: name {' or '.join(ON_GPU)}")
-    block_bytes = region.geometry.block_bytes
-    if not region.is_host and settings.staging_slot_bytes < block_bytes:
-        raise ConfigError(
-            f"kv.staging_slot_bytes: {settings.staging_slot_bytes} bytes hold no block of "
-            f"{block_bytes}",
-            field="kv.staging_slot_bytes",
-        )
 
 
 def _refuse(reason: str) -> ConfigError:

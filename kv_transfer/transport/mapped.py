@@ -6,7 +6,7 @@ consumer copies them; then the digest does not match that of the announced chunk
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
@@ -38,11 +38,19 @@ class MappedProducer:
         pass
 
 
+class PeerCache(Protocol):
+    """A producer's cache, mapped into this process until `close`."""
+
+    region: KvRegion
+
+    def close(self) -> None: ...
+
+
 class MappedConsumer:
     name = "shm"
     is_pull = True
 
-    def __init__(self, local: KvRegion, peer: PeerMemory) -> None:
+    def __init__(self, local: KvRegion, peer: PeerCache) -> None:
         self._local = local
         self._peer = peer
 

@@ -38,18 +38,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.device.gpu import Slot, SlotLost, Staging, until
+from kv_transfer.device.gpu import POLL_S, Slot, SlotLost, Staging, until
 from kv_transfer.device.region import DeviceRegion
 from kv_transfer.errors import KvTransferError, LinkClosed, ProtocolError
-from kv_transfer.protocol.messages import (
-    NO_DIGESTS,
-    Count,
-    Inner,
-    Message,
-    decode,
-    kinds_of,
-    pack,
-)
+from kv_transfer.protocol.messages import NO_DIGESTS, Count, Inner, Message, decode, kinds_of, pack
+from kv_transfer.settings import SLOT_BYTES, SLOTS
 from kv_transfer.transport.base import Account, TransportUnavailable
 from kv_transfer.transport.nccl_binding import Result
 
@@ -61,7 +54,7 @@ if TYPE_CHECKING:
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.settings import KvSettings
-    from kv_transfer.transport.base import LocalKv
+    from kv_transfer.transport.base import ConsumerChannel, LocalKv, ProducerChannel
     from kv_transfer.transport.nccl_binding import Nccl
 
 logger = logging.getLogger(__name__)
@@ -110,8 +103,8 @@ class Limits:
 
     communicators: int = 10
     max_ctas: int = 4
-    slots: int = 4
-    slot_bytes: int = 32 << 20
+    slots: int = SLOTS
+    slot_bytes: int = SLOT_BYTES
     init_s: float = 20.0
     op_s: float = 60.0
 
@@ -124,10 +117,7 @@ def limits_from(settings: KvSettings) -> Limits:
     return Limits(
         settings.nccl_budget_bytes // pair,
         settings.nccl_max_ctas,
-        settings.staging_slots,
-        settings.staging_slot_bytes,
-        settings.nccl_init_timeout_s,
-        settings.receive_timeout_s,
+        op_s=settings.receive_timeout_s,
     )
 
 
@@ -147,19 +137,19 @@ class NcclTransport:
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
         try:
-            self.staging(SENDER, local)
+            staging = self.staging(SENDER, local)
         except KvTransferError as error:
             logger.warning("NCCL is not offered: %s", error)
             return None
         return {
             "version": self._version,
             "gpu": self.gpu.uuid,
-            "slot_bytes": self.limits.slot_bytes,
+            "slot_bytes": staging.slot_bytes,
         }
 
     def consumer(
         self, local: LocalKv, offer: dict[str, Any], link: Link
-    ) -> tuple[NcclConsumer, dict[str, Any]]:
+    ) -> tuple[ConsumerChannel, dict[str, Any]]:
         version, gpu, slot_bytes = (offer.get(key) for key in ("version", "gpu", "slot_bytes"))
         if type(version) is not int or not isinstance(gpu, str) or type(slot_bytes) is not int:
             raise TransportUnavailable("the offer is not NCCL's")
@@ -169,21 +159,21 @@ class NcclTransport:
         is_allowed = self._version >= ONE_GPU_VERSION and os.environ.get(ONE_GPU_VARIABLE) == "1"
         if gpu == self.gpu.uuid and not is_allowed:
             raise TransportUnavailable(f"both workers use GPU {gpu}, and NCCL takes a GPU once")
-        slot_bytes = min(slot_bytes, self.limits.slot_bytes)
-        if slot_bytes < local.region.geometry.block_bytes:
-            raise TransportUnavailable(f"a slot of {slot_bytes} bytes holds no block")
         try:
-            return NcclConsumer(self, local, link, slot_bytes), {"slot_bytes": slot_bytes}
+            staging = self.staging(RECEIVER, local)
         except KvTransferError as error:
             raise TransportUnavailable(str(error)) from error
-
-    def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> NcclProducer:
-        slot_bytes = details.get("slot_bytes")
-        if type(slot_bytes) is not int or not 0 < slot_bytes <= self.limits.slot_bytes:
-            raise ProtocolError(f"invalid slot_bytes {slot_bytes!r}")
+        slot_bytes = min(slot_bytes, staging.slot_bytes)
         if slot_bytes < local.region.geometry.block_bytes:
-            raise ProtocolError(f"a slot of {slot_bytes} bytes holds no block")
-        return NcclProducer(self, local, link, slot_bytes)
+            raise TransportUnavailable(f"a slot of {slot_bytes} bytes holds no block")
+        return NcclConsumer(self, local, link, slot_bytes), {"slot_bytes": slot_bytes}
+
+    def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
+        slot_bytes = details.get("slot_bytes")
+        if type(slot_bytes) is not int or slot_bytes < local.region.geometry.block_bytes:
+            raise ProtocolError(f"slot_bytes {slot_bytes!r} holds no block")
+        own = self.staging(SENDER, local).slot_bytes
+        return NcclProducer(self, local, link, min(slot_bytes, own))
 
     def close(self) -> None:
         with self._lock:
@@ -198,7 +188,8 @@ class NcclTransport:
         with self._lock:
             if rank not in self._staging:
                 try:
-                    made = Staging(self.gpu, limits.slots, limits.slot_bytes)
+                    size = max(limits.slot_bytes, region.geometry.block_bytes)
+                    made = Staging(self.gpu, limits.slots, size)
                 except RuntimeError as error:
                     raise KvTransferError(f"no memory for staging slots: {error}") from error
                 self._staging[rank] = made
@@ -379,7 +370,7 @@ class NcclProducer(_End):
                             region.gather(ids, slot.memory)
                             event = self._gpu.record(slot.stream)
                             self._until_fired(event, "gathering a chunk")
-                            self._send(slot, len(ids) * region.geometry.block_bytes)
+                            self._send_slot(slot, len(ids) * region.geometry.block_bytes)
                     except BaseException as error:
                         self._fail(slot, error)
                         raise
@@ -402,7 +393,7 @@ class NcclProducer(_End):
     def _until_fired(self, event: Any, what: str) -> None:
         until(lambda: self._gpu.has_fired(event), self._limits.op_s, what, self.check)
 
-    def _send(self, slot: Slot, size: int) -> None:
+    def _send_slot(self, slot: Slot, size: int) -> None:
         while True:
             self._all.enter(self)
             unique_id = b""
@@ -445,12 +436,6 @@ class NcclConsumer(_End):
     rank = RECEIVER
     is_pull = False
 
-    def __init__(
-        self, transport: NcclTransport, local: LocalKv, link: Link, slot_bytes: int
-    ) -> None:
-        super().__init__(transport, local, link, slot_bytes)
-        self._scattering: Any = None  # event behind the scatter that runs
-
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
     ) -> bytes:
@@ -473,14 +458,7 @@ class NcclConsumer(_End):
                 ids = None if block_ids is None else block_ids[done : done + count]
                 if self._take(offer, region, ids):
                     done += count
-        return NO_DIGESTS
-
-    def _is_idle(self) -> bool:
-        """Return True if nothing is, or ever will be, written to the KV cache over this link."""
-        try:
-            return self._scattering is None or self._gpu.has_fired(self._scattering)
-        except KvTransferError:
-            return False
+        return NO_DIGESTS if block_ids is None else region.digests(block_ids)
 
     def told(self, body: bytes) -> None:
         """Take a message of the producer outside of a chunk; on the link's reader thread."""
@@ -514,16 +492,14 @@ class NcclConsumer(_End):
                 if block_ids is not None:
                     with self._gpu.on(slot.stream):
                         region.scatter(block_ids, slot.memory)
-                        self._scattering = self._gpu.record(slot.stream)
-                    self._until_scattered()
-                    self._scattering = None
+                        scattered = self._gpu.record(slot.stream)
+                    # No deadline: the blocks are given away when this returns.
+                    while not self._gpu.has_fired(scattered):
+                        time.sleep(POLL_S)
             except BaseException as error:
                 self._fail(slot, error)
                 raise
         return True
-
-    def _until_scattered(self) -> None:
-        until(self._is_idle, self._limits.op_s, "scattering a chunk", _nothing)
 
     def _clear(self) -> None:
         self._link.post(Inner(pack(Clear(self._number))))

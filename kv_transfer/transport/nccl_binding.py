@@ -26,6 +26,7 @@ _CONFIG_MAGIC = 0xCAFEBEEF
 _UNDEFINED = -(2**31)
 _UINT8 = 1
 _LIBRARY = "libnccl.so"
+LIBRARY_VARIABLE = "PDSERVE_NCCL_SO"  # for a newer NCCL than torch's
 
 
 class Result(IntEnum):
@@ -154,13 +155,13 @@ class Nccl:
         return (said or b"").decode("utf-8", "replace").strip()
 
 
-def find_library(configured: str = "", maps: Path = Path("/proc/self/maps")) -> Path:
-    """Return the configured file, else the NCCL that this process has loaded (torch's), else the
-    one that torch's wheels have installed. Raises KvTransferError."""
-    if configured:
-        if not Path(configured).is_file():
-            raise KvTransferError(f"{configured} is not a file")
-        return Path(configured)
+def find_library(maps: Path = Path("/proc/self/maps")) -> Path:
+    """Return the file that PDSERVE_NCCL_SO names, else the NCCL that this process has loaded
+    (torch's), else the one that torch's wheels have installed. Raises KvTransferError."""
+    if named := os.environ.get(LIBRARY_VARIABLE, ""):
+        if not Path(named).is_file():
+            raise KvTransferError(f"{LIBRARY_VARIABLE}: {named} is not a file")
+        return Path(named)
     for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
         # address, permissions, offset, device, inode, path
         fields = line.split(maxsplit=5)
@@ -171,12 +172,12 @@ def find_library(configured: str = "", maps: Path = Path("/proc/self/maps")) -> 
         for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
             for path in sorted(Path(folder, "lib").glob(f"{_LIBRARY}*")):
                 return path
-    raise KvTransferError("no NCCL library is loaded, installed or configured")
+    raise KvTransferError("no NCCL library is loaded or installed")
 
 
-def load(configured: str = "") -> Nccl:
+def load() -> Nccl:
     """Load NCCL, apart from any other copy in the process. Raises KvTransferError."""
-    path = find_library(configured)
+    path = find_library()
     try:
         return Nccl(ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW))
     except OSError as error:

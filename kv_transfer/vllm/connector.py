@@ -149,13 +149,12 @@ class PdConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         worker = self._worker_half()
-        settings = from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         shard = shard_of(self._config, kv_caches)
         region = region_of(kv_caches, self._num_blocks, shard.block_size)
         layout = describe(self._config, kv_caches, shard)
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
-        transport.check(settings, self._transports, region)
+        transport.check(self._transports, region)
         worker.register(
             LocalKv(region, shared),
             key,

@@ -1,4 +1,4 @@
-"""KV between two processes on one GPU over NCCL. Run by test_single_gpu.py: ROLE [PORT].
+"""KV between two processes on one GPU. Run by test_single_gpu.py: ROLE TRANSPORT [PORT].
 
 consumer: starts a producer, receives twice, and prints `exact` if every block is what it was there.
 kill: the same, after a producer that is killed in the middle of a chunk. producer: that child.
@@ -6,7 +6,6 @@ kill: the same, after a producer that is killed in the middle of a chunk. produc
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ import sys
 import threading
 from typing import Any
 
+import msgspec
 import torch
 
 from kv_transfer import transport
@@ -23,9 +23,9 @@ from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.messages import ChunkReady, Inner
 from kv_transfer.settings import KvSettings
 from kv_transfer.transport.base import LocalKv
-from tests.unit.kv_transfer.test_nccl import FakeWire
+from tests.unit.kv_transfer.test_nccl import FakeLink
 
-LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 8, 64, 8, 16, 256
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 32, 64, 8, 16, 256
 FROM = [(7 * n + 3) % BLOCKS for n in range(40)]
 TO = [(11 * n + 5) % BLOCKS for n in range(40)]
 
@@ -36,55 +36,53 @@ def content(seed: int) -> torch.Tensor:
     return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=dice)
 
 
-def made(seed: int) -> tuple[torch.Tensor, DeviceRegion, Any]:
+def made(name: str, seed: int) -> tuple[torch.Tensor, DeviceRegion, Any]:
     cache = content(seed).cuda()
     region = device_region(list(cache.transpose(2, 3)), BLOCKS)
-    # 40 blocks of 1 MiB go in ten parts.
-    settings = KvSettings(transports=("nccl",), staging_slot_bytes=4 << 20, receive_timeout_s=60.0)
-    return cache, region, transport.make(settings)[0]
+    return cache, region, transport.make(KvSettings(transports=(name,)))[0]
 
 
-def _line(sock: socket.socket) -> bytes:
-    """Read one line, and no byte after it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        line += sock.recv(1)
-    return line
+def say(link: Any, value: dict[str, Any]) -> None:
+    link.post(Inner(msgspec.msgpack.encode(value)))
 
 
-def producer(port: int) -> None:
-    _, region, nccl = made(1)
-    wire: Any = FakeWire(socket.create_connection(("127.0.0.1", port)))
+def heard(link: Any) -> dict[str, Any]:
+    value: dict[str, Any] = msgspec.msgpack.decode(link.read().body)
+    return value
+
+
+def producer(name: str, port: int) -> None:
+    _, region, made_transport = made(name, 1)
     local = LocalKv(region, None)
-    wire.sock.sendall(json.dumps(nccl.offer(local)).encode() + b"\n")
-    details = json.loads(_line(wire.sock))
-    end = nccl.producer(local, details, wire)
+    link: Any = FakeLink(socket.create_connection(("127.0.0.1", port)))
+    say(link, made_transport.offer(local))
+    end = made_transport.producer(local, heard(link), link)
 
     def read() -> None:
         try:
-            while isinstance(message := wire.read(), Inner):
+            while isinstance(message := link.read(), Inner):
                 end.told(message.body)
         except (KvTransferError, OSError):
-            wire.close()
+            link.close()
 
     threading.Thread(target=read, daemon=True).start()
-    chunk = ChunkReady("t", 0, len(FROM), len(FROM) * region.geometry.block_bytes)
+    size = region.size_bytes(len(FROM))
     for _ in range(2):
-        end.send(chunk, FROM, None)
-    wire.sock.recv(1)  # until the consumer closes
+        end.send(ChunkReady("t", 0, len(FROM), size, region.digests(FROM)), FROM, None)
+    while not link.is_down:  # until the consumer closes
+        threading.Event().wait(0.1)
 
 
-def receive(nccl: Any, region: DeviceRegion, *, kills: bool) -> None:
+def receive(name: str, region: DeviceRegion, made_transport: Any, *, kills: bool) -> None:
     """Start a producer and receive from it, or kill it once it is in the middle of a chunk."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        command = [sys.executable, "-m", "tests.gpu.gpu_transfer", "producer"]
+        command = [sys.executable, "-m", "tests.gpu.gpu_transfer", "producer", name]
         child = subprocess.Popen([*command, str(server.getsockname()[1])])
         try:
-            sock, _ = server.accept()
-            wire: Any = FakeWire(sock)
-            offer = json.loads(_line(sock))
-            end, details = nccl.consumer(LocalKv(region, None), offer, wire)
-            sock.sendall(json.dumps(details).encode() + b"\n")
+            link: Any = FakeLink(server.accept()[0])
+            local = LocalKv(region, None)
+            end, details = made_transport.consumer(local, heard(link), link)
+            say(link, details)
             if kills:
                 scatter = region.scatter
 
@@ -94,8 +92,8 @@ def receive(nccl: Any, region: DeviceRegion, *, kills: bool) -> None:
 
                 region.scatter = kill_then_scatter  # type: ignore[method-assign, assignment]
             for _ in range(2):
-                chunk = wire.read()
-                end.receive(chunk, TO, None)
+                chunk = link.read()
+                assert end.receive(chunk, TO, None) == chunk.digests
             assert not kills, "a producer that was killed sent a whole chunk"
         except (KvTransferError, OSError):
             if not kills:
@@ -105,22 +103,22 @@ def receive(nccl: Any, region: DeviceRegion, *, kills: bool) -> None:
             child.kill()
             child.wait(30)
         end.close()
-        assert end._is_idle()
+        link.close()
 
 
-def main(role: str, port: str = "0") -> None:
+def main(role: str, name: str, port: str = "0") -> None:
     if role == "producer":
-        producer(int(port))
+        producer(name, int(port))
         return
-    cache, region, nccl = made(2)
+    cache, region, made_transport = made(name, 2)
     if role == "kill":
-        receive(nccl, region, kills=True)
+        receive(name, region, made_transport, kills=True)
         cache.copy_(content(2))
-    receive(nccl, region, kills=False)
+    receive(name, region, made_transport, kills=False)
     want = content(2)
     want[:, TO] = content(1)[:, FROM]
     assert torch.equal(cache.cpu(), want)
-    assert nccl.lost_slots == 0
+    assert made_transport.lost_slots == 0
     print("exact")  # noqa: T201 - to the test
 
 

@@ -1,6 +1,5 @@
-"""What one GPU can show of the NCCL transport, in processes of their own: a GPU that runs out of
-thread blocks, or a dead peer, would hang the test. Two ranks on one GPU say nothing of the speed
-between two GPUs."""
+"""What one GPU can show of the transports between GPUs, in processes of their own: a dead peer, or
+a GPU without free thread blocks, would hang them. The speed says nothing of two GPUs."""
 
 from __future__ import annotations
 
@@ -25,10 +24,12 @@ NET = {**NO_P2P, "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(LIMIT_S + 60)]
 
 
-def lack() -> str:
-    """Return why NCCL cannot be tried here, or ""."""
+def lack(transport: str) -> str:
+    """Return why the transport cannot be tried here, or ""."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA GPU"
+    if transport != "nccl":
+        return ""
     try:
         version = nccl_binding.load().version()
     except KvTransferError as error:
@@ -39,19 +40,20 @@ def lack() -> str:
 
 
 @pytest.mark.parametrize(
-    ("role", "environment"),
+    ("role", "transport", "environment"),
     [
-        pytest.param("consumer", ONE_GPU, id="direct"),
-        pytest.param("consumer", NO_P2P, id="through-host-memory"),
-        pytest.param("consumer", NET, id="through-sockets"),
-        pytest.param("kill", ONE_GPU, id="peer-killed"),
+        pytest.param("consumer", "nccl", ONE_GPU, id="direct"),
+        pytest.param("consumer", "nccl", NO_P2P, id="through-host-memory"),
+        pytest.param("consumer", "nccl", NET, id="through-sockets"),
+        pytest.param("kill", "nccl", ONE_GPU, id="peer-killed"),
+        pytest.param("consumer", "cuda_ipc", {}, id="cuda-ipc"),
     ],
 )
-def test_blocks_arrive_exactly(role: str, environment: dict[str, str]) -> None:
-    if reason := lack():
+def test_blocks_arrive_exactly(role: str, transport: str, environment: dict[str, str]) -> None:
+    if reason := lack(transport):
         pytest.skip(reason)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.gpu_transfer", role],
+        [sys.executable, "-m", "tests.gpu.gpu_transfer", role, transport],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,

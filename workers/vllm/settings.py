@@ -124,9 +124,9 @@ def memory_left_to_kv(
     left = wanted - held_bytes / total_bytes
     if left <= 0:
         raise ConfigError(
-            f"kv.staging_slot_bytes, kv.nccl_budget_bytes: {held_bytes} bytes are more than "
+            f"kv.transports: they hold {held_bytes} bytes, which are more than "
             f"{wanted:.2f} of a GPU of {total_bytes}",
-            field="kv.staging_slot_bytes",
+            field="kv.transports",
         )
     return {"gpu_memory_utilization": left}
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from kv_transfer.device.region import DeviceRegion, device_region
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
+from kv_transfer.layout import KvGeometry
+from kv_transfer.memory import KvRegion
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 6, 4, 8, 5
 SIZES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": CONTENT}
@@ -55,6 +57,25 @@ def test_blocks_pass_between_any_two_physical_layouts(
     want[:, to] = stack(source)[:, ids]
     move(device_region(source, BLOCKS), device_region(target, BLOCKS), ids, to)
     assert torch.equal(stack(target), want)
+
+
+@pytest.mark.parametrize("content", [CONTENT, 16])
+def test_the_digest_is_that_of_the_same_pages_in_host_memory(content: int) -> None:
+    """Of pages that are whole rows of 64 bytes, and of pages that are not."""
+    dice = torch.Generator().manual_seed(3)
+    shape = (LAYERS, BLOCKS, HEADS, TOKENS, content)
+    cache = torch.randint(0, 2**15, shape, dtype=torch.int16, generator=dice)
+    page = cache[0, 0].nbytes
+    geometry = KvGeometry(LAYERS, BLOCKS, page, BLOCKS * page, page)
+    host = KvRegion(cache.data_ptr(), cache.nbytes, geometry)
+    views = [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in cache]
+    apart = device_region(views, BLOCKS)
+    assert apart.digests([4, 1, 2]) == host.digests([4, 1, 2]) != host.digests([4, 2, 1])
+    own = device_region(list(torch.zeros_like(cache)), BLOCKS)
+    assert own.copy_from(apart, [4, 1], [0, 5]) == host.digests([4, 1])
+    assert own.digests([0, 5]) == host.digests([4, 1])
+    with pytest.raises(KvTransferError):
+        own.copy_from(apart, [4, 1], [0])
 
 
 def test_some_heads_of_each_block_pass_alone() -> None:

@@ -19,7 +19,12 @@ from kv_transfer.protocol.messages import HEADER, ChunkReady, Inner, Message, de
 from kv_transfer.settings import KvSettings
 from kv_transfer.transport import nccl as module
 from kv_transfer.transport.base import LocalKv, TransportUnavailable
-from kv_transfer.transport.nccl import NcclTransport, limits_from
+from kv_transfer.transport.nccl import (
+    NcclConsumer,
+    NcclProducer,
+    NcclTransport,
+    limits_from,
+)
 from kv_transfer.transport.nccl_binding import Result
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.fake_nccl import Fabric, FakeGpu, FakeNccl
@@ -33,23 +38,17 @@ LIMITS = module.Limits(communicators=2, slots=2, slot_bytes=2 * BLOCK_BYTES, ini
 FROM, TO = [7, 2, 9, 0, 5], [1, 11, 3, 4, 8]
 
 
-class FakeWire:
+class FakeLink:
     """One end of a link: what a transport may ask of it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.down = threading.Event()
-        self.written: list[Message] = []
+        self.is_down = False
 
-    @property
-    def is_down(self) -> bool:
-        return self.down.is_set()
-
-    def write(self, message: Message) -> None:
-        self.written.append(message)
+    def post(self, message: Message) -> None:
         self.sock.sendall(encode(message))
 
-    post = write
+    write = post
 
     def read(self) -> Message:
         header = self._receive(HEADER.size)
@@ -62,22 +61,24 @@ class FakeWire:
         return data
 
     def close(self) -> None:
-        self.down.set()
+        self.is_down = True
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
-class Link:
+class Pair:
     """Both ends of a link, each with the reader thread that a link has."""
 
     def __init__(self, world: World) -> None:
-        ours, theirs = socket.socketpair()
-        self.wires = FakeWire(ours), FakeWire(theirs)
+        self.links = [FakeLink(sock) for sock in socket.socketpair()]
+        links: Any = self.links
         offer = world.producer.offer(world.caches[0])
         assert offer is not None
-        wires: Any = self.wires
-        self.consumer, details = world.consumer.consumer(world.caches[1], offer, wires[1])
-        self.producer = world.producer.producer(world.caches[0], details, wires[0])
+        consumer, details = world.consumer.consumer(world.caches[1], offer, links[1])
+        producer = world.producer.producer(world.caches[0], details, links[0])
+        assert isinstance(producer, NcclProducer)
+        assert isinstance(consumer, NcclConsumer)
+        self.producer, self.consumer = producer, consumer
         self.received: queue.Queue[BaseException | None] = queue.Queue()
         self.ids: list[int] | None = []
         self.threads = [
@@ -90,15 +91,15 @@ class Link:
     def _read_producer(self) -> None:
         with suppress(KvTransferError, OSError):
             while True:
-                message = self.wires[0].read()
+                message = self.links[0].read()
                 assert isinstance(message, Inner)
                 self.producer.told(message.body)
-        self.wires[0].close()
+        self.links[0].close()
 
     def _read_consumer(self) -> None:
         try:
             while True:
-                message = self.wires[1].read()
+                message = self.links[1].read()
                 if isinstance(message, ChunkReady):
                     self.consumer.receive(message, self.ids, None)
                     self.received.put(None)
@@ -107,7 +108,7 @@ class Link:
                     self.consumer.told(message.body)
         except (KvTransferError, OSError) as error:
             self.received.put(error)
-        self.wires[1].close()
+        self.links[1].close()
 
     def push(self, source: list[int] = FROM, target: list[int] | None = TO) -> None:
         """Push, and close the producer's end if that fails."""
@@ -116,7 +117,7 @@ class Link:
             size = len(source) * BLOCK_BYTES
             self.producer.send(ChunkReady("t", 0, len(source), size), source, None)
         except BaseException:
-            self.wires[0].close()
+            self.links[0].close()
             raise
 
     def move(self, source: list[int] = FROM, target: list[int] | None = TO) -> None:
@@ -135,14 +136,14 @@ class Link:
         assert reason in f"{pushed.value} | {received}"
 
     def close(self) -> None:
-        for wire in self.wires:
-            wire.close()
+        for link in self.links:
+            link.close()
         for thread in self.threads:
             thread.join(WAIT_S)
         self.producer.close()
         self.consumer.close()
-        for wire in self.wires:
-            wire.sock.close()
+        for link in self.links:
+            link.sock.close()
 
 
 class World:
@@ -156,16 +157,16 @@ class World:
         self.caches = [LocalKv(device_region(list(m), BLOCKS), None) for m in self.memory]
         self.producer = NcclTransport(self.nccls[0], self.gpus[0], limits)
         self.consumer = NcclTransport(self.nccls[1], self.gpus[1], limits)
-        self.links: list[Link] = []
+        self.pairs: list[Pair] = []
 
     def _memory(self, seed: int) -> torch.Tensor:
         dice = torch.Generator().manual_seed(seed)
         shape = (LAYERS, BLOCKS, HEADS, TOKENS, CONTENT)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=dice)
 
-    def link(self) -> Link:
-        self.links.append(Link(self))
-        return self.links[-1]
+    def pair(self) -> Pair:
+        self.pairs.append(Pair(self))
+        return self.pairs[-1]
 
     def is_exact(self) -> bool:
         want = self._memory(2)
@@ -176,8 +177,8 @@ class World:
         return [(s.free, s.lost) for s in transport._staging.values()]
 
     def close(self) -> None:
-        for link in self.links:
-            link.close()
+        for pair in self.pairs:
+            pair.close()
         assert not [comm for each in self.nccls for comm in each.live]
         for transport in (self.producer, self.consumer):
             assert len(transport.communicators[0]) == len(transport.communicators[1]) == 0
@@ -200,37 +201,37 @@ def until(condition: Any) -> None:
 
 
 def test_blocks_arrive_over_a_communicator_made_on_demand(world: World) -> None:
-    link = world.link()
+    pair = world.pair()
     assert not world.nccls[0].live
-    link.move()
+    pair.move()
     assert world.is_exact()
-    link.move()
+    pair.move()
     assert len(world.nccls[0].comms) == 1  # one serves many chunks
 
 
 def test_a_chunk_is_one_send_a_slot_whatever_its_layers(world: World) -> None:
     """5 blocks of 3 layers, with room for 2 blocks in a slot."""
-    world.link().move()
+    world.pair().move()
     assert world.fabric.posts.count(0) == world.fabric.posts.count(1) == 3
 
 
 def test_nothing_is_posted_before_the_other_end_posts_too(world: World) -> None:
     """The receiver posts, and then the sender; fake_nccl.py refuses every other order."""
-    link = world.link()
-    link.consumer.in_use.acquire()  # the consumer does not get to its answer
-    pushing = threading.Thread(target=link.push, daemon=True)
+    pair = world.pair()
+    pair.consumer.in_use.acquire()  # the consumer does not get to its answer
+    pushing = threading.Thread(target=pair.push, daemon=True)
     pushing.start()
     until(lambda: world.gpus[0].events)
     assert world.fabric.posts == []
-    link.consumer.in_use.release()
+    pair.consumer.in_use.release()
     pushing.join(WAIT_S)
     assert world.fabric.posts == [1, 0, 1, 0, 1, 0]
 
 
 def test_bytes_that_are_still_being_gathered_are_not_offered(world: World) -> None:
-    link = world.link()
+    pair = world.pair()
     world.gpus[0].holds = True
-    pushing = threading.Thread(target=link.push, daemon=True)
+    pushing = threading.Thread(target=pair.push, daemon=True)
     pushing.start()
     until(lambda: world.gpus[0].events)
     assert not world.nccls[1].comms
@@ -238,24 +239,32 @@ def test_bytes_that_are_still_being_gathered_are_not_offered(world: World) -> No
     for event in world.gpus[0].events:
         event.is_held = False
     pushing.join(WAIT_S)
-    assert link.received.get(timeout=WAIT_S) is None
+    assert pair.received.get(timeout=WAIT_S) is None
     assert world.is_exact()
 
 
-def test_blocks_are_not_safe_before_a_scatter_has_ended(world: World) -> None:
-    link = world.link()
-    link.move()
-    assert link.consumer._is_idle()
-    world.gpus[1].is_stuck = True
-    link.consumer._scattering = world.gpus[1].record(world.gpus[1].open_stream())
-    assert not link.consumer._is_idle()
-    world.gpus[1].is_stuck = False
-    assert link.consumer._is_idle()
+def test_a_chunk_is_not_received_before_its_scatter_has_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region: Any = world.caches[1].region
+    scatter = region.scatter
+
+    def scatter_for_long(*args: Any) -> None:
+        scatter(*args)
+        world.gpus[1].holds = True
+
+    monkeypatch.setattr(region, "scatter", scatter_for_long)
+    pair = world.pair()
+    threading.Thread(target=pair.push, args=[FROM[:2], TO[:2]], daemon=True).start()
+    until(lambda: world.gpus[1].holds and world.gpus[1].events[-1].is_held)
+    assert pair.received.empty()
+    world.gpus[1].events[-1].is_held = world.gpus[1].holds = False
+    assert pair.received.get(timeout=WAIT_S) is None
 
 
 def test_a_chunk_that_nobody_wants_any_more_is_thrown_away(world: World) -> None:
     before = world.memory[1].clone()
-    world.link().move(target=None)
+    world.pair().move(target=None)
     assert torch.equal(world.memory[1], before)
 
 
@@ -265,45 +274,45 @@ def test_each_wait_has_a_deadline(what: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "MIN_MOVE_S", 0.05)
     world = World(module.Limits(slots=2, slot_bytes=2 * BLOCK_BYTES, init_s=0.05, op_s=0.05))
     setattr(world.fabric, what, what == "is_held")
-    link = world.link()
-    link.fails("took longer than")
+    pair = world.pair()
+    pair.fails("took longer than")
     assert world.producer.account().totals["nccl_aborted"] == 1
     setattr(world.fabric, what, what != "is_held")
-    again = world.link()  # the next link works
+    again = world.pair()  # the next link works
     again.move()
     assert world.is_exact()
     world.close()
 
 
 def test_an_error_of_nccl_fails_the_link_and_the_next_one_works(world: World) -> None:
-    link = world.link()
-    link.move()
+    pair = world.pair()
+    pair.move()
     world.fabric.error = Result.REMOTE_ERROR
-    link.fails("REMOTE_ERROR: as the test wanted")
+    pair.fails("REMOTE_ERROR: as the test wanted")
     world.fabric.error = None
-    world.link().move()
+    world.pair().move()
     assert world.is_exact()
 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_an_end_that_dies_in_mid_chunk_is_aborted_at_once(world: World, end: int) -> None:
-    link = world.link()
+    pair = world.pair()
     world.fabric.is_held = True
     failed: list[BaseException] = []
 
     def push() -> None:
         try:
-            link.push()
+            pair.push()
         except KvTransferError as error:
             failed.append(error)
 
     pushing = threading.Thread(target=push, daemon=True)
     pushing.start()
     until(lambda: world.fabric.posts == [1, 0])
-    link.wires[end].close()
+    pair.links[end].close()
     pushing.join(WAIT_S)
     assert failed
-    assert link.received.get(timeout=WAIT_S) is not None
+    assert pair.received.get(timeout=WAIT_S) is not None
     assert not world.nccls[0].live
     assert not world.nccls[1].live
 
@@ -312,23 +321,23 @@ def test_a_gpu_that_does_not_come_to_rest_costs_the_slot(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "QUARANTINE_S", 0.05)
-    link = world.link()
-    link.move()
+    pair = world.pair()
+    pair.move()
     world.fabric.error = Result.INTERNAL_ERROR
-    monkeypatch.setattr(link.producer, "_abort", lambda: setattr(world.gpus[0], "is_stuck", True))
-    link.fails("the GPU's rest took longer than")
+    monkeypatch.setattr(pair.producer, "_abort", lambda: setattr(world.gpus[0], "is_stuck", True))
+    pair.fails("the GPU's rest took longer than")
     assert world.producer.lost_slots == 1
     monkeypatch.undo()
     world.fabric.error, world.gpus[0].is_stuck = None, False
-    world.link().move()  # over the slot that is left
+    world.pair().move()  # over the slot that is left
     assert world.is_exact()
 
 
 def test_the_budget_is_kept_by_ending_what_was_used_longest_ago(world: World) -> None:
     world.consumer.communicators[1]._limits = replace(LIMITS, communicators=9)
-    first, second, third = (world.link() for _ in range(3))
-    for link in (first, second, first, third):
-        link.move()
+    first, second, third = (world.pair() for _ in range(3))
+    for pair in (first, second, first, third):
+        pair.move()
     assert len(world.nccls[0].live) == 2
     assert world.producer.account().totals["nccl_evicted"] == 1
     until(lambda: second.consumer._comm == 0)  # the peer was told
@@ -338,7 +347,7 @@ def test_the_budget_is_kept_by_ending_what_was_used_longest_ago(world: World) ->
 
 def test_a_communicator_in_use_is_not_ended_for_another() -> None:
     world = World(module.Limits(communicators=1, slots=2, slot_bytes=2 * BLOCK_BYTES, op_s=0.1))
-    busy, other = world.link(), world.link()
+    busy, other = world.pair(), world.pair()
     busy.move()
     with busy.producer.in_use:
         other.fails("room for a communicator took longer")
@@ -349,26 +358,26 @@ def test_a_communicator_in_use_is_not_ended_for_another() -> None:
 def test_an_offer_over_a_communicator_that_the_consumer_has_freed_is_made_again(
     world: World,
 ) -> None:
-    link = world.link()
-    link.move()
-    with link.producer.in_use:  # the producer hears of it in the middle of its next push
-        with link.consumer.in_use:
-            link.consumer.retire()
-        until(lambda: link.producer._answers)
-    link.move()
+    pair = world.pair()
+    pair.move()
+    with pair.producer.in_use:  # the producer hears of it in the middle of its next push
+        with pair.consumer.in_use:
+            pair.consumer.retire()
+        until(lambda: pair.producer._answers)
+    pair.move()
     assert world.is_exact()
     assert len(world.nccls[0].comms) == 2
 
 
 def test_thread_blocks_are_limited_for_each_communicator(world: World) -> None:
-    world.link().move()
+    world.pair().move()
     assert world.nccls[0].max_ctas == world.nccls[1].max_ctas == [LIMITS.max_ctas]
 
 
 def test_what_nccl_cannot_join_goes_over_the_next_transport(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wire: Any = FakeWire(socket.socket())
+    link: Any = FakeLink(socket.socket())
     offer = world.producer.offer(world.caches[0])
     assert offer is not None
     for change, match in (
@@ -378,10 +387,10 @@ def test_what_nccl_cannot_join_goes_over_the_next_transport(
         ({"slot_bytes": "many"}, "not NCCL's"),
     ):
         with pytest.raises(TransportUnavailable, match=match):
-            world.consumer.consumer(world.caches[1], offer | change, wire)
+            world.consumer.consumer(world.caches[1], offer | change, link)
     monkeypatch.setenv(module.ONE_GPU_VARIABLE, "1")
-    world.consumer.consumer(world.caches[1], offer | {"gpu": "GPU-1"}, wire)
-    wire.sock.close()
+    world.consumer.consumer(world.caches[1], offer | {"gpu": "GPU-1"}, link)
+    link.sock.close()
 
 
 def test_the_settings_bound_what_nccl_may_hold() -> None:

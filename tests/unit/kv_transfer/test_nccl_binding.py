@@ -10,6 +10,7 @@ import pytest
 
 from kv_transfer.errors import KvTransferError
 from kv_transfer.transport.nccl_binding import (
+    LIBRARY_VARIABLE,
     PROTOTYPES,
     UNIQUE_ID_BYTES,
     Nccl,
@@ -90,13 +91,18 @@ def test_a_library_that_is_too_old_or_lacks_a_function_is_refused() -> None:
         Nccl(lacking)
 
 
-def test_the_library_is_the_configured_one_or_the_one_that_is_loaded(tmp_path: Path) -> None:
+def test_the_library_is_the_one_that_is_named_or_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = tmp_path / "libnccl.so.2"
     chosen.write_bytes(b"not a library")
     maps = tmp_path / "maps"
     maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 12 {chosen}\n0-1 r-xp 0 0 0\n")
-    assert find_library(str(chosen)) == find_library(maps=maps) == chosen
-    with pytest.raises(KvTransferError, match="is not a file"):
-        find_library(str(tmp_path / "none"))
+    assert find_library(maps) == chosen
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(chosen))
+    assert find_library() == chosen
     with pytest.raises(KvTransferError, match="cannot be loaded"):
-        load(str(chosen))
+        load()
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "none"))
+    with pytest.raises(KvTransferError, match="is not a file"):
+        find_library()

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kv_transfer.settings import SLOT_BYTES, SLOTS
 from pdserve.errors import ConfigError
 from workers.vllm.settings import KvSettings, cpu_cache_bytes, memory_left_to_kv
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-EXTRA = {"transports": ["nccl"], "staging_slots": 2, "staging_slot_bytes": 50}
-KV = KvSettings("instance_id", {**EXTRA, "nccl_budget_bytes": 100})
+HELD = 2 * SLOTS * SLOT_BYTES + 100
+KV = KvSettings("instance_id", {"transports": ["nccl"], "nccl_budget_bytes": 100})
 
 
 @pytest.mark.parametrize(
@@ -28,12 +29,12 @@ KV = KvSettings("instance_id", {**EXTRA, "nccl_budget_bytes": 100})
 def test_what_transports_may_hold_is_not_given_to_the_kv_cache(
     args: dict[str, object], left: dict[str, float]
 ) -> None:
-    assert memory_left_to_kv(KV, args, 1000, 0.9) == left
+    assert memory_left_to_kv(KV, args, HELD * 10 // 3, 0.9) == left
 
 
 def test_transports_that_leave_nothing_to_the_kv_cache_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"300 bytes are more than 0\.90 of a GPU of 300"):
-        memory_left_to_kv(KV, {}, 300, 0.9)
+    with pytest.raises(ConfigError, match=r"bytes, which are more than 0\.90 of a GPU"):
+        memory_left_to_kv(KV, {}, HELD, 0.9)
     assert memory_left_to_kv(KvSettings("instance_id", connector="nixl"), {}, 300, 0.9) == {}
 
 

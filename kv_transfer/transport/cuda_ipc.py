@@ -1,0 +1,114 @@
+"""KV between GPUs of one host: the consumer maps the producer's cache and copies by itself.
+
+The protocol is that of mapped.py; the memory is shared by CUDA IPC handles, as torch makes them.
+The consumer's GPU reads the producer's over NVLink or PCIe. A GPU that cannot reach the other's
+memory, or a process that does not see that GPU, fails to open the handle, and the next transport is
+used.
+
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kv_transfer.device.region import DeviceRegion
+from kv_transfer.memory import boot_id
+from kv_transfer.transport.base import Account, TransportUnavailable
+from kv_transfer.transport.mapped import MappedConsumer, MappedProducer
+
+if TYPE_CHECKING:
+    from kv_transfer.memory import KvRegion
+    from kv_transfer.protocol.link import Link
+    from kv_transfer.transport.base import ConsumerChannel, LocalKv, ProducerChannel
+
+
+class CudaIpcProducer(MappedProducer):
+    name = "cuda_ipc"
+
+
+class CudaIpcConsumer(MappedConsumer):
+    name = "cuda_ipc"
+
+
+class PeerGpuMemory:
+    """Another worker's KV cache, mapped. Unmapped with the last reference to its tensors."""
+
+    def __init__(self, views: list[torch.Tensor], split: int) -> None:
+        self.region: KvRegion = DeviceRegion(views, split)
+
+    def close(self) -> None:
+        del self.region
+
+
+class CudaIpcTransport:
+    """Works between GPUs of one host that reach each other's memory."""
+
+    name = "cuda_ipc"
+    lost_slots = 0
+
+    def offer(self, local: LocalKv) -> dict[str, Any] | None:
+        region = local.region
+        if not isinstance(region, DeviceRegion):
+            return None
+        storages = {view.untyped_storage().data_ptr(): view for view in region.views}
+        order = list(storages)
+        first = region.views[0]
+        return {
+            "boot_id": boot_id(),
+            "handles": [_export(view) for view in storages.values()],
+            "views": [
+                [order.index(view.untyped_storage().data_ptr()), view.storage_offset()]
+                for view in region.views
+            ],
+            "shape": list(first.shape),
+            "stride": list(first.stride()),
+            "split": region.split,
+        }
+
+    def consumer(
+        self, local: LocalKv, offer: dict[str, Any], link: Link
+    ) -> tuple[ConsumerChannel, dict[str, Any]]:
+        region = local.region
+        if not isinstance(region, DeviceRegion):
+            raise TransportUnavailable("the KV cache is not in GPU memory")
+        if offer.get("boot_id") != boot_id():
+            raise TransportUnavailable("the workers run on different hosts")
+        own = region.views[0]
+        try:
+            storages = [_open(handle, own.device) for handle in offer["handles"]]
+            views = [
+                torch.empty(0, dtype=own.dtype, device=own.device).set_(
+                    storages[index], offset, tuple(offer["shape"]), tuple(offer["stride"])
+                )
+                for index, offset in offer["views"]
+            ]
+            peer = PeerGpuMemory(views, int(offer["split"]))
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise TransportUnavailable(f"cannot map the producer's memory: {error}") from error
+        if len(views) != len(region.views) or int(offer["split"]) != region.split:
+            raise TransportUnavailable("the two KV caches differ in layers or blocks")
+        return CudaIpcConsumer(region, peer), {}
+
+    def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
+        return CudaIpcProducer(link)
+
+    def account(self) -> Account:
+        return Account()
+
+    def close(self) -> None:
+        pass
+
+
+def _export(view: torch.Tensor) -> list[Any]:
+    """Return torch's handle of the allocation in which the view lies. The first item is the number
+    of the GPU in this process, which means nothing in another."""
+    shared: Any = view.untyped_storage()
+    return list(shared._share_cuda_())[1:]
+
+
+def _open(handle: list[Any], device: torch.device) -> torch.UntypedStorage:
+    """Map another process's allocation into the address space of our GPU."""
+    return torch.UntypedStorage._new_shared_cuda(device.index, *handle)
