@@ -33,11 +33,11 @@ from kv_transfer.settings import KvSettings
 from kv_transfer.transport import make
 from kv_transfer.transport.base import LocalKv
 from kv_transfer.vllm.step import (
-    SourceEnded,
-    SourceExpected,
-    SourceProgress,
+    ConsumerStart,
+    ProducerEnded,
+    ProducerExpected,
+    ProducerProgress,
     StepMetadata,
-    TargetStart,
 )
 from kv_transfer.vllm.worker import WorkerHalf
 
@@ -244,9 +244,9 @@ class _End:
             return
         half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, PRODUCER)
         half.over.clear()
-        half.before_step(StepMetadata(expected=[SourceExpected(name, name)]))
-        half.after_step(StepMetadata(progress=[SourceProgress(name, ids, len(ids))]))
-        half.before_step(StepMetadata(ended=[SourceEnded(name, (1,), held=True)]))
+        half.before_step(StepMetadata(expected=[ProducerExpected(name, name)]))
+        half.after_step(StepMetadata(progress=[ProducerProgress(name, ids, len(ids))]))
+        half.before_step(StepMetadata(ended=[ProducerEnded(name, (1,), held=True)]))
 
     def go(self, way: str, trip: int) -> float | None:
         """Move the blocks; the consumer returns the seconds."""
@@ -271,7 +271,7 @@ class _End:
 
     def _receive(self, half: _Watched, way: str, name: str, ids: list[int]) -> float:
         half.over.clear()
-        start = TargetStart(name, name, (self._peers[way],), PRODUCER, 0, len(ids), ids)
+        start = ConsumerStart(name, name, (self._peers[way],), PRODUCER, 0, len(ids), ids)
         begun = time.perf_counter()
         half.before_step(StepMetadata(starts=[start]))
         arrived = half.over.wait(ARRIVAL_S)

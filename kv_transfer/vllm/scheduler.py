@@ -29,12 +29,12 @@ from kv_transfer.vllm.params import (
 )
 from kv_transfer.vllm.step import (
     Arrival,
-    SourceEnded,
-    SourceExpected,
-    SourceProgress,
+    ConsumerDeclined,
+    ConsumerStart,
+    ProducerEnded,
+    ProducerExpected,
+    ProducerProgress,
     StepMetadata,
-    TargetStart,
-    Unneeded,
     WorkerOutput,
 )
 from pdserve.errors import InvalidRequest
@@ -143,7 +143,7 @@ class SchedulerHalf:
         if request_id in self._producers or not (is_decoding and is_computed):
             return False
         self._producers[request_id] = _Producer(request, ProducerParams(transfer_id), is_live=True)
-        self._pending.expected.append(SourceExpected(transfer_id, request_id))
+        self._pending.expected.append(ProducerExpected(transfer_id, request_id))
         return True
 
     def ledger(self) -> KvLedger:
@@ -169,7 +169,9 @@ class SchedulerHalf:
                 if not part.transfer_id:
                     part = replace(part, transfer_id=uuid4().hex)
                 self._producers[request.request_id] = _Producer(request, part)
-                self._pending.expected.append(SourceExpected(part.transfer_id, request.request_id))
+                self._pending.expected.append(
+                    ProducerExpected(part.transfer_id, request.request_id)
+                )
             case ConsumerParams() as part:
                 self._consumers[request.request_id] = self._new_consumer(request, part)
         if params.resume:
@@ -209,7 +211,7 @@ class SchedulerHalf:
         consumer.load = _Load.LOADING
         self._in_flight[request_id] = len(ids)
         self._pending.starts.append(
-            TargetStart(
+            ConsumerStart(
                 part.transfer_id,
                 request_id,
                 part.producer_addresses,
@@ -275,8 +277,8 @@ class SchedulerHalf:
 
     def _decline(self, part: ConsumerParams) -> None:
         """Tell the producer that nothing will be fetched."""
-        self._pending.unneeded.append(
-            Unneeded(part.transfer_id, part.producer_addresses, part.producer_instance_id)
+        self._pending.declined.append(
+            ConsumerDeclined(part.transfer_id, part.producer_addresses, part.producer_instance_id)
         )
 
     def _received(self, request_id: str) -> None:
@@ -325,7 +327,7 @@ class SchedulerHalf:
         if blocks != producer.reported_blocks or ready >= request.num_prompt_tokens:
             producer.reported_blocks = blocks
             ids = list(output.kv_connector_block_state.get_block_ids(request_id)[0])
-            metadata.progress.append(SourceProgress(transfer_id, ids, ready))
+            metadata.progress.append(ProducerProgress(transfer_id, ids, ready))
 
     def _end_producer(
         self, request: Request, producer: _Producer, blocks: list[int]
@@ -339,9 +341,9 @@ class SchedulerHalf:
         held = is_wanted and len(blocks) > 0
         if producer.is_live:
             ready = request.num_tokens - 1
-            self._pending.computed.append(SourceProgress(part.transfer_id, blocks, ready))
+            self._pending.computed.append(ProducerProgress(part.transfer_id, blocks, ready))
         self._pending.ended.append(
-            SourceEnded(part.transfer_id, tuple(request.output_token_ids), held, request_id)
+            ProducerEnded(part.transfer_id, tuple(request.output_token_ids), held, request_id)
         )
         if held:
             self._leased[request_id] = _Lease(part.transfer_id, len(blocks))

@@ -1,8 +1,7 @@
 """What the two halves of the connector tell each other. No torch, no vllm.
 
-Scheduler → worker: `StepMetadata`, with every step. Worker → scheduler: `WorkerOutput`, when there
-is something to say. At start: `PdHandshake`, to whoever registers the worker. metadata.py makes
-them pass for vLLM's own.
+Scheduler half to worker half: `StepMetadata`, with every step. Worker half to scheduler half:
+`WorkerOutput`, when there is something to say. At start: `PdHandshake`, to the worker process.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PdHandshake:
-    """Where this worker's KV is reached and with whom it can be exchanged."""
+    """Where this worker's KV is reached, and with which workers it can be exchanged."""
 
     address: str
     compatibility: str
@@ -28,16 +27,16 @@ class PdHandshake:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceExpected:
-    """The engine has taken in a request whose KV somebody will ask for."""
+class ProducerExpected:
+    """A request entered the engine whose KV a consumer will subscribe to."""
 
     transfer_id: str
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class SourceProgress:
-    """When this step has run, the first `ready_tokens` tokens have their KV in `block_ids`."""
+class ProducerProgress:
+    """After this step, the first `ready_tokens` tokens have their KV in `block_ids`."""
 
     transfer_id: str
     block_ids: list[int]
@@ -45,9 +44,11 @@ class SourceProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceEnded:
-    """A source request ended; `held` blocks wait to be released. Without `request_id` it is the one
-    that was expected last under the transfer's id."""
+class ProducerEnded:
+    """A producer request ended. If `held`, its blocks wait to be released.
+
+    Without `request_id` it is the request that was last expected under the transfer's id.
+    """
 
     transfer_id: str
     token_ids: tuple[int, ...]
@@ -56,12 +57,15 @@ class SourceEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetStart:
-    """Blocks are reserved for tokens [first_block * block_size, num_tokens)."""
+class ConsumerStart:
+    """Blocks are reserved for tokens [first_block * block_size, num_tokens).
+
+    `producer_addresses` are in the order of tensor-parallel ranks.
+    """
 
     transfer_id: str
     request_id: str
-    producer_addresses: tuple[str, ...]  # by tensor-parallel rank
+    producer_addresses: tuple[str, ...]
     producer_instance_id: str
     first_block: int
     num_tokens: int
@@ -69,44 +73,44 @@ class TargetStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Unneeded:
-    """A target request wants nothing from its source after all."""
+class ConsumerDeclined:
+    """A consumer request needs nothing from its producer."""
 
     transfer_id: str
-    producer_addresses: tuple[str, ...]  # by tensor-parallel rank
+    producer_addresses: tuple[str, ...]
     producer_instance_id: str
 
 
 @dataclass
 class StepMetadata:
-    """All that the worker half must know for one step."""
+    """What the worker half needs for one step."""
 
-    expected: list[SourceExpected] = field(default_factory=list)
-    progress: list[SourceProgress] = field(default_factory=list)
-    # Computed by earlier steps; the requests end with this one.
-    computed: list[SourceProgress] = field(default_factory=list)
-    ended: list[SourceEnded] = field(default_factory=list)
+    expected: list[ProducerExpected] = field(default_factory=list)
+    progress: list[ProducerProgress] = field(default_factory=list)
+    # Computed by earlier steps, of requests that end with this one.
+    computed: list[ProducerProgress] = field(default_factory=list)
+    ended: list[ProducerEnded] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    starts: list[TargetStart] = field(default_factory=list)
+    starts: list[ConsumerStart] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
-    unneeded: list[Unneeded] = field(default_factory=list)
-    # request id → why its load fails before it begins
+    declined: list[ConsumerDeclined] = field(default_factory=list)
+    # By request id, the reason why its load fails before it begins.
     refused: dict[str, str] = field(default_factory=dict)
-    # request id → output tokens that were generated elsewhere, in the step that first schedules it
+    # By request id, output tokens generated elsewhere, in the step that first schedules it.
     resumed: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request's KV is here, and these are the tokens that its source sampled."""
+    """A request's KV has arrived, with the tokens that its producer sampled."""
 
     request_id: str
     token_ids: tuple[int, ...]
     report: TransferReport
 
     def beside(self, other: Arrival) -> Arrival:
-        """What came to two tensor-parallel ranks; both were told the same tokens."""
+        """Combine the arrivals at two tensor-parallel ranks; both have the same tokens."""
         return replace(self, report=self.report.beside(other.report))
 
 
@@ -118,7 +122,7 @@ class WorkerOutput:
     failures: dict[str, ErrorInfo] = field(default_factory=dict)
 
     def aggregate(self, other: WorkerOutput) -> WorkerOutput:
-        """Joins the reports of tensor-parallel ranks on one step."""
+        """Combine the reports of tensor-parallel ranks on one step."""
         for request_id, arrival in other.arrivals.items():
             ours = self.arrivals.get(request_id)
             self.arrivals[request_id] = arrival if ours is None else ours.beside(arrival)

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from kv_transfer.protocol.plan import Shard
     from kv_transfer.settings import KvSettings
     from kv_transfer.transport.base import LocalKv, Transport
-    from kv_transfer.vllm.step import SourceProgress, StepMetadata, TargetStart, Unneeded
+    from kv_transfer.vllm.step import (
+        ConsumerDeclined,
+        ConsumerStart,
+        ProducerProgress,
+        StepMetadata,
+    )
 
 
 class WorkerHalf:
@@ -71,7 +76,7 @@ class WorkerHalf:
                 perform(producer.release(transfer_id))
             for transfer_id in metadata.cancels:
                 perform(consumer.cancel(transfer_id, "cancelled"))
-            for u in metadata.unneeded:
+            for u in metadata.declined:
                 self._decline(u, self._known_shard().told(len(u.producer_addresses)))
             peers.wait_for_copies(metadata.preempted)
         peers.flush()
@@ -85,7 +90,7 @@ class WorkerHalf:
                 peers.progress(p.transfer_id, p.block_ids, p.ready_tokens)
         peers.flush()
 
-    def _note_computed(self, progress: SourceProgress) -> None:
+    def _note_computed(self, progress: ProducerProgress) -> None:
         """Copies of the blocks that this step fills must wait for it, and for no later one."""
         first = self._ready_blocks.get(progress.transfer_id, 0)
         self.peers.local.region.computed(progress.block_ids[first:])
@@ -116,7 +121,7 @@ class WorkerHalf:
             sent = self.peers.take_released()
         return sent, received, failed
 
-    def _subscribe(self, start: TargetStart, now: float) -> None:
+    def _subscribe(self, start: ConsumerStart, now: float) -> None:
         """Subscribe at each producer rank that holds heads of this rank."""
         peers, shard, addresses = self.peers, self._known_shard(), start.producer_addresses
         try:
@@ -142,7 +147,7 @@ class WorkerHalf:
         peers.subscribe(start.request_id, subscriptions, now)
         self._decline(start, shard.declines(len(addresses), start.transfer_id))
 
-    def _decline(self, of: TargetStart | Unneeded, ranks: Iterable[int]) -> None:
+    def _decline(self, of: ConsumerStart | ConsumerDeclined, ranks: Iterable[int]) -> None:
         """Tell these producer ranks that nobody subscribes there."""
         for rank in ranks:
             link = self.peers.link_to(of.producer_addresses[rank], of.producer_instance_id)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kv_transfer.vllm.step import SourceEnded, SourceExpected, SourceProgress, TargetStart
+from kv_transfer.vllm.step import ConsumerStart, ProducerEnded, ProducerExpected, ProducerProgress
 from tests.patience import HUNG_S, WAIT_S
 from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import BLOCK_SIZE, TRANSPORTS, Rig
@@ -146,7 +146,7 @@ class Driver:
         if fate != "unasked":
             ids = target.take(f"d-{tid}", count)
             address, instance_id = (source.address,), source.instance_id
-            start = TargetStart(tid, f"d-{tid}", address, instance_id, 0, tokens, ids)
+            start = ConsumerStart(tid, f"d-{tid}", address, instance_id, 0, tokens, ids)
             target.tell("step", {"starts": [start]})
         if fate != "unknown":
             self.prefill(source, tid, count, tokens, fate)
@@ -155,11 +155,11 @@ class Driver:
 
     def prefill(self, source: Peer, tid: str, count: int, tokens: int, fate: str) -> None:
         ids = source.take(f"p-{tid}", count)
-        source.tell("step", {"expected": [SourceExpected(tid, f"p-{tid}")]})
+        source.tell("step", {"expected": [ProducerExpected(tid, f"p-{tid}")]})
         source.tell("fill", (tid, ids))
         half = tokens // 2
         source.tell(
-            "step", {"progress": [SourceProgress(tid, ids[: -(-half // BLOCK_SIZE)], half)]}
+            "step", {"progress": [ProducerProgress(tid, ids[: -(-half // BLOCK_SIZE)], half)]}
         )
         if fate == "preempt":
             source.tell("step", {"preempted": [tid]})
@@ -169,8 +169,8 @@ class Driver:
             source.tell("fill", (tid, ids))
         held = fate != "abort"
         if held:
-            source.tell("step", {"progress": [SourceProgress(tid, ids, tokens)]})
-        ended = SourceEnded(tid, (1,) if held else (), held, f"p-{tid}")
+            source.tell("step", {"progress": [ProducerProgress(tid, ids, tokens)]})
+        ended = ProducerEnded(tid, (1,) if held else (), held, f"p-{tid}")
         source.tell("step", {"ended": [ended]})
         if not held:
             source.give_back(f"p-{tid}")

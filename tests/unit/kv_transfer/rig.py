@@ -17,12 +17,12 @@ from kv_transfer.transport.mapped import MappedTransport
 from kv_transfer.transport.tcp import TcpTransport
 from kv_transfer.vllm.step import (
     Arrival,
-    SourceEnded,
-    SourceExpected,
-    SourceProgress,
+    ConsumerDeclined,
+    ConsumerStart,
+    ProducerEnded,
+    ProducerExpected,
+    ProducerProgress,
     StepMetadata,
-    TargetStart,
-    Unneeded,
 )
 from kv_transfer.vllm.worker import WorkerHalf
 from tests.patience import WAIT_S
@@ -135,13 +135,13 @@ class Worker:
     # -- the producer's part
 
     def expect(self, *transfer_ids: str) -> None:
-        self.step(expected=[SourceExpected(t, f"p-{t}") for t in transfer_ids])
+        self.step(expected=[ProducerExpected(t, f"p-{t}") for t in transfer_ids])
 
     def compute(self, transfer_id: str, block_ids: list[int], tokens: int) -> None:
-        self.step(progress=[SourceProgress(transfer_id, block_ids, tokens)])
+        self.step(progress=[ProducerProgress(transfer_id, block_ids, tokens)])
 
     def finish(self, transfer_id: str, *, held: bool = True) -> None:
-        self.step(ended=[SourceEnded(transfer_id, TOKENS if held else (), held)])
+        self.step(ended=[ProducerEnded(transfer_id, TOKENS if held else (), held)])
 
     def prefill(self, transfer_id: str, block_ids: list[int], tokens: int) -> None:
         self.expect(transfer_id)
@@ -156,7 +156,7 @@ class Worker:
         """The decode engine has reserved blocks."""
         self.step(
             starts=[
-                TargetStart(
+                ConsumerStart(
                     transfer_id,
                     f"d-{transfer_id}",
                     (source.address,),
@@ -173,7 +173,7 @@ class Worker:
 
     def refuse(self, source: Worker, transfer_id: str) -> None:
         """The decode request needs nothing from its producer."""
-        self.step(unneeded=[Unneeded(transfer_id, (source.address,), source.instance_id)])
+        self.step(declined=[ConsumerDeclined(transfer_id, (source.address,), source.instance_id)])
 
     def close(self) -> None:
         """Idempotent."""

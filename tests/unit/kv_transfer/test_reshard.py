@@ -10,11 +10,11 @@ import pytest
 
 from kv_transfer.protocol.plan import Shard
 from kv_transfer.vllm.step import (
-    SourceEnded,
-    SourceExpected,
-    SourceProgress,
-    TargetStart,
-    Unneeded,
+    ConsumerDeclined,
+    ConsumerStart,
+    ProducerEnded,
+    ProducerExpected,
+    ProducerProgress,
 )
 from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import BLOCK_SIZE, FROM, TO, TOKENS, N, Rig, Worker, settle, until
@@ -45,13 +45,13 @@ class Pool:
             rank.step(**parts)
 
     def prefill(self) -> None:
-        self.step(expected=[SourceExpected("t", "p-t")])
-        self.step(progress=[SourceProgress("t", FROM, N)])
-        self.step(ended=[SourceEnded("t", TOKENS, True)])
+        self.step(expected=[ProducerExpected("t", "p-t")])
+        self.step(progress=[ProducerProgress("t", FROM, N)])
+        self.step(ended=[ProducerEnded("t", TOKENS, True)])
 
     def start(self, source: Pool, addresses: tuple[str, ...] = ()) -> None:
         where = addresses or source.addresses
-        self.step(starts=[TargetStart("t", "d-t", where, source.instance_id, 0, N, TO)])
+        self.step(starts=[ConsumerStart("t", "d-t", where, source.instance_id, 0, N, TO)])
 
     def until_ended(self) -> None:
         until(lambda: all(rank.ended for rank in self.ranks), *self.ranks)
@@ -117,7 +117,7 @@ def test_a_producer_that_is_not_needed_is_told_on_every_rank(
 ) -> None:
     source, target = pools(rig, source_tp, target_tp)
     source.prefill()
-    target.step(unneeded=[Unneeded("t", source.addresses, source.instance_id)])
+    target.step(declined=[ConsumerDeclined("t", source.addresses, source.instance_id)])
     settle_all(source, target)
     assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
 
@@ -126,11 +126,11 @@ def test_a_producer_that_is_not_needed_is_told_on_every_rank(
 def test_a_cancel_ends_every_part(rig: Rig, source_tp: int, target_tp: int) -> None:
     source, target = pools(rig, source_tp, target_tp)
     target.start(source)
-    source.step(expected=[SourceExpected("t", "p-t")])
-    source.step(progress=[SourceProgress("t", FROM[:2], 8)])
+    source.step(expected=[ProducerExpected("t", "p-t")])
+    source.step(progress=[ProducerProgress("t", FROM[:2], 8)])
     target.step(cancels=["t"])
     target.until_ended()
-    source.step(ended=[SourceEnded("t", TOKENS, True)])
+    source.step(ended=[ProducerEnded("t", TOKENS, True)])
     settle_all(source, target)
     assert all(rank.failed == rank.ended == ["d-t"] for rank in target.ranks)
     assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
@@ -149,15 +149,15 @@ def test_one_lost_link_of_two_fails_the_request_once_and_frees_both_ranks(
 ) -> None:
     source, target = pools(rig, 2, 1)
     target.start(source)
-    source.step(expected=[SourceExpected("t", "p-t")])
-    source.step(progress=[SourceProgress("t", FROM[:2], 8)])
+    source.step(expected=[ProducerExpected("t", "p-t")])
+    source.step(progress=[ProducerProgress("t", FROM[:2], 8)])
     (only,) = target.ranks
     until(lambda: all(part.received_blocks for _, part in only.peers.consumer), only)
     cut(source.ranks[broken], only)
     until(lambda: only.ended, only)
     assert (only.ended, only.failed) == (["d-t"], ["d-t"])
     assert only.failures == {"d-t": "the test cuts it"}
-    source.step(ended=[SourceEnded("t", TOKENS, True)])
+    source.step(ended=[ProducerEnded("t", TOKENS, True)])
     settle_all(source, target)
     assert [rank.sent for rank in source.ranks] == [["p-t"]] * 2
 
@@ -179,12 +179,12 @@ def test_a_reader_that_is_lost_takes_the_others_with_it(rig: Rig) -> None:
 def test_ranks_in_the_wrong_order_are_found_out(rig: Rig) -> None:
     source, target = pools(rig, 2, 2)
     before = [rank.cache.snapshot() for rank in target.ranks]
-    source.step(expected=[SourceExpected("t", "p-t")])
+    source.step(expected=[ProducerExpected("t", "p-t")])
     target.start(source, source.addresses[::-1])
     target.until_ended()
     assert "are not held here" in target.ranks[0].failures["d-t"]
-    source.step(progress=[SourceProgress("t", FROM, N)])
-    source.step(ended=[SourceEnded("t", TOKENS, True)])
+    source.step(progress=[ProducerProgress("t", FROM, N)])
+    source.step(ended=[ProducerEnded("t", TOKENS, True)])
     settle_all(source, target)
     assert [rank.cache.snapshot() for rank in target.ranks] == before
 
@@ -192,5 +192,5 @@ def test_ranks_in_the_wrong_order_are_found_out(rig: Rig) -> None:
 def test_a_number_of_ranks_that_fits_no_plan_is_refused(tcp_rig: Rig) -> None:
     target = pool(tcp_rig, 1, "t")
     addresses = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
-    target.step(starts=[TargetStart("t", "d-t", addresses, "e", 0, N, TO)])
+    target.step(starts=[ConsumerStart("t", "d-t", addresses, "e", 0, N, TO)])
     assert target.ranks[0].failures == {"d-t": "4 KV heads cannot be split over 3 ranks"}
