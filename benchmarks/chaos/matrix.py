@@ -96,7 +96,7 @@ class ChaosSettings:
             *sections, key = dotted.split(".")
             for name in sections:
                 at = at.setdefault(name, {})
-            at[key] = value
+            at[key] = list(value) if isinstance(value, tuple) else value
         return whole
 
 

@@ -242,7 +242,7 @@ def _of(run: Callable[..., Awaitable[None]], **values: Any) -> Callable[[Run], A
     return partial(run, **values)
 
 
-_TCP: Final = (("worker.kv.transports", ["tcp"]),)
+_TCP: Final = (("worker.kv.transports", ("tcp",)),)
 _TWO: Final = (("up.routers", 2),)
 _DROP, _CORRUPT = _of(_damage, order="drop"), _of(_damage, order="corrupt")
 _ALL: Final = (
