@@ -266,6 +266,20 @@ class TestFaults:
             assert_same(answer, cluster.expected(PROMPT, PLAIN))
             assert answer.fallbacks
 
+    async def test_a_request_and_a_stream_wait_for_the_only_worker_to_come_back(self) -> None:
+        async with Cluster(aggregated=1) as cluster:
+            expected = cluster.expected(PROMPT, LONG)
+            cluster.faults("aggregated-0", FakeFaults(stall_at_step=30))
+            trigger = Trigger(20)
+            stream = asyncio.create_task(cluster.ask(PROMPT, LONG, on_token=trigger))
+            await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
+            await cluster.kill("aggregated-0")
+            queued = asyncio.create_task(cluster.ask(PROMPT, LONG))
+            await cluster.until(lambda: cluster.router.requests.queued_requests)
+            await cluster.add("aggregated-0", Role.AGGREGATED)
+            assert_same(await stream, expected)
+            assert_same(await queued, expected)
+
     async def test_without_a_worker_that_can_take_it_the_error_is_clean(self) -> None:
         async with Cluster(prefill=1, decode=1, router={"queue_timeout_s": 0.2}) as cluster:
             await cluster.kill("decode-0")
