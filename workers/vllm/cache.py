@@ -83,8 +83,8 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
 
 
 def watch(scheduler: Any, config: Any, model: str) -> CacheEvents | None:
-    """Take the events of this scheduler from now on. None where its cache cannot be told by the
-    tokens of one kind of block: sliding windows, hybrid models, drafts that drop a block."""
+    """Receive the events of this scheduler. Return None if tokens alone do not identify its blocks:
+    with sliding windows, hybrid models, and drafts that drop a block."""
     if not scheduler.enable_kv_cache_events:
         return None
     size = int(config.cache_config.block_size)
@@ -96,7 +96,7 @@ def watch(scheduler: Any, config: Any, model: str) -> CacheEvents | None:
         or spec.block_size != size
         or scheduler.use_eagle_block_drop
     ):
-        _log.info("the prefix cache of this model is not told to routers")
+        _log.info("the prefix cache of this model is not reported to routers")
         return None
     events = CacheEvents(CacheMirror(model, size), scheduler.kv_cache_manager.block_pool, size)
     scheduler.kv_event_publisher = events

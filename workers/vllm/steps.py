@@ -1,9 +1,9 @@
 """What each step of vLLM's engine computes, how long it took, and whether the engine progresses.
 
-Contact with vLLM (0.32.0): `schedule` and `update_from_output` are shadowed on the scheduler's
-instance, since nothing that vLLM reports says how much of a prompt a step computes, or behind what
-context. The engine core calls them in turn, once a step each; where steps are scheduled while
-others run (asynchronous scheduling) they come out in the order in which they went in.
+Contact with vLLM (0.32.0): `schedule` and `update_from_output` are replaced on the scheduler
+instance, because nothing that vLLM reports says how much of a prompt a step computes, and after
+which context. The engine core calls each once a step. With asynchronous scheduling, steps finish in
+the order in which they were scheduled.
 """
 
 from __future__ import annotations
