@@ -1,5 +1,5 @@
-"""Errors inside the KV plane. None reaches a client as it is: a transfer that fails ends its
-request with pdserve's `transfer_failed`."""
+"""Errors inside the KV plane. A client sees none of them: a transfer that fails ends its request
+with `transfer_failed` or `transfer_corrupted`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ class KvTransferError(Exception):
 
 
 class ProtocolError(KvTransferError):
-    """The peer sent something that is not a message of ours."""
+    """The peer violated the protocol."""
 
 
 class HandshakeRefused(KvTransferError):
-    """The peer will not exchange KV with us; the message is its reason."""
+    """Two workers cannot exchange KV; the message says why."""
 
 
 class LinkClosed(KvTransferError):
-    """The connection to the peer is gone."""
+    """The connection to the peer has ended."""
 
 
 class UnsupportedLayout(KvTransferError):

@@ -32,7 +32,7 @@ def _make_vllm(config: WorkerConfig, instance_id: str) -> Engine:
 
     kv = None
     if config.role is not Role.AGGREGATED:
-        extra = _extra(config.kv, config.access)
+        extra = connector_config(config.kv, config.access)
         kv = KvSettings(instance_id, extra, config.kv.connector, config.kv.host)
     return VllmEngine(
         VllmSettings(
@@ -45,7 +45,7 @@ def _make_vllm(config: WorkerConfig, instance_id: str) -> Engine:
     )
 
 
-def _extra(kv: KvConfig, access: AccessConfig) -> dict[str, Any]:
+def connector_config(kv: KvConfig, access: AccessConfig) -> dict[str, Any]:
     """Return the connector's own configuration. Raises ConfigError if it is not installed."""
     if kv.connector == "nixl":
         if find_spec("nixl") is None:

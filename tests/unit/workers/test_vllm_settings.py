@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kv_transfer.settings import SLOT_BYTES, SLOTS
+from kv_transfer.settings import SLOT_BYTES, SLOTS, from_extra_config
+from pdserve.config import AccessConfig, KvConfig, TlsConfig
 from pdserve.errors import ConfigError
+from workers.engines import connector_config
 from workers.vllm.settings import KvSettings, cpu_cache_bytes, memory_left_to_kv
 
 if TYPE_CHECKING:
@@ -54,3 +56,15 @@ def test_a_cpu_cache_is_a_share_of_the_memory_and_no_more_than_contexts_need(
     ):
         monkeypatch.setattr("workers.vllm.settings._memory_bytes", lambda memory=memory: memory)
         assert cpu_cache_bytes(str(tmp_path), threads) == wanted
+
+
+def test_kv_links_are_authenticated_as_the_worker_is() -> None:
+    """Files are named, not read: no secret stands in a configuration that may be logged."""
+    tls = TlsConfig(cert_file="worker.pem", key_file="worker.key", ca_file="ca.pem")
+    access = AccessConfig(tls=tls, worker_token_file="token")
+    settings = from_extra_config(connector_config(KvConfig(), access))
+    assert settings.token_file == "token"
+    files = (settings.tls_cert_file, settings.tls_key_file, settings.tls_ca_file)
+    assert files == ("worker.pem", "worker.key", "ca.pem")
+    open_to_all = from_extra_config(connector_config(KvConfig(), AccessConfig()))
+    assert (open_to_all.token_file, open_to_all.tls_cert_file) == ("", "")
