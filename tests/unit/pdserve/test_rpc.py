@@ -137,6 +137,7 @@ async def idle_stream(server_options: rpc.Options) -> AsyncIterator[EchoCall]:
         stream.cancel()
 
 
+@pytest.mark.slow
 async def test_an_idle_stream_survives_the_pings_that_end_it_under_the_options_of_grpc() -> None:
     async with idle_stream(rpc.server_options(keepalive_s=0.05)) as ours, idle_stream([]) as theirs:
         with pytest.raises(grpc.aio.AioRpcError, match="Too many pings"):
