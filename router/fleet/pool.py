@@ -4,8 +4,8 @@
                      │          │           │
                      └──── lost (lease expired, replaced, deregistered) ──► forgotten
 
-Transitions take the time as an argument and return the connections to open and to close. Leases
-use the pausing clock of `router/fleet/health.py`, breakers the plain one.
+Transitions take the time as an argument. Leases use the pausing clock of `router/fleet/health.py`,
+breakers the plain one.
 """
 
 from __future__ import annotations
@@ -30,22 +30,6 @@ REMEMBERED_STARTS = 8
 _MAX_NAMED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class OpenConnection:
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class CloseConnection:
-    """Close the connection; its streams fail with `reason`."""
-
-    member: Member
-    reason: str
-
-
-PoolAction = OpenConnection | CloseConnection
-
-
 @dataclass(slots=True)
 class WorkerPool:
     """State: `members` by worker id. With `by_probe` only probes try suspended workers."""
@@ -57,7 +41,7 @@ class WorkerPool:
     _by_model: dict[str, list[Member]] = field(default_factory=dict, init=False, repr=False)
     _models: dict[str, ModelInfo] = field(default_factory=dict, init=False, repr=False)
 
-    def register(self, info: WorkerInfo, now: float) -> list[PoolAction]:
+    def register(self, info: WorkerInfo, now: float) -> None:
         """Add a worker, or renew it if this start of it is known.
 
         Raises InvalidRequest, naming the field, if it cannot serve beside the others, or if a later
@@ -69,12 +53,11 @@ class WorkerPool:
             raise InvalidRequest(
                 f"worker {info.worker_id}: a later start of it has registered", field="worker_id"
             )
-        actions: list[PoolAction] = []
         if known is not None and not known.lost:
             if known.info == info:
                 known.lease_end = now + self.lease_s
-                return []
-            actions = self._lose(known, now, "it registered again")
+                return
+            self._lose(known, now, "it registered again")
         breaker = Breaker(self.breaker_limits)
         member = Member(info, now + self.lease_s, breaker=breaker)
         if known is not None:
@@ -83,7 +66,6 @@ class WorkerPool:
             member.replaced = tuple(instance_ids)[-REMEMBERED_STARTS:]
         self.members[info.worker_id] = member
         self._forget_views()
-        return [*actions, OpenConnection(member)]
 
     def _check(self, info: WorkerInfo) -> None:
         if info.role is not Role.AGGREGATED and info.kv is None:
@@ -128,10 +110,11 @@ class WorkerPool:
             member.kv = kv
         return member
 
-    def deregister(self, worker_id: str, instance_id: str, now: float) -> list[PoolAction]:
+    def deregister(self, worker_id: str, instance_id: str, now: float) -> None:
         """The worker leaves; unknown workers are ignored."""
         member = self._current(worker_id, instance_id)
-        return [] if member is None else self._lose(member, now, "it left")
+        if member is not None:
+            self._lose(member, now, "it left")
 
     def attached(self, member: Member) -> None:
         """The connection to a worker is up."""
@@ -184,25 +167,20 @@ class WorkerPool:
             self.by_probe and state is BreakerState.HALF_OPEN
         )
 
-    def expire(self, now: float) -> list[PoolAction]:
+    def expire(self, now: float) -> None:
         """Lose the workers whose lease is over, and forget those lost for a while."""
-        actions: list[PoolAction] = []
         for member in list(self.members.values()):
             if not member.lost and now >= member.lease_end:
-                actions += self._lose(member, now, "its lease expired")
+                self._lose(member, now, "its lease expired")
             elif member.lost and now - member.lease_end >= FORGET_AFTER_S:
                 del self.members[member.worker_id]
                 self._forget_views()
-        return actions
 
-    def close(self, now: float) -> list[PoolAction]:
+    def close(self, now: float) -> None:
         """Lose every worker."""
-        return [
-            action
-            for member in self.members.values()
-            if not member.lost
-            for action in self._lose(member, now, "the router is closing")
-        ]
+        for member in self.members.values():
+            if not member.lost:
+                self._lose(member, now, "the router is closing")
 
     def _current(self, worker_id: str, instance_id: str) -> Member | None:
         member = self.members.get(worker_id)
@@ -214,13 +192,12 @@ class WorkerPool:
         self._by_model.clear()
         self._models = {}
 
-    def _lose(self, member: Member, now: float, why: str) -> list[PoolAction]:
+    def _lose(self, member: Member, now: float, why: str) -> None:
         member.lost = True
         self._models = {}
         member.gone = why
         member.attached = False
         member.lease_end = now
-        return [CloseConnection(member, f"worker {member.worker_id} is gone: {why}")]
 
     def models(self) -> Mapping[str, ModelInfo]:
         """Return the models of all workers by name. The model of a lost worker stays until that is

@@ -18,10 +18,10 @@ from pdserve.rpc import PLAIN
 from router.background import background
 from router.fleet.connection import WorkerConnection, connect_over_tcp
 from router.fleet.health import TICK_S, BreakerLimits, OutlierEjection, PausingClock
-from router.fleet.pool import CloseConnection, OpenConnection, WorkerPool
+from router.fleet.pool import WorkerPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from prometheus_client import Histogram
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pdserve.v1 import worker_pb2 as w
     from router.fleet.connection import Connect, ConnectionSettings
     from router.fleet.member import Member
-    from router.fleet.pool import PoolAction
     from router.prefix import PrefixWatcher
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,8 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         await self._exits.aclose()
-        self._apply(self.pool.close(self.lease_now()))
+        self.pool.close(self.lease_now())
+        self._reconcile()
         if self._closing:
             await asyncio.wait(self._closing)
         if self.watches is not None:
@@ -129,9 +129,9 @@ class Fleet:
         """Raises InvalidRequest if the worker cannot serve beside the others."""
         known = self.pool.members.get(info.worker_id)
         now = self.lease_now()
-        actions = self.pool.register(info, now)
+        self.pool.register(info, now)
         self.pool.renew(info.worker_id, info.instance_id, now, load=None, draining=draining)
-        self._apply(actions)
+        self._reconcile()
         if known is not self.pool.members[info.worker_id]:
             self._warn_of_unpaired(info)
 
@@ -173,7 +173,8 @@ class Fleet:
         return member is not None
 
     def deregister(self, worker_id: str, instance_id: str) -> None:
-        self._apply(self.pool.deregister(worker_id, instance_id, self.lease_now()))
+        self.pool.deregister(worker_id, instance_id, self.lease_now())
+        self._reconcile()
 
     def attached(self, member: Member) -> None:
         self.pool.attached(member)
@@ -216,25 +217,30 @@ class Fleet:
         if self.pool.failed(member, self._clock(), reason):
             logger.warning("worker %s is suspended: %s", member.worker_id, reason)
 
-    def _apply(self, actions: Iterable[PoolAction]) -> None:
-        for action in actions:
-            match action:
-                case OpenConnection(member):
-                    model, gaps = member.info.model.name, self._token_gaps
-                    link = WorkerConnection(
-                        member,
-                        router_id=self._router_id,
-                        observer=self,
-                        settings=self._settings,
-                        connect=self._connect,
-                        token=self.dialer.token,
-                        gaps=None if gaps is None else gaps(model),
-                    )
-                    self._links[member] = link
-                    link.start()
-                case CloseConnection(member, reason):
-                    logger.info("%s", reason)
-                    self._wait_for(self._links.pop(member).close(reason))
+    def _reconcile(self) -> None:
+        """Open the connections of new workers, and close those of lost ones."""
+        changed = False
+        for member in [m for m in self._links if m.lost]:
+            reason = f"worker {member.worker_id} is gone: {member.gone}"
+            logger.info("%s", reason)
+            self._wait_for(self._links.pop(member).close(reason))
+            changed = True
+        for member in self.pool.members.values():
+            if member.lost or member in self._links:
+                continue
+            gaps = self._token_gaps
+            link = self._links[member] = WorkerConnection(
+                member,
+                router_id=self._router_id,
+                observer=self,
+                settings=self._settings,
+                connect=self._connect,
+                token=self.dialer.token,
+                gaps=None if gaps is None else gaps(member.info.model.name),
+            )
+            link.start()
+            changed = True
+        if changed:
             self.capacity_changed()
 
     def _wait_for(self, task: asyncio.Task[None] | None) -> None:
@@ -247,7 +253,8 @@ class Fleet:
             for _ in range(TICKS_PER_CHECK):
                 await asyncio.sleep(TICK_S)
                 self._lease_clock.tick()
-            self._apply(self.pool.expire(self.lease_now()))
+            self.pool.expire(self.lease_now())
+            self._reconcile()
             self._find_stalls()
             if self.pool.end_suspensions(self._clock()):
                 self.capacity_changed()

@@ -12,8 +12,6 @@ from pdserve.types import Role, WorkerLoad
 from router.fleet.pool import (
     FORGET_AFTER_S,
     REMEMBERED_STARTS,
-    CloseConnection,
-    OpenConnection,
     WorkerPool,
 )
 from router.health_checks import half_open_worker
@@ -36,33 +34,33 @@ def states(pool: WorkerPool) -> dict[str, str]:
     return {member.worker_id: member.state.value for member in pool.members.values()}
 
 
-def test_a_worker_becomes_ready_when_its_link_is_up(pool: WorkerPool) -> None:
-    (action,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
-    assert isinstance(action, OpenConnection)
+def test_a_worker_is_ready_while_it_is_connected(pool: WorkerPool) -> None:
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
     assert states(pool) == {"d": "connecting"}
-    pool.attached(action.member)
+    pool.attached(pool.members["d"])
     assert states(pool) == {"d": "ready"}
-    pool.detached(action.member)
+    pool.detached(pool.members["d"])
     assert states(pool) == {"d": "connecting"}
 
 
 def test_registering_again_renews(pool: WorkerPool) -> None:
     info = worker_info("d", Role.DECODE)
     pool.register(info, now=0.0)
-    assert pool.register(info, now=4.0) == []
-    assert pool.expire(now=8.9) == []
+    member = pool.members["d"]
+    pool.register(info, now=4.0)
+    pool.expire(now=8.9)
+    assert pool.members["d"] is member
     assert states(pool) == {"d": "connecting"}
 
 
 def test_a_new_instance_id_replaces_the_old_one(pool: WorkerPool) -> None:
-    (first,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
-    close, open_ = pool.register(worker_info("d", Role.DECODE, instance_id="e2"), now=1.0)
-    assert close == CloseConnection(first.member, "worker d is gone: it registered again")
-    assert isinstance(open_, OpenConnection)
-    assert open_.member is pool.members["d"] is not first.member
-    assert first.member.state is MemberState.LOST
-    pool.attached(first.member)
-    assert first.member.state is MemberState.LOST, "a late event must not revive it"
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
+    first = pool.members["d"]
+    pool.register(worker_info("d", Role.DECODE, instance_id="e2"), now=1.0)
+    assert pool.members["d"] is not first
+    assert (first.state, first.gone) == (MemberState.LOST, "it registered again")
+    pool.attached(first)
+    assert first.state is MemberState.LOST, "a late event must not revive it"
 
 
 def test_an_earlier_start_that_speaks_late_does_not_cut_the_later_one_off(pool: WorkerPool) -> None:
@@ -74,11 +72,10 @@ def test_an_earlier_start_that_speaks_late_does_not_cut_the_later_one_off(pool: 
     with pytest.raises(InvalidRequest, match="a later start of it has registered"):
         pool.register(old, now=2.0)
     assert pool.members["d"].info == new
-    assert pool.register(new, now=2.0) == []
+    pool.register(new, now=2.0)
     # Where the later one is gone, the earlier one is welcome, and the other way round.
     pool.expire(now=8.0)
-    (open_,) = pool.register(old, now=9.0)
-    assert isinstance(open_, OpenConnection)
+    pool.register(old, now=9.0)
     with pytest.raises(InvalidRequest, match="a later start"):
         pool.register(new, now=10.0)
 
@@ -91,12 +88,13 @@ def test_so_many_earlier_starts_are_remembered(pool: WorkerPool) -> None:
 
 def test_a_lease_that_runs_out_loses_the_worker_and_then_its_memory(pool: WorkerPool) -> None:
     pool.register(worker_info("d", Role.DECODE), now=0.0)
-    assert pool.expire(now=4.9) == []
-    (action,) = pool.expire(now=5.0)
-    assert isinstance(action, CloseConnection)
-    assert action.reason == "worker d is gone: its lease expired"
+    pool.expire(now=4.9)
+    assert states(pool) == {"d": "connecting"}
+    pool.expire(now=5.0)
+    assert pool.members["d"].gone == "its lease expired"
     assert states(pool) == {"d": "lost"}
-    assert pool.expire(now=5.0 + FORGET_AFTER_S - 0.1) == []
+    pool.expire(now=5.0 + FORGET_AFTER_S - 0.1)
+    assert states(pool) == {"d": "lost"}
     pool.expire(now=5.0 + FORGET_AFTER_S)
     assert states(pool) == {}
 
@@ -111,7 +109,8 @@ def test_only_this_start_of_a_known_worker_renews(
     pool.register(worker_info("d", Role.DECODE), now=0.0)
     renewed = pool.renew(worker_id, instance_id, 4.0, load=LOAD, draining=False)
     assert (renewed is not None) is known
-    assert bool(pool.expire(now=6.0)) is not known
+    pool.expire(now=6.0)
+    assert pool.members["d"].lost is not known
     assert pool.members["d"].load == (LOAD if known else None)
 
 
@@ -120,8 +119,7 @@ def test_a_lost_worker_cannot_renew_but_can_register(pool: WorkerPool) -> None:
     pool.register(info, now=0.0)
     pool.expire(now=5.0)
     assert not pool.renew("d", "e1", 5.1, load=None, draining=False)
-    (action,) = pool.register(info, now=5.2)
-    assert isinstance(action, OpenConnection)
+    pool.register(info, now=5.2)
     assert states(pool) == {"d": "connecting"}
 
 
@@ -134,26 +132,26 @@ def test_a_renewal_without_load_keeps_the_last_one(pool: WorkerPool) -> None:
 
 
 def test_a_draining_worker_is_not_ready_and_can_come_back(pool: WorkerPool) -> None:
-    (action,) = pool.register(worker_info("d", Role.DECODE), now=0.0)
-    pool.attached(action.member)
+    pool.register(worker_info("d", Role.DECODE), now=0.0)
+    pool.attached(pool.members["d"])
     pool.renew("d", "e1", 1.0, load=None, draining=True)
     assert states(pool) == {"d": "draining"}
     pool.renew("d", "e1", 2.0, load=None, draining=False)
     assert states(pool) == {"d": "ready"}
 
 
-def test_leaving_closes_the_link_and_a_stranger_cannot_make_it_leave(pool: WorkerPool) -> None:
+def test_a_worker_leaves_and_another_start_of_it_cannot_make_it_leave(pool: WorkerPool) -> None:
     pool.register(worker_info("d", Role.DECODE), now=0.0)
-    assert pool.deregister("d", "e0", now=1.0) == []
-    (action,) = pool.deregister("d", "e1", now=1.0)
-    assert action.reason == "worker d is gone: it left"  # type: ignore[union-attr]
-    assert pool.deregister("d", "e1", now=1.0) == []
+    pool.deregister("d", "e0", now=1.0)
+    assert states(pool) == {"d": "connecting"}
+    pool.deregister("d", "e1", now=1.0)
+    assert pool.members["d"].gone == "it left"
 
 
 def test_closing_loses_everyone(pool: WorkerPool) -> None:
     pool.register(worker_info("d", Role.DECODE), now=0.0)
     pool.register(worker_info("p", Role.PREFILL), now=0.0)
-    assert len(pool.close(now=1.0)) == 2
+    pool.close(now=1.0)
     assert states(pool) == {"d": "lost", "p": "lost"}
 
 
