@@ -8,7 +8,7 @@ that fits a slot:
               post the send            ◄── Clear ─            (both have posted now)
               wait, free the slot                             wait, scatter, wait, free the slot
 
-Rules (docs/internals.md says which failure of vLLM's NCCL connector each one answers):
+Rules (docs/kv_transfer.md says which failure of vLLM's NCCL connector each one answers):
 
 * Nothing is posted before the other end posts too. A kernel that waits for its peer holds thread
   blocks that the model's own collectives need.
