@@ -10,6 +10,7 @@ import asyncio
 import math
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 from pdserve.errors import DeadlineExceeded, Overloaded, PdserveError, Refusal, Unavailable
@@ -36,7 +37,14 @@ MAX_PASSES = 16
 SCAN_TRIES = 4
 DEFAULT_RETRY_AFTER_S = 1.0  # while no rate was measured
 UNAVAILABLE_RETRY_AFTER_S = 5.0
-MAX_RETRY_AFTER_S = 60.0
+MAX_RETRY_AFTER_S = 600.0
+# Places in the queue are kept for rejected clients from a second before until a second after the
+# time that they were told, but at most this share of all places.
+KEPT_SHARE = 0.75
+KEPT_S = 1.0
+# Retries get this share of the measured rate, new requests the rest.
+RETRY_SHARE = 0.7
+MAX_PROMISES = 4096
 
 
 class Reservation(Protocol):
@@ -89,22 +97,44 @@ class _Entry(QueuedRequest):
     latest_start: float
     late_reason: Refusal
     usage: TenantUsage
+    request: GenerateRequest
     try_reserve: Callable[[], Reservation | None]
     granted: asyncio.Future[Reservation]
+
+    @property
+    def identity(self) -> int:
+        """The same number if a client sends the same request again."""
+        request = self.request
+        return hash((request.tenant, request.prompt_token_ids, request.sampling.max_tokens))
 
 
 @dataclass(slots=True)
 class _Model:
     """State of one model. `blocked` are the requests that found no capacity in the last scan;
-    `unavailable` is why no request can be placed, since `unavailable_since`."""
+    `unavailable` is why no request can be placed, since `unavailable_since`. `promises` are the
+    times at which rejected clients were told to retry, by request, the earliest first."""
 
     queue: ModelQueue[_Entry] = field(default_factory=ModelQueue)
     rate: AdmissionRate = field(default_factory=AdmissionRate)
     blocked: list[_Entry] = field(default_factory=list)
     next_retry: float = 0.0
+    promises: dict[int, float] = field(default_factory=dict)
     unavailable: Unavailable | None = None
     unavailable_since: float = 0.0
     timer: asyncio.TimerHandle | None = None
+
+    def kept_places(self, entry: _Entry, now: float) -> int:
+        """Return the places that are kept for others now: none if one is kept for `entry`."""
+        for identity, due in list(self.promises.items()):
+            if due >= now - KEPT_S:
+                break
+            del self.promises[identity]
+        if not self.promises:
+            return 0
+        if self.promises.get(entry.identity, math.inf) <= now + KEPT_S:
+            del self.promises[entry.identity]
+            return 0
+        return sum(1 for _ in takewhile(lambda due: due <= now + KEPT_S, self.promises.values()))
 
 
 class AdmissionController:
@@ -237,6 +267,7 @@ class AdmissionController:
             latest_start=latest_start,
             late_reason=late_reason,
             usage=self.tenants.enter(request.tenant, work_tokens, now),
+            request=request,
             try_reserve=try_reserve,
             granted=asyncio.get_running_loop().create_future(),
         )
@@ -275,11 +306,15 @@ class AdmissionController:
         if now + wait_s > entry.latest_start:
             raise self._late(model, entry, now + wait_s - entry.latest_start, now)
         limit = self._limits.max_queued_requests
+        kept = model.kept_places(entry, now)
         share = math.ceil(self.tenants.share(entry.tenant) * limit)
-        if self.queued < limit and self._queued_of_tenant.get(entry.tenant, 0) < share:
+        if (
+            self.queued + min(kept, int(KEPT_SHARE * limit)) < limit
+            and self._queued_of_tenant.get(entry.tenant, 0) < share
+        ):
             return
         has_slots = self.running < self._limits.max_running_requests
-        retry_after_s = self._retry_after_s(model, now)
+        retry_after_s = self._retry_after_s(model, entry, now)
         raise Overloaded(
             f"{self.running} requests are running and {self.queued} are queued"
             f"{' for KV cache space' if has_slots else ''}; retry in {retry_after_s:.0f} s",
@@ -287,16 +322,20 @@ class AdmissionController:
             reason=Refusal.NO_ROOM if has_slots else Refusal.QUEUE_FULL,
         )
 
-    def _retry_after_s(self, model: _Model, now: float) -> float:
-        """Return when a place in the queue will be free for this client, if all clients that were
-        told so before retry too."""
-        interval_s = model.rate.interval_s(now) or DEFAULT_RETRY_AFTER_S
+    def _retry_after_s(self, model: _Model, entry: _Entry, now: float) -> float:
+        """Return when there is a place in the queue for this client after all that were told
+        before. The place is kept."""
+        interval_s = (model.rate.interval_s(now) or DEFAULT_RETRY_AFTER_S) / RETRY_SHARE
         model.next_retry = max(model.next_retry, now) + interval_s
         model.next_retry = min(model.next_retry, now + MAX_RETRY_AFTER_S)
-        return float(max(1, math.ceil(model.next_retry - now)))
+        wait_s = float(max(1, math.ceil(model.next_retry - now)))
+        model.promises.pop(entry.identity, None)
+        if len(model.promises) < MAX_PROMISES:
+            model.promises[entry.identity] = now + wait_s
+        return wait_s
 
     def _late(self, model: _Model, entry: _Entry, late_s: float, now: float) -> PdserveError:
-        retry_after_s = max(self._retry_after_s(model, now), float(math.ceil(late_s)))
+        retry_after_s = max(self._retry_after_s(model, entry, now), float(math.ceil(late_s)))
         if entry.late_reason is Refusal.SLO_UNREACHABLE:
             return Overloaded(
                 f"the predicted TTFT is {late_s:.2f} s over the limit; retry in "

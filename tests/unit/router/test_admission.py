@@ -202,6 +202,24 @@ async def test_a_full_queue_rejects_with_the_time_at_which_there_will_be_a_place
     await clients.end_all()
 
 
+async def test_a_retry_at_the_told_time_finds_a_place_although_new_requests_come() -> None:
+    clients = Clients(1, 2)
+    for i, name in enumerate(("a", "b", "c", "rejected")):
+        await clients.ask(name, prompt_token_ids=(i,))
+    error = rejection(clients, "rejected")
+    await clients.end("a")
+    await clients.end("b")
+    skip(error.retry_after_s)
+    await clients.ask("new", prompt_token_ids=(4,))
+    await clients.ask("newer", prompt_token_ids=(5,))
+    assert rejection(clients, "newer").reason == Refusal.QUEUE_FULL
+    await clients.ask("rejected", prompt_token_ids=(3,))
+    await clients.end("c")
+    await clients.end("new")
+    assert clients.admitted == ["a", "b", "c", "new", "rejected"]
+    await clients.end_all()
+
+
 async def test_a_tenant_cannot_fill_the_queue_of_the_others() -> None:
     tenants = Tenants([TenantConfig(name="a"), TenantConfig(name="b", weight=3.0)])
     clients = Clients(1, 4, tenants=tenants)
