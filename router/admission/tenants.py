@@ -24,6 +24,7 @@ class TokenBucket:
         self.size = max(1.0, self.rate * BURST_S)
         self.level = self.size
         self._filled_at: float | None = None
+        self._next_retry = 0.0
 
     def wait_s(self, amount: float, now: float) -> float:
         """Return the seconds until `amount` can be taken."""
@@ -32,6 +33,12 @@ class TokenBucket:
             self.level = min(self.size, self.level + passed_s * self.rate)
         self._filled_at = now
         return max(0.0, (min(amount, self.size) - self.level) / self.rate)
+
+    def retry_after_s(self, amount: float, now: float) -> float:
+        """Return when to retry after `wait_s`: each rejected request is told another time."""
+        retry = max(self._next_retry, now + self.wait_s(amount, now))
+        self._next_retry = retry + min(amount, self.size) / self.rate
+        return retry - now
 
     def take(self, amount: float) -> None:
         self.level -= amount
@@ -117,17 +124,17 @@ class Tenants:
                 account.mean_duration_s / limit,
                 Refusal.TENANT_CONCURRENCY,
             )
-        if account.requests is not None and (wait_s := account.requests.wait_s(1.0, now)):
+        if account.requests is not None and account.requests.wait_s(1.0, now):
             raise _exceeded(
                 f"tenant {name} may send {tenant.requests_per_minute:g} requests a minute",
-                wait_s,
+                account.requests.retry_after_s(1.0, now),
                 Refusal.TENANT_REQUEST_RATE,
             )
-        if account.tokens is not None and (wait_s := account.tokens.wait_s(tokens, now)):
+        if account.tokens is not None and account.tokens.wait_s(tokens, now):
             raise _exceeded(
                 f"tenant {name} may use {tenant.tokens_per_minute:g} tokens a minute, and this "
                 f"request counts as {tokens}",
-                wait_s,
+                account.tokens.retry_after_s(tokens, now),
                 Refusal.TENANT_TOKEN_RATE,
             )
         account.concurrent += 1

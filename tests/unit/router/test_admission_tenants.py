@@ -46,6 +46,13 @@ def test_tokens_a_minute_and_one_request_larger_than_a_minute() -> None:
     assert rejection(these, 10, 80.0).retry_after_s == 541.0
 
 
+def test_each_rejected_request_is_told_another_time() -> None:
+    these = tenants(requests_per_minute=60.0)
+    for _ in range(60):
+        these.enter("a", 1, 0.0).release(0.1)
+    assert [rejection(these, 1, 0.0).retry_after_s for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
 def test_concurrent_requests() -> None:
     these = tenants(max_concurrent_requests=2)
     first, _ = these.enter("a", 10, 0.0), these.enter("a", 10, 0.0)
