@@ -24,14 +24,11 @@ import psutil
 from benchmarks.errors import BenchError, TargetError, WarmupFailed
 from benchmarks.metrics import Summary, summarise
 from benchmarks.records import RequestRecord, Timeline
-from benchmarks.traces import load_trace
+from benchmarks.traces import TickJitter, due_times_s, load_trace, speedup_for
 from benchmarks.workload import (
     PromptMaker,
     Shape,
-    TickJitter,
-    due_times_s,
     shape_workload,
-    speedup_for,
 )
 
 if TYPE_CHECKING:

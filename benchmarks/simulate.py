@@ -25,8 +25,8 @@ from benchmarks.records import Timeline
 from benchmarks.replay import ReplayResult, host_facts
 from benchmarks.service import Service
 from benchmarks.stats import percentile
-from benchmarks.traces import Trace, TraceMeta, TraceRequest
-from benchmarks.workload import due_times_s, shape_workload, speedup_for
+from benchmarks.traces import Trace, TraceMeta, TraceRequest, due_times_s, speedup_for
+from benchmarks.workload import shape_workload
 from pdserve.errors import PdserveError
 from pdserve.types import GenerateRequest, ModelInfo, Role, SamplingParams, WorkerInfo
 from router.admission import AdmissionController, AdmissionLimits, Tenants

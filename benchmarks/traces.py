@@ -18,17 +18,19 @@ import csv
 import hashlib
 import json
 import math
+import random
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from benchmarks.errors import BenchError, TraceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+TickJitter = Literal["none", "uniform", "even"]
 TRACES_DIR: Final = Path(__file__).parent / "traces"
 NAMED_TRACES: Final[Mapping[str, str]] = {
     "chat": "azure-llm-2023/AzureLLMInferenceTrace_conv.first10000.csv",
@@ -267,10 +269,51 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return found
 
 
+def due_times_s(
+    arrivals_s: Sequence[float],
+    *,
+    speedup: float = 1.0,
+    tick_s: float | None = None,
+    jitter: TickJitter = "uniform",
+    seed: int = 0,
+) -> list[float]:
+    """Return the seconds from the start of the run at which each request is due.
+
+    A log that rounded its times to ticks would send a volley at each tick, and the tail of TTFT
+    would measure the rounding. So the requests of one tick are spread over it: at random
+    (`uniform`), evenly, or not at all. Their order does not change.
+    """
+    start_s = arrivals_s[0]
+    if tick_s is None or jitter == "none":
+        return [(at_s - start_s) / speedup for at_s in arrivals_s]
+    places = random.Random(f"tick jitter {seed}")
+    due: list[float] = []
+    first = 0
+    while first < len(arrivals_s):
+        at_s, after = arrivals_s[first], first
+        while after < len(arrivals_s) and arrivals_s[after] == at_s:
+            after += 1
+        count = after - first
+        width_s = tick_s if after == len(arrivals_s) else min(tick_s, arrivals_s[after] - at_s)
+        if jitter == "even":
+            shares = [index / count for index in range(count)]
+        else:
+            shares = sorted(places.random() for _ in range(count))
+        due.extend((at_s - start_s + share * width_s) / speedup for share in shares)
+        first = after
+    return due
+
+
+def speedup_for(due_s: Sequence[float], rate_per_s: float) -> float:
+    """Return the factor that brings `due_s` to a mean rate. Raises BenchError for one moment."""
+    duration_s = due_s[-1] - due_s[0]
+    if duration_s <= 0:
+        raise BenchError("a rate needs two requests at different times; ask for more requests")
+    return rate_per_s * duration_s / (len(due_s) - 1)
+
+
 def _mixed(traces: Sequence[Trace]) -> Trace:
     """Merge traces by time, each at one request a second on average, until one of them ends."""
-    from benchmarks.workload import due_times_s, speedup_for
-
     sizes = {trace.meta.block_size for trace in traces} - {None}
     if len(sizes) > 1:
         raise BenchError(f"traces with prefix blocks of {sorted(map(str, sizes))} cannot be mixed")

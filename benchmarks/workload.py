@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.traces import Trace, TraceRequest
-
-TickJitter = Literal["none", "uniform", "even"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,49 +130,6 @@ def _scale(
         input_tokens = full * after + max(1, round(Fraction(last * after, before)))
     output_tokens = max(1, round(row.output_tokens * factor))
     return replace(row, input_tokens=input_tokens, output_tokens=output_tokens)
-
-
-def due_times_s(
-    arrivals_s: Sequence[float],
-    *,
-    speedup: float = 1.0,
-    tick_s: float | None = None,
-    jitter: TickJitter = "uniform",
-    seed: int = 0,
-) -> list[float]:
-    """Return the seconds from the start of the run at which each request is due.
-
-    A log that rounded its times to ticks would send a volley at each tick, and the tail of TTFT
-    would measure the rounding. So the requests of one tick are spread over it: at random
-    (`uniform`), evenly, or not at all. Their order does not change.
-    """
-    start_s = arrivals_s[0]
-    if tick_s is None or jitter == "none":
-        return [(at_s - start_s) / speedup for at_s in arrivals_s]
-    places = random.Random(f"tick jitter {seed}")
-    due: list[float] = []
-    first = 0
-    while first < len(arrivals_s):
-        at_s, after = arrivals_s[first], first
-        while after < len(arrivals_s) and arrivals_s[after] == at_s:
-            after += 1
-        count = after - first
-        width_s = tick_s if after == len(arrivals_s) else min(tick_s, arrivals_s[after] - at_s)
-        if jitter == "even":
-            shares = [index / count for index in range(count)]
-        else:
-            shares = sorted(places.random() for _ in range(count))
-        due.extend((at_s - start_s + share * width_s) / speedup for share in shares)
-        first = after
-    return due
-
-
-def speedup_for(due_s: Sequence[float], rate_per_s: float) -> float:
-    """Return the factor that brings `due_s` to a mean rate. Raises BenchError for one moment."""
-    duration_s = due_s[-1] - due_s[0]
-    if duration_s <= 0:
-        raise BenchError("a rate needs two requests at different times; ask for more requests")
-    return rate_per_s * duration_s / (len(due_s) - 1)
 
 
 class PromptMaker:

@@ -7,6 +7,7 @@ import time
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -43,7 +44,7 @@ from router.prefix import PrefixWatcher
 from router.request import RequestServer, Services
 from router.retry import RetryBudget
 from router.role_change import RoleChanger
-from router.roles import Autoscaler
+from router.roles import Autoscaler, role_loads, roles_wanted
 
 if TYPE_CHECKING:
     from pdserve.config import RouterConfig
@@ -156,7 +157,13 @@ class RouterServer:
         autoscaler = Autoscaler(fleet, costs, admission, changer, config.roles)
         if config.roles.auto:
             await enter(background("role-autoscaler", autoscaler.run))
-        metrics.watch(fleet, admission, watcher, autoscaler.verdicts)
+        metrics.watch(
+            fleet,
+            admission,
+            watcher,
+            partial(role_loads, autoscaler.verdicts),
+            partial(roles_wanted, autoscaler.verdicts),
+        )
         watch_tasks(metrics.registry)
 
         # The APIs.

@@ -5,7 +5,6 @@ A request is observed once, at its end. Workers are counted when metrics are rea
 
 from __future__ import annotations
 
-import math
 from collections import Counter as Tally
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.metrics import KvCollector
-from pdserve.types import Role
 from router.placement.values import NO_TOKENS_CACHED
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from router.fleet.pool import WorkerPool
     from router.fleet.registry import Fleet
     from router.prefix import PrefixWatcher
-    from router.roles import Verdict
 
     Row = tuple[tuple[str, ...], float]
 
@@ -113,7 +110,8 @@ class RouterMetrics:
         fleet: Fleet,
         admission: AdmissionController,
         watcher: PrefixWatcher | None,
-        verdicts: Mapping[str, Verdict],
+        role_loads: Callable[[], Iterable[Row]],
+        roles_wanted: Callable[[], Iterable[Row]],
     ) -> None:
         """Report their state whenever the metrics are read."""
         pool, tenants, worker = fleet.pool, admission.tenants, "model role worker"
@@ -128,8 +126,8 @@ class RouterMetrics:
         show("workers", "Registered workers.", "model role state", lambda: _workers(pool))
         for field, text in _LOADS:
             show(f"worker_{field}", text, worker, partial(_loads, pool, field))
-        show("role_load", "Average load; 1 is full.", "model role", lambda: _role_loads(verdicts))
-        show("role_workers_wanted", _WANTED, "model role", lambda: _roles_wanted(verdicts))
+        show("role_load", "Average load; 1 is full.", "model role", role_loads)
+        show("role_workers_wanted", _WANTED, "model role", roles_wanted)
         show(
             "tenant_requests_open",
             "Requests waiting and running.",
@@ -248,18 +246,6 @@ def _loads(pool: WorkerPool, field: str) -> Iterator[Row]:
     for m in pool.members.values():
         if m.load is not None and not m.lost:
             yield (m.info.model.name, m.info.role.value, m.worker_id), getattr(m.load, field)
-
-
-def _role_loads(verdicts: Mapping[str, Verdict]) -> Iterator[Row]:
-    for model, verdict in sorted(verdicts.items()):
-        loads = ((Role.PREFILL, verdict.loads.prefill), (Role.DECODE, verdict.loads.decode))
-        yield from (((model, role.value), load) for role, load in loads if math.isfinite(load))
-
-
-def _roles_wanted(verdicts: Mapping[str, Verdict]) -> Iterator[Row]:
-    for model, verdict in sorted(verdicts.items()):
-        yield (model, Role.PREFILL.value), verdict.wanted.prefill_workers
-        yield (model, Role.DECODE.value), verdict.wanted.decode_workers
 
 
 def _kv_reports(pool: WorkerPool) -> Iterator[Labelled]:

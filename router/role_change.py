@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from pdserve import rpc, wire
-from pdserve.errors import PdserveError, Unavailable, WorkerFailed
+from pdserve.errors import InvalidRequest, PdserveError, Unavailable, WorkerFailed
+from pdserve.kv_pairs import exchange, kind_of
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 from router.health_checks import probe
 from router.placement.values import MemberState
-from router.roles import is_left, partner_for
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
     from router.metrics import RouterMetrics
@@ -136,3 +138,41 @@ class RoleChanger:
                 return True
             if not await self._fleet.capacity_change(until=until):
                 return False
+
+
+def partner_for(members: Sequence[Member], worker_id: str, role: Role) -> Member:
+    """Return a worker with which `worker_id` can be probed as a `role` worker.
+
+    Raises InvalidRequest if the worker cannot have that role; Unavailable if it is not ready, or is
+    the last one of its own role, or has no partner.
+    """
+    member = next((m for m in members if m.worker_id == worker_id and not m.lost), None)
+    if member is None:
+        raise InvalidRequest(f"no worker {worker_id} is registered", field="worker_id")
+    before, model = member.info.role, member.info.model.name
+    if Role.AGGREGATED in (role, before) or role is before:
+        raise InvalidRequest(
+            f"worker {worker_id} is a {before} worker and cannot become a {role} worker",
+            field="role",
+        )
+    if member.state is not MemberState.READY:
+        raise Unavailable(f"worker {worker_id} is {member.state}", retry_after_s=1.0)
+    others = [m for m in members if m is not member]
+    if not is_left(others, model, before):
+        raise Unavailable(f"worker {worker_id} is the last {before} worker of model {model}")
+    own = kind_of(replace(member.info, role=role))
+    for other in others:
+        if not is_left([other], model, before):
+            continue
+        pair = (kind_of(other.info), own) if role is Role.DECODE else (own, kind_of(other.info))
+        if exchange(*pair):
+            return other
+    raise Unavailable(f"no {before} worker can exchange KV with worker {worker_id}")
+
+
+def is_left(members: Sequence[Member], model: str, role: Role) -> bool:
+    """Return True if a `role` worker of a model is ready."""
+    return any(
+        m.state is MemberState.READY and m.info.role is role and m.info.model.name == model
+        for m in members
+    )

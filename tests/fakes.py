@@ -378,7 +378,7 @@ async def running_stack(
         )
         requests = RequestServer(services)
         await exits.enter_async_context(background("admit", requests.admit_queued))
-        metrics.watch(fleet, admission, None, {})
+        metrics.watch(fleet, admission, None, tuple, tuple)
         stack = Stack(fleet, requests, metrics)
         await stack.join(*workers)
         yield stack

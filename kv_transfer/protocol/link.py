@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kv_transfer.errors import LinkClosed
 from kv_transfer.protocol.messages import (
@@ -28,12 +28,55 @@ from kv_transfer.protocol.messages import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_transfer.layout import PagePart
+    from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.protocol.producer import SendChunk
-    from kv_transfer.transport.base import ConsumerChannel, ProducerChannel
 
 SOCKET_BUFFER_BYTES = 4 << 20
 READ_AHEAD_BYTES = 4 << 10
 _IOV_MAX = 512
+
+
+class ProducerChannel(Protocol):
+    """The sending end of one link."""
+
+    name: str
+    # Whether `send` neither copies nor waits, so that any thread may call it.
+    is_quick: bool
+
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
+        """Announce the chunk and send the blocks, `part` of each page (None: all of it).
+
+        It returns when the blocks may be overwritten. A transport whose consumer copies by itself
+        returns at once: the chunk's digests prove that what was copied is what was announced.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class ConsumerChannel(Protocol):
+    """The receiving end of one link."""
+
+    name: str
+    # Whether `receive` starts to copy when the chunk is announced.
+    is_pull: bool
+
+    def receive(
+        self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
+    ) -> bytes:
+        """Put the chunk into these blocks and return the digests of what was received, NO_DIGESTS
+        if none can be made. With None, discard it.
+
+        Runs on the link's reader thread. When it returns or raises, nothing writes any more.
+        """
+        ...
+
+    def told(self, body: bytes) -> None:
+        """Handle an Inner message that came outside of `receive`. Must not block."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Link:

@@ -45,10 +45,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kv_transfer.layout import PagePart
+    from kv_transfer.protocol.link import ConsumerChannel
     from kv_transfer.protocol.plan import Shard
     from kv_transfer.protocol.producer import Action
     from kv_transfer.settings import KvSettings
-    from kv_transfer.transport.base import ConsumerChannel, LocalKv, Transport
+    from kv_transfer.transport.base import LocalKv, Transport
 
 logger = logging.getLogger(__name__)
 

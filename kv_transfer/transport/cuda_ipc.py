@@ -21,8 +21,8 @@ from kv_transfer.transport.mapped import MappedConsumer, MappedProducer
 
 if TYPE_CHECKING:
     from kv_transfer.memory import KvRegion
-    from kv_transfer.protocol.link import Link
-    from kv_transfer.transport.base import ConsumerChannel, LocalKv, ProducerChannel
+    from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
+    from kv_transfer.transport.base import LocalKv
 
 
 class CudaIpcProducer(MappedProducer):

@@ -19,9 +19,9 @@ from kv_transfer.transport.base import Account, TransportUnavailable
 if TYPE_CHECKING:
     from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion
-    from kv_transfer.protocol.link import Link
+    from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
     from kv_transfer.protocol.messages import ChunkReady
-    from kv_transfer.transport.base import ConsumerChannel, LocalKv, ProducerChannel
+    from kv_transfer.transport.base import LocalKv
 
 
 class MappedProducer:

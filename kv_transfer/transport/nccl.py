@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
     from kv_transfer.device.gpu import Gpu
     from kv_transfer.layout import PagePart
-    from kv_transfer.protocol.link import Link
+    from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.settings import KvSettings
-    from kv_transfer.transport.base import ConsumerChannel, LocalKv, ProducerChannel
+    from kv_transfer.transport.base import LocalKv
     from kv_transfer.transport.nccl_binding import Nccl
 
 logger = logging.getLogger(__name__)

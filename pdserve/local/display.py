@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import time
 from typing import TYPE_CHECKING
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.status import Status
-
-    from pdserve.local.process import ChildProcess
 
 
 class Display:
@@ -93,51 +90,3 @@ def curl_line(http: str, model: str) -> str:
     body = {"model": model, "messages": [question], "temperature": 0, "stream": True}
     words = ["curl", "-N", f"{http}/v1/chat/completions", "-H", "Content-Type: application/json"]
     return shlex.join([*words, "-d", json.dumps(body)])
-
-
-def ready_content(
-    routers: Sequence[ChildProcess],
-    workers: Sequence[ChildProcess],
-    facts: Mapping[str, Mapping[str, str]],
-    model: str,
-    run_dir: Path,
-) -> dict[str, object]:
-    """Return the content of the ready file. `facts` has what each process reported when it became
-    ready. `http`, `grpc` and `router` are those of the first router; roles are those at start."""
-    listed = [
-        {
-            "http": facts[router.spec.name]["http"],
-            "grpc": facts[router.spec.name]["grpc"],
-            "pid": router.pid,
-            "log": str(router.log_path),
-        }
-        for router in routers
-    ]
-    first = listed[0]
-    return {
-        "pid": os.getpid(),
-        "http": first["http"],
-        "grpc": first["grpc"],
-        "model": model,
-        "run_dir": str(run_dir),
-        "router": {"pid": first["pid"], "log": first["log"]},
-        "routers": listed,
-        "workers": [
-            {
-                "worker_id": worker.spec.name,
-                "role": worker.spec.name.rpartition("-")[0],
-                "pid": worker.pid,
-                "address": facts[worker.spec.name]["address"],
-                "debug": facts[worker.spec.name]["debug"],
-                "log": str(worker.log_path),
-            }
-            for worker in workers
-        ],
-    }
-
-
-def write_ready_file(path: Path, content: Mapping[str, object]) -> None:
-    """Write the file atomically."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)

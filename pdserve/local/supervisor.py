@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import tempfile
@@ -22,7 +23,6 @@ import grpc.aio
 
 from pdserve.config import MOVE_S, UNPIN_S, refuse
 from pdserve.local import specs
-from pdserve.local.display import ready_content, write_ready_file
 from pdserve.local.forkserver import ForkServer
 from pdserve.local.gpus import gpus_for, is_cpu_build
 from pdserve.local.process import ChildProcess
@@ -30,7 +30,7 @@ from pdserve.security.tls import dialer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Coroutine
+    from collections.abc import Collection, Coroutine, Mapping, Sequence
 
     from pdserve.config import Config
     from pdserve.local.display import Display
@@ -300,3 +300,51 @@ def _make_run_dir(configured: str) -> Path:
     except OSError as error:
         refuse("up.run_dir", f"cannot create {configured}: {error}")
     return path
+
+
+def ready_content(
+    routers: Sequence[ChildProcess],
+    workers: Sequence[ChildProcess],
+    facts: Mapping[str, Mapping[str, str]],
+    model: str,
+    run_dir: Path,
+) -> dict[str, object]:
+    """Return the content of the ready file. `facts` has what each process reported when it became
+    ready. `http`, `grpc` and `router` are those of the first router; roles are those at start."""
+    listed = [
+        {
+            "http": facts[router.spec.name]["http"],
+            "grpc": facts[router.spec.name]["grpc"],
+            "pid": router.pid,
+            "log": str(router.log_path),
+        }
+        for router in routers
+    ]
+    first = listed[0]
+    return {
+        "pid": os.getpid(),
+        "http": first["http"],
+        "grpc": first["grpc"],
+        "model": model,
+        "run_dir": str(run_dir),
+        "router": {"pid": first["pid"], "log": first["log"]},
+        "routers": listed,
+        "workers": [
+            {
+                "worker_id": worker.spec.name,
+                "role": worker.spec.name.rpartition("-")[0],
+                "pid": worker.pid,
+                "address": facts[worker.spec.name]["address"],
+                "debug": facts[worker.spec.name]["debug"],
+                "log": str(worker.log_path),
+            }
+            for worker in workers
+        ],
+    }
+
+
+def write_ready_file(path: Path, content: Mapping[str, object]) -> None:
+    """Write the file atomically."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)

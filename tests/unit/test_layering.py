@@ -52,3 +52,20 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
 
 def test_every_package_is_in_the_table() -> None:
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(MAY_IMPORT)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {
+        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
+        for package in MAY_IMPORT
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    graph = {name: imports(path) & modules.keys() - {name} for name, path in modules.items()}
+    # Remove modules that import nothing that is left, until only circles remain.
+    while free := {name for name, targets in graph.items() if not targets & graph.keys()}:
+        graph = {name: targets for name, targets in graph.items() if name not in free}
+    # What is left also holds modules that import a circle without being part of one.
+    while free := {n for n in graph if not any(n in targets for targets in graph.values())}:
+        graph = {name: targets for name, targets in graph.items() if name not in free}
+    assert sorted(graph) == []

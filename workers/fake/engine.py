@@ -49,6 +49,7 @@ from workers.engine import (
     ignore_cache,
 )
 from workers.fake import link, model
+from workers.fake.link import Handoff
 from workers.fake.settings import FakeFaults, FakeSettings, matches
 
 if TYPE_CHECKING:
@@ -64,17 +65,6 @@ logger = logging.getLogger(__name__)
 
 # The started engines of this process by KV address: they fetch from one another without a socket.
 _local: dict[str, FakeEngine] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """What goes from prefill to decode: the KV (a digest), its size, the last token, and how long
-    the transfer took after the prefill had ended."""
-
-    kv: bytes
-    blocks: int
-    token: int
-    exposed_s: float = 0.0
 
 
 @dataclass(slots=True)

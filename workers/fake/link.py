@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import TransferFailed
@@ -18,9 +18,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
-    from workers.fake.engine import Handoff
+    Lend = Callable[[str, str], AbstractAsyncContextManager["Handoff"]]
 
-    Lend = Callable[[str, str], AbstractAsyncContextManager[Handoff]]
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """What goes from prefill to decode: the KV (a digest), its size, the last token, and how long
+    the transfer took after the prefill had ended."""
+
+    kv: bytes
+    blocks: int
+    token: int
+    exposed_s: float = 0.0
 
 
 async def listen(host: str, lend: Lend, connections: set[asyncio.Task[None]]) -> asyncio.Server:

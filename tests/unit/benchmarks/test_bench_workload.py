@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
-from benchmarks.traces import Trace, TraceMeta, TraceRequest, load_trace
-from benchmarks.workload import PromptMaker, Shape, due_times_s, shape_workload, speedup_for
+from benchmarks.traces import Trace, TraceMeta, TraceRequest, due_times_s, load_trace, speedup_for
+from benchmarks.workload import PromptMaker, Shape, shape_workload
 
 
 def trace(*rows: tuple[int, int], block_size: int | None = None) -> Trace:

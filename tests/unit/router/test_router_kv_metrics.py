@@ -35,7 +35,7 @@ def samples(pool: WorkerPool, prefix: str = "pdserve_worker_kv_") -> list[str]:
     metrics = RouterMetrics()
     fleet = Fleet(router_id="r")
     fleet.pool = pool
-    metrics.watch(fleet, AdmissionController(AdmissionLimits()), None, {})
+    metrics.watch(fleet, AdmissionController(AdmissionLimits()), None, tuple, tuple)
     lines: Iterable[str] = metrics.render().decode().splitlines()
     return [line for line in lines if line.startswith(prefix)]
 
