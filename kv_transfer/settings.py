@@ -44,8 +44,9 @@ class KvSettings:
     lease_s: float = 30.0
     # How long a consumer waits without progress before it fails a transfer.
     receive_timeout_s: float = 30.0
-    # How long two workers may take from connecting to agreeing on a transport.
-    handshake_timeout_s: float = 5.0
+    # How long two workers may take from connecting to agreeing on a transport. An engine that
+    # compiles in its first step answers late.
+    handshake_timeout_s: float = 15.0
     # How long a peer may read nothing before its link is closed.
     send_timeout_s: float = 20.0
     # How long a step waits for copies of preempted blocks before their links are closed.

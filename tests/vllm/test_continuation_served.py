@@ -277,7 +277,7 @@ async def test_every_kind_of_answer_survives_its_workers(
     service: Service, aggregated: EngineProcess
 ) -> None:
     """Both decode workers are killed, one after the other, under answers of every kind."""
-    asked_for = await jobs(aggregated, 2 * LENGTH)
+    asked_for = await jobs(aggregated, 4 * LENGTH)
     runs = [expected_of(aggregated, *job) for job in asked_for.values()]
     expected = dict(zip(asked_for, await asyncio.gather(*runs), strict=True))
     assert any(ord(c) > 0x7F for c in expected["characters of many bytes"][0].text)
