@@ -5,8 +5,10 @@ computed again.
 
 A pair of workers comes first, because a long prefill on a decode worker delays every stream there.
 The same prefill worker comes before others if the failure was not its own, since it has the KV of
-the prompt in its prefix cache. Each step is used once; after `progress_tokens` more tokens all
-steps are available again.
+the prompt in its prefix cache. Each step is used once. All steps are available again after
+`progress_tokens` more tokens, and after the failure of a worker, which the next attempt avoids. A
+request under which `max_worker_failures` workers failed without that progress is not tried on yet
+another, because it may be what kills them.
 """
 
 from __future__ import annotations
@@ -72,10 +74,12 @@ class RetryPolicy:
 
     max_retries: int = 16
     progress_tokens: int = 16
+    max_worker_failures: int = 3
     done: list[str] = field(default_factory=list)
     _left: list[RetryStep] = field(default_factory=lambda: list(RetryStep))
     _failed: set[str] = field(default_factory=set)
     _avoid: set[str] = field(default_factory=set)
+    _worker_failures: int = 0
     _from_tokens: int = 0
     _moves: int = 0  # entries of `done` that followed no failure
 
@@ -88,6 +92,9 @@ class RetryPolicy:
         # A failed transfer or an overload is the fault of a pair or of a moment.
         if not isinstance(error, TransferFailed | Overloaded):
             self._failed.add(worker_id)
+            self._worker_failures += 1
+            if self._worker_failures < self.max_worker_failures:
+                self._left = list(RetryStep)
         is_corrupted = isinstance(error, TransferCorrupted)
         if is_corrupted or not prefill or prefill in self._failed:
             self._drop(RetryStep.SAME_PREFILL)
@@ -95,6 +102,7 @@ class RetryPolicy:
     def restart(self) -> None:
         """Make all steps available again."""
         self._left, self._failed, self._avoid = list(RetryStep), set(), set()
+        self._worker_failures = 0
 
     @property
     def is_used_up(self) -> bool:

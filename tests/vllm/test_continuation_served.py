@@ -170,7 +170,8 @@ async def jobs(
 async def test_a_worker_that_freezes_is_found_out_and_replaced(
     service: Service, aggregated: EngineProcess, role: str
 ) -> None:
-    ids, sampling = prompt(700, 77), replace(PLAIN, max_tokens=100)
+    # Long enough that no machine completes it between the 20th token and the signal.
+    ids, sampling = prompt(700, 77), replace(PLAIN, max_tokens=1600)
     expected = await expected_of(aggregated, ids, sampling)
     frozen = "prefill-0"
     if role == "prefill":

@@ -65,12 +65,23 @@ def test_for_the_last_token_a_pair_does_not_help() -> None:
 
 
 def test_progress_makes_all_steps_available_again() -> None:
-    retry = RetryPolicy(progress_tokens=16)
-    retry.failed("d", "p", DEAD, 0)
+    retry, failed = RetryPolicy(progress_tokens=16), TransferFailed("x")
+    retry.failed("d", "p", failed, 0)
     assert len(steps(retry)) == 3
-    retry.failed("d", "p", DEAD, 15)
+    retry.failed("d", "p", failed, 15)
     assert steps(retry) == []
-    retry.failed("d", "p", DEAD, 16)
+    retry.failed("d", "p", failed, 16)
+    assert len(steps(retry)) == 3
+
+
+def test_a_request_outlives_two_workers_and_is_not_tried_on_a_fourth() -> None:
+    retry = RetryPolicy(progress_tokens=16)
+    for worker in ("d", "e"):
+        retry.failed(worker, "p", DEAD, 15)
+        assert len(steps(retry, tokens=15)) == 3
+    retry.failed("f", "p", DEAD, 15)
+    assert steps(retry, tokens=15) == []
+    retry.failed("g", "p", DEAD, 31)
     assert len(steps(retry)) == 3
 
 
