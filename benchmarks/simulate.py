@@ -29,18 +29,12 @@ from benchmarks.traces import Trace, TraceMeta, TraceRequest, due_times_s, speed
 from benchmarks.workload import shape_workload
 from pdserve.errors import PdserveError
 from pdserve.types import GenerateRequest, ModelInfo, Role, SamplingParams, WorkerInfo
-from router.admission import AdmissionController, AdmissionLimits, Tenants
 from router.background import background
 from router.decisions import DecisionLog
 from router.fleet.registry import Fleet
-from router.main import PREFILL_CHUNKS_AHEAD
+from router.main import make_services
 from router.metrics import RouterMetrics
-from router.placement.cost import CostModel
-from router.placement.policies import POLICIES
-from router.placement.values import PlacementContext
-from router.placer import Placer
-from router.request import RequestServer, Services
-from router.retry import RetryBudget
+from router.request import RequestServer
 from workers.fake.engine import FakeEngine
 from workers.fake.settings import FakeKv, FakeSettings
 from workers.service import WorkerService
@@ -217,7 +211,10 @@ async def _serve(setup: Setup, config: RouterConfig, timelines: Sequence[Timelin
                 clock=asyncio.get_running_loop().time,
             )
         )
-        server = _router(fleet, config)
+        server = RequestServer(
+            make_services(config, fleet, RouterMetrics(), DecisionLog(1)),
+            request_timeout_s=config.request_timeout_s,
+        )
         await stack.enter_async_context(background("admit", server.admit_queued))
         for role, count in (
             (Role.PREFILL, setup.prefill),
@@ -236,34 +233,6 @@ async def _serve(setup: Setup, config: RouterConfig, timelines: Sequence[Timelin
 async def _close(services: Mapping[str, WorkerService]) -> None:
     for service in services.values():
         await service.close()
-
-
-def _router(fleet: Fleet, config: RouterConfig) -> RequestServer:
-    """Put the router together as router/main.py does, without its APIs."""
-    metrics = RouterMetrics()
-    costs = CostModel(fleet.pool, config.slo, fleet.now)
-    limits = AdmissionLimits(
-        config.max_running_requests,
-        config.max_queued_requests,
-        config.queue_timeout_s,
-        config.slo.ttft_s * config.slo.reject_factor,
-    )
-    admission = AdmissionController(limits, tenants=Tenants(config.tenants), latency=costs)
-    placer = Placer(
-        fleet,
-        POLICIES[config.policy],
-        PlacementContext(None, costs),
-        costs=costs,
-        log=DecisionLog(1),
-        prefill_chunks_ahead=PREFILL_CHUNKS_AHEAD,
-    )
-    budget = RetryBudget(config.retry.tokens_per_s, config.retry.burst_s)
-    return RequestServer(
-        Services(
-            fleet, admission, placer, costs, metrics, budget, config.retry, config.queue_timeout_s
-        ),
-        request_timeout_s=config.request_timeout_s,
-    )
 
 
 async def _start_worker(

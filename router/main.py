@@ -68,6 +68,36 @@ class RouterAddresses:
     grpc: str
 
 
+def make_services(
+    config: RouterConfig,
+    fleet: Fleet,
+    metrics: RouterMetrics,
+    decisions: DecisionLog,
+    watcher: PrefixWatcher | None = None,
+) -> Services:
+    """Return what requests are served with. The simulator uses this too."""
+    costs = CostModel(fleet.pool, config.slo, fleet.now)
+    limits = AdmissionLimits(
+        config.max_running_requests,
+        config.max_queued_requests,
+        config.queue_timeout_s,
+        config.slo.ttft_s * config.slo.reject_factor,
+    )
+    admission = AdmissionController(limits, tenants=Tenants(config.tenants), latency=costs)
+    placer = Placer(
+        fleet,
+        POLICIES[config.policy],
+        PlacementContext(watcher, costs),
+        costs=costs,
+        log=decisions,
+        prefill_chunks_ahead=PREFILL_CHUNKS_AHEAD,
+    )
+    budget = RetryBudget(config.retry.tokens_per_s, config.retry.burst_s)
+    return Services(
+        fleet, admission, placer, costs, metrics, budget, config.retry, config.queue_timeout_s
+    )
+
+
 class RouterServer:
     """Owns everything of a router. `start` once, then `stop`, in one event loop."""
 
@@ -116,37 +146,12 @@ class RouterServer:
             await enter(background("health-checks", checks.run))
 
         # The request path.
-        costs = CostModel(fleet.pool, config.slo, fleet.now)
         decisions = DecisionLog(config.decision_log_size)
-        tenants = Tenants(config.tenants)
-        limits = AdmissionLimits(
-            config.max_running_requests,
-            config.max_queued_requests,
-            config.queue_timeout_s,
-            config.slo.ttft_s * config.slo.reject_factor,
-        )
-        admission = AdmissionController(limits, tenants=tenants, latency=costs)
-        placer = Placer(
-            fleet,
-            POLICIES[config.policy],
-            PlacementContext(watcher, costs),
-            costs=costs,
-            log=decisions,
-            prefill_chunks_ahead=PREFILL_CHUNKS_AHEAD,
-        )
+        services = make_services(config, fleet, metrics, decisions, watcher)
+        costs, admission = services.costs, services.admission
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
         if tracing is not None:
             self._stack.push_async_callback(asyncio.to_thread, tracing.close)
-        services = Services(
-            fleet,
-            admission,
-            placer,
-            costs,
-            metrics,
-            RetryBudget(config.retry.tokens_per_s, config.retry.burst_s),
-            config.retry,
-            config.queue_timeout_s,
-        )
         self.requests = requests = RequestServer(
             services, tracing=tracing, request_timeout_s=config.request_timeout_s
         )
