@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.patience import WAIT_S
+from tests.patience import HUNG_S, WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -33,38 +33,33 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Folders whose tests take long. They start first, so that all processes end together.
-_LONGEST_FIRST = ("slow", "soak", "vllm", "e2e", "integration")
-_SLOW_FOLDERS = ("slow", "soak")
+pytest_plugins = ["tests.e2e.fixtures"]
+# The folder of a test is its tier. Those that take longest start first, so that all processes end
+# together.
+_FOLDERS = ("slow", "e2e", "integration", "gpu", "unit")
 # Fixtures of session scope that start engines. Tests which use them run in one process.
 _SHARED_ENGINES = {"aggregated", "prefill", "pair_shm", "pair_tcp"}
 
 
-def _group(item: pytest.Item) -> str | None:
-    """Return the xdist group of a test, or None if any process may run it."""
-    folder = item.path.relative_to(TESTS).parts[0]
-    if folder == "unit":
-        return None
-    is_shared = _SHARED_ENGINES & set(getattr(item, "fixturenames", ()))
-    is_slow = item.get_closest_marker("slow") is not None
-    # All quick tests on real vLLM use one process: it imports vLLM once and forks the engines.
-    return "engines" if is_shared or (folder == "vllm" and not is_slow) else item.path.stem
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, and group those that share a fixture that starts processes."""
+    """Mark tests by their folder, and group those that share processes into one xdist worker."""
 
-    def place(item: pytest.Item) -> int:
-        folder = item.path.relative_to(TESTS).parts[0]
-        return [*_LONGEST_FIRST, folder].index(folder)
+    def folder(item: pytest.Item) -> str:
+        return item.path.relative_to(TESTS).parts[0]
 
     for item in items:
-        if item.path.relative_to(TESTS).parts[0] in _SLOW_FOLDERS:
+        # All of e2e is one group: it imports vLLM once and forks the engines.
+        is_shared = folder(item) == "e2e" or _SHARED_ENGINES & set(
+            getattr(item, "fixturenames", ())
+        )
+        if folder(item) in ("slow", "e2e"):
+            item.add_marker(pytest.mark.timeout(HUNG_S))
+        if folder(item) == "slow":
             item.add_marker(pytest.mark.slow)
-        if group := _group(item):
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=place)
+        if folder(item) != "unit":
+            item.add_marker(pytest.mark.xdist_group("engines" if is_shared else item.path.stem))
+    items.sort(key=lambda item: _FOLDERS.index(folder(item)) if folder(item) in _FOLDERS else 9)
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.vllm.engines import EngineProcess, settings
-from tests.vllm.models import ModelSpec, make_model
-from tests.vllm.pair import Pair, joined
-from tests.vllm.test_handoff_exact import params, prompt
+from tests.e2e.engines import EngineProcess, settings
+from tests.e2e.models import ModelSpec, make_model
+from tests.e2e.pair import Pair, joined
+from tests.e2e.test_handoff_exact import params, prompt
 from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:

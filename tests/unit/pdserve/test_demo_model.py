@@ -124,7 +124,6 @@ def test_completion_of_prose_reads_on_and_ends(model: Any, tokenizer: Any) -> No
     assert text.startswith(" the two phases")
 
 
-@pytest.mark.slow
 def test_long_answer_is_long_and_ends(model: Any, tokenizer: Any) -> None:
     ids = prompt_ids(tokenizer, "Explain disaggregated serving in detail")
     text, ended = greedy(model, tokenizer, ids, limit=400)

@@ -1,8 +1,7 @@
-"""gRPC plumbing: errors keep their class and fields, and idle streams stay open."""
+"""gRPC plumbing: errors keep their class and fields."""
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from pdserve.errors import (
     Unauthenticated,
     Unavailable,
 )
-from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -114,34 +112,3 @@ def test_an_error_that_is_not_ours_is_the_nearest_one(
     error = rpc.error_from_rpc(foreign)
     assert type(error) is expected
     assert error.message == "boom"
-
-
-async def _stay(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
-    async for request in requests:
-        yield request
-
-
-@asynccontextmanager
-async def idle_stream(server_options: rpc.Options) -> AsyncIterator[EchoCall]:
-    """A stream over which a message went both ways, then pinged as often as gRPC allows."""
-    handler: Handler = grpc.stream_stream_rpc_method_handler(_stay)
-    options = rpc.channel_options(keepalive_s=0.05)
-    async with (
-        serving(handler, server_options) as address,
-        grpc.aio.insecure_channel(address, options=options) as channel,
-    ):
-        stream: EchoCall = channel.stream_stream(METHOD)()
-        await stream.write(b"hello")
-        assert await stream.read() == b"hello"
-        yield stream
-        stream.cancel()
-
-
-@pytest.mark.slow
-async def test_an_idle_stream_survives_the_pings_that_end_it_under_the_options_of_grpc() -> None:
-    async with idle_stream(rpc.server_options(keepalive_s=0.05)) as ours, idle_stream([]) as theirs:
-        with pytest.raises(grpc.aio.AioRpcError, match="Too many pings"):
-            async with asyncio.timeout(WAIT_S):
-                await theirs.read()
-        await ours.write(b"still here")
-        assert await ours.read() == b"still here"

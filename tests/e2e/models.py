@@ -1,0 +1,144 @@
+"""Tiny random Llama checkpoints, made on the spot: no download, and no echo.
+
+A plain random Llama repeats its last token for ever, whatever is in its KV cache. These have an
+untied head and strong attention, so that every token of the context has a say in the next one, and
+a KV cache that is wrong anywhere shows (`test_models.py` holds them to it).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.patience import START_S
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+
+EOS = "<|end|>"
+_TEXT = (
+    "the quick brown fox jumps over the lazy dog and then it goes home to read a book about "
+    "blocks of memory ; a worker has a role , a router has a pool , a token has a place . "
+    "café naïve über jalapeño 漢字 かな 東京 🙂🙃 🚀 "
+    '0 1 2 3 4 5 6 7 8 9 { } [ ] : " , yes no maybe '
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A checkpoint's shape. Head size is 64, as vLLM's CPU attention likes it."""
+
+    hidden: int = 256
+    layers: int = 4
+    kv_heads: int = 2
+    dtype: str = "float32"
+    context: int = 4096
+    seed: int = 0
+
+
+def make_model(directory: Path, spec: ModelSpec) -> Path:
+    """Writes the checkpoint into `directory`, in a process of its own: torch stays out of this
+    one."""
+    arguments = {name: getattr(spec, name) for name in spec.__slots__}
+    subprocess.run(
+        [sys.executable, "-m", "tests.e2e.models", str(directory), json.dumps(arguments)],
+        check=True,
+        timeout=START_S,
+    )
+    return directory
+
+
+def _tokenizer() -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[EOS],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([_TEXT] * 4, trainer)
+    return tokenizer
+
+
+def _weights(spec: ModelSpec, vocab: int) -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(spec.seed)
+
+    def normal(rows: int, columns: int, scale: float) -> Any:
+        return torch.randn(rows, columns, generator=generator) * scale
+
+    hidden, kv, inner = spec.hidden, spec.kv_heads * 64, spec.hidden * 3
+    unit = hidden**-0.5
+    weights = {
+        "model.embed_tokens.weight": normal(vocab, hidden, 0.5),
+        "lm_head.weight": normal(vocab, hidden, unit),
+        "model.norm.weight": torch.ones(hidden),
+    }
+    for layer in range(spec.layers):
+        at = f"model.layers.{layer}"
+        weights |= {
+            f"{at}.self_attn.q_proj.weight": normal(hidden, hidden, 2 * unit),
+            f"{at}.self_attn.k_proj.weight": normal(kv, hidden, 2 * unit),
+            f"{at}.self_attn.v_proj.weight": normal(kv, hidden, 2 * unit),
+            f"{at}.self_attn.o_proj.weight": normal(hidden, hidden, 2 * unit),
+            f"{at}.mlp.gate_proj.weight": normal(inner, hidden, unit),
+            f"{at}.mlp.up_proj.weight": normal(inner, hidden, unit),
+            f"{at}.mlp.down_proj.weight": normal(hidden, inner, inner**-0.5),
+            f"{at}.input_layernorm.weight": torch.ones(hidden),
+            f"{at}.post_attention_layernorm.weight": torch.ones(hidden),
+        }
+    dtype = getattr(torch, spec.dtype)
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def _write(directory: Path, spec: ModelSpec) -> None:
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer()
+    vocab = tokenizer.get_vocab_size()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    save_file(_weights(spec, vocab), directory / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.hidden * 3,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.hidden // 64,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": spec.context,
+        "vocab_size": vocab,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id(EOS),
+        "tie_word_embeddings": False,
+        "torch_dtype": spec.dtype,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": spec.context,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    _write(Path(sys.argv[1]), ModelSpec(**json.loads(sys.argv[2])))

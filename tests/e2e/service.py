@@ -1,0 +1,172 @@
+"""A whole service on real vLLM: a router in this process, and each worker in a process of its own,
+so that a test can kill it, freeze it, or have it damage what it sends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from pdserve import rpc
+from pdserve.client import Client
+from pdserve.v1 import admin_pb2 as a
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.admin_pb2_grpc import AdminStub
+from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
+from router.main import RouterServer
+from tests.e2e.warm import start_python
+from tests.patience import START_S, WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from pdserve.config import RouterConfig
+    from pdserve.local.forkserver import Forked
+
+_LOOK_S = 0.05
+
+
+@dataclass(slots=True)
+class Service:
+    """A router and its workers by name: prefill-0, decode-0, decode-1, ... They register with
+    `others` too. Those of `orders` do with what they send as the file says (tests/e2e/corrupt.py).
+    """
+
+    grpc: str
+    client: Client
+    registry: RegistryStub
+    model: Path
+    others: list[str] = field(default_factory=list)
+    orders: dict[str, Path] = field(default_factory=dict)
+    processes: dict[str, Forked] = field(default_factory=dict)
+
+    @staticmethod
+    @asynccontextmanager
+    async def start(config: RouterConfig, model: Path) -> AsyncIterator[Service]:
+        """The router alone; ends all workers that were added."""
+        async with AsyncExitStack() as stack:
+            # However slow the machine is, nobody is refused for it.
+            router = RouterServer(config)
+            addresses = await router.start()
+            stack.push_async_callback(router.stop)
+            client = await stack.enter_async_context(Client(addresses.grpc))
+            channel = await stack.enter_async_context(rpc.open_channel(addresses.grpc))
+            service = Service(addresses.grpc, client, RegistryStub(channel), model)
+            stack.push_async_callback(service._end_all)
+            yield service
+
+    async def add(self, name: str, *, seats: int = 0, **engine_args: int) -> None:
+        """Starts a worker, whose engine runs as many requests at a time as it likes, or `seats`;
+        `until_ready` waits for it."""
+        engine_args |= {"max_num_seqs": seats} if seats else {}
+        more = "".join(f", {key}: {value}" for key, value in engine_args.items())
+        options = {
+            "worker.worker_id": name,
+            "worker.role": name.partition("-")[0],
+            "worker.model": self.model,
+            "worker.model_name": "tiny",
+            "worker.routers": f"[{', '.join((self.grpc, *self.others))}]",
+            "worker.engine_args": (
+                "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256"
+                f"{more}}}"
+            ),
+        }
+        env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        module = "pdserve"
+        if name in self.orders:
+            env["PDSERVE_TEST_CORRUPT"] = str(self.orders[name])
+            module = "tests.e2e.damaging"
+        settings = [x for key, value in options.items() for x in ("--set", f"{key}={value}")]
+        self.processes[name] = await start_python(module, "worker", *settings, env=env)
+
+    def order(self, text: str, *workers: str) -> None:
+        """Tells workers what to do with what they send from now on."""
+        for worker in workers:
+            self.orders[worker].write_text(text, encoding="ascii")
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Signals a worker."""
+        self.processes[name].send_signal(number)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL, and the end of it."""
+        process = self.processes.pop(name)
+        process.kill()
+        await process.wait()
+
+    async def drain(self, name: str, *, timeout_s: float, stop: bool) -> None:
+        """As `pdserve drain`; nothing is left on the worker."""
+        request = a.DrainWorkerRequest(worker_id=name, timeout_s=timeout_s, stop=stop)
+        async with rpc.open_channel(self.grpc) as channel:
+            steps = [x async for x in AdminStub(channel).DrainWorker(request, timeout=WAIT_S)]
+        assert steps[-1].drained, steps[-1]
+
+    async def undrain(self, name: str) -> None:
+        """As `pdserve undrain`."""
+        async with rpc.open_channel(self.grpc) as channel:
+            request = a.UndrainWorkerRequest(worker_id=name)
+            await AdminStub(channel).UndrainWorker(request, timeout=WAIT_S)
+
+    async def ended(self, name: str) -> int:
+        """The exit code of a worker that is to end."""
+        return await asyncio.wait_for(self.processes.pop(name).wait(), WAIT_S)
+
+    async def listed(self) -> w.ListWorkersResponse:
+        return await self.registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+
+    async def entries(self) -> dict[str, w.WorkerEntry]:
+        """What the router says of its workers."""
+        return {entry.info.worker_id: entry for entry in (await self.listed()).workers}
+
+    async def until_ready(self) -> None:
+        """All workers that were started and not killed can be given work."""
+        async with asyncio.timeout(START_S):
+            while True:
+                entries = await self.entries()
+                if all(x in entries and entries[x].state == "ready" for x in self.processes):
+                    return
+                await asyncio.sleep(_LOOK_S)
+
+    async def statuses(self) -> dict[str, w.WorkerStatus]:
+        """What each worker that lives says of itself."""
+        found = {}
+        entries = await self.entries()
+        for name in self.processes:
+            async with grpc.aio.insecure_channel(entries[name].info.address) as channel:
+                found[name] = await WorkerStub(channel).GetStatus(
+                    w.GetStatusRequest(), timeout=WAIT_S
+                )
+        return found
+
+    async def until_empty(self) -> None:
+        """No block is pinned and no request held on any worker, nor at the router for one."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if not await self._holds_anything():
+                    return
+                await asyncio.sleep(_LOOK_S)
+
+    async def _holds_anything(self) -> bool:
+        ledgers = [status.ledger for status in (await self.statuses()).values()]
+        entries = (await self.listed()).workers
+        placed = [x.outstanding_requests or x.outstanding_tokens for x in entries]
+        return any(placed) or any(
+            x.pinned_blocks or x.transfers or x.engine_requests for x in ledgers
+        )
+
+    async def _end_all(self) -> None:
+        for process in self.processes.values():
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                await asyncio.wait_for(process.wait(), WAIT_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                raise

@@ -1,0 +1,217 @@
+"""Whatever ends a request, and whenever: both sides have their blocks back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from pdserve.types import FinishReason
+from tests.e2e.engines import EngineProcess, settings
+from tests.e2e.pair import Pair, joined
+from tests.e2e.test_handoff_exact import params, prompt
+from tests.patience import WAIT_S
+from workers.engine import DecodePhase, PrefillPhase
+from workers.vllm.settings import KvSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+LONG, ENDLESS = params(200, ignore_eos=True), params(3000, ignore_eos=True)
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    found: Pair = request.getfixturevalue(f"pair_{request.param}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("orders") / "order"
+    path.write_text("stall", encoding="ascii")
+    return path
+
+
+def give(orders: Path, order: str) -> None:
+    orders.write_text(order, encoding="ascii")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def stalling(pair_shm: Pair, tiny_model: Path, orders: Path) -> AsyncIterator[Pair]:
+    """A prefill engine of its own whose every copy waits until `orders` says otherwise."""
+    give(orders, "stall")
+    orders.with_suffix(".stalled").unlink(missing_ok=True)
+    kv = KvSettings("stalling", {"transports": ("shm",), "lease_s": 5.0})
+    engine = await EngineProcess.start(
+        settings(tiny_model, kv=kv, max_num_batched_tokens=256),
+        env={"PDSERVE_TEST_CORRUPT": str(orders)},
+    )
+    yield Pair(engine, pair_shm.decode, "stalling")
+    give(orders, "")
+    await engine.close()
+
+
+def both(pair: Pair, streams: tuple[int, int]) -> None:
+    pair.prefill.cancel(streams[0])
+    pair.decode.cancel(streams[1])
+
+
+def fresh(pair: Pair, length: int, seed: int) -> list[int]:
+    """A prompt that no engine of the pair has in its cache."""
+    return prompt(length, seed + 10_000 * pair.decode.pid)
+
+
+async def submit_and_catch(pair: Pair, seed: int) -> tuple[int, int]:
+    """A request whose decode engine has reserved blocks that are not its own yet. When it was
+    computed before anybody looked, another is asked for."""
+    for again in itertools.count():
+        streams = pair.submit(fresh(pair, 3500, seed + 100 * again), LONG)
+        while not pair.decode.answer(streams[1]).deltas:
+            if (await pair.decode.status())[1].in_flight_blocks:
+                return streams
+        await pair.collect(streams)
+    raise AssertionError
+
+
+def is_stalled(orders: Path) -> bool:
+    return orders.with_suffix(".stalled").exists()
+
+
+async def until_inside(orders: Path) -> None:
+    """The source stands in a copy."""
+    async with asyncio.timeout(WAIT_S):
+        while not is_stalled(orders):  # noqa: ASYNC110 - another process says so
+            await asyncio.sleep(0.01)
+
+
+async def serves(pair: Pair, aggregated: EngineProcess, seed: int) -> None:
+    """The next request is unharmed, and nothing is left behind."""
+    ids = prompt(150, seed)
+    assert await pair.run(ids, params()) == joined(await aggregated.run(ids, params()))
+    await pair.until_empty()
+
+
+async def test_cancel_while_the_prompt_is_being_computed(
+    pair: Pair, aggregated: EngineProcess
+) -> None:
+    for seed in itertools.count(50, step=1000):
+        streams = await submit_and_catch(pair, seed)
+        both(pair, streams)
+        await pair.until_empty()
+        if not pair.prefill.answer(streams[0]).token_ids:
+            break  # else it was computed before the cancel came
+    await serves(pair, aggregated, 51)
+
+
+async def test_cancel_before_anything_was_scheduled(pair: Pair, aggregated: EngineProcess) -> None:
+    for seed in range(8):
+        both(pair, pair.submit(fresh(pair, 100, 60 + seed), LONG))
+    await pair.until_empty()
+    await serves(pair, aggregated, 61)
+
+
+async def test_cancel_while_blocks_travel(
+    stalling: Pair, aggregated: EngineProcess, orders: Path
+) -> None:
+    streams = stalling.submit(fresh(stalling, 500, 70), LONG)
+    await stalling.prefill.collect(streams[0])
+    await until_inside(orders)
+    both(stalling, streams)
+    # The producer is inside a copy: its blocks stay pinned, whatever the router wants.
+    assert (await stalling.prefill.status())[1].leased_blocks == 16
+    give(orders, "")
+    await stalling.until_empty()
+    await serves(stalling, aggregated, 71)
+
+
+async def test_cancel_while_decoding(pair: Pair, aggregated: EngineProcess) -> None:
+    streams = pair.submit(fresh(pair, 300, 80), ENDLESS)
+    await pair.decode.until(lambda: pair.decode.answer(streams[1]).token_ids)
+    both(pair, streams)
+    await pair.until_empty()
+    assert pair.decode.answer(streams[1]).finish_reason is None
+    await serves(pair, aggregated, 81)
+
+
+async def test_a_cancelled_prefill_fails_its_decode(pair: Pair, aggregated: EngineProcess) -> None:
+    for seed in itertools.count(90, step=1000):
+        streams = await submit_and_catch(pair, seed)
+        pair.prefill.cancel(streams[0])
+        answer = await pair.decode.collect(streams[1])
+        if not pair.prefill.answer(streams[0]).token_ids:
+            break  # else it was computed before the cancel came
+    assert answer.finish_reason is FinishReason.ERROR
+    assert answer.error is not None
+    assert answer.error.code == "transfer_failed"
+    assert not answer.token_ids
+    await pair.until_empty()
+    await serves(pair, aggregated, 91)
+
+
+async def test_a_cancelled_decode_frees_its_prefill(pair: Pair, aggregated: EngineProcess) -> None:
+    streams = pair.submit(fresh(pair, 600, 100), LONG)
+    pair.decode.cancel(streams[1])
+    await pair.prefill.collect(streams[0])
+    await pair.until_empty()
+    await serves(pair, aggregated, 101)
+
+
+async def test_a_prefill_that_nobody_takes_is_freed_when_its_lease_ends(stalling: Pair) -> None:
+    await stalling.prefill.run(prompt(200, 110), LONG, PrefillPhase("nobody"))
+    assert (await stalling.prefill.status())[1].leased_blocks == 7
+    await stalling.prefill.until_empty()
+
+
+async def test_a_decode_of_an_unknown_transfer_fails(stalling: Pair) -> None:
+    phase = DecodePhase("never-heard-of", stalling.prefill.addresses, stalling.instance_id)
+    answer = await stalling.decode.run(prompt(200, 120), LONG, phase)
+    assert answer.error is not None
+    assert answer.error.code == "transfer_failed"
+    await stalling.decode.until_empty()
+
+
+@pytest.mark.parametrize(("instance_id", "reason"), [("an-older-life", "restarted"), (None, "")])
+async def test_a_source_that_is_not_who_it_was_is_refused(
+    pair_shm: Pair, instance_id: str | None, reason: str
+) -> None:
+    addresses = pair_shm.prefill.addresses if instance_id else ("127.0.0.1:1",)
+    phase = DecodePhase("t-instance", addresses, instance_id or "gone")
+    answer = await pair_shm.decode.run(prompt(64, 130), LONG, phase)
+    assert answer.error is not None
+    assert answer.error.code == "transfer_failed"
+    assert reason in answer.error.message
+    await pair_shm.decode.until_empty()
+
+
+async def test_a_prefill_killed_while_blocks_travel_fails_its_decode(
+    stalling: Pair, orders: Path
+) -> None:
+    streams = stalling.submit(fresh(stalling, 500, 140), LONG)
+    await stalling.prefill.collect(streams[0])
+    await until_inside(orders)
+    await stalling.prefill.kill()
+    answer = await stalling.decode.collect(streams[1])
+    assert answer.error is not None
+    assert answer.error.code == "transfer_failed"
+    await stalling.decode.until_empty()
+
+
+async def test_a_decode_killed_while_it_waits_frees_its_prefill(tiny_model: Path) -> None:
+    engines = []
+    for instance_id in ("short-leased", "short-lived"):
+        kv = KvSettings(instance_id, {"transports": ("shm",), "lease_s": 5.0})
+        made = settings(tiny_model, kv=kv, max_num_batched_tokens=256)
+        engines.append(await EngineProcess.start(made))
+    prefill, doomed = engines
+    streams = await submit_and_catch(Pair(prefill, doomed, prefill.instance_id), 150)
+    await doomed.kill()
+    await prefill.collect(streams[0])
+    # At once when the grant had come, else when the lease ends.
+    await prefill.until_empty()
+    await prefill.close()

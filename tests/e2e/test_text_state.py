@@ -1,0 +1,199 @@
+"""Text and logprobs made by two engines, one after the other, are those of one.
+
+The reference is vLLM's own per-request state, fed token by token; against it stand a first state
+that ends at the split, and a second that is fed what the first had and goes on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.models import EOS
+from workers.engine import AggregatedPhase, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+TEXTS = {
+    "plain": "the quick brown fox jumps over the lazy dog",
+    "accents": "café naïve über jalapeño",
+    "wide": "漢字 かな 東京 ok",
+    "emoji": "a🙂🙃 🚀b 👩‍👩‍👧 c",
+    "broken": "xé\x00y\x7fÿ done",
+}
+
+
+@dataclass(slots=True)
+class Vllm:
+    """vLLM's pieces, imported late: they need its environment."""
+
+    tokenizer: Any
+    RequestState: Any
+    EngineCoreRequest: Any
+
+    def state(self, stop: Sequence[str], include: bool, min_tokens: int) -> Any:
+        from pdserve.types import SamplingParams
+        from workers.vllm.sampling import to_vllm
+
+        sampling = SamplingParams(
+            max_tokens=1000,
+            stop=tuple(stop),
+            include_stop_str_in_output=include,
+            min_tokens=min_tokens,
+            logprobs=0,
+        )
+        work = Work(1, "r", (1, 2, 3), sampling, AggregatedPhase())
+        request = self.EngineCoreRequest(
+            request_id="r-1",
+            external_req_id="r",
+            prompt_token_ids=[1, 2, 3],
+            mm_features=None,
+            sampling_params=to_vllm(work, {}),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        return self.RequestState.from_new_request(
+            tokenizer=self.tokenizer,
+            request=request,
+            prompt=None,
+            parent_req=None,
+            request_index=0,
+            queue=None,
+            log_stats=False,
+            stream_interval=1,
+        )
+
+
+@pytest.fixture(scope="module")
+def vllm(tiny_model: Path) -> Vllm:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoTokenizer
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine.output_processor import RequestState
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, local_files_only=True)
+    return Vllm(tokenizer, RequestState, EngineCoreRequest)
+
+
+@dataclass(slots=True)
+class Output:
+    """What was sent, and how it ended."""
+
+    text: str
+    token_texts: list[str]
+    stopped: str | None
+    tokens: int
+
+
+def generate(state: Any, tokens: Sequence[int], *, to_the_end: bool = True) -> Output:
+    """Feeds `tokens` as an engine's steps do. `to_the_end` False ends the request after them as
+    prefill work ends: with the answer to go on elsewhere."""
+    from workers.vllm import sampling as text_state
+
+    out = Output("", [], None, 0)
+    for index, token in enumerate(tokens):
+        last = index == len(tokens) - 1
+        stopped = state.detokenizer.update([token], False)
+        _sample(state.logprobs_processor, token)
+        out.token_texts.append(state.logprobs_processor.logprobs[-1][token].decoded_token)
+        out.tokens += 1
+        finished = stopped is not None or last
+        text = state.detokenizer.get_next_output_text(finished, True)
+        if finished and stopped is None and not to_the_end:
+            text = text_state.held_back(state, text)
+        out.text += text
+        if stopped is not None:
+            out.stopped = stopped
+            break
+    return out
+
+
+def _sample(processor: Any, token: int) -> None:
+    import numpy as np
+    from vllm.v1.outputs import LogprobsLists
+
+    processor._update_sample_logprobs(
+        LogprobsLists(np.array([[token]]), np.array([[-0.5]]), np.array([1]), None)
+    )
+
+
+def splits(vllm: Vllm, tokens: Sequence[int], settings: tuple[Any, ...]) -> None:
+    """Asserts that every split of `tokens` gives what the whole gives."""
+    from workers.vllm import sampling as text_state
+
+    whole = generate(vllm.state(*settings), tokens)
+    for cut in range(1, whole.tokens):
+        for resumed in (False, True):
+            head, tail = tokens[:cut], tokens[cut:]
+            sent = _sent_before(vllm, head, settings, cut_off=resumed)
+            second = vllm.state(*settings)
+            assert text_state.feed(second, head) is None
+            rest = generate(second, tail)
+            assert sent.text + rest.text == whole.text, (cut, resumed)
+            assert sent.token_texts + rest.token_texts == whole.token_texts, (cut, resumed)
+            assert rest.stopped == whole.stopped, (cut, resumed)
+
+
+def _sent_before(
+    vllm: Vllm, head: Sequence[int], settings: tuple[Any, ...], *, cut_off: bool
+) -> Output:
+    """The first engine's part: it ended as prefill work does, or it broke off in mid answer."""
+    state = vllm.state(*settings)
+    if not cut_off:
+        return generate(state, head, to_the_end=False)
+    broken = generate(vllm.state(*settings), head)
+    for token in head:
+        state.detokenizer.update([token], False)
+    broken.text = state.detokenizer.get_next_output_text(False, True)
+    return broken
+
+
+@pytest.mark.parametrize("name", list(TEXTS))
+@pytest.mark.parametrize("min_tokens", [0, 4])
+def test_two_parts_make_the_text_of_one(vllm: Vllm, name: str, min_tokens: int) -> None:
+    tokens = vllm.tokenizer.encode(TEXTS[name])
+    assert len(tokens) > 4
+    splits(vllm, tokens, ((), False, min_tokens))
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("name", list(TEXTS))
+def test_a_stop_string_is_found_across_the_seam(vllm: Vllm, name: str, include: bool) -> None:
+    text = TEXTS[name]
+    tokens = vllm.tokenizer.encode(text)
+    middle = len(text) // 2
+    for stop in ({text[middle : middle + 3]}, {text[3:9], "never"}, {text[-2:]}, {"nowhere"}):
+        splits(vllm, tokens, (sorted(stop), include, 0))
+
+
+def test_bytes_that_are_no_character_are_the_same_in_two_parts(vllm: Vllm) -> None:
+    tokens = [*range(100, 200, 7), vllm.tokenizer.convert_tokens_to_ids(EOS), *range(30, 60, 5)]
+    splits(vllm, tokens, (("zz", "e"), False, 0))
+    splits(vllm, tokens, ((), False, 0))
+
+
+def test_the_first_part_keeps_back_what_may_become_a_stop_string(vllm: Vllm) -> None:
+    tokens = vllm.tokenizer.encode("the quick brown fox")
+    settings = (("quick brown",), False, 0)
+    assert "the quick brown".startswith(generate(vllm.state(*settings), tokens[:2]).text)
+    first = generate(vllm.state(*settings), tokens[:2], to_the_end=False)
+    whole = generate(vllm.state(*settings), tokens)
+    assert whole.stopped == "quick brown"
+    assert whole.text.startswith(first.text)
+    assert whole.text == "the "
+
+
+def test_tokens_that_complete_a_stop_string_are_told(vllm: Vllm) -> None:
+    from workers.vllm import sampling as text_state
+
+    tokens = vllm.tokenizer.encode("the quick brown fox")
+    assert text_state.feed(vllm.state(("quick",), False, 0), tokens) == "quick"

@@ -1,0 +1,34 @@
+"""Processes of the tests, forked from one that has imported vLLM, as `pdserve up` does it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.local.forkserver import ForkServer
+from tests.patience import WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.local.forkserver import Forked
+
+ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def _server() -> ForkServer:
+    server = ForkServer("workers.vllm.preload:preload", path=str(ROOT))
+    atexit.register(server.close, WAIT_S)
+    return server
+
+
+async def start_python(
+    module: str, *args: str, env: Mapping[str, str] | None = None, fds: Sequence[int] = ()
+) -> Forked:
+    """Run `python -m module *args` with `env` added."""
+    whole = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    return await _server().start(module, *args, env=whole, fds=fds)

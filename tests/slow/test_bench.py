@@ -1,0 +1,176 @@
+"""`pdserve bench` as a person calls it: services of real processes with fake engines."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from tests.integration.up_process import ROOT, run_cli, up
+from tests.patience import START_S
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# What a busy machine does to a measurement, and the result says.
+OF_THE_MACHINE = ("sent late", "idle variants used", "other processes used")
+FAST = ("--engine", "fake", "--rate", "20", "--set", "worker.engine_args.step_s=0.002")
+# With this policy every request of two tokens or more is handed over.
+COMPARE = ("bench", "compare", *FAST, "--set", "router.policy=least_loaded")
+
+
+def compare(*args: str) -> Any:
+    return run_cli(*COMPARE, *args, within_s=START_S)
+
+
+def left_running(directory: Path) -> list[str]:
+    """Return the processes of variants whose files are in `directory`."""
+    lines = (" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+    return [line for line in lines if str(directory) in line and "--config" in line]
+
+
+def test_two_variants_are_compared_swept_and_kept(tmp_path: Path) -> None:
+    limits = ("--slo-ttft", "2000", "--slo-tpot", "200")
+    short = ("--requests", "6", "--rounds", "3", "--sweep", "1", "--probe-seconds", "0.1")
+    done = compare("--arms", "1P1D,2A", *limits, *short, "--out", str(tmp_path), "--json")
+    assert done.returncode in (0, 3), done.stderr
+    summary = json.loads(done.stdout)
+    reasons = summary["validity"]["invalid"]
+    assert [x for x in reasons if not any(said in x for said in OF_THE_MACHINE)] == []
+    pd, two = summary["arms"]
+    assert [(x["name"], x["ok"]) for x in (pd, two)] == [("1P1D", 18), ("2A", 18)]
+    assert (pd["transferred"], two["transferred"]) == (18, 0)
+    assert set(pd["figures"]) >= {"ttft_p50", "tpot_p99", "tt2t_p50", "goodput_per_core"}
+    assert set(pd["ratios"]) >= {"ttft_p50", "tpot_p99"}
+    assert len(pd["sweep"]["probes"]) == 1
+    assert left_running(tmp_path) == []
+
+    whole = json.loads((tmp_path / "result.json").read_text())
+    assert whole["is_complete"]
+    assert whole["summary"] == summary
+    order = [m["variant"] for m in whole["measurements"]]
+    assert order[:6] == ["1P1D", "2A"] * 3
+    again = run_cli("bench", "report", str(tmp_path / "result.json"), "--json")
+    assert json.loads(again.stdout) == summary
+    assert 'aria-label="TTFT, cumulative"' in (tmp_path / "report.html").read_text()
+
+
+def test_variants_that_differ_are_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
+    smaller = "2A:worker.engine_args.block_size=32"
+    done = compare("--arm-set", smaller, "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "block_size: 1P1D 16, 2A 32" in done.stderr
+    assert "--differ block_size" in done.stderr
+    assert left_running(tmp_path) == []
+
+
+def test_an_interrupted_comparison_prints_its_rounds_and_continues(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pdserve", *COMPARE, "--requests", "3", "--rounds"]
+    process = subprocess.Popen(
+        [*words, "1000", "--out", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    result = tmp_path / "result.json"
+    until_s = time.monotonic() + START_S
+    while not result.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=START_S)
+    assert process.returncode == 130
+    assert "incomplete: the run was interrupted" in out
+    assert "these are the rounds so far" in err
+    before = json.loads(result.read_text())
+    assert not before["is_complete"]
+    assert left_running(tmp_path) == []
+    rounds = len(before["measurements"]) // 2 + 1
+    done = compare("--requests", "3", "--rounds", str(rounds), "--resume", str(tmp_path))
+    assert done.returncode in (0, 3), done.stderr
+    after = json.loads(result.read_text())
+    assert after["is_complete"]
+    assert after["measurements"][: len(before["measurements"])] == before["measurements"]
+    assert len(after["measurements"]) == 2 * rounds
+    other = compare("--requests", "4", "--resume", str(tmp_path))
+    assert other.returncode == 2
+    assert "--resume: requests is 4, not 3 as kept" in other.stderr
+
+
+def test_a_running_endpoint_is_a_variant_of_unknown_settings(tmp_path: Path) -> None:
+    with up(tmp_path) as running:
+        url = running.wait_until_serving()["http"]
+        out = tmp_path / "out"
+        variants = ("--arms", "2A", "--arm", f"peer={url}", "--restart", "--out", str(out))
+        done = compare(*variants, "--rounds", "1", "--requests", "3")
+    assert done.returncode in (0, 3), done.stderr
+    assert "peer: settings unknown" in done.stdout
+    whole = json.loads((out / "result.json").read_text())
+    assert [(x["api"], x["kind"]) for x in whole["variants"]] == [
+        ("http", "started"),
+        ("http", "endpoint"),
+    ]
+
+
+def test_a_variant_that_cannot_start_says_why(tmp_path: Path) -> None:
+    done = compare("--set", "worker.engine_args.nonsense=1", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "1P1D did not start" in done.stderr
+    assert "nonsense" in done.stderr
+    assert left_running(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "fields"),
+    [
+        (
+            "kv",
+            ("--blocks", "8", "--block-kib", "16", "--cache-mib", "1", "--only", "tcp"),
+            {"transport", "blocks", "block_bytes", "ratio_to_memcpy"},
+        ),
+        (
+            "router",
+            ("--quick", "--only", "pdserve,direct"),
+            {"router", "cpu_us_per_token", "cpu_us_per_request", "p99_ms"},
+        ),
+        (
+            "unloaded",
+            ("--engine", "fake", "--lengths", "64", "--tokens", "8"),
+            {"prompt_tokens", "ttft_ms ratio", "e2e_ms ratio"},
+        ),
+    ],
+)
+def test_a_micro_benchmark_prints_rows(
+    name: str, options: tuple[str, ...], fields: set[str]
+) -> None:
+    words = [sys.executable, "-m", "benchmarks.micro", name, "--rounds", "1", "--json", *options]
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert rows
+    assert fields <= set(rows[0])
+
+
+def test_chaos_counts_what_clients_notice(tmp_path: Path) -> None:
+    done = run_cli(
+        *("bench", "chaos", "--engine", "fake", "--requests", "8", "--json"),
+        *("--only", "kill_decode,kill_router_of_two", "--run-dir", str(tmp_path)),
+        within_s=START_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["fault"] for row in rows] == ["kill_decode", "kill_router_of_two"]
+    for row in rows:
+        assert (row["failed"], row["wrong_tokens"], row["leaked_blocks"]) == (0, 0, 0)
+        assert row["hit"]
+    assert left_running(tmp_path) == []

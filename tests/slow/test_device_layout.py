@@ -1,0 +1,53 @@
+"""The layouts of a KV cache in GPU memory, as vLLM itself makes the views, read by our region."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheTensor,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kv_transfer.device.region import device_region
+
+LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 5, 2, 32, 8
+
+
+@pytest.mark.parametrize("layout", list(KVCacheLayout))
+@pytest.mark.parametrize("kernel_tokens", [32, 16])
+def test_a_block_leaves_in_one_form_from_every_layout(
+    layout: KVCacheLayout, kernel_tokens: int
+) -> None:
+    spec = FullAttentionSpec(
+        block_size=TOKENS, num_kv_heads=HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
+    )
+    page = spec.page_size_bytes
+    layer_stride, block_stride = compute_layout_strides(spec, BLOCKS, LAYERS, layout)[:2]
+    size = page * BLOCKS * LAYERS
+    raw = torch.zeros(size, dtype=torch.int8)
+    names = [str(n) for n in range(LAYERS)]
+    tensor = KVCacheTensor(size, names, layer_stride, block_stride)
+    if kernel_tokens != TOKENS and block_stride != page:
+        with pytest.raises(ValueError, match="dense, unpadded pages"):
+            create_kv_cache_views(raw, spec, BLOCKS, layout, tensor, kernel_tokens)
+        return
+    views = create_kv_cache_views(raw, spec, BLOCKS, layout, tensor, kernel_tokens)
+    for layer, view in enumerate(views):
+        tokens = torch.arange(view.shape[0] * kernel_tokens).view(view.shape[0], kernel_tokens)
+        for head in range(HEADS):
+            view[:, head, :, :] = (tokens * 8 + layer * 2 + head)[:, :, None].to(view.dtype)
+    region = device_region(views, BLOCKS)
+    assert region.geometry.block_bytes == page * LAYERS
+    staging = torch.zeros(page * LAYERS, dtype=torch.uint8)
+    region.gather([3], staging)
+    split = TOKENS // kernel_tokens
+    wire = staging.view(torch.bfloat16).view(LAYERS, split, HEADS, kernel_tokens, 2 * HEAD_SIZE)
+    want = torch.arange(3 * TOKENS, 4 * TOKENS).view(split, kernel_tokens)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            numbers = (want * 8 + layer * 2 + head).bfloat16()
+            assert (wire[layer, :, head] == numbers[:, :, None]).all()

@@ -1,0 +1,95 @@
+"""How engines start and end, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from pdserve.types import FinishReason, SamplingParams
+from tests.e2e.engines import EngineGone, EngineProcess, settings
+from tests.patience import WAIT_S
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+PROMPT = tuple(range(5, 60))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+async def gone(processes: list[psutil.Process]) -> None:
+    """Waits until `processes` have ended."""
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=WAIT_S)
+    assert alive == []
+
+
+async def test_a_closed_engine_ends_its_streams_and_leaves_no_thread(tiny_model: Path) -> None:
+    engine = await EngineProcess.start(settings(tiny_model))
+    assert children(engine.pid) == []
+    stream = engine.submit(PROMPT, ENDLESS)
+    await engine.until(lambda: bool(engine.answer(stream).token_ids))
+    assert await engine.close() == []
+    answer = engine.answer(stream)
+    assert answer.finish_reason is FinishReason.ERROR
+    assert answer.error is not None
+    assert answer.error.code == "unavailable"
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "message"),
+    [
+        ({"nonsense": 1}, "engine_args.nonsense"),
+        ({"max_model_len": 100_000}, "max_model_len"),
+        ({"dtype": "float7"}, "float7"),
+    ],
+)
+async def test_an_engine_that_cannot_start_says_why(
+    tiny_model: Path, engine_args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        await EngineProcess.start(settings(tiny_model, **engine_args))
+
+
+async def test_two_ranks_answer_as_one_and_die_with_their_parent(
+    tiny_model: Path, aggregated: EngineProcess
+) -> None:
+    engine = await EngineProcess.start(settings(tiny_model, tensor_parallel_size=2))
+    ranks = children(engine.pid)
+    assert len(ranks) >= 2
+    found = await engine.run(PROMPT, GREEDY)
+    assert found.token_ids == (await aggregated.run(PROMPT, GREEDY)).token_ids
+    await engine.until_empty()
+    await engine.kill()
+    await gone(ranks)
+
+
+async def test_a_rank_that_dies_fails_the_engine(tiny_model: Path) -> None:
+    engine = await EngineProcess.start(settings(tiny_model, tensor_parallel_size=2))
+    ranks = children(engine.pid)
+    stream = engine.submit(PROMPT, ENDLESS)
+    await engine.until(lambda: bool(engine.answer(stream).token_ids))
+    max(ranks, key=lambda rank: rank.pid).kill()
+    await engine.until(lambda: engine.failure is not None)
+    answer = await engine.collect(stream)
+    assert answer.finish_reason is FinishReason.ERROR
+    late = await engine.run(PROMPT, GREEDY)
+    assert late.error is not None
+    assert late.error.code == "worker_failed"
+    await engine.close()
+    await gone(ranks)
+
+
+async def test_a_killed_engine_is_noticed(tiny_model: Path) -> None:
+    engine = await EngineProcess.start(settings(tiny_model))
+    stream = engine.submit(PROMPT, ENDLESS)
+    await engine.kill()
+    with pytest.raises(EngineGone):
+        await engine.collect(stream)

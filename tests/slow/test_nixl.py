@@ -1,0 +1,187 @@
+"""vLLM's own NixlConnector under the same router: the answers are one engine's, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import pytest_asyncio
+
+from pdserve.client import Client
+from tests.e2e.pair import Joined, joined
+from tests.e2e.test_handoff_exact import KINDS, params, prompt
+from tests.e2e.test_served import Stack
+from tests.integration.up_process import UpProcess
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from pathlib import Path
+
+    from pdserve.client import Delta
+    from pdserve.types import Receipt, SamplingParams, Usage
+    from tests.e2e.engines import EngineProcess
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+BLOCK = 32
+ENGINE_ARGS = {
+    "dtype": "float32",  # where no tie can flip
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_num_batched_tokens": 256,
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def running(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stack]:
+    options = ["--http-port", "0", "--grpc-port", "0", "--model", str(tiny_model)]
+    for name, value in ENGINE_ARGS.items():
+        options += ["--set", f"worker.engine_args.{name}={value}"]
+    options += ["--set", "router.policy=least_loaded"]
+    options += ["--set", "worker.kv.lease_s=6", "--kv-connector", "nixl"]
+    up = UpProcess(tmp_path_factory.mktemp("up"), *options)
+    try:
+        yield await asyncio.to_thread(Stack, up)
+        up.send(signal.SIGINT)
+        assert await asyncio.to_thread(up.wait) == 0, up.output
+        assert up.survivors() == []
+    finally:
+        up.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def stack(running: Stack) -> AsyncIterator[Stack]:
+    """Every test leaves the workers empty."""
+    yield running
+    await running.until_empty()
+
+
+class Answer:
+    """An answer, joined, with what only its last piece says."""
+
+    def __init__(self, deltas: Sequence[Delta]) -> None:
+        last = deltas[-1]
+        assert last.receipt is not None
+        assert last.usage is not None
+        self.receipt: Receipt = last.receipt
+        self.usage: Usage = last.usage
+        self.joined = Joined(
+            tuple(token for delta in deltas for token in delta.token_ids),
+            "".join(delta.text for delta in deltas),
+            tuple(position for delta in deltas for position in delta.logprobs),
+            last.finish_reason,
+            last.stop_reason,
+        )
+
+
+async def ask(stack: Stack, ids: Sequence[int], sampling: SamplingParams) -> Answer:
+    async with Client(stack.grpc) as client:
+        return Answer([delta async for delta in client.generate(ids, sampling)])
+
+
+def assert_nixl(answer: Answer, blocks: int) -> None:
+    """The proof that vLLM's connector moved the KV, and that each token was counted once."""
+    receipt = answer.receipt
+    assert (receipt.transport, receipt.transfer_blocks) == ("nixl", blocks)
+    assert receipt.transfer_bytes > 0
+    assert (receipt.prefill_worker, receipt.decode_worker) == ("prefill-0", "decode-0")
+    assert receipt.first_token_source == "prefill"
+    assert receipt.fallbacks == ()
+    assert answer.usage.completion_tokens == len(answer.joined.token_ids)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 255, 256, 257, 700])
+async def test_every_prompt_length_is_exact(
+    stack: Stack, aggregated: EngineProcess, length: int
+) -> None:
+    ids, sampling = prompt(length, 200), params(ignore_eos=True)
+    answer = await ask(stack, ids, sampling)
+    assert answer.joined == joined(await aggregated.run(ids, sampling))
+    assert_nixl(answer, -(-length // BLOCK))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_kind_of_sampling_is_exact(
+    stack: Stack, aggregated: EngineProcess, kind: str
+) -> None:
+    ids, sampling = prompt(333, 201 + list(KINDS).index(kind)), params(32, **KINDS[kind])
+    answer = await ask(stack, ids, sampling)
+    assert answer.joined == joined(await aggregated.run(ids, sampling))
+    assert_nixl(answer, -(-333 // BLOCK))
+
+
+async def test_only_what_decode_lacks_is_fetched(stack: Stack, aggregated: EngineProcess) -> None:
+    ids, sampling = prompt(10 * BLOCK, 230), params(ignore_eos=True)
+    await ask(stack, ids, sampling)
+    longer = ids + prompt(3 * BLOCK, 231)
+    answer = await ask(stack, longer, sampling)
+    assert answer.joined == joined(await aggregated.run(longer, sampling))
+    assert_nixl(answer, 3)
+
+
+async def test_many_at_once_are_exact(stack: Stack, aggregated: EngineProcess) -> None:
+    kinds: list[dict[str, Any]] = [{}, *KINDS.values()]
+    jobs = [
+        (prompt(7 + 61 * i, 240), params(20, **{"ignore_eos": True, **kinds[i % len(kinds)]}))
+        for i in range(12)
+    ]
+    expected = [joined(await aggregated.run(ids, sampling)) for ids, sampling in jobs]
+    answers = await asyncio.gather(*(ask(stack, ids, sampling) for ids, sampling in jobs))
+    assert [answer.joined for answer in answers] == expected
+    for answer, (ids, _) in zip(answers, jobs, strict=True):
+        assert_nixl(answer, -(-len(ids) // BLOCK))
+
+
+async def test_a_first_token_that_ends_the_answer_frees_its_kv_at_once(
+    stack: Stack, aggregated: EngineProcess
+) -> None:
+    ids = prompt(300, 250)
+    first = (await aggregated.run(ids, params(1))).token_ids
+    answer = await ask(stack, ids, params(16, stop_token_ids=first))
+    assert answer.joined == joined(await aggregated.run(ids, params(16, stop_token_ids=first)))
+    assert (answer.receipt.transport, answer.receipt.decode_worker) == ("", "")
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+async def test_a_client_that_leaves_frees_both_workers(stack: Stack, pieces: int) -> None:
+    """When the first token came and the KV is to be fetched, and in decode."""
+    async with Client(stack.grpc) as client:
+        deltas = client.generate(prompt(1500, 260 + pieces), params(400, ignore_eos=True))
+        # An async generator behind its narrower type; closing it cancels the request.
+        async with aclosing(cast("AsyncGenerator[Delta, None]", deltas)):
+            for _ in range(pieces):
+                await anext(deltas)
+
+
+async def test_a_client_that_leaves_in_prefill_frees_it(stack: Stack) -> None:
+    for number in itertools.count():
+        ids = prompt(3000, 1000 + number)
+        task = asyncio.create_task(ask(stack, ids, params(400, ignore_eos=True)))
+        was_open = await stack.sees("engine_requests", task)
+        task.cancel()
+        await asyncio.wait([task])
+        if was_open:
+            return
+
+
+async def test_an_answer_outlives_its_decode_worker(
+    stack: Stack, aggregated: EngineProcess
+) -> None:
+    """Last in this file. The tokens go on, on the prefill worker, as if nothing had happened."""
+    ids, sampling = prompt(100, 270), params(400, temperature=0.9, seed=5, ignore_eos=True)
+    decode = next(x for x in stack.ready["workers"] if x["role"] == "decode")
+    deltas = []
+    async with Client(stack.grpc) as client:
+        async for delta in client.generate(ids, sampling):
+            deltas.append(delta)
+            if len(deltas) == 5:
+                os.kill(decode["pid"], signal.SIGKILL)
+    answer = Answer(deltas)
+    assert answer.joined == joined(await aggregated.run(ids, sampling))
+    assert len(answer.receipt.fallbacks) == 1
+    stack.ready["workers"].remove(decode)

@@ -1,0 +1,162 @@
+"""What vLLM's own KV events say is cached is what vLLM finds cached, block for block: for prefill,
+decode and aggregated work, at once and in turn, and when blocks are evicted."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from pdserve import prefix_hash
+from pdserve.types import SamplingParams
+from tests.e2e.engines import EngineProcess, settings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from tests.e2e.engines import Answer
+    from tests.e2e.pair import Pair
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+BLOCK = 32
+# Of the engine whose blocks do not last; a block takes 128 KiB.
+FEW_BLOCKS = 40
+
+
+def tokens(count: int, seed: object) -> list[int]:
+    rng = random.Random(f"prefix/{seed}")
+    return [rng.randrange(3, 400) for _ in range(count)]
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+async def predicted(engine: EngineProcess, prompt: Sequence[int]) -> int:
+    """Tokens that the router would expect to be cached."""
+    cached = await engine.cached_blocks()
+    usable = prefix_hash.usable_blocks(len(prompt), BLOCK)
+    root = prefix_hash.root(engine.info.model.name, BLOCK)
+    chain = prefix_hash.chain(prompt, BLOCK, root, blocks=usable)
+    reached = [x in cached for x in chain]
+    # Closed: nothing is said to be cached that no lookup reaches.
+    assert reached == sorted(reached, reverse=True)
+    return sum(reached) * BLOCK
+
+
+def reported(answer: Answer) -> int:
+    assert answer.report is not None
+    return answer.report.cached_tokens
+
+
+async def test_both_workers_of_a_pair_hold_what_their_events_say(pair_shm: Pair) -> None:
+    system = tokens(256, "system")
+    prompts = [
+        tokens(256, "system")[:length] + tokens(tail, seed)
+        for seed, (length, tail) in enumerate(
+            [(256, 40), (256, 40), (256, 0), (257, 0), (128, 100), (100, 30), (31, 1), (256, 300)]
+        )
+    ]
+    hits = 0
+    # The last ones again: all but the block of the last token is there.
+    for prompt in [*prompts, prompts[0], prompts[-1]]:
+        on_prefill = await predicted(pair_shm.prefill, prompt)
+        on_decode = await predicted(pair_shm.decode, prompt)
+        await pair_shm.run(prompt, params(40))
+        first, rest = pair_shm.last
+        assert reported(first) == on_prefill
+        assert rest.report is not None
+        assert rest.report.transfer is not None
+        # Decode has the rest of its own.
+        assert rest.report.transfer.blocks == -(-len(prompt) // BLOCK) - on_decode // BLOCK
+        hits += bool(on_prefill) + bool(on_decode)
+    assert hits >= 12
+    # Generated tokens make blocks too, that a next turn of a conversation can use.
+    answer = system + tokens(40, 0)
+    tail = await pair_shm.run(answer, params(40))
+    turn = answer + list(tail.token_ids)
+    assert await predicted(pair_shm.decode, turn) > len(answer)
+    await pair_shm.until_empty()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def small(tiny_model: Path) -> AsyncIterator[EngineProcess]:
+    engine = await EngineProcess.start(
+        settings(
+            tiny_model,
+            max_model_len=512,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=FEW_BLOCKS * (128 << 10),
+        )
+    )
+    yield engine
+    await engine.close()
+
+
+async def test_evicted_blocks_are_known_to_be_gone(small: EngineProcess) -> None:
+    rng = random.Random(5)
+    evicted = hits = 0
+    seen: list[list[int]] = []
+    for turn in range(28):
+        length, answer = rng.randrange(40, 350), rng.choice((1, 20))
+        prompt = tokens(rng.choice((0, 64, 128)), rng.randrange(3)) + tokens(length, turn % 13)
+        if seen and rng.random() < 0.5:
+            prompt = rng.choice(seen)
+        expected = await predicted(small, prompt)
+        assert reported(await small.run(prompt, params(answer))) == expected
+        hits += bool(expected)
+        evicted += prompt in seen and expected < (len(prompt) - 1) // BLOCK * BLOCK
+        seen.append(prompt)
+    assert hits > 5
+    assert evicted > 0
+    assert len(await small.cached_blocks()) < FEW_BLOCKS
+
+
+async def test_the_same_prompts_at_once_are_told_apart_from_one(small: EngineProcess) -> None:
+    rng = random.Random(6)
+    for turn in range(5):
+        # Each computes the same blocks; they are evicted one by one.
+        prompt = tokens(150, f"twin/{turn}")
+        streams = [small.submit(prompt, params(rng.choice((1, 20, 60)))) for _ in range(3)]
+        other = small.submit(tokens(200, f"other/{turn}"), params(30))
+        for stream in (*streams, other):
+            await small.collect(stream)
+        again = tokens(rng.choice((33, 150)), f"twin/{rng.randrange(turn + 1)}")
+        expected = await predicted(small, again)
+        assert reported(await small.run(again, params(1))) == expected
+    await small.until_empty()
+
+
+async def test_blocks_that_tokens_alone_do_not_tell_are_left_out() -> None:
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+
+    from workers.vllm.cache import CacheEvents
+    from workers.vllm.cache_mirror import CacheMirror
+
+    held = {b"a": object(), b"b": object(), b"c": object(), b"d": object()}
+    pool = SimpleNamespace(medium="GPU", get_cached_block=lambda key, groups: held.get(key))
+    events = CacheEvents(CacheMirror("m", 2), pool, 2)
+
+    def stored(key: bytes, parent: bytes | None, **more: object) -> BlockStored:
+        values = {"block_size": 2, "lora_id": None, "lora_name": None, "medium": "GPU", **more}
+        return BlockStored([key], parent, [1, 2], **values)
+
+    def told(*batch: object) -> tuple[int, int]:
+        events.publish(KVEventBatch(ts=0.0, events=list(batch)))
+        change = events.take()
+        return (0, 0) if change is None else (len(change.removed), len(change.stored))
+
+    assert told(stored(b"a", None, extra_keys=[("salt",)]), stored(b"b", b"a")) == (0, 0)
+    assert told(stored(b"c", None, lora_id=1), stored(b"d", None, medium="CPU")) == (0, 0)
+    assert told(stored(b"a", None, extra_keys=[None]), stored(b"b", b"a")) == (0, 2)
+    # Another block holds the same tokens still.
+    assert told(BlockRemoved([b"b"], "GPU", 0)) == (0, 0)
+    del held[b"b"]
+    assert told(BlockRemoved([b"b"], "GPU", 0)) == (1, 0)
+    assert told(AllBlocksCleared()) == (1, 0)
+    assert events.take() is None
