@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed import utils as vllm_utils
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -71,6 +72,11 @@ class PdConnector(KVConnectorBase_V1):
             raise ConfigError(
                 'kv_load_failure_policy must be "fail"', field="kv_load_failure_policy"
             )
+        if vllm_config.device_config.device_type == "cpu":
+            # With several ranks, vLLM's processes wait for each other in loops of sched_yield. With
+            # as many such loops as cores, Linux (seen on 6.18) runs nothing else for many seconds,
+            # neither our threads nor other engines. This switch makes them sleep instead.
+            vllm_utils.USE_SCHED_YIELD = False
         self._config = vllm_config
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
