@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -11,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from prometheus_client.core import Metric
 
@@ -51,6 +52,21 @@ _GAUGES: tuple[tuple[str, str, Callable[[KvReport], float]], ...] = (
         lambda report: report.held_bytes,
     ),
 )
+
+
+class Histogram:
+    """Counts of values up to each of `bounds`, and beyond the last; and their sum."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
 
 class KvCollector(Collector):

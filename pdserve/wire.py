@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import fields
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, ne
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pdserve import types as t
@@ -85,8 +86,9 @@ def role_from_pb(role: w.Role) -> t.Role:
 
 def sampling_to_pb(params: t.SamplingParams) -> c.SamplingParams:
     """Defaults are left out, because requests set few fields."""
-    values = zip(_SAMPLING, _sampling_of(params), _DEFAULTS, strict=True)
-    given: dict[str, Any] = {name: value for name, value, default in values if value != default}
+    values = _sampling_of(params)
+    differs = map(ne, values, _DEFAULTS)
+    given: dict[str, Any] = dict(compress(zip(_SAMPLING, values, strict=True), differs))
     out = c.SamplingParams(max_tokens=params.max_tokens, **given)
     if params.structured_output is not None:
         out.structured_output.CopyFrom(_structured_to_pb(params.structured_output))

@@ -52,9 +52,7 @@ class DecisionLog:
         if not self._size:
             return
         request_id = decision.demand.request_id
-        # The prompt is not kept.
-        decision = replace(decision, demand=replace(decision.demand, token_ids=()))
-        recorded = Recorded(unix_time_s, decision, cause, refused)
+        recorded = Recorded(unix_time_s, decision.without_prompt(), cause, refused)
         decisions = self._requests.setdefault(request_id, [])
         self._requests.move_to_end(request_id)
         if recorded.waits and decisions and decisions[-1].waits:

@@ -138,7 +138,7 @@ class RouterServer:
                 dialer=dials,
                 ejection_s=config.health.eject_pair_s,
                 health=config.health,
-                token_gaps=metrics.histograms["inter_token_latency_seconds"],
+                token_gaps=partial(metrics.histogram, "inter_token_latency_seconds"),
             )
         )
         if config.health.probe_s:

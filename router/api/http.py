@@ -290,7 +290,10 @@ async def _read_body(request: web.BaseRequest) -> bytes:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     try:
         if request.content.is_eof():
-            return await request.read()
+            body = request.content.read_nowait()
+            if len(body) > request.client_max_size:
+                raise _too_large(request)
+            return body
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()
     except TimeoutError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import msgspec
@@ -179,7 +180,8 @@ class _Body(_Strict, kw_only=True):
         max_tokens_field: str = "max_tokens",
     ) -> ParsedRequest:
         self._check_stream()
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        values = zip(_SAMPLING, _sampling_of(self), strict=True)
+        given: dict[str, Any] = {name: value for name, value in values if value is not None}
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.stop_token_ids is not None:
@@ -219,6 +221,7 @@ _SAMPLING = (
     *("include_stop_str_in_output", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "skip_special_tokens"),
 )
+_sampling_of = attrgetter(*_SAMPLING)
 
 
 class CompletionRequest(_Body, kw_only=True):

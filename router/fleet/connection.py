@@ -21,8 +21,7 @@ from pdserve.wire import moments_from_pb
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from prometheus_client import Histogram
-
+    from pdserve.metrics import Histogram
     from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerInfo, WorkerLoad
     from router.fleet.member import Member

@@ -23,8 +23,7 @@ from router.fleet.pool import WorkerPool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prometheus_client import Histogram
-
+    from pdserve.metrics import Histogram
     from pdserve.rpc import Dialer
     from pdserve.step_moments import StepMoments
     from pdserve.types import KvReport, WorkerInfo, WorkerLoad

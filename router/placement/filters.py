@@ -64,11 +64,11 @@ class Eligible:
 
 def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
     kept = prefer(able(candidates, demand), demand.avoid)
-    by_role: dict[Role, list[Candidate]] = {role: [] for role in Role}
-    for candidate in kept:
-        by_role[candidate.role].append(candidate)
     return Eligible(
-        by_role[Role.PREFILL], by_role[Role.DECODE], by_role[Role.AGGREGATED], demand.excluded
+        [c for c in kept if c.role is Role.PREFILL],
+        [c for c in kept if c.role is Role.DECODE],
+        [c for c in kept if c.role is Role.AGGREGATED],
+        demand.excluded,
     )
 
 

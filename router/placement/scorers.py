@@ -95,12 +95,13 @@ def _fill(known: list[float | None]) -> list[float]:
 def score(
     candidates: Sequence[Candidate], weights: Weights, demand: Demand, cached: Mapping[str, int]
 ) -> Scoreboard:
-    columns = tuple(scorer(candidates, demand, cached) for scorer, _ in weights)
-    if not columns:
-        return Scoreboard(weights, candidates, (), dict.fromkeys(candidates, 1.0))
-    factors = [weight for _, weight in weights]
-    sums = [sum(map(float.__mul__, factors, row)) for row in zip(*columns, strict=True)]
-    return Scoreboard(weights, candidates, columns, dict(zip(candidates, sums, strict=True)))
+    totals, columns = dict.fromkeys(candidates, 0.0 if weights else 1.0), []
+    for scorer, weight in weights:
+        column = scorer(candidates, demand, cached)
+        columns.append(column)
+        for candidate, value in zip(candidates, column, strict=True):
+            totals[candidate] += weight * value
+    return Scoreboard(weights, candidates, columns, totals)
 
 
 def best(totals: Mapping[Candidate, float], among: Sequence[Candidate], turn: int) -> Candidate:

@@ -143,7 +143,7 @@ class Scoreboard:
 
     weights: Weights
     candidates: Sequence[Candidate]
-    columns: tuple[list[float], ...]
+    columns: Sequence[list[float]]
     totals: dict[Candidate, float]
 
 
@@ -164,6 +164,36 @@ class Decision:
     cached: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS_CACHED)
     predictions: Sequence[Prediction] = ()
     asked_prefix: bool = False
+
+    def without_prompt(self) -> Decision:
+        """Return the decision without the prompt's tokens. Written out: `replace` takes three times
+        as long."""
+        demand = self.demand
+        small = Demand(
+            demand.model,
+            demand.prompt_tokens,
+            demand.kv_tokens,
+            demand.prefill_only,
+            demand.avoid,
+            demand.excluded,
+            demand.request_id,
+            (),
+            demand.children,
+            demand.child_tokens,
+        )
+        return Decision(
+            self.policy,
+            self.candidates,
+            small,
+            self.turn,
+            self.placement,
+            self.decode,
+            self.prefill,
+            self.totals,
+            self.cached,
+            self.predictions,
+            self.asked_prefix,
+        )
 
 
 class PrefixLookup(Protocol):
