@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -64,43 +65,61 @@ class Request:
     body: Any
     sampling: SamplingParams = field(default_factory=SamplingParams)
     headers: Mapping[str, str] = field(default_factory=dict)
+    path: str = "/v1/completions"
 
 
-class Target(Protocol):
-    """An endpoint that continues a prompt of token ids by an exact number of tokens."""
+class Target(ABC):
+    """An endpoint that continues a prompt of token ids. With several addresses, such as those of a
+    service's routers, each request goes to the next."""
 
-    kind: str
-    address: str
+    kind: ClassVar[str]
 
-    async def model(self, name: str | None) -> ServedModel:
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.address = ",".join(addresses)
+        self._addresses = addresses
+        self._next = itertools.cycle(addresses)
+
+    async def model(self, name: str | None = None) -> ServedModel:
         """Return the model called `name`, or the only one. Raises BenchError if there is none."""
-        ...
+        found = [_pick(await self._models(address), name) for address in self._addresses]
+        for address, model in zip(self._addresses, found, strict=True):
+            if model != found[0]:
+                raise BenchError(f"{address} serves {model}, not {found[0]} as the others")
+        return found[0]
 
+    @abstractmethod
+    async def _models(self, address: str) -> list[ServedModel]: ...
+
+    @abstractmethod
     def prepare(
-        self, model: ServedModel, request_id: str, prompt: Sequence[int], output_tokens: int
+        self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
     ) -> Request:
-        """Encode one greedy request, so that nothing is encoded while the clock runs."""
-        ...
+        """Encode a request, so that nothing is encoded while the clock runs."""
 
+    @abstractmethod
     def stream(self, request: Request) -> AsyncIterator[Piece]:
         """Send a request and yield its stream. Raises TargetError if the endpoint fails it."""
-        ...
 
+    @abstractmethod
     async def aclose(self) -> None:
         """Close all connections and the requests on them."""
-        ...
 
 
-class HttpTarget:
-    """An OpenAI-compatible server whose `/v1/completions` takes token ids and `ignore_eos`.
+def exactly(tokens: int) -> SamplingParams:
+    """Greedy sampling of an exact number of tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
 
-    Must be created inside a running loop. `tls` is what aiohttp takes.
+
+class HttpTarget(Target):
+    """An OpenAI-compatible server. Must be created inside a running loop.
+
+    `urls` may be several, separated by commas. `tls` is what aiohttp takes.
     """
 
     kind = "http"
 
-    def __init__(self, url: str, api_key: str = "", tls: ssl.SSLContext | bool = True) -> None:
-        self.address = base_url(url)
+    def __init__(self, urls: str, api_key: str = "", tls: ssl.SSLContext | bool = True) -> None:
+        super().__init__([base_url(url) for url in urls.split(",")])
         self._session = aiohttp.ClientSession(
             # A limit on connections would turn the open loop into a closed one.
             connector=aiohttp.TCPConnector(limit=0, ssl=tls),
@@ -108,13 +127,13 @@ class HttpTarget:
             headers={"Content-Type": "application/json", **dict(rpc.authorization(api_key))},
         )
 
-    async def model(self, name: str | None) -> ServedModel:
-        url = f"{self.address}/v1/models"
+    async def _models(self, address: str) -> list[ServedModel]:
+        url = f"{address}/v1/models"
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S), self._session.get(url) as response:
                 response.raise_for_status()
                 entries = (await response.json(content_type=None))["data"]
-                models = [
+                return [
                     ServedModel(x["id"], x.get("max_model_len"), x.get("vocab_size"))
                     for x in entries
                 ]
@@ -125,29 +144,20 @@ class HttpTarget:
             ) from None
         except (KeyError, TypeError, AttributeError):
             raise BenchError(f"{url} did not answer with OpenAI's list of models") from None
-        return _pick(models, name)
 
     def prepare(
-        self, model: ServedModel, request_id: str, prompt: Sequence[int], output_tokens: int
+        self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
     ) -> Request:
-        body = {
-            "model": model.name,
-            "prompt": list(prompt),
-            "max_tokens": output_tokens,
-            "min_tokens": output_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        return Request(request_id, model.name, json.dumps(body, separators=(",", ":")).encode())
+        body = completion_body(model.name, prompt, sampling)
+        encoded = json.dumps(body, separators=(",", ":")).encode()
+        return Request(request_id, model.name, encoded, headers={"X-Request-Id": request_id})
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         try:
             async with self._session.post(
-                f"{self.address}/v1/completions",
+                next(self._next) + request.path,
                 data=request.body,
-                headers=request.headers or {"X-Request-Id": request.request_id},
+                headers=request.headers,
             ) as response:
                 if response.status != 200:
                     raw = await response.content.read(_ERROR_BODY_BYTES)
@@ -165,9 +175,28 @@ class HttpTarget:
         await self._session.close()
 
 
+def completion_body(model: str, prompt: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
+    """Return the body of a streaming `/v1/completions`."""
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "temperature": sampling.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    return body
+
+
 async def read_stream(blocks: AsyncIterator[bytes]) -> AsyncIterator[Piece]:
-    """Parse server-sent events of completions. Raises TargetError for an error in the stream, and
-    if the stream ends before `[DONE]`."""
+    """Parse server-sent events. Raises TargetError for an error in the stream, and if the stream
+    ends before `[DONE]`."""
     tail, counted = b"", 0
     async for block in blocks:
         *lines, tail = (tail + block).split(b"\n")
@@ -196,33 +225,25 @@ def _pieces(event: Mapping[str, Any], counted: int) -> list[Piece]:
     tokens = None
     if isinstance(usage, dict):
         details = usage.get("prompt_tokens_details") or {}
-        found = {
-            "prompt_tokens": usage.get("prompt_tokens"),
-            "completion_tokens": usage.get("completion_tokens"),
-            "cached_tokens": details.get("cached_tokens"),
-        }
+        found = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
+        found["cached_tokens"] = details.get("cached_tokens")
         tokens = (found["completion_tokens"] or 0) - counted
     receipt = (event.get("pdserve") or {}).get("receipt")
     choices = event.get("choices") or ()
     if not choices:
         return [Piece(has_choice=False, usage=found, receipt=receipt)]
-    pieces = []
-    for choice in choices:
-        ids = choice.get("token_ids")
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
-        pieces.append(
-            Piece(
-                index=choice.get("index", 0),
-                tokens=len(ids) if ids is not None else tokens,
-                token_ids=tuple(ids or ()),
-                text=choice.get("text") or "",
-                finish_reason=choice.get("finish_reason"),
-                logprobs=tuple(logprobs),
-                usage=found,
-                receipt=receipt,
-            )
+    return [
+        Piece(
+            index=choice.get("index", 0),
+            tokens=tokens if (ids := choice.get("token_ids")) is None else len(ids),
+            token_ids=tuple(ids or ()),
+            text=choice.get("text") or (choice.get("delta") or {}).get("content") or "",
+            finish_reason=choice.get("finish_reason"),
+            usage=found,
+            receipt=receipt,
         )
-    return pieces
+        for choice in choices
+    ]
 
 
 def _refusal(what: str, raw: bytes) -> TargetError:
@@ -236,38 +257,37 @@ def _refusal(what: str, raw: bytes) -> TargetError:
     return TargetError(f"{what}: {text}", code)
 
 
-class GrpcTarget:
-    """pdserve's `Generation` service. Must be created inside a running loop."""
+class GrpcTarget(Target):
+    """pdserve's `Generation` service. Must be created inside a running loop. `addresses` may be
+    several, separated by commas."""
 
     kind = "grpc"
 
-    def __init__(self, address: str, dialer: rpc.Dialer = rpc.PLAIN, api_key: str = "") -> None:
-        if "/" in address or not address.rpartition(":")[2].isdecimal():
-            raise BenchError(f"--grpc {address!r} is not like 127.0.0.1:8001")
-        self.address = address
-        self._client = Client(address, dialer=dialer, api_key=api_key)
+    def __init__(self, addresses: str, dialer: rpc.Dialer = rpc.PLAIN, api_key: str = "") -> None:
+        super().__init__(addresses.split(","))
+        for address in self._addresses:
+            if "/" in address or not address.rpartition(":")[2].isdecimal():
+                raise BenchError(f"--grpc {address!r} is not like 127.0.0.1:8001")
+        self._clients = {x: Client(x, dialer=dialer, api_key=api_key) for x in self._addresses}
 
-    async def model(self, name: str | None) -> ServedModel:
+    async def _models(self, address: str) -> list[ServedModel]:
         try:
-            cards = await self._client.list_models(timeout_s=PROBE_TIMEOUT_S)
+            cards = await self._clients[address].list_models(timeout_s=PROBE_TIMEOUT_S)
         except PdserveError as error:
             raise BenchError(
-                f"cannot list models at {self.address}: {error}; is pdserve's gRPC API there?"
+                f"cannot list models at {address}: {error}; is pdserve's gRPC API there?"
             ) from None
-        models = [ServedModel(x.name, x.max_model_len or None, x.vocab_size or None) for x in cards]
-        return _pick(models, name)
+        return [ServedModel(x.name, x.max_model_len or None, x.vocab_size or None) for x in cards]
 
     def prepare(
-        self, model: ServedModel, request_id: str, prompt: Sequence[int], output_tokens: int
+        self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
     ) -> Request:
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=output_tokens, min_tokens=output_tokens, ignore_eos=True
-        )
         return Request(request_id, model.name, list(prompt), sampling)
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
+        client = self._clients[next(self._next)]
         try:
-            async for delta in self._client.generate(
+            async for delta in client.generate(
                 request.body, request.sampling, model=request.model, request_id=request.request_id
             ):
                 yield piece_of(delta)
@@ -275,7 +295,8 @@ class GrpcTarget:
             raise TargetError(f"{type(error).__name__}: {error}", error.code) from None
 
     async def aclose(self) -> None:
-        await self._client.close()
+        for client in self._clients.values():
+            await client.close()
 
 
 def piece_of(delta: Delta) -> Piece:
@@ -296,48 +317,6 @@ def piece_of(delta: Delta) -> Piece:
     )
 
 
-class RoundRobin:
-    """Several addresses of one service, such as its routers. Sends each request to the next."""
-
-    def __init__(self, targets: Sequence[Target]) -> None:
-        self.kind = targets[0].kind
-        self.address = ",".join(target.address for target in targets)
-        self._targets = targets
-        self._next = itertools.cycle(targets)
-
-    async def model(self, name: str | None) -> ServedModel:
-        found = [await target.model(name) for target in self._targets]
-        for target, model in zip(self._targets, found, strict=True):
-            if model != found[0]:
-                raise BenchError(f"{target.address} serves {model}, not {found[0]} as the others")
-        return found[0]
-
-    def prepare(
-        self, model: ServedModel, request_id: str, prompt: Sequence[int], output_tokens: int
-    ) -> Request:
-        return self._targets[0].prepare(model, request_id, prompt, output_tokens)
-
-    def stream(self, request: Request) -> AsyncIterator[Piece]:
-        return next(self._next).stream(request)
-
-    async def aclose(self) -> None:
-        for target in self._targets:
-            await target.aclose()
-
-
-def open_http(urls: str, api_key: str = "", tls: ssl.SSLContext | bool = True) -> Target:
-    """Open one URL, or several separated by commas. Raises BenchError."""
-    checked = [base_url(url) for url in urls.split(",")]
-    targets = [HttpTarget(url, api_key, tls) for url in checked]
-    return targets[0] if len(targets) == 1 else RoundRobin(targets)
-
-
-def open_grpc(addresses: str, dialer: rpc.Dialer = rpc.PLAIN, api_key: str = "") -> Target:
-    """Open one HOST:PORT, or several separated by commas. Raises BenchError."""
-    targets = [GrpcTarget(address, dialer, api_key) for address in addresses.split(",")]
-    return targets[0] if len(targets) == 1 else RoundRobin(targets)
-
-
 def base_url(url: str) -> str:
     """Remove a trailing slash and `/v1`. Raises BenchError if it is not an HTTP URL."""
     parts = urlsplit(url)
@@ -347,12 +326,12 @@ def base_url(url: str) -> str:
 
 
 def _pick(models: Sequence[ServedModel], name: str | None) -> ServedModel:
-    names = ", ".join(model.name for model in models) or "none"
     if name is None and len(models) == 1:
         return models[0]
     for model in models:
         if model.name == name:
             return model
+    names = ", ".join(model.name for model in models) or "none"
     if name is None:
         raise BenchError(f"choose a model with --model; served: {names}")
     raise BenchError(f"--model {name!r} is not served there; served: {names}")

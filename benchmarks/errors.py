@@ -1,18 +1,12 @@
-"""Errors of the benchmarks, with messages for the person at the terminal."""
+"""Errors of the benchmarks, with messages for the person at the terminal, and exit statuses."""
 
 from __future__ import annotations
+
+OK, FAILED, BAD_INPUT, INVALID, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 class BenchError(Exception):
     """The benchmark cannot run as asked: a wrong option, trace, endpoint or result file."""
-
-
-class TraceError(BenchError):
-    """A trace file is malformed. The message names the file, the line and the field."""
-
-    def __init__(self, path: object, message: str, line: int = 0, field: str = "") -> None:
-        where = f"{path}:{line}" if line else str(path)
-        super().__init__(f"{where}: {field}: {message}" if field else f"{where}: {message}")
 
 
 class WarmupFailed(BenchError):

@@ -35,6 +35,7 @@ LAG_LIMIT_S: Final = 0.05
 LAG_SHARE_OF_TTFT: Final = 0.05
 PHASES: Final = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s")
 TOTALS: Final = ("transfer_bytes", "transfer_blocks", "cached_tokens")
+NEED_TWO_TOKENS: Final = frozenset({"tpot", "tt2t"})
 
 
 def _tpot(record: RequestRecord) -> float | None:
@@ -68,8 +69,6 @@ PER_REQUEST: Final[Mapping[str, Callable[[RequestRecord], float | None]]] = {
     "e2e_sched": _from("scheduled_s", -1),
 }
 """Metrics with one value a request, in seconds. These can carry an SLO."""
-
-NEED_TWO_TOKENS: Final = frozenset({"tpot", "tt2t"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +133,11 @@ def summarise(
     due = [record.scheduled_s for record in records]
     last = [record.chunk_s[-1] for record in records if record.chunk_s]
     window_s = max(last) - min(due) if last else 0.0
-    latency = {name: distribution(_values(good, name)) for name in PER_REQUEST}
+    latency = {name: distribution(values_of(good, name)) for name in PER_REQUEST}
     lag = distribution([r.sent_s - r.scheduled_s for r in records if r.sent_s is not None])
     itl_omitted = _itl_omitted(good)
-    gaps = [later - earlier for r in good for earlier, later in pairwise(r.chunk_s)]
+    icl = distribution([gap for _, gap in timed_gaps(good)])
+    met = sum(meets(record, slo_s or {}) for record in records)
     return Summary(
         requests=len(records),
         ok=len(good),
@@ -149,13 +149,19 @@ def summarise(
         input_tokens_per_s=_per_s(sum(record.input_tokens for record in good), window_s),
         output_tokens_per_s=_per_s(sum(record.output_tokens for record in good), window_s),
         latency=latency,
-        adjusted={name: distribution(_adjusted(records, name)) for name in PER_REQUEST},
-        icl=distribution(gaps),
-        itl=distribution(gaps) if itl_omitted is None else None,
+        adjusted={name: distribution(_adjusted(records, good, name)) for name in PER_REQUEST},
+        icl=icl,
+        itl=icl if itl_omitted is None else None,
         itl_omitted=itl_omitted,
         lag=lag,
         degraded=_degraded(lag, latency["ttft"]),
-        slo=_slo(records, slo_s, window_s) if slo_s else None,
+        slo=SloSummary(
+            limits_s=dict(slo_s),
+            attainment=met / max(1, len(records)),
+            goodput_per_s=_per_s(met, window_s),
+        )
+        if slo_s
+        else None,
         errors=dict(Counter(record.error or "" for record in records if record.status != "ok")),
         receipts=_receipts([record.receipt for record in good if record.receipt]),
     )
@@ -184,18 +190,29 @@ def receipt_number(receipt: Mapping[str, object] | None, name: str) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _values(records: Sequence[RequestRecord], name: str) -> list[float]:
+def values_of(records: Iterable[RequestRecord], name: str) -> list[float]:
+    """Return the values of a metric in PER_REQUEST, of those records that define it."""
     metric = PER_REQUEST[name]
     return [value for record in records if (value := metric(record)) is not None]
 
 
-def _adjusted(records: Sequence[RequestRecord], name: str) -> list[float]:
-    good = [record for record in records if record.status == "ok"]
+def timed_gaps(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
+    """Return (end, length) of every gap between chunks, in seconds."""
+    return [
+        (later, later - earlier)
+        for record in records
+        for earlier, later in pairwise(record.chunk_s)
+    ]
+
+
+def _adjusted(
+    records: Sequence[RequestRecord], good: Sequence[RequestRecord], name: str
+) -> list[float]:
     missed = sum(
         record.status != "ok" and (name not in NEED_TWO_TOKENS or record.output_tokens > 1)
         for record in records
     )
-    return _values(good, name) + [math.inf] * missed
+    return values_of(good, name) + [math.inf] * missed
 
 
 def _itl_omitted(good: Sequence[RequestRecord]) -> str | None:
@@ -211,10 +228,8 @@ def _per_s(amount: float, duration_s: float) -> float:
 
 
 def _degraded(lag: Distribution | None, ttft: Distribution | None) -> str | None:
-    if lag is None:
-        return None
-    limit_s = max(LAG_LIMIT_S, LAG_SHARE_OF_TTFT * ttft.p50) if ttft is not None else LAG_LIMIT_S
-    if lag.p99 <= limit_s:
+    limit_s = max(LAG_LIMIT_S, LAG_SHARE_OF_TTFT * ttft.p50 if ttft else 0.0)
+    if lag is None or lag.p99 <= limit_s:
         return None
     return (
         f"the client sent late: lag p99 {lag.p99 * 1000:.0f} ms, limit {limit_s * 1000:.0f} ms; "
@@ -222,32 +237,25 @@ def _degraded(lag: Distribution | None, ttft: Distribution | None) -> str | None
     )
 
 
-def _slo(
-    records: Sequence[RequestRecord], slo_s: Mapping[str, float], window_s: float
-) -> SloSummary:
-    met = sum(meets(record, slo_s) for record in records)
-    share = met / len(records) if records else 0.0
-    return SloSummary(limits_s=dict(slo_s), attainment=share, goodput_per_s=_per_s(met, window_s))
-
-
 def _receipts(receipts: Sequence[Mapping[str, object]]) -> ReceiptSummary | None:
     if not receipts:
         return None
-    phases = {}
-    for name in PHASES:
-        found = distribution([receipt_number(x, name) for x in receipts if name in x])
-        if found is not None:
-            phases[name] = found
+    phases = {
+        name: distribution([receipt_number(x, name) for x in receipts if name in x])
+        for name in PHASES
+    }
+    tallies = {
+        f"{name}s": _tally(receipt.get(name) for receipt in receipts)
+        for name in ("prefill_worker", "decode_worker", "first_token_source")
+    }
     fallbacks = (x for receipt in receipts for x in receipt.get("fallbacks") or ())  # type: ignore[attr-defined]
     return ReceiptSummary(
         receipts=len(receipts),
         transferred=sum(receipt_number(x, "transfer_bytes") > 0 for x in receipts),
-        phases=phases,
+        phases={name: found for name, found in phases.items() if found is not None},
         totals={name: int(sum(receipt_number(x, name) for x in receipts)) for name in TOTALS},
-        prefill_workers=_tally(receipt.get("prefill_worker") for receipt in receipts),
-        decode_workers=_tally(receipt.get("decode_worker") for receipt in receipts),
-        first_token_sources=_tally(receipt.get("first_token_source") for receipt in receipts),
         fallbacks=_tally(fallbacks),
+        **tallies,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from benchmarks.errors import BenchError
 from benchmarks.simulate import simulate
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BUSY: Final = 0.8  # the share of a worker's capacity that the first guess uses
 MOST_WORKERS: Final = 24  # a larger service is searched for in a smaller one
 MOST_TRIES: Final = 40
+_ROLES: Final = ("prefill", "decode", "aggregated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,13 @@ class Plan:
     @property
     def workers(self) -> int:
         return self.prefill + self.decode + self.aggregated
+
+    def row(self) -> list[object]:
+        """Return the cells of the table."""
+        apart = f"{self.prefill} prefill, {self.decode} decode"
+        times_ms = [x if x is None else x * 1000 for x in (self.ttft_p99_s, self.tpot_p99_s)]
+        rest = [f"{self.attainment:.1%}", self.requests_per_s, *times_ms, self.cost_per_million]
+        return [apart if self.prefill else "aggregated", self.workers, *rest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,26 +75,25 @@ class Planner:
         )
         first = replace(small, prefill=ceil(prefill / scale), decode=ceil(decode / scale))
         whole = replace(small, prefill=0, decode=0, aggregated=first.prefill + first.decode)
-        return [self._found(self._search(start), scale) for start in (first, whole)]
+        return [self._search(start, scale) for start in (first, whole)]
 
     def _guess(self) -> tuple[int, int]:
         """Divide the load by the capacity of one worker."""
-        s, costs = self.setup, self.setup.costs
+        s, costs, scale = self.setup, self.setup.costs, float(self.shape.scale_lengths)
         rows = self.trace.requests
-        mean_in = sum(x.input_tokens for x in rows) / len(rows) * self.shape.scale_lengths
-        mean_out = sum(x.output_tokens for x in rows) / len(rows) * self.shape.scale_lengths
-        step_s = costs.step_s + s.max_num_seqs * costs.decode_s
-        answer_s = float(mean_out) * step_s
-        prefill_s = costs.step_s + float(mean_in) * costs.prefill_s
+        mean_in = sum(x.input_tokens for x in rows) / len(rows) * scale
+        mean_out = sum(x.output_tokens for x in rows) / len(rows) * scale
+        answer_s = mean_out * (costs.step_s + s.max_num_seqs * costs.decode_s)
+        prefill_s = costs.step_s + mean_in * costs.prefill_s
         rate = s.users / (prefill_s + answer_s + s.think_s) if s.users else s.rate_per_s
         prefill = rate * prefill_s / BUSY
         decode = rate * answer_s / s.max_num_seqs / BUSY
         return max(1, ceil(prefill)), max(1, ceil(decode))
 
-    def _search(self, start: Setup) -> tuple[Setup, ReplayResult]:
+    def _search(self, setup: Setup, scale: int) -> Plan:
         """Add workers of the kind that is short until the SLOs are kept, then remove what is not
         needed."""
-        setup, result = start, self._run(start)
+        result = self._run(setup)
         for _ in range(MOST_TRIES):
             if self._passes(result):
                 break
@@ -94,41 +101,39 @@ class Planner:
             result = self._run(setup)
         else:
             raise BenchError(f"{setup.name} still misses the SLOs after {MOST_TRIES} tries")
-        for kind in ("prefill", "decode", "aggregated"):
+        for kind in _ROLES:
             while (count := getattr(setup, kind)) > 1:
                 less = replace(setup, **{kind: count - 1})
                 found = self._run(less)
                 if not self._passes(found):
                     break
                 setup, result = less, found
-        return setup, result
+        return self._plan(setup, result, scale)
 
     def _more(self, setup: Setup, result: ReplayResult) -> Setup:
         """Add a tenth, at least one, of the kind whose limit is missed most."""
-        if setup.aggregated:
-            return replace(setup, aggregated=setup.aggregated + ceil(setup.aggregated / 10))
-        summary = result.summary()
+        adjusted = result.summary().adjusted
 
         def excess(metric: str) -> float:
-            found, limit_s = summary.adjusted[metric], setup.slo_s.get(metric)
+            found, limit_s = adjusted[metric], setup.slo_s.get(metric)
             return 0.0 if found is None or limit_s is None else found.p95 / limit_s
 
         kind = "decode" if excess("tpot") > excess("ttft") else "prefill"
+        kind = "aggregated" if setup.aggregated else kind
         count = getattr(setup, kind)
         return replace(setup, **{kind: count + ceil(count / 10)})
 
     def _run(self, setup: Setup) -> ReplayResult:
         self.progress.step(f"simulating {setup.name}")
-        return simulate(setup, self.config, self.trace, self.shape)
+        return simulate(setup, self.config, self.trace, self.shape, self.progress)
 
     def _passes(self, result: ReplayResult) -> bool:
         slo = result.summary().slo
         return slo is not None and slo.attainment >= self.target
 
-    def _found(self, found: tuple[Setup, ReplayResult], scale: int) -> Plan:
-        setup, result = found
+    def _plan(self, setup: Setup, result: ReplayResult, scale: int) -> Plan:
         summary = result.summary()
-        counts = {x: getattr(setup, x) * scale for x in ("prefill", "decode", "aggregated")}
+        counts = {role: getattr(setup, role) * scale for role in _ROLES}
         tokens_per_h = summary.output_tokens_per_s * scale * 3600
         cost = None
         if self.price is not None and tokens_per_h:
@@ -142,19 +147,3 @@ class Planner:
             tpot_p99_s=None if tpot is None else tpot.p99,
             cost_per_million=cost,
         )
-
-
-def plan_rows(plans: list[Plan]) -> list[list[Any]]:
-    """Return the cells of the table."""
-    return [
-        [
-            f"{plan.prefill} prefill, {plan.decode} decode" if plan.prefill else "aggregated",
-            plan.workers,
-            f"{plan.attainment:.1%}",
-            plan.requests_per_s,
-            None if plan.ttft_p99_s is None else plan.ttft_p99_s * 1000,
-            None if plan.tpot_p99_s is None else plan.tpot_p99_s * 1000,
-            plan.cost_per_million,
-        ]
-        for plan in plans
-    ]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import TYPE_CHECKING, Final, Self
 
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from rich.status import Status as Spinner
-
-    from benchmarks.records import Status
+    from rich.status import Status
 
 EVERY_S: Final = 10.0
 
@@ -21,12 +18,11 @@ class Progress:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._spinner: Spinner | None = None
+        self._spinner: Status | None = None
         self._step = ""
         self._said: set[str] = set()
         self._next_s = time.monotonic() + EVERY_S
-        self._total = self._sent = 0
-        self._ended: Counter[str] = Counter()
+        self._total = self._sent = self._ended = self._failed = 0
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -39,41 +35,36 @@ class Progress:
         if self._spinner is not None:
             self._spinner.stop()
 
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def say_once(self, text: str) -> None:
-        """Print a line unless it was printed before."""
-        if text not in self._said:
+    def say(self, text: str, *, once: bool = False) -> None:
+        """Print a line that stays; with `once` unless it was printed before."""
+        if not (once and text in self._said):
             self._said.add(text)
-            self.say(text)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def step(self, text: str) -> None:
-        """A new step begins."""
-        self._step, self._total = text, 0
+    def step(self, text: str, requests: int = 0) -> None:
+        """A new step begins, with a replay of so many requests."""
+        self._step, self._total = text, requests
+        self._sent = self._ended = self._failed = 0
         self._show()
 
     def begin(self, requests: int) -> None:
-        """A replay of so many requests begins."""
-        self._total, self._sent = requests, 0
-        self._ended.clear()
+        self.step(self._step, requests)
 
     def sent(self) -> None:
         self._sent += 1
         self._show()
 
-    def ended(self, status: Status) -> None:
-        self._ended[status] += 1
+    def ended(self, *, is_ok: bool) -> None:
+        self._ended += 1
+        self._failed += not is_ok
         self._show()
 
     def _show(self) -> None:
         text = self._step
         if self._total:
-            ended = self._ended.total()
-            text += f"{': ' if text else ''}{self._sent - ended} running, {ended} of {self._total}"
-            bad = ended - self._ended["ok"]
-            text += f" ended, {bad} failed" if bad else " ended"
+            running = f"{self._sent - self._ended} running, {self._ended} of {self._total} ended"
+            text += f"{': ' if text else ''}{running}"
+            text += f", {self._failed} failed" if self._failed else ""
         if self._spinner is not None:
             self._spinner.update(text)
         elif time.monotonic() >= self._next_s:

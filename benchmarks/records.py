@@ -13,16 +13,12 @@ from typing import TYPE_CHECKING, Literal
 from benchmarks.errors import TargetError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from benchmarks.client import Piece
 
-Status = Literal["ok", "failed", "timed_out"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """The timeline of one request.
+    """The timeline of one request; until it ends it is `timed_out`.
 
     `index` is its row in the trace, `scheduled_s` the time it was due. `chunk_s` holds the arrival
     of each piece of the stream that brought tokens, `chunk_tokens` how many each brought (None if
@@ -36,61 +32,40 @@ class RequestRecord:
     output_tokens: int
     scheduled_s: float
     sent_s: float | None = None
-    chunk_s: tuple[float, ...] = ()
-    chunk_tokens: tuple[int, ...] | None = None
+    chunk_s: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] | None = field(default_factory=list)
     end_s: float | None = None
-    status: Status
-    error: str | None = None
+    status: Literal["ok", "failed", "timed_out"] = "timed_out"
+    error: str | None = "no end before the drain timeout"
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     receipt: Mapping[str, object] | None = None
 
-
-@dataclass(slots=True)
-class Timeline:
-    """Collects the record of one request while it runs. It is `timed_out` until it ends."""
-
-    index: int
-    request_id: str
-    input_tokens: int
-    output_tokens: int
-    scheduled_s: float
-    now: Callable[[], float]
-    sent_s: float | None = None
-    end_s: float | None = None
-    status: Status = "timed_out"
-    error: str | None = None
-    usage: Mapping[str, int | None] = field(default_factory=dict)
-    receipt: Mapping[str, object] | None = None
-    chunk_s: list[float] = field(default_factory=list)
-    chunk_tokens: list[int | None] = field(default_factory=list)
-    _is_last_empty: bool = False
-
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Piece, at_s: float) -> None:
         """Note a piece of the stream at its arrival."""
-        self.usage = piece.usage or self.usage
+        for name, count in (piece.usage or {}).items():
+            setattr(self, name, count)
         self.receipt = piece.receipt or self.receipt
         if piece.has_choice and piece.tokens != 0:
-            # Some servers send the finish reason with the last token and some after it. Without
-            # counts an empty last piece may be either; complete() decides by the usage.
-            self._is_last_empty = (
-                piece.tokens is None and not piece.text and piece.finish_reason is not None
-            )
-            self.chunk_s.append(self.now())
-            self.chunk_tokens.append(piece.tokens)
+            self.chunk_s.append(round(at_s, 6))
+            if piece.tokens is None:
+                self.chunk_tokens = None
+            elif self.chunk_tokens is not None:
+                self.chunk_tokens.append(piece.tokens)
 
-    def complete(self) -> None:
+    def complete(self, at_s: float, *, is_last_empty: bool = False) -> None:
         """Note a good end. Raises TargetError if the answer does not have the requested length.
 
-        Each request asks for an exact number of tokens: a shorter answer would look faster.
+        Each request asks for an exact number of tokens: a shorter answer would look faster. Some
+        servers send the finish reason with the last token and some after it. Where pieces do not
+        tell what they hold, the usage decides whether a last piece without text counts.
         """
-        made = self.usage.get("completion_tokens")
+        made = self.completion_tokens
         if made is None:
             raise TargetError("no usage in the stream (stream_options.include_usage was ignored)")
-        if self._is_last_empty and len(self.chunk_s) > made:
+        if self.chunk_tokens is None and is_last_empty and len(self.chunk_s) > made:
             self.chunk_s.pop()
-            self.chunk_tokens.pop()
         if made != self.output_tokens:
             raise TargetError(
                 f"{made} tokens instead of {self.output_tokens}: the endpoint ignored min_tokens "
@@ -98,37 +73,9 @@ class Timeline:
             )
         if not self.chunk_s:
             raise TargetError("no tokens in the stream")
-        self.end_s, self.status = self.now(), "ok"
+        if self.chunk_tokens is None and len(self.chunk_s) == made:
+            self.chunk_tokens = [1] * made
+        self.end_s, self.status, self.error = round(at_s, 6), "ok", None
 
-    def fail(self, error: str) -> None:
-        """Note that the request failed."""
-        self.end_s, self.status, self.error = self.now(), "failed", error
-
-    def record(self) -> RequestRecord:
-        """Return the record so far."""
-        timed_out = self.status == "timed_out"
-        return RequestRecord(
-            index=self.index,
-            request_id=self.request_id,
-            input_tokens=self.input_tokens,
-            output_tokens=self.output_tokens,
-            scheduled_s=round(self.scheduled_s, 6),
-            sent_s=None if self.sent_s is None else round(self.sent_s, 6),
-            chunk_s=tuple(round(at_s, 6) for at_s in self.chunk_s),
-            chunk_tokens=self._counts(),
-            end_s=None if self.end_s is None else round(self.end_s, 6),
-            status=self.status,
-            error="no end before the drain timeout" if timed_out else self.error,
-            prompt_tokens=self.usage.get("prompt_tokens"),
-            completion_tokens=self.usage.get("completion_tokens"),
-            cached_tokens=self.usage.get("cached_tokens"),
-            receipt=self.receipt,
-        )
-
-    def _counts(self) -> tuple[int, ...] | None:
-        known = [count for count in self.chunk_tokens if count is not None]
-        if len(known) == len(self.chunk_tokens):
-            return tuple(known)
-        if self.usage.get("completion_tokens") == len(self.chunk_tokens):
-            return (1,) * len(self.chunk_tokens)
-        return None
+    def fail(self, error: str, at_s: float) -> None:
+        self.end_s, self.status, self.error = round(at_s, 6), "failed", error

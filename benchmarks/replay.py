@@ -1,7 +1,8 @@
-"""Replay a trace against one endpoint, open loop.
+"""Replay a trace against one endpoint.
 
-Each request is sent when it is due, however late earlier answers are. A closed loop would hide
-every stall, because the requests that fall into it are never sent (coordinated omission).
+Each request is sent when it is due, however late earlier answers are (open loop). A closed loop
+would hide every stall, because the requests that fall into it are never sent (coordinated
+omission). The simulator also has a closed loop, of users who wait for their answers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import json
 import os
 import platform
+import random
 import time
 from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
 from dataclasses import asdict, dataclass, field, replace
@@ -21,20 +23,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 import psutil
 
+from benchmarks.client import exactly
 from benchmarks.errors import BenchError, TargetError, WarmupFailed
 from benchmarks.metrics import Summary, summarise
-from benchmarks.records import RequestRecord, Timeline
-from benchmarks.traces import TickJitter, due_times_s, load_trace, speedup_for
-from benchmarks.workload import (
-    PromptMaker,
-    Shape,
-    shape_workload,
-)
+from benchmarks.records import RequestRecord
+from benchmarks.traces import due_times_s, load_trace, speedup_for
+from benchmarks.workload import PromptMaker, Shape, shape_workload
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from benchmarks.client import Request, ServedModel, Target
+    from benchmarks.client import Request, Target
     from benchmarks.progress import Progress
     from benchmarks.traces import Trace
 
@@ -46,16 +45,18 @@ T = TypeVar("T")
 class ReplaySettings:
     """What is sent and when.
 
-    `rate_per_s`, if given, sets `speedup` to reach that many requests a second on average. `model`
-    and `vocab_size` are needed if the endpoint does not tell them. `warmup` requests are sent one
-    by one before the clock starts; they share no prefix with the others.
+    `rate_per_s`, if given, sets `speedup` to reach that many requests a second on average. With
+    `users` the arrivals of the trace do not count: so many users send one request after the other
+    and think `think_s` on average in between. `model` and `vocab_size` are needed if the endpoint
+    does not tell them. `warmup` requests are sent one by one before the clock starts.
     """
 
     trace: str
     shape: Shape = field(default_factory=Shape)
     speedup: float = 1.0
     rate_per_s: float | None = None
-    tick_jitter: TickJitter = "uniform"
+    users: int = 0
+    think_s: float = 0.0
     seed: int = 0
     warmup: int = 1
     drain_timeout_s: float = 300.0
@@ -66,7 +67,7 @@ class ReplaySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """One replay. All figures follow from `records`; `warmup` is not in them."""
+    """One replay. All figures follow from `records`; the warm-up is not in them."""
 
     created: str
     trace: Mapping[str, Any]
@@ -76,98 +77,28 @@ class ReplayResult:
     slo_s: Mapping[str, float] = field(default_factory=dict)
     host: Mapping[str, Any]
     records: tuple[RequestRecord, ...]
-    warmup: tuple[RequestRecord, ...] = ()
 
     def summary(self) -> Summary:
         return summarise(self.records, self.slo_s)
 
     def to_json(self, *, with_records: bool = True) -> dict[str, Any]:
         """Return the settings, the summary and, if asked for, the timelines."""
-        records = self if with_records else replace(self, records=(), warmup=())
-        return {"schema": SCHEMA, **jsonable(records), "summary": jsonable(self.summary())}
+        kept = self if with_records else replace(self, records=())
+        return {"schema": SCHEMA, **jsonable(kept), "summary": jsonable(self.summary())}
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    timeline: Timeline
-    request: Request
+class Clock:
+    """Seconds since `start_s` of `time`."""
 
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self.restart()
 
-async def run_replay(
-    settings: ReplaySettings, target: Target, progress: Progress, *, trace: Trace | None = None
-) -> ReplayResult:
-    """Replay a trace. `trace` is the one named in the settings if it is already loaded.
-
-    Raises BenchError for settings that do not fit the trace or the endpoint, and WarmupFailed.
-    Failures after the warm-up are in the result.
-    """
-    trace = trace or load_trace(settings.trace)
-    model = await target.model(settings.model)
-    limits = [settings.shape.max_total_tokens, model.max_model_len]
-    most = min((x for x in limits if x is not None), default=None)
-    workload = shape_workload(trace, replace(settings.shape, max_total_tokens=most))
-    timing = {"tick_s": trace.meta.tick_s, "jitter": settings.tick_jitter, "seed": settings.seed}
-    due_s = due_times_s(workload.arrivals_s, **timing)  # type: ignore[arg-type]
-    if settings.rate_per_s is not None:
-        settings = replace(settings, speedup=speedup_for(due_s, settings.rate_per_s))
-    due_s = [at_s / settings.speedup for at_s in due_s]
-    ignored = f"; ignored fields: {', '.join(trace.ignored)}" if trace.ignored else ""
-    progress.say_once(f"trace {trace.meta.name} ({trace.meta.format} format{ignored})")
-    for line in workload.cut.notes():
-        progress.say_once(line)
-
-    maker = _prompts(settings, trace, target, model, workload.block_size)
-    clock = _Clock()
-
-    def planned(name: str, index: int, row: Any, at_s: float) -> _Planned:
-        request_id = f"bench-{settings.seed}-{name}"
-        timeline = Timeline(index, request_id, row.input_tokens, row.output_tokens, at_s, clock.now)
-        prompt = maker.tokens(name, row)
-        return _Planned(timeline, target.prepare(model, request_id, prompt, row.output_tokens))
-
-    measured = [
-        planned(str(index), index, row, at_s)
-        for (index, row), at_s in zip(workload.rows, due_s, strict=True)
-    ]
-    warm = [
-        planned(f"warmup-{index}", index, replace(row, hash_ids=None), 0.0)
-        for index, row in workload.rows[: settings.warmup]
-    ]
-    await _warm_up(target, warm, settings.drain_timeout_s)
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    progress.begin(len(measured))
-    # The bodies live as long as the run: the collector need not look at them meanwhile.
-    gc.collect()
-    gc.freeze()
-    try:
-        await send_all(target, measured, settings.drain_timeout_s, clock, progress)
-    finally:
-        gc.unfreeze()
-    values = asdict(settings)
-    shape = values.pop("shape") | {"scale_lengths": str(settings.shape.scale_lengths)}
-    slo_s = values.pop("slo_s")
-    return ReplayResult(
-        created=created,
-        trace=asdict(trace.meta)
-        | {"digest": trace.digest(), "ignored_fields": list(trace.ignored)},
-        workload=asdict(workload.cut) | {"block_size": workload.block_size},
-        target={"kind": target.kind, "address": target.address} | asdict(model),
-        settings=values | shape,
-        slo_s=slo_s,
-        host=host_facts(),
-        records=tuple(x.timeline.record() for x in measured),
-        warmup=tuple(x.timeline.record() for x in warm),
-    )
-
-
-class _Clock:
-    """Seconds since `start`."""
-
-    def __init__(self) -> None:
-        self.start_s = time.perf_counter()
+    def restart(self) -> None:
+        self._start_s = self._now()
 
     def now(self) -> float:
-        return time.perf_counter() - self.start_s
+        return self._now() - self._start_s
 
     async def sleep_until(self, when_s: float) -> None:
         """Let other tasks run, then sleep. A timer that fires early is slept again."""
@@ -176,79 +107,156 @@ class _Clock:
             await asyncio.sleep(left_s)
 
 
-async def send_all(
-    target: Target,
-    plan: Sequence[_Planned],
-    drain_timeout_s: float,
-    clock: _Clock,
-    progress: Progress,
-) -> None:
-    """Send each request when it is due, and wait for the answers.
-
-    Requests that have not ended `drain_timeout_s` after the last one was due are cancelled.
-    """
-    clock.start_s = time.perf_counter()
-    tasks: list[asyncio.Task[None]] = []
-    try:
-        for planned in plan:
-            await clock.sleep_until(planned.timeline.scheduled_s)
-            tasks.append(asyncio.create_task(_send(target, planned, progress)))
-            progress.sent()
-        left_s = plan[-1].timeline.scheduled_s + drain_timeout_s - clock.now()
-        await asyncio.wait(tasks, timeout=max(0.0, left_s))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
-
-
-async def _send(target: Target, planned: _Planned, progress: Progress) -> None:
-    timeline = planned.timeline
-    timeline.sent_s = timeline.now()
-    try:
-        async for piece in target.stream(planned.request):
-            timeline.add(piece)
-        timeline.complete()
-    except TargetError as error:
-        timeline.fail(str(error))
-    finally:
-        progress.ended(timeline.status)
-
-
-async def _warm_up(target: Target, plan: Sequence[_Planned], timeout_s: float) -> None:
-    for number, planned in enumerate(plan, start=1):
-        timeline = planned.timeline
-        timeline.sent_s = timeline.now()
-        try:
-            async with asyncio.timeout(timeout_s):
-                async for piece in target.stream(planned.request):
-                    timeline.add(piece)
-            timeline.complete()
-        except TargetError as error:
-            raise WarmupFailed(f"warm-up request {number} failed: {error}") from None
-        except TimeoutError:
-            raise WarmupFailed(f"warm-up request {number}: no end in {timeout_s:g} s") from None
-
-
-def _prompts(
+async def run_replay(
     settings: ReplaySettings,
-    trace: Trace,
     target: Target,
-    model: ServedModel,
-    block_size: int | None,
-) -> PromptMaker:
+    progress: Progress,
+    *,
+    trace: Trace | None = None,
+    clock: Clock | None = None,
+) -> ReplayResult:
+    """Replay a trace. `trace` is the one named in the settings if it is already loaded.
+
+    Raises BenchError for settings that do not fit the trace or the endpoint, and WarmupFailed.
+    Failures after the warm-up are in the result.
+    """
+    trace, clock = trace or load_trace(settings.trace), clock or Clock()
+    model = await target.model(settings.model)
     vocab_size = settings.vocab_size or model.vocab_size
     if vocab_size is None:
         raise BenchError(
             f"{target.address} does not tell the vocabulary size of {model.name}; give it with "
             "--vocab-size (vocab_size in the model's config.json)"
         )
-    return PromptMaker(
-        trace.digest(), seed=settings.seed, vocab_size=vocab_size, block_size=block_size
+    limits = [settings.shape.max_total_tokens, model.max_model_len]
+    most = min((x for x in limits if x is not None), default=None)
+    workload = shape_workload(trace, replace(settings.shape, max_total_tokens=most))
+    arrivals_s = [row.arrival_s for _, row in workload.rows]
+    due_s = due_times_s(arrivals_s, tick_s=trace.meta.tick_s, seed=settings.seed)
+    if settings.rate_per_s is not None:
+        settings = replace(settings, speedup=speedup_for(due_s, settings.rate_per_s))
+    ignored = f"; ignored fields: {', '.join(trace.ignored)}" if trace.ignored else ""
+    progress.say(f"trace {trace.meta.name} ({trace.meta.format} format{ignored})", once=True)
+    for line in workload.cut.notes():
+        progress.say(line, once=True)
+
+    maker = PromptMaker(
+        trace.digest(),
+        seed=settings.seed,
+        vocab_size=vocab_size,
+        block_size=workload.cut.block_size,
     )
+
+    def planned(name: str, index: int, row: Any, at_s: float) -> tuple[RequestRecord, Request]:
+        record = RequestRecord(
+            index=index,
+            request_id=f"bench-{settings.seed}-{name}",
+            input_tokens=row.input_tokens,
+            output_tokens=row.output_tokens,
+            scheduled_s=round(at_s, 6),
+        )
+        prompt, sampling = maker.tokens(name, row), exactly(row.output_tokens)
+        return record, target.prepare(model, record.request_id, prompt, sampling)
+
+    measured = [
+        planned(str(index), index, row, at_s / settings.speedup)
+        for (index, row), at_s in zip(workload.rows, due_s, strict=True)
+    ]
+    for number, (index, row) in enumerate(workload.rows[: settings.warmup], start=1):
+        # It shares no prefix with the others.
+        record, request = planned(f"warmup-{index}", index, replace(row, hash_ids=None), 0.0)
+        await asyncio.wait(
+            [asyncio.create_task(follow(target, request, record, clock))],
+            timeout=settings.drain_timeout_s,
+        )
+        if record.status != "ok":
+            raise WarmupFailed(f"warm-up request {number} failed: {record.error}")
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    progress.begin(len(measured))
+    # The bodies live as long as the run: the collector need not look at them meanwhile.
+    gc.collect()
+    gc.freeze()
+    try:
+        await _send_all(settings, target, measured, clock, progress)
+    finally:
+        gc.unfreeze()
+    values = asdict(settings)
+    shape = values.pop("shape") | {"scale_lengths": str(settings.shape.scale_lengths)}
+    slo_s = values.pop("slo_s")
+    return ReplayResult(
+        created=created,
+        trace=trace.facts(),
+        workload=asdict(workload.cut),
+        target={"kind": target.kind, "address": target.address} | asdict(model),
+        settings=values | shape,
+        slo_s=slo_s,
+        host=host_facts(),
+        records=tuple(record for record, _ in measured),
+    )
+
+
+async def follow(target: Target, request: Request, record: RequestRecord, clock: Clock) -> None:
+    """Send one request and record its answer. A failure is recorded too."""
+    record.sent_s = round(clock.now(), 6)
+    is_last_empty = False
+    try:
+        async for piece in target.stream(request):
+            record.add(piece, clock.now())
+            if piece.has_choice:
+                is_last_empty = not piece.text and piece.finish_reason is not None
+        record.complete(clock.now(), is_last_empty=is_last_empty)
+    except TargetError as error:
+        record.fail(str(error), clock.now())
+
+
+async def _send_all(
+    settings: ReplaySettings,
+    target: Target,
+    plan: Sequence[tuple[RequestRecord, Request]],
+    clock: Clock,
+    progress: Progress,
+) -> None:
+    """Send all requests and wait for the answers.
+
+    Requests that have not ended `drain_timeout_s` after the last one was due are cancelled.
+    """
+    clock.restart()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def send(record: RequestRecord, request: Request) -> None:
+        progress.sent()
+        try:
+            await follow(target, request, record, clock)
+        finally:
+            progress.ended(is_ok=record.status == "ok")
+
+    todo, chance = iter(plan), random.Random(settings.seed)
+
+    async def user() -> None:
+        # Users do not start at the same moment.
+        await asyncio.sleep(chance.uniform(0.0, settings.think_s or 1.0))
+        for record, request in todo:
+            record.scheduled_s = round(clock.now(), 6)
+            await send(record, request)
+            if settings.think_s:
+                await asyncio.sleep(chance.expovariate(1 / settings.think_s))
+
+    try:
+        if settings.users:
+            await asyncio.gather(*(user() for _ in range(settings.users)))
+            return
+        for record, request in plan:
+            await clock.sleep_until(record.scheduled_s)
+            tasks.append(asyncio.create_task(send(record, request)))
+        left_s = plan[-1][0].scheduled_s + settings.drain_timeout_s - clock.now()
+        await asyncio.wait(tasks, timeout=max(0.0, left_s))
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
 
 
 # -- results as files
@@ -289,14 +297,10 @@ def read_json(path: Path) -> Any:
 
 def host_facts() -> dict[str, Any]:
     """Return what matters of this machine, and nothing that names it."""
-    cpu = platform.processor() or "unknown"
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            cpu = value.strip()
-            break
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": cpu,
+        "cpu": next(models, platform.processor() or "unknown"),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),

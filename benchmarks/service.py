@@ -43,12 +43,18 @@ class Child:
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        """Start `command`, with `env` added to our environment."""
+    async def start(
+        self,
+        command: Sequence[str],
+        is_ready: Callable[[], Awaitable[bool]],
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start `command`, with `env` added to our environment, and wait until it is ready. Raises
+        BenchError with the end of its log if it is not."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as log:
             # Not by the event loop: gRPC's threads object to its fork.
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-c", _EXEC, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -56,29 +62,16 @@ class Child:
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
             )
-
-    async def until(
-        self, is_ready: Callable[[], Awaitable[bool]], within_s: float = READY_TIMEOUT_S
-    ) -> None:
-        """Wait until it is ready. Raises BenchError with the end of its log if it is not."""
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(READY_TIMEOUT_S):
                 while not await is_ready():
                     if not self.is_alive:
-                        raise BenchError(f"{self.name} did not start:\n{self.tail()}")
+                        raise BenchError(f"{self.name} did not start:\n{self._tail()}")
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise BenchError(
-                f"{self.name} was not ready in {within_s:g} s:\n{self.tail()}"
+                f"{self.name} was not ready in {READY_TIMEOUT_S:g} s:\n{self._tail()}"
             ) from None
-
-    async def until_file(self, path: Path, within_s: float = READY_TIMEOUT_S) -> None:
-        """Wait for a file that the process writes when it is ready."""
-
-        async def exists() -> bool:
-            return await asyncio.to_thread(path.exists)
-
-        await self.until(exists, within_s)
 
     async def stop(self, sign: signal.Signals = signal.SIGTERM) -> None:
         """End it; kill it with its children if it does not end in time. Idempotent."""
@@ -100,11 +93,6 @@ class Child:
                         each.kill()
             process.wait()
 
-    def signal_group(self, sign: signal.Signals) -> None:
-        """Signal the process and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, sign)
-
     @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -113,11 +101,10 @@ class Child:
     def pid(self) -> int:
         """Raises BenchError if the process has ended."""
         if self._process is None or self._process.poll() is not None:
-            raise BenchError(f"{self.name} ended:\n{self.tail()}")
+            raise BenchError(f"{self.name} ended:\n{self._tail()}")
         return self._process.pid
 
-    def tail(self) -> str:
-        """Return the last lines of its log."""
+    def _tail(self) -> str:
         text = self._log.read_text(encoding="utf-8", errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
         return "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
@@ -126,7 +113,7 @@ class Child:
 class Service:
     """One `pdserve up`; its files are in `directory`.
 
-    `ready` is the content of the ready file, None while the service does not run. `environment` is
+    `ready` is the content of the ready file, empty while the service does not run. `environment` is
     added to ours.
     """
 
@@ -140,7 +127,7 @@ class Service:
     ) -> None:
         self.name = name
         self.directory = directory
-        self.ready: Mapping[str, Any] | None = None
+        self.ready: Mapping[str, Any] = {}
         self._environment = environment
         self._ready_path = directory / "ready.json"
         up = {**config["up"], "ready_file": str(self._ready_path), "run_dir": str(directory)}
@@ -153,19 +140,21 @@ class Service:
         config_path = self.directory / "up.yaml"
         config_path.write_text(yaml.safe_dump(self._config, sort_keys=False), encoding="utf-8")
         self._ready_path.unlink(missing_ok=True)
+
+        async def is_ready() -> bool:
+            return self._ready_path.exists()
+
         command = [sys.executable, "-m", "pdserve", "up", "--config", str(config_path)]
-        self._child.start(command, self._environment)
-        await self._child.until_file(self._ready_path)
+        await self._child.start(command, is_ready, self._environment)
         self.ready = self.read_ready()
 
     async def stop(self) -> None:
         """Idempotent."""
-        self.ready = None
+        self.ready = {}
         await self._child.stop(signal.SIGINT)
 
     async def workers(self) -> list[dict[str, Any]]:
         """Return what each worker says of itself. Raises BenchError."""
-        assert self.ready is not None
         async with rpc.open_channel(self.ready["grpc"]) as channel:
             try:
                 listed = await RegistryStub(channel).ListWorkers(

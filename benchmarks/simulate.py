@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import selectors
 import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.client import GrpcTarget, Piece
+from benchmarks.client import GrpcTarget, Piece, Request, ServedModel, Target, exactly
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.records import Timeline
-from benchmarks.replay import ReplayResult, host_facts
+from benchmarks.replay import Clock, ReplaySettings, read_json, run_replay
 from benchmarks.service import Service
 from benchmarks.stats import percentile
-from benchmarks.traces import Trace, TraceMeta, TraceRequest, due_times_s, speedup_for
-from benchmarks.workload import shape_workload
+from benchmarks.traces import Trace, TraceMeta, TraceRequest
 from pdserve.errors import PdserveError
-from pdserve.types import GenerateRequest, ModelInfo, Role, SamplingParams, WorkerInfo
+from pdserve.types import GenerateRequest, ModelInfo, Role, WorkerInfo
 from router.background import background
 from router.decisions import DecisionLog
 from router.fleet.registry import Fleet
@@ -40,11 +36,13 @@ from workers.fake.settings import FakeKv, FakeSettings
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from benchmarks.progress import Progress
+    from benchmarks.replay import ReplayResult
     from benchmarks.workload import Shape
     from pdserve.config import RouterConfig
+    from pdserve.types import SamplingParams
     from router.answer import AnswerDelta
 
 _MODEL: Final = ModelInfo("simulated", "", 1 << 20, 1024, "float32")
@@ -69,8 +67,8 @@ class Costs:
     def read(cls, path: Path) -> Costs:
         """Raises BenchError."""
         try:
-            return cls(**{k: float(x) for k, x in json.loads(path.read_text()).items()})
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            return cls(**{name: float(x) for name, x in read_json(path).items()})
+        except (BenchError, ValueError, TypeError, AttributeError) as error:
             raise BenchError(f"{path} holds no step costs: {error}") from None
 
 
@@ -170,155 +168,140 @@ def connect_in_memory(services: Mapping[str, WorkerService]) -> Any:
     return connect
 
 
-def simulate(setup: Setup, config: RouterConfig, trace: Trace, shape: Shape) -> ReplayResult:
-    """Serve a trace and return what a replay of the real service would. The same setup gives the
-    same result. Raises BenchError."""
-    shape = replace(shape, limit=setup.requests)
-    workload = shape_workload(trace, shape)
-    due_s = due_times_s(workload.arrivals_s, tick_s=trace.meta.tick_s, seed=setup.seed)
-    speedup = 1.0 if setup.users else speedup_for(due_s, setup.rate_per_s)
-    timelines = [
-        Timeline(
-            index, f"sim-{index}", row.input_tokens, row.output_tokens, at_s / speedup, lambda: 0.0
-        )
-        for (index, row), at_s in zip(workload.rows, due_s, strict=True)
-    ]
-    random.seed(setup.seed)  # of pauses with jitter
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(_serve(setup, config, timelines))
-    return ReplayResult(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        trace=asdict(trace.meta) | {"digest": trace.digest()},
-        workload=asdict(workload.cut),
-        target={"kind": "simulated", "address": "virtual time", "name": setup.name},
-        settings=asdict(setup) | {"policy": config.policy, "speedup": speedup},
-        slo_s=dict(setup.slo_s),
-        host=host_facts(),
-        records=tuple(timeline.record() for timeline in timelines),
-    )
+class _SimulatedTarget(Target):
+    """A router in this process."""
 
+    kind = "simulated"
 
-async def _serve(setup: Setup, config: RouterConfig, timelines: Sequence[Timeline]) -> None:
-    async with AsyncExitStack() as stack:
-        services: dict[str, WorkerService] = {}
-        stack.push_async_callback(_close, services)
-        fleet = await stack.enter_async_context(
-            Fleet(
-                router_id="router",
-                lease_s=_NEVER_S,
-                health=config.health,
-                connect=connect_in_memory(services),
-                clock=asyncio.get_running_loop().time,
+    def __init__(self, server: RequestServer) -> None:
+        super().__init__(["virtual time"])
+        self._server = server
+
+    async def _models(self, address: str) -> list[ServedModel]:
+        return [ServedModel(_MODEL.name, _MODEL.max_model_len, _MODEL.vocab_size)]
+
+    def prepare(
+        self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
+    ) -> Request:
+        return Request(request_id, model.name, tuple(prompt), sampling)
+
+    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+        out = _Out()
+        serving = asyncio.create_task(
+            self._server.serve(
+                GenerateRequest(request.request_id, request.model, request.body, request.sampling),
+                out,
             )
         )
-        server = RequestServer(
-            make_services(config, fleet, RouterMetrics(), DecisionLog(1)),
-            request_timeout_s=config.request_timeout_s,
-        )
-        await stack.enter_async_context(background("admit", server.admit_queued))
-        for role, count in (
-            (Role.PREFILL, setup.prefill),
-            (Role.DECODE, setup.decode),
-            (Role.AGGREGATED, setup.aggregated),
-        ):
-            for number in range(count):
-                name = f"{role}-{number}"
-                info = await _start_worker(name, role, setup, services)
-                fleet.register(info)
-        # Let workers and router meet, so that the first request finds them ready.
-        await asyncio.sleep(1.0)
-        await _send(setup, server, timelines)
+        serving.add_done_callback(lambda _: out.pieces.put_nowait(None))
+        while (piece := await out.pieces.get()) is not None:
+            yield piece
+        try:
+            await serving
+        except PdserveError as error:
+            raise TargetError(f"{type(error).__name__}: {error}") from None
+
+    async def aclose(self) -> None:
+        pass
 
 
-async def _close(services: Mapping[str, WorkerService]) -> None:
-    for service in services.values():
-        await service.close()
+class _Out:
+    """Where the router writes one answer; None ends it."""
 
-
-async def _start_worker(
-    name: str, role: Role, setup: Setup, services: dict[str, WorkerService]
-) -> WorkerInfo:
-    kv = None if role is Role.AGGREGATED else FakeKv(instance_id=name, host="")
-    settings = FakeSettings(
-        max_num_seqs=setup.max_num_seqs,
-        total_blocks=setup.total_blocks,
-        **asdict(setup.costs),
-        kv=kv,
-    )
-    service = services[name] = WorkerService(FakeEngine(_MODEL, settings), role, name)
-    engine = await service.start()
-    return WorkerInfo(
-        worker_id=name,
-        instance_id=name,
-        role=role,
-        model=engine.model,
-        address=name,
-        session_address=name,
-        kv=engine.kv,
-        block_size=engine.block_size,
-        total_blocks=engine.total_blocks,
-        max_num_seqs=engine.max_num_seqs,
-        engine=engine.name,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Client:
-    """Where the router writes one answer."""
-
-    timeline: Timeline
+    def __init__(self) -> None:
+        self.pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     def write(self, delta: AnswerDelta) -> bool:
         usage = None if delta.usage is None else asdict(delta.usage)
         receipt = None if delta.receipt is None else asdict(delta.receipt)
-        tokens = len(delta.token_ids)
-        self.timeline.add(Piece(tokens=tokens, usage=usage, receipt=receipt))
+        self.pieces.put_nowait(Piece(tokens=len(delta.token_ids), usage=usage, receipt=receipt))
         return True
 
 
-async def _send(setup: Setup, server: RequestServer, timelines: Sequence[Timeline]) -> None:
-    loop = asyncio.get_running_loop()
-    start_s = loop.time()
+def simulate(
+    setup: Setup, config: RouterConfig, trace: Trace, shape: Shape, progress: Progress
+) -> ReplayResult:
+    """Serve a trace and return what a replay of the real service would. The same setup gives the
+    same result. Raises BenchError."""
+    settings = ReplaySettings(
+        trace=trace.meta.name,
+        shape=replace(shape, limit=setup.requests),
+        rate_per_s=None if setup.users else setup.rate_per_s,
+        users=setup.users,
+        think_s=setup.think_s,
+        seed=setup.seed,
+        warmup=0,
+        drain_timeout_s=_NEVER_S,
+        slo_s=setup.slo_s,
+    )
+    random.seed(setup.seed)  # of pauses with jitter
 
-    async def one(timeline: Timeline) -> None:
-        timeline.now = lambda: loop.time() - start_s
-        timeline.sent_s = timeline.now()
-        length = timeline.output_tokens
-        chance = random.Random(f"{setup.seed}/{timeline.index}")
-        prompt = tuple(chance.randrange(_MODEL.vocab_size) for _ in range(timeline.input_tokens))
-        request = GenerateRequest(
-            timeline.request_id,
-            _MODEL.name,
-            prompt,
-            SamplingParams(max_tokens=length, min_tokens=length, ignore_eos=True),
+    async def serve() -> ReplayResult:
+        clock = Clock(asyncio.get_running_loop().time)
+        async with AsyncExitStack() as stack:
+            target = await _start(setup, config, stack)
+            return await run_replay(settings, target, progress, trace=trace, clock=clock)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        result = runner.run(serve())
+    return replace(
+        result,
+        target={**result.target, "name": setup.name},
+        settings={**result.settings, **asdict(setup), "policy": config.policy},
+    )
+
+
+async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _SimulatedTarget:
+    services: dict[str, WorkerService] = {}
+
+    async def close() -> None:
+        for service in services.values():
+            await service.close()
+
+    stack.push_async_callback(close)
+    fleet = await stack.enter_async_context(
+        Fleet(
+            router_id="router",
+            lease_s=_NEVER_S,
+            health=config.health,
+            connect=connect_in_memory(services),
+            clock=asyncio.get_running_loop().time,
         )
-        try:
-            await server.serve(request, _Client(timeline))
-            timeline.complete()
-        except (PdserveError, TargetError) as error:
-            timeline.fail(f"{type(error).__name__}: {error}")
-
-    if not setup.users:
-        async with asyncio.TaskGroup() as group:
-            for timeline in timelines:
-                await asyncio.sleep(max(0.0, timeline.scheduled_s - (loop.time() - start_s)))
-                group.create_task(one(timeline))
-        return
-    todo = iter(timelines)
-    chance = random.Random(setup.seed)
-
-    async def user() -> None:
-        # Users do not start at the same moment.
-        await asyncio.sleep(chance.uniform(0.0, setup.think_s or 1.0))
-        for timeline in todo:
-            timeline.scheduled_s = loop.time() - start_s
-            await one(timeline)
-            if setup.think_s:
-                await asyncio.sleep(chance.expovariate(1 / setup.think_s))
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(setup.users):
-            group.create_task(user())
+    )
+    server = RequestServer(
+        make_services(config, fleet, RouterMetrics(), DecisionLog(1)),
+        request_timeout_s=config.request_timeout_s,
+    )
+    await stack.enter_async_context(background("admit", server.admit_queued))
+    for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED):
+        for number in range(getattr(setup, role.value)):
+            name = f"{role}-{number}"
+            settings = FakeSettings(
+                max_num_seqs=setup.max_num_seqs,
+                total_blocks=setup.total_blocks,
+                **asdict(setup.costs),
+                kv=None if role is Role.AGGREGATED else FakeKv(instance_id=name, host=""),
+            )
+            service = services[name] = WorkerService(FakeEngine(_MODEL, settings), role, name)
+            engine = await service.start()
+            fleet.register(
+                WorkerInfo(
+                    worker_id=name,
+                    instance_id=name,
+                    role=role,
+                    model=engine.model,
+                    address=name,
+                    session_address=name,
+                    kv=engine.kv,
+                    block_size=engine.block_size,
+                    total_blocks=engine.total_blocks,
+                    max_num_seqs=engine.max_num_seqs,
+                    engine=engine.name,
+                )
+            )
+    # Let workers and router meet, so that the first request finds them ready.
+    await asyncio.sleep(1.0)
+    return _SimulatedTarget(server)
 
 
 def drawn_trace(mean_input: int, mean_output: int, *, requests: int, seed: int) -> Trace:
@@ -344,23 +327,23 @@ _ANSWER: Final = 33
 
 async def calibrate(config: Mapping[str, Any], progress: Progress) -> Costs:
     """Measure a real 1P1D on this machine for some seconds. Raises BenchError."""
-    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as directory:
+    async with AsyncExitStack() as ending:
+        directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-"))
         progress.step("calibrating: starting 1P1D")
         service = Service("1P1D", config, Path(directory))
+        ending.push_async_callback(service.stop)
+        await service.start()
+        target = GrpcTarget(service.ready["grpc"])
+        ending.push_async_callback(target.aclose)
+        progress.step("calibrating: measuring")
         try:
-            await service.start()
-            assert service.ready is not None
-            target = GrpcTarget(service.ready["grpc"])
-            try:
-                return await _measure(target, progress)
-            finally:
-                await target.aclose()
-        finally:
-            await service.stop()
+            return await _measure(target)
+        except TargetError as error:
+            raise BenchError(f"calibration: {error}") from None
 
 
-async def _measure(target: GrpcTarget, progress: Progress) -> Costs:
-    model = await target.model(None)
+async def _measure(target: GrpcTarget) -> Costs:
+    model = await target.model()
     chance = random.Random(0)
 
     async def ask(length: int) -> tuple[float, float, float]:
@@ -368,25 +351,19 @@ async def _measure(target: GrpcTarget, progress: Progress) -> Costs:
         loop = asyncio.get_running_loop()
         prompt = [chance.randrange(16, model.vocab_size or 1000) for _ in range(length)]
         at, receipt = [], None
-        async for piece in target.stream(target.prepare(model, "", prompt, _ANSWER)):
+        async for piece in target.stream(target.prepare(model, "", prompt, exactly(_ANSWER))):
             at += [loop.time()] * (piece.tokens or 0)
             receipt = piece.receipt or receipt
         assert receipt is not None
         tpot_s = (at[-1] - at[1]) / (len(at) - 2)
         return receipt["prefill_s"], tpot_s, receipt["exposed_transfer_s"]
 
-    progress.step("calibrating: measuring")
-    try:
-        await ask(_LENGTHS[0])  # warm-up
-        short = [await ask(_LENGTHS[0]) for _ in range(5)]
-        long = [await ask(_LENGTHS[1]) for _ in range(5)]
-        many = [
-            found
-            for _ in range(2)
-            for found in await asyncio.gather(*(ask(_LENGTHS[0]) for _ in range(_TOGETHER)))
-        ]
-    except TargetError as error:
-        raise BenchError(f"calibration: {error}") from None
+    async def ask_together() -> list[tuple[float, float, float]]:
+        return await asyncio.gather(*(ask(_LENGTHS[0]) for _ in range(_TOGETHER)))
+
+    await ask(_LENGTHS[0])  # warm-up
+    short, long = [[await ask(length) for _ in range(5)] for length in _LENGTHS]
+    many = [*await ask_together(), *await ask_together()]
 
     def median(sample: Sequence[tuple[float, ...]], place: int) -> float:
         return percentile([x[place] for x in sample], 50)

@@ -1,19 +1,22 @@
-"""Percentiles and bootstrap intervals."""
+"""Percentiles, bootstrap intervals, and rounds in which variants take turns."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+T = TypeVar("T")
 RESAMPLES: Final = 2000
 MIN_ROUNDS: Final = 3  # an interval over fewer rounds says nothing
+WARMUP: Final = -1  # the number of the round whose results are dropped
+_PERCENTS: Final = (0, 50, 90, 95, 99, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,38 +42,37 @@ class Estimate:
     high: float | None = None
 
 
+def percentiles(sample: Sequence[float], percents: Sequence[float]) -> list[float]:
+    """Interpolate linearly. If the sample holds infinities, take the next higher value."""
+    method = "higher" if math.isinf(max(sample)) else "linear"
+    found: list[float] = np.percentile(sample, percents, method=method).tolist()  # type: ignore[call-overload]
+    return found
+
+
 def percentile(sample: Sequence[float], percent: float) -> float:
-    """Interpolate linearly. Where the sample holds infinities, take the next higher value."""
-    ordered = sorted(sample)
-    if math.isinf(ordered[-1]):
-        return ordered[math.ceil((len(ordered) - 1) * percent / 100)]
-    return float(np.percentile(ordered, percent))
+    return percentiles(sample, [percent])[0]
 
 
 def distribution(sample: Sequence[float]) -> Distribution | None:
     """Return None for an empty sample."""
     if not sample:
         return None
-    p50, p90, p95, p99 = (percentile(sample, percent) for percent in (50, 90, 95, 99))
     mean = math.fsum(sample) / len(sample)
-    return Distribution(len(sample), mean, min(sample), p50, p90, p95, p99, max(sample))
+    return Distribution(len(sample), mean, *percentiles(sample, _PERCENTS))
 
 
-def estimate(rounds: Sequence[float], key: str) -> Estimate | None:
+def estimate(rounds: Sequence[float], key: str) -> Estimate:
     """Return the median of one value a round, with an interval from resampled rounds.
 
     Requests of one round influence each other, so whole rounds are drawn (block bootstrap; Efron
     and Tibshirani, An Introduction to the Bootstrap, ch. 8). The same `key` draws the same.
     """
-    if not rounds:
-        return None
     middle = percentile(rounds, 50)
     if len(rounds) < MIN_ROUNDS:
         return Estimate(middle)
     draw = np.random.default_rng(zlib.crc32(key.encode()))
     drawn = draw.choice(np.asarray(rounds), (RESAMPLES, len(rounds)))
-    medians = np.median(drawn, axis=1).tolist()
-    return Estimate(middle, percentile(medians, 2.5), percentile(medians, 97.5))
+    return Estimate(middle, *percentiles(np.median(drawn, axis=1).tolist(), (2.5, 97.5)))
 
 
 def ratio(rounds: Sequence[tuple[float, float]], key: str) -> Estimate | None:
@@ -78,3 +80,48 @@ def ratio(rounds: Sequence[tuple[float, float]], key: str) -> Estimate | None:
     if any(bottom == 0 or math.isinf(top) or math.isinf(bottom) for top, bottom in rounds):
         return None
     return estimate([top / bottom for top, bottom in rounds], key)
+
+
+def in_turn(variants: Sequence[str], number: int) -> list[str]:
+    """Return the order of a round."""
+    return list(variants) if number % 2 == 0 else list(reversed(variants))
+
+
+async def alternate(
+    variants: Sequence[str],
+    rounds: int,
+    measure: Callable[[str, int], Awaitable[T]],
+    *,
+    first: int = 0,
+    warm_up: bool = True,
+) -> AsyncIterator[dict[str, T]]:
+    """Yield the measurements of each round by variant, from round `first` on.
+
+    A machine that slows down during a run slows all variants of a round alike, and the order within
+    a round alternates (A B, B A, ...). A round `WARMUP` goes before them and is not yielded.
+    """
+    if warm_up:
+        for name in variants:
+            await measure(name, WARMUP)
+    for number in range(first, rounds):
+        found = {name: await measure(name, number) for name in in_turn(variants, number)}
+        yield {name: found[name] for name in variants}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One metric of one variant over all rounds. `ratio` is to the baseline, None for itself."""
+
+    median: float
+    ratio: float | None
+
+
+def compare(rounds: Sequence[Mapping[str, float]], baseline: str) -> dict[str, Comparison]:
+    """Compare one metric, given by variant for each round."""
+    found = {}
+    for name in rounds[0]:
+        quotient = ratio([(each[name], each[baseline]) for each in rounds], name)
+        is_known = name != baseline and quotient is not None
+        median = percentile([each[name] for each in rounds], 50)
+        found[name] = Comparison(median, quotient.value if is_known and quotient else None)
+    return found

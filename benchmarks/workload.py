@@ -1,4 +1,4 @@
-"""Which requests of a trace are sent, how long they are, when they are due, and their prompts."""
+"""Which requests of a trace are sent, how long they are, and their prompts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +14,6 @@ import numpy as np
 from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from benchmarks.traces import Trace, TraceRequest
 
 
@@ -46,6 +45,7 @@ class Cut:
     mean_output_before: float
     mean_input: float
     mean_output: float
+    block_size: int | None
 
     def notes(self) -> list[str]:
         lines = []
@@ -66,12 +66,7 @@ class Workload:
     """The requests to send, each with its row number in the trace (from 0)."""
 
     rows: tuple[tuple[int, TraceRequest], ...]
-    block_size: int | None
     cut: Cut
-
-    @property
-    def arrivals_s(self) -> list[float]:
-        return [row.arrival_s for _, row in self.rows]
 
 
 def shape_workload(trace: Trace, shape: Shape) -> Workload:
@@ -83,17 +78,14 @@ def shape_workload(trace: Trace, shape: Shape) -> Workload:
             f"--scale-lengths {factor} leaves less than one token of a prefix block of {before}; "
             f"use at least 1/{before}"
         )
-    scaled = [_scale(row, factor, before, block_size) for row in trace.requests]
     cap, total = shape.max_output_tokens, shape.max_total_tokens
-    fitted = [
-        row if cap is None else replace(row, output_tokens=min(row.output_tokens, cap))
-        for row in scaled
-    ]
-    kept = [
-        (number, row)
-        for number, row in enumerate(fitted)
-        if total is None or row.input_tokens + row.output_tokens <= total
-    ]
+    kept, capped = [], 0
+    for number, row in enumerate(trace.requests):
+        scaled = _scale(row, factor, before, block_size)
+        if cap is not None and scaled.output_tokens > cap:
+            scaled, capped = replace(scaled, output_tokens=cap), capped + 1
+        if total is None or scaled.input_tokens + scaled.output_tokens <= total:
+            kept.append((number, scaled))
     if not kept:
         raise BenchError(
             f"no request of {trace.meta.name} fits {total} tokens; raise --max-total-tokens or "
@@ -104,18 +96,15 @@ def shape_workload(trace: Trace, shape: Shape) -> Workload:
     cut = Cut(
         rows=len(trace.requests),
         requests=len(sent),
-        capped=sum(a != b for a, b in zip(scaled, fitted, strict=True)),
-        dropped=len(fitted) - len(kept),
-        mean_input_before=_mean([row.input_tokens for row in trace.requests]),
-        mean_output_before=_mean([row.output_tokens for row in trace.requests]),
-        mean_input=_mean([row.input_tokens for _, row in sent]),
-        mean_output=_mean([row.output_tokens for _, row in sent]),
+        capped=capped,
+        dropped=len(trace.requests) - len(kept),
+        mean_input_before=fmean(row.input_tokens for row in trace.requests),
+        mean_output_before=fmean(row.output_tokens for row in trace.requests),
+        mean_input=fmean(row.input_tokens for _, row in sent),
+        mean_output=fmean(row.output_tokens for _, row in sent),
+        block_size=block_size,
     )
-    return Workload(tuple(sent), block_size, cut)
-
-
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values)
+    return Workload(tuple(sent), cut)
 
 
 def _scale(

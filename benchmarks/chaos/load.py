@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-from benchmarks.client import HttpTarget, Request, piece_of
+from benchmarks.client import HttpTarget, Request, completion_body, piece_of
 from benchmarks.errors import BenchError, TargetError
 from benchmarks.traces import load_trace
 from benchmarks.workload import PromptMaker, Shape, shape_workload
@@ -238,7 +238,12 @@ class Asker:
                 yield piece_of(delta)
 
     async def _over_http(self, question: Question, answer: Answer) -> AsyncIterator[Piece]:
-        body = self._body(question)
+        body = completion_body(self._model, question.prompt, question.sampling)
+        if KINDS[question.kind][0] == "sse":
+            body["return_token_ids"] = True
+        else:
+            del body["stream_options"]
+            body["stream"] = False
         name = f"chaos-{uuid.uuid4().hex}"
         key = {"idempotency-key": name} if len(self._targets) > 1 else {}
         since_s = 0.0
@@ -261,23 +266,6 @@ class Asker:
             if answer.choices:
                 body["resume_token_ids"] = list(answer.choices[0].token_ids)
             await asyncio.sleep(0.1)
-
-    def _body(self, question: Question) -> dict[str, Any]:
-        s, is_stream = question.sampling, KINDS[question.kind][0] == "sse"
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": list(question.prompt),
-            "max_tokens": s.max_tokens,
-            "temperature": s.temperature,
-            "seed": s.seed,
-            "ignore_eos": s.ignore_eos,
-            "stream": is_stream,
-        }
-        if s.stop:
-            body["stop"] = list(s.stop)
-        if is_stream:
-            body |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
-        return body
 
 
 class Load:

@@ -22,13 +22,11 @@ from benchmarks.chaos.load import (
 from benchmarks.chaos.scenarios import MissedError, Run
 from benchmarks.chaos.service import ServiceUnderTest
 from benchmarks.errors import BenchError
-from benchmarks.runner import print_table
+from benchmarks.report.tables import Printer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
-
-    from rich.console import Console
 
     from benchmarks.chaos.load import Answer
     from benchmarks.chaos.scenarios import Scenario
@@ -237,7 +235,7 @@ async def _run(
     )
 
 
-def print_rows(console: Console, rows: Sequence[Row]) -> None:
+def print_rows(rows: Sequence[Row]) -> None:
     """Print the matrix."""
     columns = ["fault", "requests", "failed", "allowed", "wrong tokens", "leaked blocks"]
     cells = [
@@ -250,4 +248,4 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
         ]
         for row in rows
     ]
-    print_table(console, [*columns, "longest pause", "whole after", ""], cells)
+    Printer().table([*columns, "longest pause", "whole after", ""], cells)

@@ -58,7 +58,6 @@ class ServiceUnderTest(Service):
 
     async def start(self) -> None:
         await super().start()
-        assert self.ready is not None
         self.model = self.ready["model"]
         self.grpc = [router["grpc"] for router in self.ready["routers"]]
         self.http = [router["http"] for router in self.ready["routers"]]
@@ -68,7 +67,7 @@ class ServiceUnderTest(Service):
         self.look()
 
     async def stop(self) -> None:
-        if self.ready is not None:
+        if self.ready:
             with suppress(BenchError):
                 self.look()
         await self._ending.aclose()

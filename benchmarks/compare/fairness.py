@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections import Counter
@@ -168,51 +167,46 @@ def _others_share(result: CompareResult) -> float:
 
 
 class ProcessorMeter:
-    """Counts CPU time from its creation to `use`. `driven` and `idle` are ready files."""
+    """Counts CPU time from its creation to `use`. `driven` and `idle` are ready files; `driven` is
+    empty for an endpoint."""
 
-    def __init__(self, driven: Mapping[str, Any] | None, idle: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, driven: Mapping[str, Any], idle: Sequence[Mapping[str, Any]]) -> None:
         self._driven = driven
         self._idle = idle
         self._first = self._read()
 
     def use(self) -> ProcessorUse:
-        first, last = self._first, self._read()
-        window_s, router_s, workers_s, client_s, idle_s, busy_s = (
-            round(after - before, 3) for before, after in zip(first, last, strict=True)
-        )
-        ours = router_s + workers_s + client_s + idle_s
-        return ProcessorUse(
-            window_s=window_s,
-            router_s=None if self._driven is None else router_s,
-            workers_s=None if self._driven is None else workers_s,
-            client_s=client_s,
-            idle_s=idle_s,
-            others_s=max(0.0, round(busy_s - ours, 3)),
-        )
+        last = self._read()
+        spent = {name: round(last[name] - first, 3) for name, first in self._first.items()}
+        others_s = spent.pop("busy_s") - sum(spent.values()) + spent["window_s"]
+        known = spent if self._driven else spent | {"router_s": None, "workers_s": None}
+        return ProcessorUse(**known, others_s=max(0.0, round(others_s, 3)))
 
-    def _read(self) -> tuple[float, ...]:
+    def _read(self) -> dict[str, float]:
         own = psutil.Process().cpu_times()
-        router_s, workers_s = (0.0, 0.0) if self._driven is None else _of(self._driven)
-        idle_s = sum(sum(_of(each)) for each in self._idle)
-        return (time.perf_counter(), router_s, workers_s, own.user + own.system, idle_s, _busy_s())
+        return {
+            "window_s": time.perf_counter(),
+            "router_s": processor_s(_pids(self._driven, routers=True)),
+            "workers_s": processor_s(_pids(self._driven, workers=True)),
+            "client_s": own.user + own.system,
+            "idle_s": sum(processor_s(_pids(x, routers=True, workers=True)) for x in self._idle),
+            "busy_s": _busy_s(),
+        }
 
 
-def _of(ready: Mapping[str, Any]) -> tuple[float, float]:
-    """CPU time of a variant's router and of its workers so far."""
-    return (
-        processor_s([ready["router"]["pid"]]),
-        processor_s(worker["pid"] for worker in ready["workers"]),
-    )
+def _pids(ready: Mapping[str, Any], *, routers: bool = False, workers: bool = False) -> list[int]:
+    found = [ready["router"]["pid"]] if ready and routers else []
+    return found + [x["pid"] for x in ready.get("workers", ()) if workers]
 
 
 def _busy_s() -> float:
     """CPU time of all processes on the cores that this process may use."""
-    mine = os.sched_getaffinity(0)
     total = 0.0
-    for core, times in enumerate(psutil.cpu_times(percpu=True)):
-        if core in mine:
-            total += sum(times) - times.idle - getattr(times, "iowait", 0.0)
-            for name in ("guest", "guest_nice"):  # counted in user and nice already
-                with contextlib.suppress(AttributeError):
-                    total -= getattr(times, name)
+    every = psutil.cpu_times(percpu=True)
+    for core in os.sched_getaffinity(0):
+        times = every[core]._asdict()
+        # Guests are counted in user and nice already.
+        total += sum(
+            x for k, x in times.items() if k not in ("idle", "iowait", "guest", "guest_nice")
+        )
     return total

@@ -75,7 +75,7 @@ class NixlPair:
 
     def __init__(self, name: str, config: Mapping[str, Any], directory: Path) -> None:
         self.name = name
-        self.ready: Mapping[str, Any] | None = None
+        self.ready: Mapping[str, Any] = {}
         self._worker = config["worker"]
         self._cores_each: int = config["up"]["cores_per_worker"]
         self._directory = directory
@@ -106,21 +106,14 @@ class NixlPair:
                 "engine_args": dict(worker.engine_args),
             }
             self._urls[role] = f"http://127.0.0.1:{port}"
-            module = [sys.executable, "-m", "benchmarks.compare.nixl"]
-            await self._run(role, [*module, json.dumps(settings)], "/health")
+            command = [sys.executable, "-m", "benchmarks.compare.nixl", json.dumps(settings)]
+            await self._run(role, command, "/health")
             _spread(self._children[role].pid, allowed)
         port = free_port()
         self._urls["proxy"] = f"http://127.0.0.1:{port}"
         servers = [f"--{role}={self._urls[role]}" for role in _SERVERS]
-        proxy = [
-            sys.executable,
-            "-m",
-            "kv_transfer.vllm.example_proxy",
-            *servers,
-            "--port",
-            str(port),
-        ]
-        await self._run("proxy", proxy, "/v1/models")
+        proxy = [sys.executable, "-m", "kv_transfer.vllm.example_proxy", *servers]
+        await self._run("proxy", [*proxy, "--port", str(port)], "/v1/models")
         pids = {role: child.pid for role, child in self._children.items()}
         self.ready = {
             "http": self._urls["proxy"],
@@ -131,21 +124,21 @@ class NixlPair:
     async def _run(self, what: str, command: list[str], path: str) -> None:
         child = Child(f"{self.name}'s {what}", self._directory / f"{what}.log")
         self._ending.push_async_callback(child.stop)
-        child.start(command)
         self._children[what] = child
 
         async def is_ready() -> bool:
             return await _get(self._urls[what] + path) is not None
 
-        await child.until(is_ready)
+        await child.start(command, is_ready)
 
     def signal(self, sign: signal.Signals) -> None:
         """Stop or continue all processes: NIXL's threads poll even without work."""
         for child in self._children.values():
-            child.signal_group(sign)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, sign)
 
     async def stop(self) -> None:
-        self.ready = None
+        self.ready = {}
         await self._ending.aclose()
         self._children.clear()
 

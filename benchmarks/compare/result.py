@@ -26,6 +26,11 @@ class VariantSettings:
     of_workers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gpus: int = 0
 
+    @property
+    def device(self) -> tuple[str, int]:
+        """What does the work, and how many there are."""
+        return ("gpu", self.gpus) if self.gpus else ("core", self.cores)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantFacts:

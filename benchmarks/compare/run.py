@@ -8,18 +8,19 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from fractions import Fraction
-from math import ceil, sqrt
+from math import ceil
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from benchmarks.client import GrpcTarget, HttpTarget, ServedModel, Target, open_http
+from benchmarks.client import GrpcTarget, HttpTarget, ServedModel, Target
 from benchmarks.compare.fairness import KV_TOKENS, ProcessorMeter, differences, settings_of
 from benchmarks.compare.nixl import NixlPair
 from benchmarks.compare.result import CompareResult, Kind, Measurement, VariantFacts
+from benchmarks.compare.sweep import next_rate, probes_of
 from benchmarks.errors import BenchError
 from benchmarks.metrics import summarise
 from benchmarks.replay import ReplaySettings, host_facts, jsonable, run_replay
-from benchmarks.runner import WARMUP, alternate, in_turn
 from benchmarks.service import Service
+from benchmarks.stats import WARMUP, alternate, in_turn
 from benchmarks.traces import load_trace
 from benchmarks.workload import Shape
 
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
 CPU_MEAN_INPUT: Final = 512
 WARMUP_REQUESTS: Final = 8
 MAX_PROBE_REQUESTS: Final = 2000
-ATTAINMENT: Final = 0.9
-CLOSE: Final = 1.1  # a sweep ends when the passed and the failed rate are so close
+DRAIN_TIMEOUT_S: Final = 60.0
 _SEEDS: Final = 10_000  # a kind of replay has
 
 
@@ -56,7 +56,6 @@ class CompareSettings:
     probes: int = 0
     probe_s: float = 15.0
     seed: int = 0
-    drain_timeout_s: float = 60.0
     slo_s: Mapping[str, float] = field(default_factory=dict)
     baseline: str
     api: Literal["grpc", "http"] = "grpc"
@@ -82,39 +81,40 @@ class _Running:
 
     def __init__(self, plan: VariantPlan, settings: CompareSettings, directory: Path) -> None:
         self.name = plan.variant.name
-        self.facts: VariantFacts | None = None
-        self.served: ServedModel | None = None
+        self.facts: VariantFacts
+        self.served: ServedModel
+        self.target: Target
         self.service: Service | NixlPair | None = None
         self.model = settings.endpoint_model if plan.config is None else None
         self._plan = plan
         self._api: Literal["grpc", "http"] = settings.api
+        self._is_running = False
         if plan.config is not None:
             make = NixlPair if plan.variant.is_nixl else Service
             self.service = make(self.name, plan.config, directory / self.name)
-        self._target: Target | None = None
 
     @property
-    def target(self) -> Target:
-        assert self._target is not None, f"{self.name} does not run"
-        return self._target
-
-    @property
-    def ready(self) -> Mapping[str, Any] | None:
-        return None if self.service is None else self.service.ready
+    def ready(self) -> Mapping[str, Any]:
+        return {} if self.service is None else self.service.ready
 
     async def start(self) -> None:
         """Start it and ask what it is. Raises BenchError."""
-        if self._target is not None:
+        if self._is_running:
             return
         begun = time.monotonic()
         settings, ready_s = None, None
-        if self.service is not None:
+        if self.service is None:
+            self.target = HttpTarget(self._plan.variant.url, self._plan.api_key, self._plan.tls)
+        else:
             await self.service.start()
             ready_s = round(time.monotonic() - begun, 2)
             settings = settings_of(await self.service.workers())
-        self._target = self._open()
-        self.served = await self._target.model(self.model)
-        self.facts = self.facts or VariantFacts(
+            ready = self.service.ready
+            is_grpc = self._api == "grpc"
+            self.target = GrpcTarget(ready["grpc"]) if is_grpc else HttpTarget(ready["http"])
+        self._is_running = True
+        self.served = await self.target.model(self.model)
+        self.facts = VariantFacts(
             name=self.name,
             kind="endpoint" if self.service is None else "started",
             api=self._api,
@@ -125,24 +125,15 @@ class _Running:
 
     def pause(self, *, is_driven: bool) -> None:
         """Stop processes that would not wait quietly (NIXL's poll), and let them run in turn."""
-        if isinstance(self.service, NixlPair) and self.service.ready is not None:
+        if isinstance(self.service, NixlPair) and self.service.ready:
             self.service.signal(signal.SIGCONT if is_driven else signal.SIGSTOP)
 
     async def stop(self) -> None:
-        target, self._target = self._target, None
-        if target is not None:
-            await target.aclose()
+        if self._is_running:
+            self._is_running = False
+            await self.target.aclose()
         if self.service is not None:
             await self.service.stop()
-
-    def _open(self) -> Target:
-        if self.service is None:
-            assert self._plan.variant.url is not None
-            return open_http(self._plan.variant.url, self._plan.api_key, self._plan.tls)
-        assert self.service.ready is not None
-        if self._api == "grpc":
-            return GrpcTarget(self.service.ready["grpc"])
-        return HttpTarget(self.service.ready["http"])
 
 
 async def run_compare(
@@ -168,21 +159,21 @@ async def run_compare(
         for each in running.values():
             progress.step(f"starting {each.name}")
             await each.start()
-            if each.facts is not None and each.facts.ready_s is not None:
+            if each.facts.ready_s is not None:
                 progress.say(f"{each.name} is ready after {each.facts.ready_s:.1f} s")
             if settings.restart:
                 await each.stop()
         settings = _settled(settings, trace, list(running.values()))
         result = CompareResult(
             created=created,
-            trace=asdict(trace.meta) | {"digest": trace.digest()},
-            settings=_values(settings),
+            trace=trace.facts(),
+            settings=asdict(settings) | {"scale_lengths": str(settings.scale_lengths)},
             host=host_facts(),
             slo_s=dict(settings.slo_s),
             baseline=settings.baseline,
             differ=settings.differ,
             is_complete=False,
-            variants=tuple(x.facts for x in running.values() if x.facts is not None),
+            variants=tuple(x.facts for x in running.values()),
             measurements=(),
         )
         if before is not None:
@@ -194,51 +185,39 @@ async def run_compare(
         yield replace(result, is_complete=True)
 
 
-def _values(settings: CompareSettings) -> dict[str, Any]:
-    return asdict(settings) | {"scale_lengths": str(settings.scale_lengths)}
-
-
 def _continued(before: CompareResult, now: CompareResult) -> CompareResult:
     """Take the measurements of an interrupted run. Raises BenchError if its settings differ."""
     if before.trace["digest"] != now.trace["digest"]:
         raise BenchError(f"--resume: the kept result is of trace {before.trace['name']}")
+    names = [[x.name for x in each.variants] for each in (before, now)]
+    if names[0] != names[1]:
+        raise BenchError(f"--resume: the kept result has the variants {', '.join(names[0])}")
     for name, value in jsonable(now.settings).items():
         kept = before.settings.get(name)
         if value != kept and name not in ("rounds", "probes"):
             raise BenchError(f"--resume: {name} is {value}, not {kept} as kept")
-    whole = len(now.variants)
-    counts = {m.number: 0 for m in before.measurements if m.kind == "round"}
-    for m in before.measurements:
-        if m.kind == "round":
-            counts[m.number] += 1
-    good = [m for m in before.measurements if m.kind == "probe" or counts[m.number] == whole]
-    return replace(now, created=before.created, measurements=tuple(good))
+    return replace(now, created=before.created, measurements=before.measurements)
 
 
 def _settled(
     settings: CompareSettings, trace: Trace, variants: Sequence[_Running]
 ) -> CompareSettings:
     """Refuse variants that are set differently, and fill in what depends on them."""
-    facts = [x.facts for x in variants if x.facts is not None]
-    found = differences({x.name: x.settings for x in facts}, settings.differ)
+    known = [x.facts.settings for x in variants if x.facts.settings is not None]
+    found = differences({x.name: x.facts.settings for x in variants}, settings.differ)
     if found:
-        share = (
-            " (--kv-cache-mib shares a fixed amount between the workers of each)"
-            if any(x.name == KV_TOKENS for x in found)
-            else ""
-        )
+        share = " (--kv-cache-mib shares a fixed amount between the workers of each)"
+        is_kv = any(x.name == KV_TOKENS for x in found)
         raise BenchError(
-            f"the variants differ in {'; '.join(map(str, found))}{share}. If this is what you "
-            f"compare, add --differ {','.join(x.name for x in found)}"
+            f"the variants differ in {'; '.join(map(str, found))}{share if is_kv else ''}. If this "
+            f"is what you compare, add --differ {','.join(x.name for x in found)}"
         )
-    served = [x.served for x in variants if x.served is not None]
-    devices = {d for x in facts if x.settings for d in x.settings.of_workers.get("device", ())}
+    devices = {device for x in known for device in x.of_workers.get("device", ())}
     scale = settings.scale_lengths
     if scale is None:
-        is_on_cpu = any(x.settings for x in facts) and devices <= {"cpu"}
-        scale = fitting_scale(trace) if is_on_cpu else Fraction(1)
-    lengths = [settings.max_total_tokens, *(model.max_model_len for model in served)]
-    sizes = [model.vocab_size for model in served]
+        scale = fitting_scale(trace) if known and devices <= {"cpu"} else Fraction(1)
+    lengths = [settings.max_total_tokens, *(x.served.max_model_len for x in variants)]
+    sizes = [x.served.vocab_size for x in variants]
     return replace(
         settings,
         scale_lengths=scale,
@@ -258,45 +237,6 @@ def fitting_scale(trace: Trace) -> Fraction:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """One rate of a sweep, and the share of its requests that met every limit."""
-
-    rate_per_s: float
-    attainment: float
-
-    @property
-    def passed(self) -> bool:
-        return self.attainment >= ATTAINMENT
-
-
-def bracket(probes: Sequence[Probe]) -> tuple[float | None, float | None]:
-    """Return the highest rate below every failure that passed, and the lowest that failed."""
-    failed = min((x.rate_per_s for x in probes if not x.passed), default=None)
-    below = [x.rate_per_s for x in probes if x.passed and (failed is None or x.rate_per_s < failed)]
-    return max(below, default=None), failed
-
-
-def next_rate(probes: Sequence[Probe], *, first: float, limit: int) -> float | None:
-    """Return the rate to try next, or None when the search is over.
-
-    DistServe (Zhong et al., OSDI 2024) compares systems by the highest rate at which 90 % of
-    requests meet both limits. The search doubles or halves until one probe passed and one failed,
-    then bisects their ratio.
-    """
-    if len(probes) >= limit:
-        return None
-    if not probes:
-        return first
-    passed, failed = bracket(probes)
-    if failed is None:
-        assert passed is not None
-        return passed * 2
-    if passed is None:
-        return failed / 2
-    return None if failed / passed <= CLOSE else sqrt(passed * failed)
-
-
-@dataclass(frozen=True, slots=True)
 class _Measuring:
     settings: CompareSettings
     running: Mapping[str, _Running]
@@ -307,7 +247,7 @@ class _Measuring:
         """Yield all measurements so far after each round and each probe."""
         s, names = self.settings, list(self.running)
         found = [m for m in before if m.kind == "round"]
-        done = len({m.number for m in found})
+        probed = [m for m in before if m.kind == "probe"]
 
         async def measure(name: str, number: int) -> Measurement:
             if number == WARMUP:
@@ -315,32 +255,24 @@ class _Measuring:
                 return await self._once(name, "round", WARMUP, s.rate_per_s, requests)
             return await self._measure(name, "round", number, s.rate_per_s, s.requests)
 
-        async for _, of_round in alternate(
-            names, s.rounds, measure, first=done, warm_up=not s.restart
-        ):
+        first = len({m.number for m in found})
+        rounds = alternate(names, s.rounds, measure, first=first, warm_up=not s.restart)
+        async for of_round in rounds:
             found += of_round.values()
-            yield (*found, *(m for m in before if m.kind == "probe"))
-        found += [m for m in before if m.kind == "probe"]
-        probes: dict[str, list[Probe]] = {name: [] for name in names}
-        for m in found:
-            if m.kind == "probe":
-                probes[m.variant].append(self._probe(m))
+            yield (*found, *probed)
+        found += probed
         for number in range(s.probes):
             for name in in_turn(names, number):
-                rate = next_rate(probes[name], first=s.rate_per_s, limit=s.probes)
-                if rate is None or len(probes[name]) > number:
+                own = [m for m in found if (m.variant, m.kind) == (name, "probe")]
+                probes = probes_of(own, s.slo_s)
+                rate = next_rate(probes, first=s.rate_per_s, limit=s.probes)
+                if rate is None or len(probes) > number:
                     continue
                 # Long enough that a queue has the time to grow.
                 enough = min(MAX_PROBE_REQUESTS, ceil(rate * s.probe_s))
-                m = await self._measure(name, "probe", number, rate, max(s.requests, enough))
-                probes[name].append(self._probe(m))
-                found.append(m)
+                requests = max(s.requests, enough)
+                found.append(await self._measure(name, "probe", number, rate, requests))
                 yield tuple(found)
-
-    def _probe(self, measurement: Measurement) -> Probe:
-        slo = summarise(measurement.records, self.settings.slo_s).slo
-        assert slo is not None, "the command line refuses a sweep without limits"
-        return Probe(measurement.rate_per_s, slo.attainment)
 
     async def _measure(
         self, name: str, kind: Kind, number: int, rate: float, requests: int
@@ -367,10 +299,10 @@ class _Measuring:
         what = "warm-up" if number == WARMUP else f"{kind} {number + 1}"
         of = f" of {s.rounds}" if kind == "round" and number != WARMUP else ""
         self.progress.step(f"{what}{of}, {name}, {rate:.2f}/s")
-        idle = [x.ready for x in self.running.values() if x is not variant and x.ready is not None]
+        idle = [x.ready for x in self.running.values() if x is not variant and x.ready]
         meter = ProcessorMeter(variant.ready, idle)
         # Each replay has prompts that no prefix cache has seen, the same for every variant.
-        place = ("round", "probe").index(kind) if number != WARMUP else 2
+        place = 2 if number == WARMUP else int(kind == "probe")
         seed = (3 * s.seed + place) * _SEEDS + max(0, number) + is_repeat * _SEEDS // 2
         assert s.scale_lengths is not None
         result = await run_replay(
@@ -380,7 +312,7 @@ class _Measuring:
                     scale_lengths=s.scale_lengths,
                     max_output_tokens=s.max_output_tokens,
                     max_total_tokens=s.max_total_tokens,
-                    skip=number * s.requests if kind == "round" and number != WARMUP else 0,
+                    skip=number * s.requests if place == 0 else 0,
                     limit=requests,
                 ),
                 rate_per_s=rate,
@@ -420,7 +352,7 @@ class _Measuring:
         """A probe need not wait longer than the slowest answer within the limits takes."""
         s = self.settings
         if kind != "probe" or not {"ttft", "tpot"} <= set(s.slo_s):
-            return s.drain_timeout_s
+            return DRAIN_TIMEOUT_S
         longest = max(row.output_tokens for row in self.trace.requests) * (s.scale_lengths or 1)
         tokens = min(longest, s.max_output_tokens or longest)
-        return min(s.drain_timeout_s, s.slo_s["ttft"] + float(tokens) * s.slo_s["tpot"] + 1.0)
+        return min(DRAIN_TIMEOUT_S, s.slo_s["ttft"] + float(tokens) * s.slo_s["tpot"] + 1.0)

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.compare.fairness import Validity, judge
-from benchmarks.compare.run import Probe, bracket
+from benchmarks.compare.sweep import Probe, bracket, probes_of
 from benchmarks.metrics import PHASES, Summary, receipt_number, summarise
 from benchmarks.replay import jsonable
 from benchmarks.stats import Estimate, estimate, ratio
@@ -38,6 +38,7 @@ class Figure:
 
 _LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tt2t": "TT2T", "e2e": "E2E"}
 _GAPS: Final = {"itl": "ITL", "icl": "ICL (gaps between chunks)"}
+_RATES: Final = {"goodput": "goodput, requests/s", "output_tokens": "output tokens/s"}
 FIGURES: Final = (
     *(
         Figure(f"{name}_{p}", f"{label} {p}", "s")
@@ -45,42 +46,31 @@ FIGURES: Final = (
         for p in ("p50", "p99")
     ),
     Figure("attainment", "SLO attainment", "share"),
-    Figure("goodput", "goodput, requests/s", "per_s"),
-    Figure("goodput_per_core", "goodput, requests/s per core", "per_s"),
-    Figure("goodput_per_gpu", "goodput, requests/s per GPU", "per_s"),
-    Figure("output_tokens", "output tokens/s", "per_s"),
-    Figure("output_tokens_per_core", "output tokens/s per core", "per_s"),
-    Figure("output_tokens_per_gpu", "output tokens/s per GPU", "per_s"),
+    *(
+        Figure(f"{name}{each}", f"{label}{text}", "per_s")
+        for name, label in _RATES.items()
+        for each, text in (("", ""), ("_per_core", " per core"), ("_per_gpu", " per GPU"))
+    ),
 )
 
 
 def figures_of(summary: Summary, settings: VariantSettings | None) -> dict[str, float]:
     """Return the figures of one round by key, without those it does not define."""
     found: dict[str, float] = {}
-    for name in _LATENCIES:
-        sample = summary.adjusted[name]
+    samples = {name: summary.adjusted[name] for name in _LATENCIES}
+    for name, sample in (samples | {"itl": summary.itl, "icl": summary.icl}).items():
         if sample is not None:
             found |= {f"{name}_p50": sample.p50, f"{name}_p99": sample.p99}
-    for name, sample in (("itl", summary.itl), ("icl", summary.icl)):
-        if sample is not None:
-            found |= {f"{name}_p50": sample.p50, f"{name}_p99": sample.p99}
-    found["output_tokens"] = summary.output_tokens_per_s
+    rates = {"output_tokens": summary.output_tokens_per_s}
     if summary.slo is not None:
         found["attainment"] = summary.slo.attainment
-        found["goodput"] = summary.slo.goodput_per_s
-    what, count = _device(settings)
-    if count:
-        for name in ("goodput", "output_tokens"):
-            if name in found:
-                found[f"{name}_per_{what}"] = found[name] / count
+        rates["goodput"] = summary.slo.goodput_per_s
+    device, count = settings.device if settings else ("core", 0)
+    for name, rate in rates.items():
+        found[name] = rate
+        if count:
+            found[f"{name}_per_{device}"] = rate / count
     return found
-
-
-def _device(settings: VariantSettings | None) -> tuple[str, int]:
-    """What does the work, and how many there are."""
-    if settings is None:
-        return "core", 0
-    return ("gpu", settings.gpus) if settings.gpus else ("core", settings.cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +129,10 @@ class CompareSummary:
             and any(figure.key in variant.figures for variant in self.variants)
         ]
 
-
-def to_json(summary: CompareSummary) -> dict[str, Any]:
-    """Return the summary as JSON. Its key for variants is `arms`, as the option is `--arms`."""
-    return {
-        ("arms" if key == "variants" else key): value for key, value in jsonable(summary).items()
-    }
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON. Its key for variants is `arms`, as the option is `--arms`."""
+        found = jsonable(self)
+        return {("arms" if key == "variants" else key): value for key, value in found.items()}
 
 
 def summarise_compare(result: CompareResult) -> CompareSummary:
@@ -157,11 +145,7 @@ def summarise_compare(result: CompareResult) -> CompareSummary:
         x.name: [figures_of(summary, x.settings) for summary in rounds[x.name]]
         for x in result.variants
     }
-    base = bracket(_probes(result, result.baseline))[0]
-    variants = tuple(
-        _variant(result, x, rounds[x.name], figures[x.name], figures[result.baseline], base)
-        for x in result.variants
-    )
+    variants = tuple(_variant(result, x, rounds[x.name], figures) for x in result.variants)
     return CompareSummary(
         baseline=result.baseline,
         validity=judge(result),
@@ -174,20 +158,18 @@ def _variant(
     result: CompareResult,
     facts: VariantFacts,
     own: Sequence[Summary],
-    figures: Sequence[Mapping[str, float]],
-    baseline: Sequence[Mapping[str, float]],
-    base_rate: float | None,
+    figures: Mapping[str, Sequence[Mapping[str, float]]],
 ) -> VariantSummary:
-    name = facts.name
+    name, baseline = facts.name, figures[result.baseline]
     medians, ratios = {}, {}
-    for figure in FIGURES:
-        key = figure.key
-        values = [x[key] for x in figures if key in x]
-        if not values or len(values) < len(figures):
+    for key in (figure.key for figure in FIGURES):
+        values = [x[key] for x in figures[name] if key in x]
+        if not values or len(values) < len(own):
             continue
-        if (found := estimate(values, f"{name}/{key}")) is not None:
-            medians[key] = found
-        pairs = [(x[key], y[key]) for x, y in zip(figures, baseline, strict=False) if key in y]
+        medians[key] = estimate(values, f"{name}/{key}")
+        pairs = [
+            (x[key], y[key]) for x, y in zip(figures[name], baseline, strict=False) if key in y
+        ]
         if name != result.baseline and len(pairs) == len(values):
             quotient = ratio(pairs, f"{name}/{key}/ratio")
             if quotient is not None:
@@ -211,16 +193,14 @@ def _variant(
         transfer_bytes=sum(x.totals["transfer_bytes"] for x in receipts),
         fallbacks=dict(sum((Counter(x.fallbacks) for x in receipts), Counter())),
         router_s_per_million_tokens=_router_cost(measured),
-        sweep=_sweep(_probes(result, name), facts.settings, base_rate),
+        sweep=_sweep(result, facts),
     )
 
 
 def _one_token_chunks(measured: Sequence[Measurement]) -> float | None:
-    good = [r for m in measured for r in m.records if r.status == "ok"]
-    if not good or any(record.chunk_tokens is None for record in good):
-        return None
-    counts = [count for record in good for count in record.chunk_tokens or ()]
-    return sum(count == 1 for count in counts) / len(counts)
+    good = [r.chunk_tokens for m in measured for r in m.records if r.status == "ok"]
+    counts = [count for of_request in good for count in of_request or ()]
+    return None if None in good or not counts else counts.count(1) / len(counts)
 
 
 def _router_cost(measured: Sequence[Measurement]) -> float | None:
@@ -230,27 +210,18 @@ def _router_cost(measured: Sequence[Measurement]) -> float | None:
     return sum(known) / tokens * 1e6 if tokens and len(known) == len(spent) else None
 
 
-def _probes(result: CompareResult, name: str) -> list[Probe]:
-    found = []
-    for measurement in result.of(name, "probe"):
-        slo = summarise(measurement.records, result.slo_s).slo
-        assert slo is not None, "a sweep has limits"
-        found.append(Probe(measurement.rate_per_s, slo.attainment))
-    return found
-
-
-def _sweep(
-    probes: Sequence[Probe], settings: VariantSettings | None, base: float | None
-) -> SweepSummary | None:
+def _sweep(result: CompareResult, facts: VariantFacts) -> SweepSummary | None:
+    probes = probes_of(result.of(facts.name, "probe"), result.slo_s)
     if not probes:
         return None
     passed, failed = bracket(probes)
-    what, count = _device(settings)
+    base, _ = bracket(probes_of(result.of(result.baseline, "probe"), result.slo_s))
+    device, count = facts.settings.device if facts.settings else ("core", 0)
     return SweepSummary(
         probes=tuple(probes),
         passed=passed,
         failed=failed,
         per_device=passed / count if passed is not None and count else None,
-        device="GPU" if what == "gpu" else what,
+        device="GPU" if device == "gpu" else device,
         ratio=passed / base if passed is not None and base else None,
     )

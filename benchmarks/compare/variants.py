@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import yaml
+
 from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
@@ -23,14 +25,14 @@ class Variant:
     """One system under test: workers started for it, or an endpoint that runs already.
 
     `overrides` are configuration keys that only this variant has. `is_nixl` stands for vLLM's own
-    P/D instead of pdserve.
+    P/D instead of pdserve. `url` is "" for what is started here.
     """
 
     name: str
     prefill: int = 0
     decode: int = 0
     aggregated: int = 0
-    url: str | None = None
+    url: str = ""
     overrides: tuple[tuple[str, object], ...] = ()
     is_nixl: bool = False
 
@@ -41,7 +43,7 @@ class Variant:
 
     @property
     def needs_http(self) -> bool:
-        return self.is_nixl or self.url is not None
+        return self.is_nixl or bool(self.url)
 
 
 def parse_variant(text: str) -> Variant:
@@ -66,8 +68,6 @@ def parse_variant(text: str) -> Variant:
 
 def parse_variants(texts: Sequence[str], settings: Sequence[str] = ()) -> tuple[Variant, ...]:
     """Parse all variants with their `NAME:KEY=VALUE` settings. Raises BenchError."""
-    import yaml
-
     variants = [parse_variant(text) for text in texts]
     found = {variant.name: variant for variant in variants}
     if len(found) < len(variants):
@@ -79,7 +79,7 @@ def parse_variants(texts: Sequence[str], settings: Sequence[str] = ()) -> tuple[
         key, equals, value = setting.partition("=")
         if not equals or not key:
             raise BenchError(f"--arm-set must be NAME:KEY=VALUE, not {text!r}")
-        if name not in found or found[name].url is not None:
+        if name not in found or found[name].url:
             raise BenchError(f"--arm-set {text!r}: no variant called {name!r} is started here")
         if found[name].is_nixl and not key.startswith(("worker.engine_args.", "worker.model")):
             raise BenchError(f"--arm-set {text!r}: a plain vLLM server has no {key}")
@@ -95,9 +95,8 @@ def share_cores(variants: Sequence[Variant], available: int, wanted: int | None 
     the most that is possible, leaving two cores to router and client if each worker still has one.
     Raises BenchError if the variants cannot have the same number.
     """
-    counts = [variant.workers for variant in variants if variant.url is None]
-    step = math.lcm(*counts) if counts else 1
-    each = " and ".join(str(count) for count in sorted(set(counts)))
+    counts = sorted({variant.workers for variant in variants if not variant.url})
+    step, each = math.lcm(*counts), " and ".join(map(str, counts))
     if wanted is not None:
         if wanted > available:
             raise BenchError(f"--cores {wanted}: this process may use {available}")
@@ -132,10 +131,10 @@ def config_changes(
     }
     if kv_cache_bytes is not None:
         share = kv_cache_bytes // variant.workers
-        if engine == "fake":
-            if share < FAKE_BLOCK_BYTES:
-                raise BenchError("--kv-cache-mib is less than a block for each worker")
+        if engine != "fake":
+            changes["worker.engine_args.kv_cache_memory_bytes"] = share
+        elif share >= FAKE_BLOCK_BYTES:
             changes["worker.engine_args.total_blocks"] = share // FAKE_BLOCK_BYTES
         else:
-            changes["worker.engine_args.kv_cache_memory_bytes"] = share
+            raise BenchError("--kv-cache-mib is less than a block for each worker")
     return changes | dict(variant.overrides)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from benchmarks.errors import BenchError
 from benchmarks.progress import Progress
-from benchmarks.report.tables import line, stdout_console
-from benchmarks.runner import print_table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from benchmarks.report.tables import Printer
 
 NAMES = ("kv", "router", "unloaded")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Return the exit status: 0, or 2 if something cannot be measured here."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.micro", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
@@ -36,29 +32,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--json", action="store_true", help="print rows as JSON")
         module.add_options(command)
         command.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     try:
         with Progress() as progress:
-            rows, notes = args.run(args, progress)
+            rows, notes = asyncio.run(args.run(args, progress))
     except BenchError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
-    _print(rows, notes, as_json=args.json)
-    return 0
-
-
-def _print(rows: list[dict[str, Any]], notes: list[str], *, as_json: bool) -> None:
-    if as_json:
+    if args.json:
         sys.stdout.write(json.dumps({"rows": rows, "notes": notes}) + "\n")
-        return
-    console = stdout_console()
+        return 0
+    out = Printer()
     columns = list(rows[0]) if rows else []
-    cells = [list(row.values()) for row in rows]
-    print_table(console, columns, cells, caption="medians over the rounds")
-    for note in notes:
-        line(console, note)
+    out.table(columns, [[row.get(x) for x in columns] for row in rows])
+    for note in ("medians over the rounds", *notes):
+        out.line(note)
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from benchmarks.cli import run_async
 from benchmarks.errors import BenchError
-from benchmarks.runner import alternate, compare
+from benchmarks.stats import alternate, compare
 from kv_transfer.errors import KvTransferError
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
@@ -76,7 +75,9 @@ class _Case:
     num_blocks: int  # of each cache
 
 
-def run(args: argparse.Namespace, progress: Progress) -> tuple[list[dict[str, Any]], list[str]]:
+async def run(
+    args: argparse.Namespace, progress: Progress
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure each case over all ways in turns. Raises BenchError."""
     ways = [MEMCPY, *args.only.split(",")]
     rows: list[dict[str, Any]] = []
@@ -85,20 +86,19 @@ def run(args: argparse.Namespace, progress: Progress) -> tuple[list[dict[str, An
             progress.step(f"{blocks} blocks of {block_bytes >> 10} KiB")
             room = max(blocks * 5 // 4, (args.cache_mib << 20) // block_bytes)
             case = _Case(blocks, block_bytes, room)
-            seconds: list[dict[str, float]] = run_async(_measure(case, ways, args.rounds))
+            seconds = await _measure(case, ways, args.rounds)
             rates = [{n: blocks * block_bytes / s / 1e9 for n, s in x.items()} for x in seconds]
-            for way, found in compare(rates, MEMCPY, f"{blocks}/{block_bytes}").items():
-                ratio = found.ratio
-                rows.append(
-                    {
-                        "transport": way,
-                        "blocks": blocks,
-                        "block_bytes": block_bytes,
-                        "gb_per_s": found.median.value,
-                        "ratio_to_memcpy": 1.0 if ratio is None else ratio.value,
-                    }
-                )
-    return rows, ["medians of rounds; the ratio is to memcpy of the same blocks in the same round"]
+            rows += [
+                {
+                    "transport": way,
+                    "blocks": blocks,
+                    "block_bytes": block_bytes,
+                    "gb_per_s": found.median,
+                    "ratio_to_memcpy": found.ratio or 1.0,
+                }
+                for way, found in compare(rates, MEMCPY).items()
+            ]
+    return rows, ["the ratio is to memcpy of the same blocks in the same round"]
 
 
 async def _measure(case: _Case, ways: list[str], rounds: int) -> list[dict[str, float]]:
@@ -122,7 +122,7 @@ async def _measure(case: _Case, ways: list[str], rounds: int) -> list[dict[str, 
                     raise BenchError(f"{way}: {wrong} of {case.blocks} blocks are wrong")
             return next(float(x) for x in answers if x is not None)
 
-        return [found async for _, found in alternate(ways, rounds, measure)]
+        return [x async for x in alternate(ways, rounds, measure)]
     finally:
         for side in sides.values():
             side.stop()

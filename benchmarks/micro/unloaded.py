@@ -2,23 +2,25 @@
 
 Both are `pdserve up` with one core a worker and the same settings. Each round sends both the same
 fresh prompt. Reported are medians, and the median of the rounds' ratios of 1P1D to 1A. TPOT2 is
-TPOT from the second token on, so without the hand-off.
+TPOT from the second token on, so without the hand-off. Without --model it serves a Llama of 205
+million random parameters, which it makes first.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.cli import run_async
-from benchmarks.client import GrpcTarget
+from benchmarks.client import GrpcTarget, exactly
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.runner import alternate, compare
 from benchmarks.service import Service
+from benchmarks.stats import alternate, compare
 
 if TYPE_CHECKING:
     import argparse
@@ -36,41 +38,68 @@ METRICS: Final = ("ttft_ms", "tt2t_ms", "tpot_ms", "tpot2_ms", "e2e_ms")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="demo or a model directory")
+    parser.add_argument("--model", default="", metavar="DIR", help="a model directory, or demo")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "fake"))
     parser.add_argument("--lengths", default="128,512,2048", metavar="N,...", help="prompt tokens")
     parser.add_argument("--tokens", type=int, default=129, metavar="N", help="an answer (129)")
     parser.add_argument("--kv-cache-mib", type=int, default=512, help="of each engine (512)")
 
 
-def run(args: argparse.Namespace, progress: Progress) -> tuple[list[dict[str, Any]], list[str]]:
+async def run(
+    args: argparse.Namespace, progress: Progress
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Raises BenchError."""
     if args.tokens < 3:
         raise BenchError("--tokens must be 3 or more")
-    rows: list[dict[str, Any]] = run_async(_run(args, progress))
-    return rows, []
-
-
-async def _run(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
     async with AsyncExitStack() as ending:
-        directory = Path(ending.enter_context(tempfile.TemporaryDirectory()))
+        directory = Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-")))
+        path = args.model
+        if not path and args.engine == "vllm":
+            progress.step("making a model of 205 million parameters")
+            path = str(make_model(directory / "llama-205m"))
         targets: dict[str, GrpcTarget] = {}
         for name in WORKERS:
             progress.step(f"starting {name}")
-            service = Service(name, _config(name, args), directory / name)
+            service = Service(name, _config(name, path or "demo", args), directory / name)
             ending.push_async_callback(service.stop)
             await service.start()
-            assert service.ready is not None
             targets[name] = GrpcTarget(service.ready["grpc"])
             ending.push_async_callback(targets[name].aclose)
-        model = await targets[OURS].model(None)
-        return [
-            await _measure(targets, model, length, args, progress)
-            for length in map(int, args.lengths.split(","))
-        ]
+        model = await targets[OURS].model()
+        lengths = map(int, args.lengths.split(","))
+        return [await _measure(targets, model, x, args, progress) for x in lengths], []
 
 
-def _config(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def make_model(folder: Path) -> Path:
+    """Write a Llama of random weights in bfloat16, with the tokenizer of the demo model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    demo = Path(__file__).parents[2] / "pdserve/demo/model"
+    tokens = json.loads((demo / "config.json").read_text(encoding="utf-8"))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tokens["vocab_size"],
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=18,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_id=tokens["eos_token_id"],
+        pad_token_id=tokens["pad_token_id"],
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, folder)
+    return folder
+
+
+def _config(name: str, path: str, args: argparse.Namespace) -> dict[str, Any]:
     engine: dict[str, Any] = {"max_num_seqs": 64}
     if args.engine == "vllm":
         engine["kv_cache_memory_bytes"] = args.kv_cache_mib << 20
@@ -80,7 +109,7 @@ def _config(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "policy": "least_loaded",  # hands every prompt over
         "slo": {"reject_factor": 0.0},
     }
-    worker = {"model": args.model, "engine": args.engine, "engine_args": engine}
+    worker = {"model": path, "engine": args.engine, "engine_args": engine}
     return {"router": router, "worker": worker, "up": {"cores_per_worker": 1, **WORKERS[name]}}
 
 
@@ -91,13 +120,13 @@ async def _measure(
     args: argparse.Namespace,
     progress: Progress,
 ) -> dict[str, Any]:
-    moved: list[float] = []
+    moved = [0.0]
 
     async def measure(name: str, number: int) -> dict[str, float]:
         progress.step(f"{length} tokens, round {number + 1} of {args.rounds}, {name}")
         chance = random.Random(f"{length}/{number}")
         prompt = [chance.randrange(16, model.vocab_size or 1000) for _ in range(length)]
-        request = targets[name].prepare(model, "", prompt, args.tokens)
+        request = targets[name].prepare(model, "", prompt, exactly(args.tokens))
         begun, at = time.perf_counter(), []
         try:
             async for piece in targets[name].stream(request):
@@ -116,13 +145,11 @@ async def _measure(
             "e2e_ms": at[-1],
         }
 
-    rounds = [found async for _, found in alternate(list(WORKERS), args.rounds, measure)]
+    rounds = [x async for x in alternate(list(WORKERS), args.rounds, measure)]
     row: dict[str, Any] = {"prompt_tokens": length}
     for metric in METRICS:
-        found = compare([{n: x[n][metric] for n in WORKERS} for x in rounds], BASELINE, metric)
-        row[f"{metric} {OURS}"] = found[OURS].median.value
-        row[f"{metric} {BASELINE}"] = found[BASELINE].median.value
-        quotient = found[OURS].ratio
-        row[f"{metric} ratio"] = None if quotient is None else quotient.value
-    row["kv_mib"] = moved[-1] / 2**20 if moved else 0.0
+        found = compare([{n: x[n][metric] for n in WORKERS} for x in rounds], BASELINE)
+        row |= {f"{metric} {name}": found[name].median for name in WORKERS}
+        row[f"{metric} ratio"] = found[OURS].ratio
+    row["kv_mib"] = moved[-1] / 2**20
     return row

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.compare.run import ATTAINMENT
+import jinja2
+
 from benchmarks.compare.summary import summarise_compare
-from benchmarks.report.figures import sections
-from benchmarks.report.svg import Markup, tag
+from benchmarks.compare.sweep import ATTAINMENT
+from benchmarks.report.figures import Figures
 from benchmarks.report.tables import SWEEP_HEAD, figure_rows, setup_lines, sweep_rows, variant_lines
 
 if TYPE_CHECKING:
@@ -16,95 +17,46 @@ if TYPE_CHECKING:
 
     from benchmarks.compare.result import CompareResult
     from benchmarks.compare.summary import CompareSummary, Figure
-    from benchmarks.stats import Estimate
 
-_STYLE = Path(__file__).with_name("style.css")
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the browser refuses anything else
+_HERE = Path(__file__).parent
 
 
 def render_page(result: CompareResult) -> str:
     """Return the report as HTML."""
     summary = summarise_compare(result)
+    host = result.host
+    machine = f"machine: {host.get('cpu', 'unknown')}, {host.get('cores', '?')} cores"
+    if isinstance(host.get("memory_bytes"), int):
+        machine += f", {host['memory_bytes'] / 2**30:.0f} GiB"
     names = " and ".join(variant.name for variant in result.variants)
-    title = f"{names} on {result.trace['name']}"
-    head = tag(
-        "head",
-        Markup('<meta charset="utf-8">'),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        tag("title", f"{title} · pdserve"),
-        tag("style", Markup(_STYLE.read_text(encoding="utf-8"))),
+    head, rows = figure_rows(summary)
+    page = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined
+    ).get_template("report.html.j2")
+    return page.render(
+        title=f"{names} on {result.trace['name']}",
+        style=(_HERE / "style.css").read_text(encoding="utf-8"),
+        created=result.created.replace("+00:00", " UTC"),
+        validity=summary.validity,
+        head=head,
+        rows=rows,
+        kinds=[[None, *_kinds(summary, figure)] for figure in summary.shown],
+        attainment=f"{ATTAINMENT:.0%}",
+        sweep_head=SWEEP_HEAD,
+        sweep=sweep_rows(summary),
+        sections=Figures(result, has_itl=summary.has_itl).sections(),
+        facts=[*setup_lines(result), *variant_lines(summary), machine],
     )
-    body = tag(
-        "body",
-        tag("h1", title),
-        tag("p", tag("span", result.created.replace("+00:00", " UTC")), class_="lead"),
-        _verdict(summary),
-        *_tables(summary),
-        *sections(result, has_itl=summary.has_itl),
-        tag("section", tag("h2", "How it was measured"), *_facts(result, summary)),
-        tag("footer", "Made by pdserve bench compare; every figure follows from result.json."),
-    )
-    return f'<!DOCTYPE html>\n<html lang="en">{head}{body}</html>\n'
-
-
-def _verdict(summary: CompareSummary) -> Markup:
-    invalid, cautions = summary.validity.invalid, summary.validity.cautions
-    word, about = "Valid", "the variants are set alike and the client was on time."
-    if invalid:
-        word, about = "INVALID", "these figures must not be compared:"
-    items = [tag("li", reason) for reason in invalid]
-    items += [tag("li", caution, class_="note") for caution in cautions]
-    return tag(
-        "div",
-        tag("strong", word),
-        f": {about}",
-        tag("ul", *items) if items else Markup(),
-        class_="verdict invalid" if invalid else "verdict",
-    )
-
-
-def _tables(summary: CompareSummary) -> Iterator[Markup]:
-    if summary.shown:
-        head, texts = figure_rows(summary)
-        rows = [tag("tr", *(tag("th", name) for name in head))]
-        for figure, row in zip(summary.shown, texts, strict=True):
-            kinds = [None, *_kinds(summary, figure)]
-            cells = [_cell(text, kind) for text, kind in zip(row, kinds, strict=True)]
-            rows.append(tag("tr", *cells))
-        about = "median over rounds with its 95 % interval; coloured if the interval excludes 1"
-        yield tag("div", tag("table", *rows), tag("p", about, class_="lead"), class_="scroll")
-    if any(variant.sweep for variant in summary.variants):
-        yield tag("h2", f"Highest rate with {ATTAINMENT:.0%} attainment, requests/s")
-        rows = [tag("tr", *(tag("th", name) for name in SWEEP_HEAD))]
-        rows += [tag("tr", *(tag("td", cell) for cell in row)) for row in sweep_rows(summary)]
-        yield tag("div", tag("table", *rows), class_="scroll")
 
 
 def _kinds(summary: CompareSummary, figure: Figure) -> Iterator[str | None]:
-    """The CSS class of each cell: ratios that leave no doubt are coloured."""
+    """The CSS class of each cell: ratios whose interval excludes 1 are coloured."""
     for variant in summary.variants:
         yield None
         if variant.name != summary.baseline:
-            yield _judged(figure, variant.ratios.get(figure.key))
-
-
-def _judged(figure: Figure, ratio: Estimate | None) -> str | None:
-    if ratio is None or ratio.low is None or ratio.high is None or ratio.low <= 1 <= ratio.high:
-        return None
-    return "better" if (ratio.high < 1) == figure.less_is_better else "worse"
-
-
-def _cell(text: str, kind: str | None) -> Markup:
-    value, bracket, interval = text.partition(" [")
-    small = tag("small", f" [{interval}") if bracket else Markup()
-    return tag("td", value, small, class_=kind)
-
-
-def _facts(result: CompareResult, summary: CompareSummary) -> list[Markup]:
-    host = result.host
-    machine = f"{host.get('cpu', 'unknown')}, {host.get('cores', '?')} cores"
-    if isinstance(host.get("memory_bytes"), int):
-        machine += f", {host['memory_bytes'] / 2**30:.0f} GiB"
-    lines = [*setup_lines(result), *variant_lines(summary), f"machine: {machine}"]
-    return [tag("p", text) for text in lines]
+            ratio = variant.ratios.get(figure.key)
+            low, high = (ratio.low, ratio.high) if ratio else (None, None)
+            if low is None or high is None or low <= 1 <= high:
+                yield None
+            else:
+                yield "better" if (high < 1) == figure.less_is_better else "worse"

@@ -1,20 +1,20 @@
-"""Results as tables on the terminal, and the texts that report.html shares with them."""
+"""Results as tables on the terminal, and the texts that report.html shows with them."""
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 
-from benchmarks.compare.run import ATTAINMENT
-from benchmarks.runner import print_table
+from benchmarks.compare.sweep import ATTAINMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
-    from benchmarks.compare.result import CompareResult, VariantFacts, VariantSettings
+    from benchmarks.compare.result import CompareResult, VariantFacts
     from benchmarks.compare.summary import CompareSummary, Figure, SweepSummary, VariantSummary
     from benchmarks.metrics import ReceiptSummary, Summary
     from benchmarks.replay import ReplayResult
@@ -30,52 +30,79 @@ _LABELS = {
 }
 _PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 _SHOWN_ERRORS = 5
+SWEEP_HEAD = ["", "rate", "each", "ratio", "probes"]
 
 
-def stdout_console() -> Console:
-    """Without a terminal rich assumes 80 columns and folds tables."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
+class Printer:
+    """Prints tables and lines on standard output."""
+
+    def __init__(self) -> None:
+        # Without a terminal rich assumes 80 columns and folds tables.
+        self._console = Console() if sys.stdout.isatty() else Console(width=160)
+
+    def line(self, text: str, style: str = "") -> None:
+        console = self._console
+        console.print(text, style=style or None, highlight=False, markup=False, soft_wrap=True)
+
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        *,
+        title: str | None = None,
+        caption: str | None = None,
+    ) -> None:
+        """Print a table with its first column on the left and numbers on the right."""
+        table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+        for place, column in enumerate(columns):
+            table.add_column(column, justify="right" if place else "left")
+        for row in rows:
+            table.add_row(*(cell if isinstance(cell, str) else number_text(cell) for cell in row))
+        self._console.print(table)
 
 
-def line(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def number_text(value: Any) -> str:
+    """Write a number with three significant digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if math.isinf(value):
+        return "inf"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 # -- one replay
 
 
-def render_replay(result: ReplayResult, console: Console) -> None:
+def render_replay(result: ReplayResult) -> None:
     """Print the figures of one replay."""
-    summary = result.summary()
-    target = result.target
-    line(console, f"{result.trace['name']} on {target['name']} at {target['address']}")
-    rows = []
-    for name, label in _LABELS.items():
-        adjusted = summary.adjusted[name]
-        last = "-" if adjusted is None else ms(adjusted.p99)
-        rows.append([label, *_cells(summary.latency[name]), last])
+    summary, target, out = result.summary(), result.target, Printer()
+    out.line(f"{result.trace['name']} on {target['name']} at {target['address']}")
+    rows = [
+        [label, *_cells(summary.latency[name]), *_cells(summary.adjusted[name], ("p99",))]
+        for name, label in _LABELS.items()
+    ]
     rows.append(["ICL (between chunks)", *_cells(summary.icl), ""])
     if summary.itl is not None:
         rows.append(["ITL", *_cells(summary.itl), ""])
     rows.append(["client lag", *_cells(summary.lag), ""])
     caption = "milliseconds; adj p99 counts failures as infinite"
-    print_table(console, ["", *_PERCENTILES, "adj p99"], rows, caption=caption)
+    out.table(["", *_PERCENTILES, "adj p99"], rows, caption=caption)
     for text in _replay_lines(summary):
-        line(console, text)
+        out.line(text)
     if summary.receipts is not None:
-        _render_receipts(summary.receipts, console)
+        _render_receipts(summary.receipts, out)
     for error, count in list(summary.errors.items())[:_SHOWN_ERRORS]:
-        line(console, f"{count} x {error}")
+        out.line(f"{count} x {error}")
     if len(summary.errors) > _SHOWN_ERRORS:
-        line(console, f"and {len(summary.errors) - _SHOWN_ERRORS} other errors")
+        out.line(f"and {len(summary.errors) - _SHOWN_ERRORS} other errors")
     if summary.degraded:
-        line(console, f"DEGRADED: {summary.degraded}")
+        out.line(f"DEGRADED: {summary.degraded}")
 
 
-def _cells(found: Distribution | None) -> list[str]:
-    if found is None:
-        return ["-"] * len(_PERCENTILES)
-    return [ms(getattr(found, name)) for name in _PERCENTILES]
+def _cells(found: Distribution | None, names: Sequence[str] = _PERCENTILES) -> list[str]:
+    return ["-" if found is None else ms(getattr(found, name)) for name in names]
 
 
 def ms(seconds: float) -> str:
@@ -85,18 +112,13 @@ def ms(seconds: float) -> str:
 
 
 def _replay_lines(summary: Summary) -> list[str]:
-    lines = [
-        (
-            f"requests: {summary.requests}, ok {summary.ok}, failed {summary.failed}, "
-            f"timed out {summary.timed_out}"
-        ),
-        (
-            f"rates: offered {summary.offered_per_s:.2f}/s, completed "
-            f"{summary.completed_per_s:.2f}/s over {summary.window_s:.1f} s; input "
-            f"{summary.input_tokens_per_s:.0f} tokens/s, output "
-            f"{summary.output_tokens_per_s:.0f} tokens/s"
-        ),
-    ]
+    ended = f"ok {summary.ok}, failed {summary.failed}, timed out {summary.timed_out}"
+    rates = (
+        f"offered {summary.offered_per_s:.2f}/s, completed {summary.completed_per_s:.2f}/s over "
+        f"{summary.window_s:.1f} s; input {summary.input_tokens_per_s:.0f} tokens/s, output "
+        f"{summary.output_tokens_per_s:.0f} tokens/s"
+    )
+    lines = [f"requests: {summary.requests}, {ended}", f"rates: {rates}"]
     if summary.itl_omitted:
         lines.append(f"no ITL: {summary.itl_omitted}")
     if summary.slo is not None:
@@ -108,27 +130,25 @@ def _replay_lines(summary: Summary) -> list[str]:
     return lines
 
 
-def _render_receipts(receipts: ReceiptSummary, console: Console) -> None:
+def _render_receipts(receipts: ReceiptSummary, out: Printer) -> None:
     rows = [
         [name.removesuffix("_s").replace("_", " "), *_cells(found)]
         for name, found in receipts.phases.items()
     ]
     caption = "milliseconds, as the server reports them"
-    print_table(console, ["phase", *_PERCENTILES], rows, caption=caption)
+    out.table(["phase", *_PERCENTILES], rows, caption=caption)
     totals = receipts.totals
-    line(
-        console,
+    out.line(
         f"transfers: {receipts.transferred} of {receipts.receipts} requests, "
         f"{totals['transfer_bytes'] / 2**20:.1f} MiB in {totals['transfer_blocks']} blocks; "
-        f"{totals['cached_tokens']} prompt tokens were cached",
+        f"{totals['cached_tokens']} prompt tokens were cached"
     )
-    line(
-        console,
+    out.line(
         f"prefill on {_tally(receipts.prefill_workers)}; decode on "
         f"{_tally(receipts.decode_workers)}; first token from "
-        f"{_tally(receipts.first_token_sources)}",
+        f"{_tally(receipts.first_token_sources)}"
     )
-    line(console, f"fallbacks: {_tally(receipts.fallbacks)}")
+    out.line(f"fallbacks: {_tally(receipts.fallbacks)}")
 
 
 def _tally(counts: Mapping[str, int]) -> str:
@@ -138,44 +158,31 @@ def _tally(counts: Mapping[str, int]) -> str:
 # -- a comparison
 
 
-def render_compare(result: CompareResult, summary: CompareSummary, console: Console) -> None:
+def render_compare(result: CompareResult, summary: CompareSummary) -> None:
     """Print a comparison; reasons why it is invalid come first."""
+    out = Printer()
     for reason in summary.validity.invalid:
-        console.print(f"INVALID: {reason}", style="bold red", markup=False, soft_wrap=True)
+        out.line(f"INVALID: {reason}", style="bold red")
     for text in setup_lines(result):
-        line(console, text)
+        out.line(text)
     if summary.shown:
-        head, rows = figure_rows(summary)
         caption = (
             "median over rounds [95 % interval]; times in ms; failures count as infinite; "
             f"ratios to {summary.baseline}, round by round"
         )
-        print_table(console, head, rows, caption=caption)
-    if any(variant.sweep for variant in summary.variants):
-        print_table(
-            console,
-            SWEEP_HEAD,
-            sweep_rows(summary),
-            title=f"highest rate with {ATTAINMENT:.0%} attainment, requests/s",
-            caption="probes as rate: attainment, in the order they were made",
-        )
+        out.table(*figure_rows(summary), caption=caption)
+    if rows := sweep_rows(summary):
+        title = f"highest rate with {ATTAINMENT:.0%} attainment, requests/s"
+        caption = "probes as rate: attainment, in the order they were made"
+        out.table(SWEEP_HEAD, rows, title=title, caption=caption)
     for text in variant_lines(summary):
-        line(console, text)
+        out.line(text)
     for caution in summary.validity.cautions:
-        line(console, f"note: {caution}")
+        out.line(f"note: {caution}")
 
 
 def setup_lines(result: CompareResult) -> list[str]:
     """Say what was sent, how it was scaled, and to what."""
-    lines = [_traffic_line(result)]
-    lines += [f"{variant.name}: {_variant_text(variant)}" for variant in result.variants]
-    if result.slo_s:
-        limits = ", ".join(f"{name} {limit * 1000:g} ms" for name, limit in result.slo_s.items())
-        lines.append(f"limits: {limits}; a failed request misses them")
-    return lines
-
-
-def _traffic_line(result: CompareResult) -> str:
     settings = result.settings
     text = (
         f"{result.trace['name']} at {settings['rate_per_s']:g} requests/s, {settings['rounds']} "
@@ -193,7 +200,11 @@ def _traffic_line(result: CompareResult) -> str:
     if rounds:
         speedups = [m.speedup for m in rounds]
         text += f", arrivals times {min(speedups):.2g} to {max(speedups):.2g}"
-    return text
+    lines = [text, *(f"{variant.name}: {_variant_text(variant)}" for variant in result.variants)]
+    if result.slo_s:
+        limits = ", ".join(f"{name} {limit * 1000:g} ms" for name, limit in result.slo_s.items())
+        lines.append(f"limits: {limits}; a failed request misses them")
+    return lines
 
 
 def _variant_text(variant: VariantFacts) -> str:
@@ -201,59 +212,50 @@ def _variant_text(variant: VariantFacts) -> str:
         return f"{variant.model} behind an endpoint over {variant.api}, settings unknown"
     s = variant.settings
     workers = ", ".join(f"{count} {role}" for role, count in s.workers.items())
+    gpus = f"{s.gpus} GPU{'s' * (s.gpus > 1)} and " if s.gpus else ""
     chosen = ("engine", "dtype", "block_size", "max_num_batched_tokens", "cudagraph_mode")
     facts = [f"{name} {'/'.join(s.of_workers[name])}" for name in chosen if name in s.of_workers]
     return (
-        f"{workers} on {_machine_text(s)} over {variant.api}, {variant.model}, "
+        f"{workers} on {gpus}{s.cores} cores over {variant.api}, {variant.model}, "
         f"{', '.join(facts)}, KV cache {s.kv_cache_tokens:,} tokens"
     )
 
 
-def _machine_text(settings: VariantSettings) -> str:
-    gpus = f"{settings.gpus} GPU{'s' * (settings.gpus > 1)} and " if settings.gpus else ""
-    return f"{gpus}{settings.cores} cores"
-
-
 def figure_rows(summary: CompareSummary) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of figures."""
-    head, rows = [""], []
+    head = [""]
     for variant in summary.variants:
-        head.append(variant.name)
-        if variant.name != summary.baseline:
-            head.append(f"/ {summary.baseline}")
+        is_baseline = variant.name == summary.baseline
+        head += [variant.name] if is_baseline else [variant.name, f"/ {summary.baseline}"]
+    rows = []
     for figure in summary.shown:
         row = [f"{figure.label}, ms" if figure.unit == "s" else figure.label]
         for variant in summary.variants:
-            row.append(_estimate_text(variant.figures.get(figure.key), _writer(figure)))
+            row.append(_estimate_text(variant.figures.get(figure.key), figure))
             if variant.name != summary.baseline:
-                found = variant.ratios.get(figure.key)
-                row.append(_estimate_text(found, lambda x: f"{x:.2f}"))
+                row.append(_estimate_text(variant.ratios.get(figure.key), None))
         rows.append(row)
     return head, rows
 
 
-def _estimate_text(found: Estimate | None, text: Callable[[float], str]) -> str:
-    """Write `12.3 [11.9, 14.0]`."""
+def _estimate_text(found: Estimate | None, figure: Figure | None) -> str:
+    """Write `12.3 [11.9, 14.0]`; without a figure it is a ratio."""
     if found is None:
         return "-"
-    if found.low is None or found.high is None:
-        return text(found.value)
-    return f"{text(found.value)} [{text(found.low)}, {text(found.high)}]"
 
-
-def _writer(figure: Figure) -> Callable[[float], str]:
     def text(value: float) -> str:
         if math.isinf(value):
             return "inf"
+        if figure is None:
+            return f"{value:.2f}"
         if figure.unit == "share":
             return f"{value:.0%}"
         shown = value * 1000 if figure.unit == "s" else value
         return f"{shown:.2f}" if shown < 10 else f"{shown:.1f}" if shown < 1000 else f"{shown:,.0f}"
 
-    return text
-
-
-SWEEP_HEAD = ["", "rate", "each", "ratio", "probes"]
+    if found.low is None or found.high is None:
+        return text(found.value)
+    return f"{text(found.value)} [{text(found.low)}, {text(found.high)}]"
 
 
 def sweep_rows(summary: CompareSummary) -> list[list[str]]:
@@ -272,7 +274,7 @@ def _capacity_text(sweep: SweepSummary) -> str:
     """Say what was bracketed, and no more."""
     passed, failed = sweep.passed, sweep.failed
     if passed is None:
-        return f"under {failed:.2f}" if failed is not None else "-"
+        return f"under {failed:.2f}"
     return f"{passed:.2f} (fails at {failed:.2f})" if failed else f"over {passed:.2f}"
 
 

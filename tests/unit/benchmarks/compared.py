@@ -57,7 +57,7 @@ def record(
 ) -> RequestRecord:
     """A request due `index` seconds in, answered with three tokens."""
     sent = changes.get("sent_s", float(index))
-    chunks = tuple(round(sent + ttft_s + n * tpot_s, 6) for n in range(3))
+    chunks = [round(sent + ttft_s + n * tpot_s, 6) for n in range(3)]
     whole = RequestRecord(
         index=index,
         request_id=f"r{index}",
@@ -66,9 +66,10 @@ def record(
         scheduled_s=float(index),
         sent_s=sent,
         chunk_s=chunks,
-        chunk_tokens=(1, 1, 1),
+        chunk_tokens=[1, 1, 1],
         end_s=chunks[-1],
         status="ok",
+        error=None,
         prompt_tokens=100 + 10 * index,
         completion_tokens=3,
         receipt=receipt(),
@@ -77,7 +78,7 @@ def record(
 
 
 def failed(index: int) -> RequestRecord:
-    nothing: dict[str, Any] = {"chunk_s": (), "chunk_tokens": (), "completion_tokens": None}
+    nothing: dict[str, Any] = {"chunk_s": [], "chunk_tokens": [], "completion_tokens": None}
     return record(index, status="failed", error="HTTP 429: full", receipt=None, **nothing)
 
 

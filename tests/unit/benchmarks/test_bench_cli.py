@@ -65,7 +65,6 @@ async def test_a_failed_request_is_exit_status_1(bad: int, status: int) -> None:
         (["--slo", "ttft=500"], "ttft=500: give a time above 0 with its unit"),
         (["--slo", "itl=5ms"], "unknown metric 'itl'; known are ttft"),
         (["--slo", "ttft=5ms,ttft=6ms"], "ttft is given twice"),
-        (["--url", "http://h", "--grpc", "h:1"], "not allowed with"),
     ],
     ids=str,
 )
@@ -83,6 +82,7 @@ def test_a_bad_option_is_named(
     [
         (["replay", "--trace", "none", "--url", "{url}"], "give one of chat, code, longchat"),
         (["replay", "--url", "localhost:8000"], "is not like http://127.0.0.1:8000"),
+        (["replay", "--url", "http://h", "--grpc", "h:1"], "not allowed with"),
         (["replay", "--out", "/nowhere/at/all.json"], "there is no directory /nowhere/at"),
         (["report", "/nowhere"], "cannot read /nowhere"),
         (["compare", "--sweep"], "--sweep needs --slo-ttft or --slo-tpot"),

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fake_openai import FakeOpenAI
 
-from benchmarks.client import HttpTarget, Piece, open_grpc, open_http, read_stream
+from benchmarks.client import GrpcTarget, HttpTarget, Piece, read_stream
 from benchmarks.errors import BenchError, TargetError, WarmupFailed
 from benchmarks.progress import Progress
-from benchmarks.records import Timeline
+from benchmarks.records import RequestRecord
 from benchmarks.replay import ReplayResult, ReplaySettings, parse, run_replay
 from benchmarks.workload import Shape
 
@@ -74,30 +74,31 @@ async def test_a_broken_stream_is_an_error(raw: bytes, message: str, code: str) 
     assert caught.value.code == code
 
 
-def timeline() -> Timeline:
-    return Timeline(0, "r", 3, 2, 0.0, iter(range(100)).__next__)
+def timeline(output_tokens: int = 2) -> RequestRecord:
+    return RequestRecord(
+        index=0, request_id="r", input_tokens=3, output_tokens=output_tokens, scheduled_s=0.0
+    )
 
 
 def test_a_last_empty_piece_counts_only_if_the_usage_says_so() -> None:
     for made, chunks in ((2, 2), (3, 3)):
-        line = timeline()
-        line.output_tokens = made
-        for _ in range(2):
-            line.add(Piece(text="x"))
-        line.add(Piece(text="", finish_reason="length"))
-        line.add(Piece(has_choice=False, usage={"completion_tokens": made}))
-        line.complete()
-        assert len(line.record().chunk_s) == chunks
-        assert line.record().chunk_tokens == (1,) * made
+        line = timeline(made)
+        for at_s in (1.0, 2.0):
+            line.add(Piece(text="x"), at_s)
+        line.add(Piece(text="", finish_reason="length"), 3.0)
+        line.add(Piece(has_choice=False, usage={"completion_tokens": made}), 3.0)
+        line.complete(3.0, is_last_empty=True)
+        assert len(line.chunk_s) == chunks
+        assert line.chunk_tokens == [1] * made
 
 
 def test_an_answer_of_another_length_is_a_failure() -> None:
     line = timeline()
-    line.add(Piece(tokens=1, usage={"completion_tokens": 1}))
+    line.add(Piece(tokens=1, usage={"completion_tokens": 1}), 1.0)
     with pytest.raises(TargetError, match="1 tokens instead of 2"):
-        line.complete()
+        line.complete(2.0)
     with pytest.raises(TargetError, match="no usage"):
-        timeline().complete()
+        timeline().complete(2.0)
 
 
 async def replayed(server: FakeOpenAI, **settings: Any) -> ReplayResult:
@@ -107,7 +108,7 @@ async def replayed(server: FakeOpenAI, **settings: Any) -> ReplayResult:
         "speedup": 1000.0,
         "drain_timeout_s": 60.0,
     }
-    target = open_http(server.url)
+    target = HttpTarget(server.url)
     try:
         return await run_replay(ReplaySettings(**(values | settings)), target, Progress())
     finally:
@@ -119,7 +120,9 @@ async def test_a_replay_records_each_request_and_survives_its_file() -> None:
         result = await replayed(server, warmup=2, slo_s={"ttft": 60.0})
         assert len(server.bodies) == 8
     assert [r.status for r in result.records] == ["ok"] * 6
-    for record, body in zip(result.records, server.bodies[2:], strict=True):
+    bodies = dict(zip(server.request_ids, server.bodies, strict=True))
+    for record in result.records:
+        body = bodies[record.request_id]
         assert len(body["prompt"]) == record.input_tokens == record.prompt_tokens
         assert body["min_tokens"] == body["max_tokens"] == record.output_tokens
         assert record.receipt is not None
@@ -127,7 +130,7 @@ async def test_a_replay_records_each_request_and_survives_its_file() -> None:
     whole = json.loads(json.dumps(result.to_json()))
     assert whole["summary"]["slo"]["attainment"] == 1.0
     assert parse(whole, ReplayResult) == result
-    del whole["records"][0]["status"]
+    del whole["records"][0]["scheduled_s"]
     with pytest.raises(BenchError, match="missing or wrong"):
         parse(whole, ReplayResult)
 
@@ -158,7 +161,7 @@ async def test_a_failed_warm_up_ends_the_replay() -> None:
 
 async def test_requests_go_to_several_addresses_in_turn() -> None:
     async with FakeOpenAI().serve() as one, FakeOpenAI().serve() as other:
-        target = open_http(f"{one.url},{other.url}")
+        target = HttpTarget(f"{one.url},{other.url}")
         settings = ReplaySettings(
             trace="chat", shape=Shape(scale_lengths=Fraction(1, 64), limit=5), speedup=1000.0
         )
@@ -166,7 +169,7 @@ async def test_requests_go_to_several_addresses_in_turn() -> None:
         await target.aclose()
         assert (len(one.bodies), len(other.bodies)) == (3, 3)
         other.models = [{"id": "another"}]
-        target = open_http(f"{one.url},{other.url}")
+        target = HttpTarget(f"{one.url},{other.url}")
         with pytest.raises(BenchError, match="serves"):
             await target.model(None)
         await target.aclose()
@@ -188,6 +191,6 @@ async def test_an_endpoint_that_cannot_be_used_is_named() -> None:
         await gone.model(None)
     await gone.aclose()
     with pytest.raises(BenchError, match="is not like http://"):
-        open_http("localhost:8000")
+        HttpTarget("localhost:8000")
     with pytest.raises(BenchError, match=r"is not like 127\.0\.0\.1"):
-        open_grpc("http://h:1")
+        GrpcTarget("http://h:1")

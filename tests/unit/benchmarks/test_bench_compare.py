@@ -11,11 +11,10 @@ from compared import SETTINGS, USE, failed, measured, receipt, record, result, r
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.compare import summary as summaries
 from benchmarks.compare.fairness import differences, judge, settings_of
 from benchmarks.compare.result import from_json, to_json
-from benchmarks.compare.run import CLOSE, Probe, bracket, next_rate
 from benchmarks.compare.summary import summarise_compare
+from benchmarks.compare.sweep import CLOSE, Probe, bracket, next_rate
 from benchmarks.compare.variants import (
     Variant,
     config_changes,
@@ -142,7 +141,7 @@ def test_figures_are_medians_and_ratios_are_of_rounds() -> None:
     assert "icl_p50" not in {figure.key for figure in summary.shown}
     assert pd.router_s_per_million_tokens == pytest.approx(3 / 36 * 1e6)
     assert summary.validity.invalid == ()
-    assert [x["name"] for x in summaries.to_json(summary)["arms"]] == ["1P1D", "2A"]
+    assert [x["name"] for x in summary.to_json()["arms"]] == ["1P1D", "2A"]
 
 
 def test_a_variant_that_fails_requests_is_not_fast() -> None:
@@ -235,7 +234,7 @@ def test_a_sweep_compares_the_highest_rates() -> None:
 
 def test_a_result_survives_its_file() -> None:
     whole = swept()
-    text = to_json(whole, summaries.to_json(summarise_compare(whole)))
+    text = to_json(whole, summarise_compare(whole).to_json())
     assert from_json(json.loads(text)) == whole
     with pytest.raises(BenchError, match="not a result"):
         from_json({"schema": "x"})

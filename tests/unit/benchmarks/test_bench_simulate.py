@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.errors import BenchError
-from benchmarks.plan import Planner, plan_rows
+from benchmarks.plan import Planner
 from benchmarks.progress import Progress
 from benchmarks.simulate import Costs, Setup, VirtualLoop, drawn_trace, simulate
 from benchmarks.traces import load_trace
@@ -30,7 +30,7 @@ def simulated(**changes: Any) -> ReplayResult:
     values: dict[str, Any] = {"costs": COSTS, "requests": 20, "slo_s": {"ttft": 1.0, "tpot": 0.1}}
     values |= {"prefill": 1, "decode": 1} | changes
     config = load_config(None, {"router.policy": "least_loaded"}).router
-    return simulate(Setup(**values), config, load_trace("chat"), SHORT)
+    return simulate(Setup(**values), config, load_trace("chat"), SHORT, Progress())
 
 
 def test_the_clock_jumps_to_the_next_timer() -> None:
@@ -126,7 +126,7 @@ def test_a_plan_keeps_the_limits_with_few_workers() -> None:
         assert 1 <= plan.workers <= 12
         assert plan.cost_per_million is not None
         assert plan.cost_per_million > 0
-    assert plan_rows([apart, whole])[1][0] == "aggregated"
+    assert whole.row()[0] == "aggregated"
 
 
 def test_limits_that_a_request_alone_misses_are_refused() -> None:

@@ -1,0 +1,318 @@
+"""The commands of `pdserve bench`. Each takes parsed options and returns an exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from contextlib import aclosing
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import uvloop
+
+from benchmarks.chaos.matrix import ChaosSettings, print_rows, run_matrix
+from benchmarks.chaos.scenarios import SCENARIOS
+from benchmarks.client import GrpcTarget, HttpTarget
+from benchmarks.compare.result import CompareResult, from_json, to_json
+from benchmarks.compare.run import CompareSettings, VariantPlan, run_compare
+from benchmarks.compare.summary import summarise_compare
+from benchmarks.compare.variants import config_changes, parse_variants, share_cores
+from benchmarks.errors import FAILED, INTERRUPTED, INVALID, OK, BenchError
+from benchmarks.plan import Planner
+from benchmarks.progress import Progress
+from benchmarks.replay import (
+    SCHEMA,
+    ReplayResult,
+    ReplaySettings,
+    jsonable,
+    parse,
+    read_json,
+    run_replay,
+    write_text,
+)
+from benchmarks.report.page import render_page
+from benchmarks.report.tables import Printer, render_compare, render_replay
+from benchmarks.simulate import Costs, Setup, calibrate, drawn_trace
+from benchmarks.simulate import simulate as run_simulation
+from benchmarks.traces import load_trace
+from benchmarks.workload import Shape
+from pdserve.cli.options import (
+    DEFAULT_URL,
+    api_key_from,
+    changes_from,
+    dialer_from,
+    http_tls_from,
+)
+from pdserve.config import load_config, to_mapping
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Coroutine
+
+    from benchmarks.chaos.matrix import Row
+    from benchmarks.traces import Trace
+    from pdserve.config import RouterConfig
+
+T = TypeVar("T")
+
+
+def _settings(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
+    """Fill a dataclass with the options of the same names, and with `more`."""
+    given = {x.name: getattr(args, x.name) for x in fields(kind) if hasattr(args, x.name)}  # type: ignore[arg-type]
+    return kind(**(given | more))
+
+
+def run_async(work: Coroutine[Any, Any, Any]) -> Any:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+# -- replay and report
+
+
+def replay(args: argparse.Namespace) -> int:
+    if args.out is not None and not args.out.parent.is_dir():
+        raise BenchError(f"--out {args.out}: there is no directory {args.out.parent}")
+    if args.url and args.grpc:
+        raise BenchError("--grpc is not allowed with --url")
+    settings = _settings(ReplaySettings, args, shape=_settings(Shape, args), slo_s=args.slo_s or {})
+
+    async def work(progress: Progress) -> ReplayResult:
+        key, url = api_key_from(args), args.url or DEFAULT_URL
+        if args.grpc is not None:
+            target: GrpcTarget | HttpTarget = GrpcTarget(args.grpc, dialer_from(args), key)
+        else:
+            target = HttpTarget(url, key, http_tls_from(args))
+        try:
+            return await run_replay(settings, target, progress)
+        finally:
+            await target.aclose()
+
+    with Progress() as progress:
+        result: ReplayResult = run_async(work(progress))
+    if args.out is not None:
+        write_text(args.out, json.dumps(result.to_json(), separators=(",", ":")) + "\n")
+    _print_replay(result, as_json=args.json)
+    return OK if result.summary().ok == len(result.records) else FAILED
+
+
+def _print_replay(result: ReplayResult, *, as_json: bool) -> None:
+    if as_json:
+        _print_json(result.to_json(with_records=False))
+    else:
+        render_replay(result)
+
+
+def report(args: argparse.Namespace) -> int:
+    whole = read_json(args.result)
+    if isinstance(whole, dict) and whole.get("schema") == SCHEMA:
+        if args.html is not None:
+            raise BenchError(f"{args.result}: a single replay has no HTML report")
+        _print_replay(parse(whole, ReplayResult), as_json=args.json)
+        return OK
+    try:
+        result = from_json(whole)
+    except BenchError as error:
+        raise BenchError(f"{args.result}: {error}") from None
+    if args.html is not None:
+        write_text(args.html, render_page(result))
+    return _print_compare(result, as_json=args.json)
+
+
+# -- compare
+
+
+def compare(args: argparse.Namespace) -> int:
+    settings, plans = prepare(args)
+    directory: Path | None = args.resume or args.out
+    before = from_json(read_json(args.resume / "result.json")) if args.resume else None
+    if directory is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(f"--out {directory}: {error.strerror or error}") from None
+    kept: list[CompareResult] = []
+
+    async def work(logs: Path, progress: Progress) -> None:
+        results = run_compare(settings, plans, progress, directory=logs, before=before)
+        async with aclosing(results):  # type: ignore[type-var]
+            async for result in results:
+                kept[:] = [result]
+                if directory is not None:
+                    text = to_json(result, summarise_compare(result).to_json())
+                    write_text(directory / "result.json", text)
+                    write_text(directory / "report.html", render_page(result))
+
+    is_interrupted = False
+    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made, Progress() as progress:
+        try:
+            run_async(work(directory / "logs" if directory else Path(made), progress))
+        except KeyboardInterrupt:
+            if not kept:
+                raise
+            is_interrupted = True
+    if directory is not None:
+        sys.stderr.write(f"{directory / 'result.json'}\n{directory / 'report.html'}\n")
+    status = _print_compare(kept[0], as_json=args.json)
+    if is_interrupted:
+        sys.stderr.write("pdserve bench: interrupted; these are the rounds so far\n")
+        return INTERRUPTED
+    return status
+
+
+def _print_compare(result: CompareResult, *, as_json: bool) -> int:
+    summary = summarise_compare(result)
+    if as_json:
+        _print_json(summary.to_json())
+    else:
+        render_compare(result, summary)
+    return INVALID if summary.validity.invalid else OK
+
+
+def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[VariantPlan]]:
+    """Check all options before anything is started. Raises BenchError and ConfigError."""
+    default = "" if len(args.endpoints) > 1 else "1P1D,2A"
+    texts = [x for x in (args.arms or default).split(",") if x] + args.endpoints
+    variants = parse_variants(texts, args.arm_set)
+    names = [variant.name for variant in variants]
+    baseline = args.baseline or names[-1]
+    if baseline not in names:
+        raise BenchError(f"--baseline {baseline} is not a variant; there are {', '.join(names)}")
+    limits = {"ttft": args.slo_ttft, "tpot": args.slo_tpot}
+    slo_s = {name: limit / 1000 for name, limit in limits.items() if limit is not None}
+    if args.sweep and not slo_s:
+        raise BenchError("--sweep needs --slo-ttft or --slo-tpot")
+    if not args.rounds and not args.sweep:
+        raise BenchError("--rounds 0 measures nothing without --sweep")
+    needs_http = any(variant.needs_http for variant in variants)
+    if needs_http and args.api == "grpc":
+        raise BenchError("--api grpc: a URL or nixl is measured over HTTP, so all must be")
+    settings = _settings(
+        CompareSettings,
+        args,
+        probes=args.sweep or 0,
+        slo_s=slo_s,
+        baseline=baseline,
+        api="http" if needs_http else args.api or "grpc",
+        differ=tuple(x for x in args.differ.split(",") if x),
+    )
+    slo: dict[str, object] = {f"router.slo.{name}_s": x for name, x in slo_s.items()}
+    # Without limits no request is refused for being late.
+    slo["router.slo.reject_factor"] = 1.0 if slo else 0.0
+    common = slo | changes_from(args)
+    engine = load_config(args.config, common).worker.engine
+    kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20
+    cores = share_cores(variants, len(os.sched_getaffinity(0)), args.cores)
+    plans = []
+    for variant in variants:
+        config = None
+        if not variant.url:
+            own = config_changes(
+                variant, cores=cores, kv_cache_bytes=kv_cache_bytes, engine=str(engine)
+            )
+            config = to_mapping(load_config(args.config, {**common, **own}))
+        plans.append(VariantPlan(variant, config, api_key_from(args), http_tls_from(args)))
+    return settings, plans
+
+
+# -- chaos
+
+
+def chaos(args: argparse.Namespace) -> int:
+    if args.list:
+        for scenario in SCENARIOS.values():
+            note = " (vLLM only)" if scenario.needs_vllm else ""
+            sys.stdout.write(f"{scenario.name:22} {scenario.what}{note}\n")
+        return OK
+    names = args.only.split(",") if args.only else list(SCENARIOS)
+    if unknown := [name for name in names if name not in SCENARIOS]:
+        raise BenchError(f"--only: no scenario {unknown[0]!r}; --list shows them")
+    chosen = [SCENARIOS[x] for x in names if args.engine != "fake" or not SCENARIOS[x].needs_vllm]
+    if not chosen:
+        raise BenchError("--only: these scenarios need --engine vllm")
+    settings = _settings(ChaosSettings, args, changes=tuple(changes_from(args).items()))
+    directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
+    rows: list[Row] = []
+
+    async def work(progress: Progress) -> None:
+        async with aclosing(run_matrix(settings, chosen, directory, progress)) as found:  # type: ignore[type-var]
+            async for row in found:
+                rows.append(row)
+                notes = "; ".join([*row.notes, *(f"{k} x{n}" for k, n in row.fallbacks.items())])
+                progress.say(f"{'ok' if row.passed else 'FAILED':6} {row.fault}: {notes}")
+                for text in (*row.errors, *row.left):
+                    progress.say(f"       {text}")
+
+    is_interrupted = False
+    with Progress() as progress:
+        progress.say(f"logs are in {directory}")
+        try:
+            run_async(work(progress))
+        except KeyboardInterrupt:
+            is_interrupted = True
+    if args.json:
+        _print_json(
+            {"rows": [row.to_json() for row in rows], "passed": all(x.passed for x in rows)}
+        )
+    else:
+        print_rows(rows)
+    if is_interrupted:
+        return INTERRUPTED
+    return OK if all(row.passed for row in rows) else FAILED
+
+
+# -- simulate and plan
+
+
+def _load_of(
+    args: argparse.Namespace, progress: Progress
+) -> tuple[Setup, RouterConfig, Trace, Shape]:
+    """Return setup, router configuration, trace and shape. Raises BenchError, ConfigError."""
+    slo_s = {"ttft": args.slo_ttft / 1000, "tpot": args.slo_tpot / 1000}
+    common = {f"router.slo.{name}_s": limit for name, limit in slo_s.items()} | changes_from(args)
+    config = load_config(args.config, {"router.max_running_requests": 1 << 20, **common})
+    costs = Costs() if args.costs is None else Costs.read(args.costs)
+    if args.calibrate is not None:
+        one = {"up.prefill": 1, "up.decode": 1, "router.policy": "least_loaded"}
+        ports = {"router.http_port": 0, "router.grpc_port": 0, "router.slo.reject_factor": 0.0}
+        real = load_config(args.config, {**common, **one, **ports})
+        costs = run_async(calibrate(to_mapping(real), progress))
+        write_text(args.calibrate, json.dumps(asdict(costs), indent=1) + "\n")
+    setup = _settings(Setup, args, costs=costs, slo_s=slo_s)
+    if args.tokens_in is not None:
+        size = {"requests": args.requests, "seed": args.seed}
+        trace = drawn_trace(args.tokens_in, args.tokens_out, **size)
+    else:
+        trace = load_trace(args.trace)
+    return setup, config.router, trace, _settings(Shape, args)
+
+
+def simulate(args: argparse.Namespace) -> int:
+    with Progress() as progress:
+        setup, config, trace, shape = _load_of(args, progress)
+        progress.step("simulating")
+        result = run_simulation(setup, config, trace, shape, progress)
+    _print_replay(result, as_json=args.json)
+    return OK
+
+
+def plan(args: argparse.Namespace) -> int:
+    with Progress() as progress:
+        setup, config, trace, shape = _load_of(args, progress)
+        planner = Planner(setup, config, trace, shape, args.target, args.price, progress)
+        plans = planner.plans()
+    if args.json:
+        _print_json({"plans": jsonable(plans)})
+        return OK
+    columns = ["service", "workers", "kept", "requests/s", "TTFT p99, ms", "TPOT p99, ms"]
+    rows = [plan.row() for plan in plans]
+    Printer().table([*columns, "cost per million tokens out"], rows)
+    return OK
