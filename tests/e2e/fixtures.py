@@ -64,3 +64,10 @@ async def pair_tcp(prefill: EngineProcess, tiny_model: Path) -> AsyncIterator[Pa
     decode = await _decode(tiny_model, "tcp")
     yield Pair(prefill, decode, "prefill-instance")
     await decode.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """Each of the two ways for KV."""
+    found: Pair = request.getfixturevalue(f"pair_{request.param}")
+    return found

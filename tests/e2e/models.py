@@ -2,7 +2,7 @@
 
 A plain random Llama repeats its last token for ever, whatever is in its KV cache. These have an
 untied head and strong attention, so that every token of the context has a say in the next one, and
-a KV cache that is wrong anywhere shows (`test_models.py` holds them to it).
+a KV cache that is wrong anywhere shows (`tests/slow/test_kv_integrity.py` holds them to it).
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pdserve.types import FinishReason, SamplingParams
+from pdserve.types import Constraint, FinishReason, SamplingParams, StructuredOutput
 from workers.engine import DecodePhase, PrefillPhase
 
 if TYPE_CHECKING:
@@ -15,7 +16,53 @@ if TYPE_CHECKING:
     from pdserve.types import PositionLogprobs
     from tests.e2e.engines import Answer, EngineProcess
 
+# Tokens of a block and of a prefill chunk, in the engines of fixtures.py.
+BLOCK, CHUNK = 32, 256
 _TRANSFERS = itertools.count(1)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randrange(3, 400) for _ in range(length)]
+
+
+def params(max_tokens: int = 16, **more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})
+
+
+# What the tokens of an answer can depend on.
+KINDS: dict[str, dict[str, Any]] = {
+    "seeded": {"temperature": 0.9, "seed": 1234},
+    "seeded top_p top_k": {"temperature": 1.0, "seed": 5, "top_p": 0.9, "top_k": 50},
+    "seeded min_p": {"temperature": 1.1, "seed": 6, "min_p": 0.01},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+    "seeded penalties logprobs": {
+        "temperature": 0.8,
+        "seed": 77,
+        "presence_penalty": 0.8,
+        "repetition_penalty": 1.2,
+        "logprobs": 3,
+    },
+    "logprobs": {"logprobs": 5},
+    "min_tokens and stop ids": {"min_tokens": 5, "stop_token_ids": tuple(range(3, 200))},
+    "logit_bias": {"logit_bias": {7: 40.0, 99: 30.0}},
+    "regex": {
+        "structured_output": StructuredOutput(Constraint.REGEX, "[a-c]{4}-[0-9]{10}-(foo|bar)+")
+    },
+    "json, seeded": {
+        "temperature": 1.0,
+        "seed": 4,
+        "structured_output": StructuredOutput(
+            Constraint.JSON_SCHEMA,
+            '{"type":"object","properties":{"a":{"type":"integer"},'
+            '"b":{"type":"string","maxLength":8}},"required":["a","b"],'
+            '"additionalProperties":false}',
+        ),
+    },
+    "choice": {
+        "structured_output": StructuredOutput(Constraint.CHOICE, choices=("yes", "no", "maybe"))
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +77,7 @@ class Joined:
 
 
 def joined(*parts: Answer) -> Joined:
-    """The parts in order; the last one says why it ended."""
+    """Join answers of engines, or deltas of a client, in order; the last says why it ended."""
     return Joined(
         tuple(t for part in parts for t in part.token_ids),
         "".join(part.text for part in parts),

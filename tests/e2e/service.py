@@ -60,11 +60,8 @@ class Service:
             stack.push_async_callback(service._end_all)
             yield service
 
-    async def add(self, name: str, *, seats: int = 0, **engine_args: int) -> None:
-        """Starts a worker, whose engine runs as many requests at a time as it likes, or `seats`;
-        `until_ready` waits for it."""
-        engine_args |= {"max_num_seqs": seats} if seats else {}
-        more = "".join(f", {key}: {value}" for key, value in engine_args.items())
+    async def add(self, name: str) -> None:
+        """Starts a worker; `until_ready` waits for it."""
         options = {
             "worker.worker_id": name,
             "worker.role": name.partition("-")[0],
@@ -72,8 +69,7 @@ class Service:
             "worker.model_name": "tiny",
             "worker.routers": f"[{', '.join((self.grpc, *self.others))}]",
             "worker.engine_args": (
-                "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256"
-                f"{more}}}"
+                "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256}"
             ),
         }
         env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -4,37 +4,19 @@ one aggregated engine, in float32, where no tie can flip."""
 from __future__ import annotations
 
 import asyncio
-import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from pdserve.types import Constraint, SamplingParams, StructuredOutput
-from tests.e2e.pair import Pair, joined
+from tests.e2e.pair import BLOCK, KINDS, Pair, joined, params, prompt
 
 if TYPE_CHECKING:
     from tests.e2e.engines import EngineProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-BLOCK, CHUNK = 32, 256
 # 1 to 3000 around the edges of blocks and of prefill chunks.
 LENGTHS = [1, 2, 31, 32, 33, 63, 64, 65, 127, 255, 256, 257, 288, 511, 512, 513, 1024, 1537, 3000]
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{length}/{seed}")
-    return [rng.randrange(3, 400) for _ in range(length)]
-
-
-def params(max_tokens: int = 16, **more: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **more})
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Pair:
-    found: Pair = request.getfixturevalue(f"pair_{request.param}")
-    return found
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -51,40 +33,6 @@ async def test_every_prompt_length_is_exact(
     await pair.until_empty()
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "seeded": {"temperature": 0.9, "seed": 1234},
-    "seeded top_p top_k": {"temperature": 1.0, "seed": 5, "top_p": 0.9, "top_k": 50},
-    "seeded min_p": {"temperature": 1.1, "seed": 6, "min_p": 0.01},
-    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
-    "seeded penalties logprobs": {
-        "temperature": 0.8,
-        "seed": 77,
-        "presence_penalty": 0.8,
-        "repetition_penalty": 1.2,
-        "logprobs": 3,
-    },
-    "logprobs": {"logprobs": 5},
-    "min_tokens and stop ids": {"min_tokens": 5, "stop_token_ids": tuple(range(3, 200))},
-    "logit_bias": {"logit_bias": {7: 40.0, 99: 30.0}},
-    "regex": {
-        "structured_output": StructuredOutput(Constraint.REGEX, "[a-c]{4}-[0-9]{10}-(foo|bar)+")
-    },
-    "json, seeded": {
-        "temperature": 1.0,
-        "seed": 4,
-        "structured_output": StructuredOutput(
-            Constraint.JSON_SCHEMA,
-            '{"type":"object","properties":{"a":{"type":"integer"},'
-            '"b":{"type":"string","maxLength":8}},"required":["a","b"],'
-            '"additionalProperties":false}',
-        ),
-    },
-    "choice": {
-        "structured_output": StructuredOutput(Constraint.CHOICE, choices=("yes", "no", "maybe"))
-    },
-}
-
-
 @pytest.mark.parametrize("length", [40, 333, 700])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_kind_of_sampling_is_exact(
@@ -93,23 +41,6 @@ async def test_every_kind_of_sampling_is_exact(
     ids, sampling = prompt(length, 1), params(32, **KINDS[kind])
     expected = joined(await aggregated.run(ids, sampling))
     assert await pair_shm.run(ids, sampling) == expected
-    await pair_shm.until_empty()
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3, 5, 8])
-async def test_a_stop_string_is_found_wherever_it_falls(
-    pair_shm: Pair, aggregated: EngineProcess, cut: int
-) -> None:
-    """The first characters of the answer are the stop string: it ends inside the first token, at
-    the seam, or after it."""
-    ids = prompt(90, cut)
-    whole = joined(await aggregated.run(ids, params(24, ignore_eos=True)))
-    first = await aggregated.run(ids, params(1, ignore_eos=True))
-    for stop in {whole.text[: len(first.text) + cut], whole.text[len(first.text) - 1 :][: cut + 1]}:
-        sampling = params(24, ignore_eos=True, stop=(stop,))
-        expected = joined(await aggregated.run(ids, sampling))
-        assert expected.stop_reason == stop
-        assert await pair_shm.run(ids, sampling) == expected
     await pair_shm.until_empty()
 
 

@@ -11,8 +11,7 @@ import pytest_asyncio
 
 from pdserve.types import FinishReason
 from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.pair import Pair, joined
-from tests.e2e.test_handoff_exact import params, prompt
+from tests.e2e.pair import Pair, joined, params, prompt
 from tests.patience import WAIT_S
 from workers.engine import DecodePhase, PrefillPhase
 from workers.vllm.settings import KvSettings
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 LONG, ENDLESS = params(200, ignore_eos=True), params(3000, ignore_eos=True)
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def pair(request: pytest.FixtureRequest) -> Pair:
-    found: Pair = request.getfixturevalue(f"pair_{request.param}")
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -22,12 +22,11 @@ from pdserve.tokenizer import ChatMessage, Tokenizer
 from pdserve.types import FinishReason, Receipt, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
-from tests.integration.up_process import UpProcess, run_cli
+from tests.integration.up_process import UpProcess
 from tests.patience import START_S, WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
 
 MODEL = "pdserve-demo"
 QUESTION = [{"role": "user", "content": "What is prefill?"}]
@@ -162,26 +161,6 @@ async def test_a_chat_over_http_streams_english_through_both_workers(stack: Stac
     assert_disaggregated(receipt)
 
 
-async def test_a_completion_over_http_streams_english_through_both_workers(stack: Stack) -> None:
-    pieces, receipt = [], None
-    async with stack.client() as client:
-        stream = await client.completions.create(
-            model=MODEL,
-            prompt="Prefill and decode are",
-            temperature=0,
-            max_tokens=60,
-            stream=True,
-        )
-        async for chunk in stream:
-            pieces.append(chunk.choices[0].text)
-            receipt = (chunk.model_extra or {}).get("pdserve", receipt)
-    text = "".join(pieces)
-    assert len(text.split()) >= 8
-    assert text.isascii()
-    assert receipt is not None
-    assert_disaggregated(receipt["receipt"])
-
-
 async def test_generate_over_grpc_streams_english_through_both_workers(stack: Stack) -> None:
     async with Client(stack.grpc) as client:
         deltas = [
@@ -223,46 +202,6 @@ async def test_worker_and_router_show_what_the_kv_plane_has_done(stack: Stack) -
     async with asyncio.timeout(WAIT_S):  # the router knows with the worker's next renewal
         while f"pdserve_worker_kv_{sample}" not in await get(f"{stack.http}/metrics"):
             pass
-
-
-async def test_the_router_knows_what_the_prefill_worker_has_cached(stack: Stack) -> None:
-    async def tokens(source: str) -> float:
-        name = f'pdserve_prefix_tokens_total{{model="{MODEL}",source="{source}"}} '
-        lines = (await get(f"{stack.http}/metrics")).splitlines()
-        return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
-
-    question = "What does a router know of a prefix? " * 20
-    async with asyncio.timeout(WAIT_S):  # at once, but for the time that an update takes
-        while True:
-            before = [await tokens("predicted"), await tokens("reported")]
-            await chat(stack, question)
-            after = [await tokens("predicted"), await tokens("reported")]
-            predicted, reported = (b - a for a, b in zip(before, after, strict=True))
-            if predicted == reported > 0:
-                break
-    assert reported > len(question) / 10
-    assert "pdserve_prefix_synced_workers 2.0" in await get(f"{stack.http}/metrics")
-
-
-async def test_a_replay_of_the_azure_trace_has_no_failures(stack: Stack, tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    options = ("--trace", "chat", "--limit", "24", "--speedup", "4", "--scale-lengths", "0.125")
-    done = await asyncio.to_thread(
-        run_cli, "bench", "replay", "--url", stack.http, *options, "--out", str(out), "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    text = json.dumps(summary)
-    for metric in ("ttft", "tpot", "tt2t", "e2e"):
-        assert metric in text.lower()
-    assert out.exists()
-
-
-async def test_many_at_once_answer_as_alone(stack: Stack) -> None:
-    questions = ["What is prefill?", "What is decode?", "What is a KV block?", "Hello!"] * 4
-    alone = {q: await chat(stack, q, max_tokens=80) for q in set(questions)}
-    together = await asyncio.gather(*(chat(stack, q, max_tokens=80) for q in questions))
-    assert together == [alone[q] for q in questions]
 
 
 async def test_structured_output_holds_across_the_handoff(stack: Stack) -> None:

@@ -13,8 +13,7 @@ import torch
 
 from tests.e2e.engines import EngineProcess, settings
 from tests.e2e.models import ModelSpec, make_model
-from tests.e2e.pair import Pair, joined
-from tests.e2e.test_handoff_exact import params, prompt
+from tests.e2e.pair import Pair, joined, params, prompt
 from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:

@@ -69,13 +69,8 @@ async def test_what_does_not_end_in_time_goes_on_elsewhere(
     """Not with its KV, which an engine that makes no step does not let go."""
     monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", 0.05)
     async with Cluster(prefill=2, decode=2) as cluster:
-        names = (f"{role}-0", f"{role}-1")
-        for name in names:
-            cluster.faults(name, FakeFaults(stall_at_step=1 if role == "prefill" else 30))
-        asking = asyncio.create_task(cluster.ask(PROMPT, LONG))
-        await cluster.until(lambda: cluster.busy(*names))
-        (busy,) = cluster.busy(*names)
-        cluster.faults(names[1 - names.index(busy)], FakeFaults())
+        busy, other, asking = await ask_and_hold(cluster, role=role)
+        cluster.faults(other, FakeFaults())
         assert await command(cluster, "drain", busy, "--timeout", "0") == 0
         assert "(1 streams moved)" in capsys.readouterr().out
         answer = await asking

@@ -10,7 +10,7 @@ import grpc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.types import Role, SamplingParams
+from pdserve.types import SamplingParams
 from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from tests.cluster import Cluster
 from tests.patience import WAIT_S
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 WORKER = worker_pb2.DESCRIPTOR.services_by_name["Worker"]
-# What changes a worker's standing: fuzzed in any order.
+# What changes a worker's standing.
 CONTROL = ("Drain", "Undrain", "SetRole", "SettleRole")
 BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 
@@ -103,51 +103,6 @@ def fuzz_method(channel: grpc.Channel, path: str, method: Any) -> None:
     structured()
 
 
-def control_calls(instance_id: str) -> st.SearchStrategy[tuple[str, Any]]:
-    """A method's name and its message: anything, or what a worker of this instance id may be asked.
-    None that stops the worker is among them."""
-    short_s = st.floats(0.0, 0.05)
-    right = {
-        "Drain": st.builds(worker_pb2.DrainRequest, timeout_s=short_s),
-        "Undrain": st.builds(worker_pb2.UndrainRequest),
-        "SetRole": st.builds(
-            worker_pb2.SetRoleRequest, role=st.integers(1, 2), drain_timeout_s=short_s
-        ),
-        "SettleRole": st.builds(worker_pb2.SettleRoleRequest, keep=st.booleans()),
-    }
-    calls = []
-    for name, rightly in right.items():
-        kind = WORKER.methods_by_name[name].input_type._concrete_class
-        anything = messages(kind).filter(lambda x: not getattr(x, "stop", False))
-        calls.append(st.tuples(st.just(name), rightly | anything))
-    return st.one_of(calls)
-
-
-def fuzz_control(address: str, instance_id: str) -> set[tuple[str, grpc.StatusCode]]:
-    """Calls of two at a time, one after another; which came out how."""
-    seen: set[tuple[str, grpc.StatusCode]] = set()
-    with grpc.insecure_channel(address) as channel:
-
-        def begin(name: str, message: Any) -> Any:
-            call: Any = channel.unary_stream(
-                f"/{WORKER.full_name}/{name}", request_serializer=type(message).SerializeToString
-            )
-            return call(message, timeout=WAIT_S)
-
-        @settings(max_examples=60)
-        @given(st.lists(st.lists(control_calls(instance_id), min_size=1, max_size=2), max_size=6))
-        def in_any_order(rounds: list[list[tuple[str, Any]]]) -> None:
-            for calls in rounds:
-                running = [begin(*call) for call in calls]
-                for (name, message), each in zip(calls, running, strict=True):
-                    code = code_of(each)
-                    assert code not in BROKEN, (name, code, message)
-                    seen.add((name, code))
-
-        in_any_order()
-    return seen
-
-
 def code_of(running: Any) -> grpc.StatusCode:
     """How an RPC begins, or ends where it does not."""
     try:
@@ -164,23 +119,5 @@ async def test_nothing_that_is_sent_is_an_internal_error_or_a_crash() -> None:
     async with Cluster(aggregated=1) as cluster:
         worker = cluster.workers["aggregated-0"].info.address
         await asyncio.to_thread(fuzz_grpc, cluster.grpc, worker)
-        answer = await cluster.ask([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
-        assert len(answer.token_ids) == 4
-
-
-async def test_no_order_of_control_calls_breaks_a_worker() -> None:
-    async with Cluster(prefill=1, decode=1, engine_args={"prefix_cache": True}) as cluster:
-        server = cluster.workers["decode-0"]
-        address, ok = server.info.address, grpc.StatusCode.OK
-        seen = await asyncio.to_thread(fuzz_control, address, server.instance_id)
-        # Each was done at least once, and refused at least once where it can be.
-        assert {(name, ok) for name in CONTROL} <= seen
-        assert {name for name, code in seen if code is not ok} == {*CONTROL} - {"Undrain"}
-        server.settle_role(keep=False)
-        if server.service.role is Role.PREFILL:
-            await server.set_role(Role.DECODE, 1.0)
-            server.settle_role(keep=True)
-        await server.undrain()
-        await cluster.until_state("decode-0", "ready")
         answer = await cluster.ask([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
         assert len(answer.token_ids) == 4

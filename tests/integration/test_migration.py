@@ -11,7 +11,7 @@ import pytest
 
 from router import upstream
 from tests.cluster import WAIT_S, Answer, Cluster
-from tests.integration.test_cluster import LONG, PROMPT, Trigger, assert_same
+from tests.integration.test_cluster import LONG, PROMPT, ask_and_hold, assert_same
 from tests.integration.test_drain import command
 from tests.integration.test_role_changes import metrics
 from workers.fake.settings import FakeFaults
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from pdserve.types import SamplingParams
 
-HELD = FakeFaults(stall_at_step=30)
 NAMES = ("decode-0", "decode-1")
 
 
@@ -58,12 +57,7 @@ class Leaving:
 
 
 async def begin(cluster: Cluster, sampling: SamplingParams = LONG) -> Leaving:
-    for name in NAMES:
-        cluster.faults(name, HELD)
-    trigger = Trigger(20)
-    asking = asyncio.create_task(cluster.ask(PROMPT, sampling, on_token=trigger))
-    await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
-    (old,) = cluster.busy(*NAMES)
+    old, _, asking = await ask_and_hold(cluster, sampling)
     return Leaving(cluster, old, asking)
 
 
@@ -97,7 +91,7 @@ async def test_a_drained_worker_gives_its_answers_away(cluster: Cluster, kind: s
 
 async def test_an_answer_leaves_one_worker_after_the_other(cluster: Cluster) -> None:
     leaving = await begin(cluster)
-    cluster.faults(leaving.new, replace(HELD, stall_at_step=40))
+    cluster.faults(leaving.new, FakeFaults(stall_at_step=40))
     draining = leaving.drain()
     await leaving.asked_for()
     cluster.faults(leaving.old, FakeFaults())

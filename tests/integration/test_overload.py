@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections import Counter
 from dataclasses import replace
 
 import grpc.aio
@@ -22,9 +21,10 @@ from router.api import http as http_api
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_cluster import PLAIN, PROMPT, assert_same
 from tests.integration.test_role_changes import metrics
+from workers.fake.settings import FakeFaults
 
 REQUESTS = "pdserve_requests_total"
-RUNNING, QUEUED, CLIENTS, TRIES = 4, 4, 80, 12
+RUNNING, QUEUED, TRIES = 4, 4, 10
 # Verbose, so that what is kept for a connection on the way is soon full.
 ENDLESS = replace(PLAIN, max_tokens=4000, logprobs=5)
 
@@ -34,32 +34,19 @@ async def test_ten_times_the_capacity_is_refused_what_it_cannot_have_and_leaves_
     async with Cluster(prefill=1, decode=1, router=limits) as cluster:
         expected = cluster.expected(PROMPT, PLAIN)
         requests = cluster.router.requests
-        outcomes: Counter[str] = Counter()
-        most_queued = most_running = 0
-
-        async def ask() -> None:
-            nonlocal most_queued, most_running
-            for _ in range(TRIES):
-                most_queued = max(most_queued, requests.queued_requests)
-                most_running = max(most_running, requests.running_requests)
-                try:
-                    assert_same(await cluster.ask(PROMPT, PLAIN), expected)
-                    outcomes["served"] += 1
-                except Overloaded as error:
-                    outcomes[error.reason] += 1
-                    outcomes["told when"] += error.retry_after_s > 0
-
-        await asyncio.gather(*(ask() for _ in range(CLIENTS)))
-        served, refused = outcomes["served"], outcomes[Refusal.QUEUE_FULL]
-        assert served + refused == CLIENTS * TRIES
-        assert refused == outcomes["told when"]
-        assert refused > served > 0
-        assert most_queued <= QUEUED
-        assert most_running <= RUNNING
-        # And now as many as can be served: none waits for what was refused.
-        answers = await asyncio.gather(*(cluster.ask(PROMPT, PLAIN) for _ in range(RUNNING)))
-        for one in answers:
-            assert_same(one, expected)
+        cluster.faults("prefill-0", FakeFaults(stalled=True))
+        held = [asyncio.create_task(cluster.ask(PROMPT, PLAIN)) for _ in range(RUNNING + QUEUED)]
+        await cluster.until(lambda: requests.queued_requests == QUEUED)
+        for _ in range(TRIES):
+            asked = [cluster.ask(PROMPT, PLAIN) for _ in range(RUNNING + QUEUED)]
+            for error in await asyncio.gather(*asked, return_exceptions=True):
+                assert isinstance(error, Overloaded)
+                assert error.reason == Refusal.QUEUE_FULL
+                assert error.retry_after_s > 0
+            assert (requests.queued_requests, requests.running_requests) == (QUEUED, RUNNING)
+        cluster.faults("prefill-0", FakeFaults())
+        for answer in await asyncio.gather(*held):
+            assert_same(answer, expected)
         await cluster.until(lambda: not requests.open_requests)
         assert requests.queued_requests == requests.running_requests == 0
 

@@ -20,8 +20,9 @@ from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.types import Role, SamplingParams
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
+from router import upstream
 from tests.cluster import WAIT_S, Cluster
-from tests.integration.test_cluster import LONG, PLAIN, PROMPT, assert_same
+from tests.integration.test_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
@@ -107,14 +108,16 @@ async def test_role_changes_under_load_lose_nothing() -> None:
         assert 'outcome="done",role="decode"} 2.0' in await metrics(cluster)
 
 
-async def test_streams_that_do_not_end_in_time_move() -> None:
-    async with Cluster(prefill=1, decode=2, engine_args={"step_s": 0.003}) as cluster:
-        asking = asyncio.create_task(cluster.ask(PROMPT, LONG))
-        await cluster.until(lambda: cluster.busy("decode-0", "decode-1"))
-        (busy,) = cluster.busy("decode-0", "decode-1")
-        done = await change_role(cluster, busy, PREFILL, drain_timeout_s=0.0)
-        assert (done.failure, done.moved_streams) == ("", 1)
+async def test_streams_that_do_not_end_in_time_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", 0.05)
+    async with Cluster(prefill=1, decode=2) as cluster:
+        busy, idle, asking = await ask_and_hold(cluster)
+        cluster.faults(idle, FakeFaults())
+        changing = asyncio.create_task(change_role(cluster, busy, PREFILL, drain_timeout_s=0.0))
         answer = await asking
+        cluster.faults(busy, FakeFaults())
+        done = await changing
+        assert (done.failure, done.moved_streams) == ("", 1)
         assert_same(answer, cluster.expected(PROMPT, LONG))
         assert answer.fallbacks
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def ask(url: str, *, max_tokens: int = 8) -> http.client.HTTPResponse:
+def ask(url: str, *, model: str = "pdserve-demo", max_tokens: int = 8) -> http.client.HTTPResponse:
     """A streamed chat request, its answer not read yet."""
     question = {"role": "user", "content": "What is a block?"}
     body = {
-        "model": "pdserve-demo",
+        "model": model,
         "messages": [question],
         "max_tokens": max_tokens,
         "ignore_eos": True,
@@ -63,38 +63,28 @@ def test_it_serves_and_stops_without_a_trace_when_told(
         assert not running.ready_path.exists()
 
 
-def test_several_routers_serve_at_one_port(tmp_path: Path) -> None:
+def test_several_routers_serve_at_one_port_and_it_says_what_to_paste(tmp_path: Path) -> None:
     """Each listens there; whoever is given a connection knows all workers, and can answer."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
-    with up(tmp_path, "--routers", "2", "--shared-http-port", str(port)) as running:
-        ready = running.wait_until_serving()
-        for router in ready["routers"]:
-            listening = [
-                x.laddr.port
-                for x in psutil.Process(router["pid"]).net_connections(kind="tcp")
-                if x.status == psutil.CONN_LISTEN
-            ]
-            assert port in listening
-        for _ in range(8):  # a new connection each
-            with ask(f"http://127.0.0.1:{port}", max_tokens=2) as response:
-                assert response.read().endswith(b"data: [DONE]\n\n")
-        running.send(signal.SIGTERM)
-        assert running.wait() == 0, running.output
-        assert running.survivors() == []
-
-
-def test_it_says_what_to_paste(tmp_path: Path) -> None:
-    with up(tmp_path, "--model-name", "chatty", "--routers", "2") as running:
+    shared = ("--routers", "2", "--shared-http-port", str(port), "--model-name", "chatty")
+    with up(tmp_path, *shared) as running:
         line = running.wait_for_line("curl")
-        ready = running.wait_until_serving()
-        assert f"{ready['http']}/v1/chat/completions" in line
         assert '"model": "chatty"' in line
+        ready = running.wait_until_serving()
         first, second = ready["routers"]
         assert (first["http"], first["pid"]) == (ready["http"], ready["router"]["pid"])
         for router in (first, second):
             assert {x["state"] for x in workers_of(router["grpc"])} == {"ready"}
+            connections = psutil.Process(router["pid"]).net_connections(kind="tcp")
+            assert port in [x.laddr.port for x in connections if x.status == psutil.CONN_LISTEN]
         running.wait_for_line("pdserve chat", f"{first['grpc']},{second['grpc']}")
+        for _ in range(8):  # a new connection each
+            with ask(f"http://127.0.0.1:{port}", model="chatty", max_tokens=2) as response:
+                assert response.read().endswith(b"data: [DONE]\n\n")
+        running.send(signal.SIGTERM)
+        assert running.wait() == 0, running.output
+        assert running.survivors() == []
 
 
 def test_ctrl_c_on_a_terminal_is_the_supervisors_alone_to_act_on(tmp_path: Path) -> None:
@@ -145,29 +135,16 @@ def test_a_second_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
         assert running.survivors() == []
 
 
-def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
-    with up(tmp_path) as running:
-        running.wait_until_serving()
-        running.send(signal.SIGKILL)
-        running.process.wait(WAIT_S)
-        assert running.survivors() == []
-
-
-def test_nothing_outlives_a_supervisor_that_is_killed_while_workers_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_a_supervisor_that_ends_while_workers_start(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     with up(tmp_path, "--set", "worker.engine_args={start_s: 600.0}") as running:
         running.wait_for_line("prefill-0", "loading")
-        assert len(running.watch_children()) == 3
-        running.send(signal.SIGKILL)
-        running.process.wait(WAIT_S)
-        assert running.survivors() == []
-
-
-def test_ctrl_c_while_workers_start_stops_them(tmp_path: Path) -> None:
-    with up(tmp_path, "--set", "worker.engine_args={start_s: 600.0}") as running:
         running.wait_for_line("decode-0", "loading")
-        running.watch_children()
-        running.send(signal.SIGINT)
-        assert running.wait() == 0, running.output
+        assert len(running.watch_children()) == 3
+        running.send(number)
+        assert running.wait() == (0 if number == signal.SIGINT else -signal.SIGKILL)
         assert running.survivors() == []
 
 

@@ -174,3 +174,45 @@ def test_chaos_counts_what_clients_notice(tmp_path: Path) -> None:
         assert (row["failed"], row["wrong_tokens"], row["leaked_blocks"]) == (0, 0, 0)
         assert row["hit"]
     assert left_running(tmp_path) == []
+
+
+def test_variants_of_real_engines_are_compared(tmp_path: Path) -> None:
+    arms = ("--arms", "1P1D,nixl,1A", "--kv-cache-mib", "128")
+    policy = ("--set", "router.policy=least_loaded")
+    short = ("--rounds", "1", "--requests", "6", "--rate", "3", "--scale-lengths", "1/16")
+    limits = ("--slo-ttft", "60000", "--slo-tpot", "10000")
+    args = (*arms, *policy, *short, *limits, "--out", str(tmp_path))
+    done = run_cli("bench", "compare", *args, within_s=2 * START_S)
+    # 3: the machine was busy; then that is all that may be wrong.
+    assert done.returncode in (0, 3), done.stderr
+    whole = json.loads((tmp_path / "result.json").read_text())
+    reasons = whole["summary"]["validity"]["invalid"]
+    assert [x for x in reasons if not any(said in x for said in OF_THE_MACHINE)] == []
+    pd, nixl, one = (found["settings"] for found in whole["variants"])
+    for other in (nixl, one):
+        assert other["of_workers"] == pd["of_workers"]
+        assert other["cores"] == pd["cores"]
+        assert other["kv_cache_tokens"] == pytest.approx(pd["kv_cache_tokens"], rel=0.01)
+    assert pd["of_workers"]["engine"] == ["vllm 0.32.0"]
+    assert nixl["workers"] == {"prefill": 1, "decode": 1}
+    first, second, third = whole["summary"]["arms"]
+    assert (first["ok"], second["ok"], third["ok"]) == (6, 6, 6)
+    sent = [r for m in whole["measurements"] if m["variant"] == "1P1D" for r in m["records"]]
+    # An answer of one token ends at prefill: nothing need move.
+    moving = sum(record["output_tokens"] > 1 for record in sent)
+    assert moving > 0
+    assert (first["transferred"], third["transferred"]) == (moving, 0)
+    assert first["figures"]["attainment"]["value"] == 1.0
+
+
+def test_chaos_on_real_engines_costs_no_answer_and_leaves_nothing(tmp_path: Path) -> None:
+    scenarios = ("freeze_decode", "corrupt_transfers", "abort_storm", "kill_decode")
+    options = ("--only", ",".join(scenarios), "--prefill", "1", "--requests", "9", "--json")
+    ended = run_cli("bench", "chaos", *options, "--run-dir", str(tmp_path), within_s=START_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(ended.stdout)["rows"]
+    assert [row["fault"] for row in rows] == list(scenarios)
+    assert all(row["passed"] for row in rows)
+    damaged, killed = rows[1], rows[3]
+    assert any(step.endswith(":transfer_corrupted") for step in damaged["fallbacks"])
+    assert sum(killed["fallbacks"].values()) >= 1

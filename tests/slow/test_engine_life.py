@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from pdserve.types import FinishReason, SamplingParams
-from tests.e2e.engines import EngineGone, EngineProcess, settings
+from tests.e2e.engines import EngineProcess, settings
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
@@ -85,11 +85,3 @@ async def test_a_rank_that_dies_fails_the_engine(tiny_model: Path) -> None:
     assert late.error.code == "worker_failed"
     await engine.close()
     await gone(ranks)
-
-
-async def test_a_killed_engine_is_noticed(tiny_model: Path) -> None:
-    engine = await EngineProcess.start(settings(tiny_model))
-    stream = engine.submit(PROMPT, ENDLESS)
-    await engine.kill()
-    with pytest.raises(EngineGone):
-        await engine.collect(stream)

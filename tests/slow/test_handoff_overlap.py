@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.test_handoff_exact import BLOCK, CHUNK, params, prompt
+from tests.e2e.pair import BLOCK, CHUNK, params, prompt
 from tests.patience import WAIT_S
 from workers.engine import PrefillPhase
 from workers.vllm.settings import KvSettings

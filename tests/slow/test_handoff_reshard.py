@@ -17,8 +17,7 @@ import pytest_asyncio
 
 from tests.e2e.engines import EngineProcess, settings
 from tests.e2e.middle import Middle
-from tests.e2e.pair import Joined, Pair, joined
-from tests.e2e.test_handoff_exact import BLOCK, params, prompt
+from tests.e2e.pair import BLOCK, Joined, Pair, joined, params, prompt
 from tests.patience import WAIT_S
 from workers.engine import DecodePhase, PrefillPhase
 from workers.vllm.settings import KvSettings

@@ -1,4 +1,5 @@
-"""Bits that flip in transferred KV, on real engines: found, sent again, and never in an answer."""
+"""KV that comes damaged to real engines. Bits that flip are found, sent again, and never in an
+answer. Damage that no digest can find changes the answer: else exactness would prove nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +9,8 @@ import pytest
 import pytest_asyncio
 
 from pdserve.errors import TransferCorrupted
-from pdserve.types import SamplingParams
 from tests.e2e.engines import Answer, EngineProcess, settings
-from tests.e2e.pair import Pair, joined
-from tests.e2e.test_handoff_exact import prompt
+from tests.e2e.pair import Pair, joined, params, prompt
 from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
@@ -19,32 +18,22 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-SAMPLING = SamplingParams(
-    temperature=0.9, seed=7, frequency_penalty=0.5, max_tokens=24, ignore_eos=True
-)
+GREEDY = params(24, ignore_eos=True)
+SAMPLING = params(24, temperature=0.9, seed=7, frequency_penalty=0.5, ignore_eos=True)
 # More than one chunk of prefill, and of the transfer; the last block is partial.
 LENGTH = 700
 
 
 @pytest.fixture(scope="module")
 def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the damaging prefill engine is to do, read by it at each push."""
+    """What the damaging prefill engine is to do, read by it at each chunk."""
     path = tmp_path_factory.mktemp("orders") / "order"
-    give(path, "")
+    path.write_text("", encoding="ascii")
     return path
 
 
-def give(orders: Path, order: str) -> None:
-    orders.write_text(order, encoding="ascii")
-
-
-def is_done(orders: Path) -> bool:
-    return not orders.read_text(encoding="ascii")
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def source(tiny_model: Path, orders: Path) -> AsyncIterator[EngineProcess]:
-    """A prefill engine that damages what it sends when it is told to."""
+async def producer(tiny_model: Path, orders: Path) -> AsyncIterator[EngineProcess]:
     kv = KvSettings("damaging", {"transports": ("shm", "tcp"), "chunk_bytes": 1 << 19})
     engine = await EngineProcess.start(
         settings(tiny_model, kv=kv, max_num_batched_tokens=256),
@@ -54,35 +43,34 @@ async def source(tiny_model: Path, orders: Path) -> AsyncIterator[EngineProcess]
     await engine.close()
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def pair(request: pytest.FixtureRequest, source: EngineProcess) -> Pair:
-    """The damaging engine with a target that takes one transport alone."""
-    other: Pair = request.getfixturevalue(f"pair_{request.param}")
-    return Pair(source, other.decode, "damaging")
+@pytest.fixture
+def damaging(pair: Pair, producer: EngineProcess) -> Pair:
+    """The damaging engine with a decode engine that takes one transport alone."""
+    return Pair(producer, pair.decode, "damaging")
 
 
 async def test_one_flipped_bit_is_sent_again_and_the_answer_exact(
-    pair: Pair, aggregated: EngineProcess, orders: Path, request: pytest.FixtureRequest
+    damaging: Pair, aggregated: EngineProcess, orders: Path, request: pytest.FixtureRequest
 ) -> None:
     ids = prompt(LENGTH, len(request.node.name))
     expected = joined(await aggregated.run(ids, SAMPLING))
-    give(orders, "flip once")
-    assert await pair.run(ids, SAMPLING) == expected
-    assert is_done(orders), "nothing was damaged"
-    report = pair.last[1].report
+    orders.write_text("flip once", encoding="ascii")
+    assert await damaging.run(ids, SAMPLING) == expected
+    assert not orders.read_text(encoding="ascii"), "nothing was damaged"
+    report = damaging.last[1].report
     assert report is not None
     assert report.transfer is not None
     assert report.transfer.digest_mismatches == 1
-    await pair.until_empty()
+    await damaging.until_empty()
 
 
 async def damaged_each_time(pair: Pair, ids: list[int], orders: Path) -> Answer:
     """The first token of an answer whose transfer fails."""
-    give(orders, "flip")
+    orders.write_text("flip", encoding="ascii")
     prefill_stream, decode_stream = pair.submit(ids, SAMPLING)
     first = await pair.prefill.collect(prefill_stream)
     failed = await pair.decode.collect(decode_stream)
-    give(orders, "")
+    orders.write_text("", encoding="ascii")
     assert failed.token_ids == ()
     assert failed.error is not None
     assert failed.error.code == TransferCorrupted.code
@@ -90,31 +78,42 @@ async def damaged_each_time(pair: Pair, ids: list[int], orders: Path) -> Answer:
     return first
 
 
-async def test_a_recompute_where_the_damage_lies_is_exact(
-    pair: Pair, aggregated: EngineProcess, orders: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize("where", ["decode", "another transfer"])
+async def test_what_the_router_does_next_is_exact(
+    damaging: Pair, aggregated: EngineProcess, orders: Path, where: str
 ) -> None:
     """The damaged blocks were never in the decode engine's prefix cache."""
-    ids = prompt(LENGTH, len(request.node.name))
+    ids = prompt(LENGTH, len(where) + 100 * damaging.decode.pid)
     expected = joined(await aggregated.run(ids, SAMPLING))
-    first = await damaged_each_time(pair, ids, orders)
-    rest = await pair.decode.run(ids, SAMPLING, resume=first.token_ids)
-    assert joined(first, rest) == expected
-    await pair.until_empty()
-
-
-async def test_another_transfer_goes_on_exactly_after_the_first_token(
-    pair: Pair, aggregated: EngineProcess, orders: Path, request: pytest.FixtureRequest
-) -> None:
-    """What the router does first, where it has another pair."""
-    ids = prompt(LENGTH, len(request.node.name))
-    expected = joined(await aggregated.run(ids, SAMPLING))
-    first = await damaged_each_time(pair, ids, orders)
-    rest = await pair.run(ids, SAMPLING, resume=first.token_ids)
+    first = await damaged_each_time(damaging, ids, orders)
+    engine = damaging.decode if where == "decode" else damaging
+    rest = await engine.run(ids, SAMPLING, resume=first.token_ids)
     assert joined(first).token_ids + rest.token_ids == expected.token_ids
     assert joined(first).text + rest.text == expected.text
     assert (rest.finish_reason, rest.stop_reason) == (expected.finish_reason, expected.stop_reason)
-    report = pair.last[1].report
-    assert report is not None
-    assert report.transfer is not None
-    assert report.transfer.blocks == -(-(LENGTH + 1) // 32)
-    await pair.until_empty()
+    await damaging.until_empty()
+
+
+@pytest.mark.parametrize("damage", ["swap", "repeat"])
+async def test_a_wrong_block_changes_the_answer(
+    damaging: Pair, aggregated: EngineProcess, orders: Path, damage: str
+) -> None:
+    ids = prompt(200, len(damage) + 30 + 100 * damaging.decode.pid)
+    expected = await aggregated.run(ids, GREEDY)
+    orders.write_text(damage, encoding="ascii")
+    found = await damaging.run(ids, GREEDY)
+    orders.write_text("", encoding="ascii")
+    assert len(found.token_ids) == len(expected.token_ids)
+    assert found.token_ids != expected.token_ids
+    await damaging.until_empty()
+
+
+@pytest.mark.parametrize("at", [0, 31, 32, 100, 198, 199])
+async def test_a_changed_prompt_token_changes_the_answer(
+    aggregated: EngineProcess, at: int
+) -> None:
+    ids = prompt(200, 21)
+    other = [*ids[:at], ids[at] + 1, *ids[at + 1 :]]
+    answer = await aggregated.run(ids, GREEDY)
+    assert len(set(answer.token_ids)) > 4, "an echo"
+    assert (await aggregated.run(other, GREEDY)).token_ids != answer.token_ids

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from pdserve.types import SamplingParams
-from tests.e2e.test_handoff_exact import prompt
+from tests.e2e.pair import prompt
 from tests.e2e.vllm_serve import Served, example_proxy, vllm_serve
 from tests.patience import WAIT_S
 

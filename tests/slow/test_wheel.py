@@ -111,6 +111,6 @@ def test_it_serves_the_demo_model(commands: Path, tmp_path: Path) -> None:
         log.close()
 
 
-def test_bench_runs(commands: Path, tmp_path: Path) -> None:
-    shown = _run([commands / "pdserve", "bench", "--help"], tmp_path)
-    assert "replay" in shown
+def test_bench_simulates(commands: Path, tmp_path: Path) -> None:
+    command = [commands / "pdserve", "bench", "simulate", "--prefill", "1", "--decode", "1"]
+    assert json.loads(_run([*command, "--json"], tmp_path))
