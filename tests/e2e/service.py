@@ -1,5 +1,5 @@
 """A whole service on real vLLM: a router in this process, and each worker in a process of its own,
-so that a test can kill it, freeze it, or have it damage what it sends."""
+so that a test can kill or freeze it."""
 
 from __future__ import annotations
 
@@ -33,16 +33,12 @@ _LOOK_S = 0.05
 
 @dataclass(slots=True)
 class Service:
-    """A router and its workers by name: prefill-0, decode-0, decode-1, ... They register with
-    `others` too. Those of `orders` do with what they send as the file says (tests/e2e/corrupt.py).
-    """
+    """A router and its workers by name: prefill-0, decode-0, decode-1, ..."""
 
     grpc: str
     client: Client
     registry: RegistryStub
     model: Path
-    others: list[str] = field(default_factory=list)
-    orders: dict[str, Path] = field(default_factory=dict)
     processes: dict[str, Forked] = field(default_factory=dict)
 
     @staticmethod
@@ -67,23 +63,14 @@ class Service:
             "worker.role": name.partition("-")[0],
             "worker.model": self.model,
             "worker.model_name": "tiny",
-            "worker.routers": f"[{', '.join((self.grpc, *self.others))}]",
+            "worker.routers": f"[{self.grpc}]",
             "worker.engine_args": (
                 "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256}"
             ),
         }
         env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        module = "pdserve"
-        if name in self.orders:
-            env["PDSERVE_TEST_CORRUPT"] = str(self.orders[name])
-            module = "tests.e2e.damaging"
         settings = [x for key, value in options.items() for x in ("--set", f"{key}={value}")]
-        self.processes[name] = await start_python(module, "worker", *settings, env=env)
-
-    def order(self, text: str, *workers: str) -> None:
-        """Tells workers what to do with what they send from now on."""
-        for worker in workers:
-            self.orders[worker].write_text(text, encoding="ascii")
+        self.processes[name] = await start_python("pdserve", "worker", *settings, env=env)
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Signals a worker."""
@@ -107,6 +94,12 @@ class Service:
         async with rpc.open_channel(self.grpc) as channel:
             request = a.UndrainWorkerRequest(worker_id=name)
             await AdminStub(channel).UndrainWorker(request, timeout=WAIT_S)
+
+    async def change_role(self, name: str, role: w.Role.ValueType) -> a.ChangeRoleResponse:
+        """As `pdserve role`."""
+        request = a.ChangeRoleRequest(worker_id=name, role=role, drain_timeout_s=WAIT_S)
+        async with rpc.open_channel(self.grpc) as channel:
+            return await AdminStub(channel).ChangeRole(request, timeout=2 * WAIT_S)
 
     async def ended(self, name: str) -> int:
         """The exit code of a worker that is to end."""

@@ -20,8 +20,8 @@ PROMPT = tuple(1 + (11 * i * i + 5 * i) % 400 for i in range(100))
 
 
 async def test_greedy_repeats_itself_and_hits_the_prefix_cache(aggregated: EngineProcess) -> None:
-    first = await aggregated.run(PROMPT, params(ignore_eos=True))
-    second = await aggregated.run(PROMPT, params(ignore_eos=True))
+    first = await aggregated.run(PROMPT, params(24, ignore_eos=True))
+    second = await aggregated.run(PROMPT, params(24, ignore_eos=True))
     assert first.token_ids == second.token_ids
     assert len(first.token_ids) == 24
     assert first.finish_reason is FinishReason.LENGTH

@@ -7,7 +7,6 @@ import asyncio
 import json
 from dataclasses import replace
 
-import aiohttp
 import pytest
 
 from pdserve.cli import main
@@ -101,22 +100,6 @@ class TestAnswers:
             registry, labels = cluster.router.metrics.registry, {"model": "pdserve-demo"}
             name = "pdserve_inter_token_latency_seconds_count"
             assert (registry.get_sample_value(name, labels) or 0) >= PLAIN.max_tokens - 2
-
-    async def test_the_same_answer_streams_over_http(self) -> None:
-        async with Cluster(prefill=1, decode=1) as cluster:
-            body = {"model": "pdserve-demo", "prompt": PROMPT, "stream": True}
-            body |= {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
-            text = ""
-            async with (
-                aiohttp.ClientSession() as session,
-                session.post(f"http://{cluster.http}/v1/completions", json=body) as response,
-            ):
-                assert response.status == 200
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        chunk = json.loads(line[6:])
-                        text += "".join(x["text"] for x in chunk["choices"])
-            assert text == cluster.expected(PROMPT, PLAIN).text
 
 
 class TestCancellation:
@@ -272,3 +255,52 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
         assert await asyncio.to_thread(main, [*command, "--all", "--json"]) == 0
         *_, last = capsys.readouterr().out.splitlines()
         assert json.loads(last)["request"]["request_id"] == "explained"
+
+
+FOUR = replace(PLAIN, n=4, seed=3, temperature=1.0, ignore_eos=False)
+
+
+async def ask_for_several(cluster: Cluster, sampling: SamplingParams) -> list[Answer]:
+    """The answers by index; what they cost is with the first."""
+    answers = [Answer() for _ in range(sampling.n)]
+    async for delta in cluster.client.generate(PROMPT, sampling):
+        answer = answers[delta.index]
+        answer.token_ids += delta.token_ids
+        answer.text += delta.text
+        answer.finish_reason = delta.finish_reason or answer.finish_reason
+        answers[0].usage = delta.usage or answers[0].usage
+        answers[0].receipt = delta.receipt or answers[0].receipt
+    return answers
+
+
+def check_several(cluster: Cluster, sampling: SamplingParams, answers: list[Answer]) -> None:
+    """Each as one engine gives it under its seed."""
+    for i, answer in enumerate(answers):
+        assert_same(answer, cluster.expected(PROMPT, sampling.of_choice(i)))
+    assert answers[0].usage is not None
+    assert answers[0].usage.prompt_tokens == len(PROMPT)
+    assert answers[0].usage.completion_tokens == sum(len(x.token_ids) for x in answers)
+
+
+async def test_several_answers_are_each_what_one_engine_gives_under_its_seed() -> None:
+    async with Cluster(prefill=1, decode=2) as cluster:
+        asked = [replace(FOUR, seed=100 * i) for i in range(12)]
+        asked += [replace(FOUR, max_tokens=most) for most in (1, 2, 3)]
+        found = await asyncio.gather(*(ask_for_several(cluster, x) for x in asked))
+        for sampling, answers in zip(asked, found, strict=True):
+            check_several(cluster, sampling, answers)
+
+
+@pytest.mark.parametrize("tokens", [0, 2, 20])
+async def test_a_decode_worker_that_dies_loses_none_of_several_answers(tokens: int) -> None:
+    sampling = replace(FOUR, max_tokens=200, ignore_eos=True)
+    async with Cluster(prefill=1, decode=2) as cluster:
+        for name in ("decode-0", "decode-1"):
+            cluster.faults(name, FakeFaults(stall_at_step=tokens + 1))
+        asking = asyncio.create_task(ask_for_several(cluster, sampling))
+        await cluster.until(lambda: cluster.busy("decode-0", "decode-1"))
+        (busy,) = cluster.busy("decode-0", "decode-1")
+        await cluster.kill(busy)
+        for name in {"decode-0", "decode-1"} - {busy}:
+            cluster.faults(name, FakeFaults())
+        check_several(cluster, sampling, await asking)

@@ -171,7 +171,7 @@ async def test_routers_and_workers_are_restarted_under_load_and_no_request_fails
                 other = RouterServer(RouterConfig(**values))
                 await other.start()
                 await until_workers(address, 4)
-                await restart(cluster, ["decode-0"])
+                await restart(cluster, ["prefill-0", "prefill-1", "decode-0", "decode-1"])
                 before = counts[:]
                 await cluster.until(lambda: all(x > y for x, y in zip(counts, before, strict=True)))
     finally:

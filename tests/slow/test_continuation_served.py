@@ -1,9 +1,10 @@
-"""Workers that leave or die under a whole service on real vLLM: every answer is that of an engine
-that nothing happens to, token for token, and nothing stays behind."""
+"""Workers that leave, die or change their role under a whole service on real vLLM: every answer is
+that of an engine that nothing happens to, token for token, and nothing stays behind."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -203,3 +204,39 @@ async def test_every_kind_of_answer_survives_its_workers(
     await check(asked, expected)
     # An answer may have been complete and still on its way to the client.
     assert any(asked[kind].fallbacks for kind in cut_off)
+
+
+async def test_a_worker_changes_its_role_under_answers_and_loses_none(
+    service: Service, aggregated: EngineProcess
+) -> None:
+    """It decodes, prefills and decodes again, and does so for requests each time."""
+    is_over, workers, answered = False, set(), asyncio.Event()
+
+    async def keep_asking(first_seed: int) -> None:
+        for seed in itertools.count(first_seed, 3):
+            ids, sampling = prompt(500, seed), replace(PLAIN, max_tokens=24)
+            asked = Asked(service, ids, sampling)
+            await asked.task
+            assert asked.answers == await expected_of(aggregated, ids, sampling)
+            assert set(asked.fallbacks) <= {"live_kv:moved"}
+            assert asked.last is not None
+            receipt = asked.last.receipt
+            assert receipt is not None
+            workers.add((receipt.prefill_worker, receipt.decode_worker))
+            answered.set()
+            if is_over:
+                return
+
+    asking = [asyncio.create_task(keep_asking(900 + i)) for i in range(3)]
+    for role, place in ((w.ROLE_PREFILL, 0), (w.ROLE_DECODE, 1)):
+        done = await service.change_role("decode-1", role)
+        assert not done.failure
+        assert done.probe_s > 0
+        workers.clear()
+        async with asyncio.timeout(WAIT_S):
+            while "decode-1" not in {pair[place] for pair in workers}:
+                assert not any(task.done() for task in asking)
+                answered.clear()
+                await answered.wait()
+    is_over = True
+    await asyncio.gather(*asking)
