@@ -15,10 +15,6 @@ from pdserve.cli.options import DEFAULT_URL, add_config_options, add_dial_option
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-# Metrics that can carry an SLO; benchmarks.metrics computes them.
-SLO_METRICS: Final = ("ttft", "ttft_sched", "tpot", "tt2t", "e2e", "e2e_sched")
-
-
 # -- values of options
 
 
@@ -56,39 +52,22 @@ def _fraction(text: str) -> Fraction:
     return value
 
 
-def _slo(text: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, limit = part.partition("=")
-        if name not in SLO_METRICS:
-            known = ", ".join(SLO_METRICS)
-            raise argparse.ArgumentTypeError(f"unknown metric {name!r}; known are {known}")
-        if name in found:
-            raise argparse.ArgumentTypeError(f"{name} is given twice")
-        number, factor = limit.removesuffix("s"), 1.0
-        if number.endswith("m"):
-            number, factor = number.removesuffix("m"), 0.001
-        value = _number(number)
-        if number == limit or not (math.isfinite(value) and value > 0):
-            raise argparse.ArgumentTypeError(
-                f"{part}: give a time above 0 with its unit, such as 500ms or 0.5s"
-            )
-        found[name] = value * factor
-    return found
-
-
 # -- options: names, metavar, type, default, help. A metavar of "" is a flag, one of "+" repeats.
 
 _Option = tuple[str, str, Any, Any, str]
 _TRACE: Final[_Option] = (
     *("--trace", "TRACE", str, "chat"),
-    "chat, code, longchat, the path of a file, or several joined by +",
+    "chat, code, longchat, or the path of a file",
 )
 _SEED: Final[_Option] = ("--seed", "N", _whole, 0, "for prompts and the spread of arrivals")
 _JSON: Final[_Option] = ("--json", "", None, False, "print the result as JSON")
 _CUTS: Final[tuple[_Option, ...]] = (
     ("--max-output-tokens", "N", _count, None, "cut longer outputs"),
     ("--max-total-tokens", "N", _count, None, "drop longer requests"),
+)
+_LIMITS: Final[tuple[_Option, ...]] = (
+    ("--slo-ttft", "MS", _positive, None, "limit; compare tells routers too"),
+    ("--slo-tpot", "MS", _positive, None, "limit; compare tells routers too"),
 )
 _SHAPE: Final[tuple[_Option, ...]] = (
     ("--scale-lengths", "F", _fraction, Fraction(1), "multiply all lengths, such as 1/8"),
@@ -131,10 +110,7 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
         _SEED,
         ("--warmup", "N", _whole, 1, "requests before the measurement"),
         ("--drain-timeout:drain_timeout_s", "S", _positive, 300.0, "for the last answers"),
-        (
-            *("--slo:slo_s", "METRIC=TIME,...", _slo, None),
-            f"limits, such as ttft=500ms,tpot=50ms, on {', '.join(SLO_METRICS)}",
-        ),
+        *_LIMITS,
         ("--out", "FILE", Path, None, "write all timelines there"),
         _JSON,
     ),
@@ -152,7 +128,6 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
         ("--baseline", "NAME", str, None, "for ratios (default: the last)"),
         ("--cores", "N", _count, None, "of each variant's workers"),
         ("--kv-cache-mib", "N", _count, None, "of each variant's workers together"),
-        ("--restart", "", None, False, "run only one variant at a time"),
         ("--api", "grpc|http", ("grpc", "http"), None, "(default: grpc if all have it)"),
         ("--url-model:endpoint_model", "NAME", str, None, "model of endpoints"),
         ("--vocab-size", "N", _count, None, "if no variant tells it"),
@@ -166,8 +141,7 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
         ),
         *_CUTS,
         _SEED,
-        ("--slo-ttft", "MS", _positive, None, "limit; routers are told too"),
-        ("--slo-tpot", "MS", _positive, None, "limit; routers are told too"),
+        *_LIMITS,
         ("--sweep", "PROBES?", _count, None, "find the highest rate with 90 %% within the limits"),
         ("--probe-seconds:probe_s", "S", _positive, 15.0, "of a probe"),
         ("--out", "DIR", Path, None, "for result.json and report.html"),

@@ -66,6 +66,11 @@ def _settings(kind: type[T], args: argparse.Namespace, **more: Any) -> T:
     return kind(**(given | more))
 
 
+def _limits(args: argparse.Namespace) -> dict[str, float]:
+    limits = {"ttft": args.slo_ttft, "tpot": args.slo_tpot}
+    return {name: limit / 1000 for name, limit in limits.items() if limit is not None}
+
+
 def run_async(work: Coroutine[Any, Any, Any]) -> Any:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
@@ -83,7 +88,7 @@ def replay(args: argparse.Namespace) -> int:
         raise BenchError(f"--out {args.out}: there is no directory {args.out.parent}")
     if args.url and args.grpc:
         raise BenchError("--grpc is not allowed with --url")
-    settings = _settings(ReplaySettings, args, shape=_settings(Shape, args), slo_s=args.slo_s or {})
+    settings = _settings(ReplaySettings, args, shape=_settings(Shape, args), slo_s=_limits(args))
 
     async def work(progress: Progress) -> ReplayResult:
         key, url = api_key_from(args), args.url or DEFAULT_URL
@@ -186,8 +191,7 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[VariantPlan
     baseline = args.baseline or names[-1]
     if baseline not in names:
         raise BenchError(f"--baseline {baseline} is not a variant; there are {', '.join(names)}")
-    limits = {"ttft": args.slo_ttft, "tpot": args.slo_tpot}
-    slo_s = {name: limit / 1000 for name, limit in limits.items() if limit is not None}
+    slo_s = _limits(args)
     if args.sweep and not slo_s:
         raise BenchError("--sweep needs --slo-ttft or --slo-tpot")
     if not args.rounds and not args.sweep:
@@ -276,7 +280,7 @@ def _load_of(
     args: argparse.Namespace, progress: Progress
 ) -> tuple[Setup, RouterConfig, Trace, Shape]:
     """Return setup, router configuration, trace and shape. Raises BenchError, ConfigError."""
-    slo_s = {"ttft": args.slo_ttft / 1000, "tpot": args.slo_tpot / 1000}
+    slo_s = _limits(args)
     common = {f"router.slo.{name}_s": limit for name, limit in slo_s.items()} | changes_from(args)
     config = load_config(args.config, {"router.max_running_requests": 1 << 20, **common})
     costs = Costs() if args.costs is None else Costs.read(args.costs)

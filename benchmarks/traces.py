@@ -116,13 +116,10 @@ class Trace:
 
 
 def load_trace(name_or_path: str) -> Trace:
-    """Read a shipped trace by name, a file by path, or several joined by `+` at equal rates.
+    """Read a shipped trace by name, or a file by path.
 
     Raises BenchError for an unknown name or a malformed file, with its line and field.
     """
-    parts = name_or_path.split("+")
-    if len(parts) > 1 and not Path(name_or_path).exists():
-        return _mixed([load_trace(part) for part in parts])
     if name_or_path in NAMED_TRACES:
         path = TRACES_DIR / NAMED_TRACES[name_or_path]
     else:
@@ -269,28 +266,3 @@ def speedup_for(due_s: Sequence[float], rate_per_s: float) -> float:
     if duration_s <= 0:
         raise BenchError("a rate needs two requests at different times; ask for more requests")
     return rate_per_s * duration_s / (len(due_s) - 1)
-
-
-def _mixed(traces: Sequence[Trace]) -> Trace:
-    """Merge traces by time, each at one request a second on average, until one of them ends."""
-    sizes = {trace.meta.block_size for trace in traces} - {None}
-    if len(sizes) > 1:
-        raise BenchError(f"traces with prefix blocks of {sorted(map(str, sizes))} cannot be mixed")
-    merged: list[TraceRequest] = []
-    ends, first_id = [], 0
-    for trace in traces:
-        due = due_times_s([row.arrival_s for row in trace.requests], tick_s=trace.meta.tick_s)
-        speedup = speedup_for(due, 1.0)
-        for at_s, row in zip(due, trace.requests, strict=True):
-            ids = None if row.hash_ids is None else tuple(first_id + x for x in row.hash_ids)
-            merged.append(replace(row, arrival_s=round(at_s / speedup, 7), hash_ids=ids))
-        ends.append(merged[-1].arrival_s)
-        first_id += 1 + max((x for row in trace.requests for x in row.hash_ids or ()), default=-1)
-    merged.sort(key=lambda row: row.arrival_s)
-    meta = TraceMeta(
-        name="+".join(trace.meta.name for trace in traces),
-        format="+".join(dict.fromkeys(trace.meta.format for trace in traces)),
-        block_size=next(iter(sizes), None),
-        attribution="; ".join(dict.fromkeys(x.meta.attribution for x in traces)),
-    )
-    return Trace(meta, tuple(row for row in merged if row.arrival_s <= min(ends)))

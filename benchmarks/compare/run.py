@@ -59,7 +59,6 @@ class CompareSettings:
     slo_s: Mapping[str, float] = field(default_factory=dict)
     baseline: str
     api: Literal["grpc", "http"] = "grpc"
-    restart: bool = False
     differ: tuple[str, ...] = ()
     endpoint_model: str | None = None
     vocab_size: int | None = None
@@ -88,7 +87,6 @@ class _Running:
         self.model = settings.endpoint_model if plan.config is None else None
         self._plan = plan
         self._api: Literal["grpc", "http"] = settings.api
-        self._is_running = False
         if plan.config is not None:
             make = NixlPair if plan.variant.is_nixl else Service
             self.service = make(self.name, plan.config, directory / self.name)
@@ -97,22 +95,21 @@ class _Running:
     def ready(self) -> Mapping[str, Any]:
         return {} if self.service is None else self.service.ready
 
-    async def start(self) -> None:
+    async def start(self, ending: AsyncExitStack) -> None:
         """Start it and ask what it is. Raises BenchError."""
-        if self._is_running:
-            return
         begun = time.monotonic()
         settings, ready_s = None, None
         if self.service is None:
             self.target = HttpTarget(self._plan.variant.url, self._plan.api_key, self._plan.tls)
         else:
+            ending.push_async_callback(self.service.stop)
             await self.service.start()
             ready_s = round(time.monotonic() - begun, 2)
             settings = settings_of(await self.service.workers())
             ready = self.service.ready
             is_grpc = self._api == "grpc"
             self.target = GrpcTarget(ready["grpc"]) if is_grpc else HttpTarget(ready["http"])
-        self._is_running = True
+        ending.push_async_callback(self.target.aclose)
         self.served = await self.target.model(self.model)
         self.facts = VariantFacts(
             name=self.name,
@@ -125,15 +122,8 @@ class _Running:
 
     def pause(self, *, is_driven: bool) -> None:
         """Stop processes that would not wait quietly (NIXL's poll), and let them run in turn."""
-        if isinstance(self.service, NixlPair) and self.service.ready:
+        if isinstance(self.service, NixlPair):
             self.service.signal(signal.SIGCONT if is_driven else signal.SIGSTOP)
-
-    async def stop(self) -> None:
-        if self._is_running:
-            self._is_running = False
-            await self.target.aclose()
-        if self.service is not None:
-            await self.service.stop()
 
 
 async def run_compare(
@@ -153,16 +143,12 @@ async def run_compare(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     running = {x.variant.name: _Running(x, settings, directory) for x in plans}
     async with AsyncExitStack() as ending:
-        for each in running.values():
-            ending.push_async_callback(each.stop)
         # One after the other, so that none is slowed down by another's start.
         for each in running.values():
             progress.step(f"starting {each.name}")
-            await each.start()
+            await each.start(ending)
             if each.facts.ready_s is not None:
                 progress.say(f"{each.name} is ready after {each.facts.ready_s:.1f} s")
-            if settings.restart:
-                await each.stop()
         settings = _settled(settings, trace, list(running.values()))
         result = CompareResult(
             created=created,
@@ -256,7 +242,7 @@ class _Measuring:
             return await self._measure(name, "round", number, s.rate_per_s, s.requests)
 
         first = len({m.number for m in found})
-        rounds = alternate(names, s.rounds, measure, first=first, warm_up=not s.restart)
+        rounds = alternate(names, s.rounds, measure, first=first)
         async for of_round in rounds:
             found += of_round.values()
             yield (*found, *probed)
@@ -295,7 +281,8 @@ class _Measuring:
         is_repeat: bool = False,
     ) -> Measurement:
         s, variant = self.settings, self.running[name]
-        await self._make_ready(variant)
+        for each in self.running.values():
+            each.pause(is_driven=each is variant)
         what = "warm-up" if number == WARMUP else f"{kind} {number + 1}"
         of = f" of {s.rounds}" if kind == "round" and number != WARMUP else ""
         self.progress.step(f"{what}{of}, {name}, {rate:.2f}/s")
@@ -317,7 +304,7 @@ class _Measuring:
                 ),
                 rate_per_s=rate,
                 seed=seed,
-                warmup=WARMUP_REQUESTS if s.restart else 1,
+                warmup=1,
                 drain_timeout_s=self._drain_s(kind),
                 model=variant.model,
                 vocab_size=s.vocab_size,
@@ -339,14 +326,6 @@ class _Measuring:
             notes=() if problem is None else (problem,),
             records=result.records,
         )
-
-    async def _make_ready(self, variant: _Running) -> None:
-        if self.settings.restart:
-            for other in self.running.values():
-                await other.stop()
-            await variant.start()
-        for each in self.running.values():
-            each.pause(is_driven=each is variant)
 
     def _drain_s(self, kind: Kind) -> float:
         """A probe need not wait longer than the slowest answer within the limits takes."""

@@ -1,50 +1,18 @@
-"""Charts as marks of an inline SVG, which `report.html.j2` writes: nothing to load or to run."""
+"""Charts as numbers; `report.html.j2` draws them as inline SVG, with nothing to load or to run."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 WIDTH: Final = 560
 HEIGHT: Final = 300
-WIDE: Final = 2 * WIDTH
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 44
-_NAMES: Final = 96  # the space left of bars
-_LEAST_WIDTH: Final = 0.6  # of a span
 Point = tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """One SVG element. The `class` attribute of what shows data is its colour."""
-
-    name: str
-    attributes: Mapping[str, str | float]
-    text: str = ""
-    hint: str = ""
-
-
-def mark(name: str, kind: str, text: str = "", hint: str = "", **attributes: Any) -> Mark:
-    """Make an element of the CSS class `kind`; a pointer that rests on it shows `hint`."""
-    numbers = {
-        key: f"{x:.2f}".rstrip("0").rstrip(".") if isinstance(x, int | float) else x
-        for key, x in attributes.items()
-    }
-    return Mark(name, numbers | {"class": kind}, text, hint)
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """An SVG element that is as wide as its place."""
-
-    title: str
-    marks: Sequence[Mark]
-    width: float = WIDTH
-    height: float = HEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +71,6 @@ def _nice(rough: float) -> float:
     return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9))
 
 
-def _x_axis(x: Scale, title: str, *, top: float, height: float, ticks: int = 5) -> list[Mark]:
-    bottom = height - _BOTTOM
-    marks = [mark("text", "title middle", title, x=(x.start + x.end) / 2, y=height - 8)]
-    for at, text in x.ticks(ticks):
-        marks.append(mark("line", "grid", x1=at, x2=at, y1=top, y2=bottom))
-        marks.append(mark("text", "tick middle", text, x=at, y=bottom + 16))
-    return marks
-
-
 @dataclass(frozen=True, slots=True)
 class Axis:
     """The title of an axis and the values that it must have room for."""
@@ -125,27 +84,23 @@ class Axis:
 
 
 class Chart:
-    """A chart with two axes. The `kind` of a mark is its CSS class."""
+    """A chart with two axes. The `kind` of a mark is its CSS class. Places are in pixels."""
+
+    width, height = WIDTH, HEIGHT
+    left, right, top, bottom = _LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM
 
     def __init__(self, x: Axis, y: Axis, *, title: str) -> None:
-        self.x = x.scale(_LEFT, WIDTH - _RIGHT)
-        self.y = y.scale(HEIGHT - _BOTTOM, _TOP)
-        self._title = title
-        right, bottom, middle = WIDTH - _RIGHT, HEIGHT - _BOTTOM, (_TOP + HEIGHT - _BOTTOM) / 2
-        self._marks = _x_axis(self.x, x.title, top=_TOP, height=HEIGHT)
-        for at, text in self.y.ticks():
-            self._marks.append(mark("line", "grid", x1=_LEFT, x2=right, y1=at, y2=at))
-            self._marks.append(mark("text", "tick end", text, x=_LEFT - 8, y=at + 4))
-        turned = f"rotate(-90 13 {middle:g})"
-        self._marks += [
-            mark("text", "title middle", y.title, x=13, y=middle, transform=turned),
-            mark("line", "axis", x1=_LEFT, x2=right, y1=bottom, y2=bottom),
-        ]
+        self.title, self.x_title, self.y_title = title, x.title, y.title
+        self.x = x.scale(self.left, self.right)
+        self.y = y.scale(self.bottom, self.top)
+        self.lines: list[tuple[str, str]] = []  # CSS class, points
+        self.marks: list[tuple[float, float, str, str]] = []  # x, y, CSS class, hint
+        self.limits: list[tuple[float, bool, str]] = []  # place, on the x axis, text
 
     def line(self, points: Sequence[Point], kind: str) -> None:
         if points:
             places = " ".join(f"{self.x.at(x):.1f},{self.y.at(y):.1f}" for x, y in points)
-            self._marks.append(mark("polyline", f"line {kind}", points=places))
+            self.lines.append((kind, places))
 
     def steps(self, points: Sequence[Point], kind: str) -> None:
         """Draw a line that keeps its height until the next point."""
@@ -157,29 +112,15 @@ class Chart:
         self.line(corners, kind)
 
     def dots(self, points: Sequence[Point], kind: str, hints: Sequence[str]) -> None:
+        """Draw dots; a pointer that rests on one shows its hint."""
         for (x, y), hint in zip(points, hints, strict=True):
-            place: dict[str, Any] = {"cx": self.x.at(x), "cy": self.y.at(y), "r": 3}
-            self._marks.append(mark("circle", f"dot {kind}", hint=hint, **place))
+            self.marks.append((self.x.at(x), self.y.at(y), kind, hint))
 
     def limit(self, value: float | None, text: str, *, on_x: bool = False) -> None:
         """Draw a line across the chart with its meaning; nothing for None or beyond the axis."""
         axis = self.x if on_x else self.y
-        if value is None or value > axis.high:
-            return
-        at = axis.at(value)
-        ends: dict[str, Any]
-        place: dict[str, Any]
-        if on_x:
-            ends = {"x1": at, "x2": at, "y1": _TOP, "y2": HEIGHT - _BOTTOM}
-            place = {"x": at - 4, "y": _TOP + 10}
-        else:
-            ends = {"x1": _LEFT, "x2": WIDTH - _RIGHT, "y1": at, "y2": at}
-            place = {"x": WIDTH - _RIGHT - 4, "y": at - 4}
-        self._marks.append(mark("line", "mark", **ends))
-        self._marks.append(mark("text", "note end", text, **place))
-
-    def picture(self) -> Picture:
-        return Picture(self._title, self._marks)
+        if value is not None and value <= axis.high:
+            self.limits.append((axis.at(value), on_x, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,45 +133,40 @@ class Span:
     hint: str
 
 
-@dataclass(frozen=True, slots=True)
 class Bars:
     """Horizontal bars by name, each of spans. Bars of one name that overlap get rows of their
     own."""
 
-    title: str
-    unit: str
-    bars: Mapping[str, Sequence[Sequence[Span]]]
-    end: float
-    width: float = WIDTH
-    row: float = 34
-    gap: float = 14
+    left, top = 96, 8
 
-    def picture(self) -> Picture:
-        placed = {name: _pack(found) for name, found in self.bars.items()}
-        heights = {
-            name: self.row * (1 + max((row for row, _ in found), default=0))
-            for name, found in placed.items()
-        }
-        height = 8 + sum(heights.values()) + self.gap * len(placed) + _BOTTOM
-        x = Scale(0.0, self.end or 1.0, _NAMES, self.width - _RIGHT)
-        marks = _x_axis(x, self.unit, top=8, height=height, ticks=6)
-        top = 8 + self.gap / 2
-        for name, found in placed.items():
-            middle, under = top + heights[name] / 2, top + heights[name] + self.gap / 2
-            marks.append(mark("text", "tick end strong", name, x=_NAMES - 10, y=middle + 4))
-            marks.append(mark("line", "grid", x1=_NAMES, x2=x.end, y1=under, y2=under))
-            for row, spans in found:
-                for span in spans:
-                    left = x.at(span.start)
-                    box: dict[str, Any] = {
-                        "x": left,
-                        "y": top + row * self.row,
-                        "height": self.row - 1,
-                    }
-                    box["width"] = max(_LEAST_WIDTH, x.at(span.end) - left)
-                    marks.append(mark("rect", f"bar {span.kind}", hint=span.hint, **box))
-            top += heights[name] + self.gap
-        return Picture(self.title, marks, self.width, height)
+    def __init__(
+        self,
+        title: str,
+        unit: str,
+        bars: Mapping[str, Sequence[Sequence[Span]]],
+        end: float,
+        *,
+        is_wide: bool = False,
+    ) -> None:
+        self.title, self.unit = title, unit
+        self.row, self.gap, self.width = (9, 12, 2 * WIDTH) if is_wide else (34, 14, WIDTH)
+        self.right = self.width - _RIGHT
+        self.x = Scale(0.0, end or 1.0, self.left, self.right)
+        # Name, top, height, and (start, y, end, CSS class, hint) of each span.
+        self.lanes: list[tuple[str, float, float, list[tuple[float, float, float, str, str]]]] = []
+        top = self.top + self.gap / 2
+        for name, found in bars.items():
+            placed = _pack(found)
+            height = self.row * (1 + max((row for row, _ in placed), default=0))
+            boxes = [
+                (self.x.at(x.start), top + row * self.row, self.x.at(x.end), x.kind, x.hint)
+                for row, spans in placed
+                for x in spans
+            ]
+            self.lanes.append((name, top, height, boxes))
+            top += height + self.gap
+        self.bottom = top - self.gap / 2
+        self.height = self.bottom + _BOTTOM
 
 
 def _pack(bars: Sequence[Sequence[Span]]) -> list[tuple[int, Sequence[Span]]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.compare.sweep import ATTAINMENT
 from benchmarks.metrics import PER_REQUEST, receipt_number, summarise, timed_gaps, values_of
-from benchmarks.report.charts import WIDE, Axis, Bars, Chart, Span
+from benchmarks.report.charts import WIDTH, Axis, Bars, Chart, Span
 from benchmarks.stats import percentiles
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from benchmarks.compare.result import CompareResult
     from benchmarks.records import RequestRecord
-    from benchmarks.report.charts import Picture, Point
+    from benchmarks.report.charts import Point
 
 COLOURS: Final = 6
 _CURVE_POINTS: Final = 200
@@ -42,12 +42,12 @@ class Figure:
 
     title: str
     about: str
-    picture: Picture | None = None
+    picture: Chart | Bars | None = None
     key: Sequence[tuple[str, str]] = ()
 
     @property
     def is_wide(self) -> bool:
-        return self.picture is not None and self.picture.width == WIDE
+        return self.picture is not None and self.picture.width > WIDTH
 
 
 class Figures:
@@ -112,7 +112,7 @@ class Figures:
             kept = sorted({*range(0, len(sample), stride), len(sample) - 1}) if sample else []
             points = [(sample[i], (i + 1) / len(sample)) for i in kept]
             chart.steps(points, self._kinds[variant])
-        return Figure(title, about, chart.picture(), self._key)
+        return Figure(title, about, chart, self._key)
 
     def _limit_ms(self, name: str) -> float | None:
         return self._slo_s[name] * 1000 if name in self._slo_s else None
@@ -132,7 +132,7 @@ class Figures:
         for name, sample in found.items():
             hints = [f"{name}: {ms:.1f} ms, {r.input_tokens} prompt tokens" for r, ms in sample]
             chart.dots([(r.scheduled_s, ms) for r, ms in sample], self._kinds[name], hints)
-        return Figure(title, "all rounds overlaid; one dot a request", chart.picture(), self._key)
+        return Figure(title, "all rounds overlaid; one dot a request", chart, self._key)
 
     def _gaps_over_time(self) -> Figure:
         title = "ITL over time" if self._has_itl else "Gaps between chunks over time"
@@ -157,7 +157,7 @@ class Figures:
                 points = [(at_s, both[place]) for at_s, both in curve]
                 chart.line(points, self._kinds[name] + thin)
         about = f"median (thick) and p99 (thin) in each {width_s:.2g} s, all rounds together"
-        return Figure(title, about, chart.picture(), self._key)
+        return Figure(title, about, chart, self._key)
 
     def _against_rate(self, what: str, label: str, *, is_share: bool = False) -> Figure:
         title = f"{what} against rate"
@@ -181,7 +181,7 @@ class Figures:
         has_probes = any(m.kind == "probe" for m in self._result.measurements)
         only = "only the rate of the rounds; --sweep adds more"
         about = "rounds and probes" if has_probes else only
-        return Figure(title, about, chart.picture(), self._key)
+        return Figure(title, about, chart, self._key)
 
     def _by_rate(self, name: str, *, is_share: bool) -> list[Point]:
         by_rate: dict[float, list[float]] = {}
@@ -218,7 +218,7 @@ class Figures:
             "waited for it; the rest of E2E is router and network"
         )
         end = max(spans[-1].end for (spans,) in bars.values())
-        return Figure(title, about, Bars(title, "ms a request", bars, end).picture(), _PHASE_KEY)
+        return Figure(title, about, Bars(title, "ms a request", bars, end), _PHASE_KEY)
 
     def _kv_moved(self) -> Figure:
         title = "KV moved"
@@ -239,7 +239,7 @@ class Figures:
             chart.dots([p for p, _ in marks], self._kinds[name], [hint for _, hint in marks])
         totals = [f"{name}: {sum(p[1] for p, _ in marks):.1f} MiB" for name, marks in found.items()]
         about = f"one dot a request, of all rounds: {', '.join(totals)}"
-        return Figure(title, about, chart.picture(), self._key)
+        return Figure(title, about, chart, self._key)
 
     def _on_workers(self) -> list[Figure]:
         """The first round of each variant, request by request on its workers."""
@@ -262,10 +262,10 @@ class Figures:
                 continue
             rows = dict(sorted(rows.items(), key=lambda x: (not x[0].startswith("prefill"), x[0])))
             unit = "s since the round began"
-            bars = Bars(title, unit, rows, end_s, width=WIDE, row=9, gap=12)
+            bars = Bars(title, unit, rows, end_s, is_wide=True)
             of = f"{first[0].kind} {first[0].number + 1}, {first[0].rate_per_s:.3g} requests/s"
             about = f"{of}; one bar a request"
-            figures.append(Figure(title, about, bars.picture(), _PHASE_KEY[:4]))
+            figures.append(Figure(title, about, bars, _PHASE_KEY[:4]))
         return figures
 
 

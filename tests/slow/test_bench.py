@@ -109,7 +109,7 @@ def test_a_running_endpoint_is_a_variant_of_unknown_settings(tmp_path: Path) -> 
     with up(tmp_path) as running:
         url = running.wait_until_serving()["http"]
         out = tmp_path / "out"
-        variants = ("--arms", "2A", "--arm", f"peer={url}", "--restart", "--out", str(out))
+        variants = ("--arms", "2A", "--arm", f"peer={url}", "--out", str(out))
         done = compare(*variants, "--rounds", "1", "--requests", "3")
     assert done.returncode in (0, 3), done.stderr
     assert "peer: settings unknown" in done.stdout

@@ -126,12 +126,3 @@ def test_a_rounded_log_is_recognised() -> None:
     rounded = [TraceRequest(3.0 * (i // 4), 1, 1) for i in range(40)]
     assert infer_tick_s(rounded) == 3.0
     assert infer_tick_s([TraceRequest(float(i), 1, 1) for i in range(9)]) is None
-
-
-def test_traces_joined_by_a_plus_come_at_one_request_a_second_each() -> None:
-    mixed = load_trace("chat+longchat")
-    assert mixed.meta.name == "chat+longchat"
-    assert mixed.meta.block_size == 512
-    times = [row.arrival_s for row in mixed.requests]
-    assert times == sorted(times)
-    assert len(times) / times[-1] == pytest.approx(2.0, rel=0.1)
