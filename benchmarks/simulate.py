@@ -23,6 +23,7 @@ from benchmarks.replay import Clock, ReplaySettings, read_json, run_replay
 from benchmarks.service import Service
 from benchmarks.stats import percentile
 from benchmarks.traces import Trace, TraceMeta, TraceRequest
+from pdserve import deadline
 from pdserve.errors import PdserveError
 from pdserve.types import GenerateRequest, ModelInfo, Role, WorkerInfo
 from router.background import background
@@ -173,9 +174,10 @@ class _SimulatedTarget(Target):
 
     kind = "simulated"
 
-    def __init__(self, server: RequestServer) -> None:
+    def __init__(self, server: RequestServer, timeout_s: float) -> None:
         super().__init__(["virtual time"])
         self._server = server
+        self._timeout_s = timeout_s
 
     async def _models(self, address: str) -> list[ServedModel]:
         return [ServedModel(_MODEL.name, _MODEL.max_model_len, _MODEL.vocab_size)]
@@ -187,12 +189,9 @@ class _SimulatedTarget(Target):
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         out = _Out()
-        serving = asyncio.create_task(
-            self._server.serve(
-                GenerateRequest(request.request_id, request.model, request.body, request.sampling),
-                out,
-            )
-        )
+        made = GenerateRequest(request.request_id, request.model, request.body, request.sampling)
+        made.deadline = deadline.after(self._timeout_s)
+        serving = asyncio.create_task(self._server.serve(made, out))
         serving.add_done_callback(lambda _: out.pieces.put_nowait(None))
         while (piece := await out.pieces.get()) is not None:
             yield piece
@@ -268,10 +267,7 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
             clock=asyncio.get_running_loop().time,
         )
     )
-    server = RequestServer(
-        make_services(config, fleet, RouterMetrics(), DecisionLog(1)),
-        request_timeout_s=config.request_timeout_s,
-    )
+    server = RequestServer(make_services(config, fleet, RouterMetrics(), DecisionLog(1)))
     await stack.enter_async_context(background("admit", server.admit_queued))
     for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED):
         for number in range(getattr(setup, role.value)):
@@ -301,7 +297,7 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
             )
     # Let workers and router meet, so that the first request finds them ready.
     await asyncio.sleep(1.0)
-    return _SimulatedTarget(server)
+    return _SimulatedTarget(server, config.request_timeout_s)
 
 
 def drawn_trace(mean_input: int, mean_output: int, *, requests: int, seed: int) -> Trace:

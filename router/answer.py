@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pdserve.types import (
-        FinishReason,
-        GenerateRequest,
-        ModelInfo,
-        PositionLogprobs,
-        Receipt,
-        Usage,
-    )
+    from pdserve import types as t
 
 
-@dataclass(slots=True)
-class AnswerDelta:
+class AnswerDelta(Struct):
     """A piece of an answer. The last one of an `index` has a finish reason; the last one of all has
     usage and receipt too."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    logprobs: tuple[PositionLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
+    logprobs: tuple[t.PositionLogprobs, ...] = ()
+    finish_reason: t.FinishReason | None = None
     stop_reason: str | int | None = None
-    usage: Usage | None = None
-    receipt: Receipt | None = None
+    usage: t.Usage | None = None
+    receipt: t.Receipt | None = None
     index: int = 0
 
 
@@ -45,12 +38,12 @@ class Out(Protocol):
 class Generates(Protocol):
     """What the API uses of `router/request.py`."""
 
-    async def serve(self, request: GenerateRequest, out: Out) -> None:
+    async def serve(self, request: t.GenerateRequest, out: Out) -> None:
         """Write the answer to `request` to `out`. Raises PdserveError, before or after some deltas
         were written."""
         ...
 
-    def models(self) -> Mapping[str, ModelInfo]:
+    def models(self) -> Mapping[str, t.ModelInfo]:
         """The models of the registered workers, by name."""
         ...
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, structs
 
 from pdserve import wire
 from pdserve.v1 import admin_pb2 as a
@@ -19,11 +20,10 @@ if TYPE_CHECKING:
 
 MAX_OF_ONE_REQUEST = 16
 
-_PREDICTED_S = tuple(f.name for f in fields(Prediction) if f.name.endswith("_s"))
+_PREDICTED_S = tuple(x for x in Prediction.__struct_fields__ if x.endswith("_s"))
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(Struct, frozen=True):
     """One decision, without the prompt's tokens. `cause` says why the request was placed again,
     `refused` why it was not placed. It was tried `tried_before` times with the same
     result."""
@@ -57,7 +57,7 @@ class DecisionLog:
         self._requests.move_to_end(request_id)
         if recorded.waits and decisions and decisions[-1].waits:
             # A request that waits is tried at each end of another: the last try is enough.
-            recorded = replace(recorded, tried_before=decisions.pop().tried_before + 1)
+            recorded = structs.replace(recorded, tried_before=decisions.pop().tried_before + 1)
         decisions.append(recorded)
         del decisions[:-MAX_OF_ONE_REQUEST]
         if len(self._requests) > self._size:

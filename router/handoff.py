@@ -10,8 +10,8 @@ its KV.
 A request can leave a healthy worker together with its KV: its stream is exported. It sends tokens
 until its last delta, which says how many there were; then the next attempt starts with its KV.
 
-Events are method calls. Each returns what to do, in order, as values; the last one ends the attempt
-(`End`). What follows a failure is decided elsewhere (router/retry.py).
+Events are method calls. Each returns what to do, in order, as values: a delta is to be sent to the
+client, and an `End` is the last. What follows a failure is decided elsewhere (router/retry.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from pdserve.errors import (
     InternalError,
@@ -45,8 +47,7 @@ class Phase(StrEnum):
     AGGREGATED = "aggregated"
 
 
-@dataclass(slots=True, eq=False)
-class StreamState:
+class StreamState(Struct, eq=False):
     """One stream on one worker.
 
     `open` until its last delta, its loss or its cancellation. `holds_kv` from the last delta of a
@@ -62,50 +63,36 @@ class StreamState:
     has_token: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Send these tokens to the client."""
-
-    delta: StreamDelta
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitDecode:
+class SubmitDecode(Struct, frozen=True):
     """Submit decode now: prefill has ended and described its KV by `kv_handle`."""
 
     kv_handle: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The answer is complete; `delta` has its last tokens."""
 
     delta: StreamDelta
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """The attempt failed on the worker of `stream`. With `was_moving` the request was leaving the
     worker, which is healthy."""
 
     stream: StreamState
     error: PdserveError
     was_moving: bool = False
-    producer_id: str = ""  # the worker that exported KV for the attempt, if one did
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
+class Exported(Struct, frozen=True):
     """The worker of `stream` keeps the KV of all tokens but the last for the next attempt."""
 
     stream: StreamState
 
 
 End = Finished | Failed | Exported
-Action = Deliver | SubmitDecode | End
-
-_NOTHING: tuple[Action, ...] = ()
+Action = StreamDelta | SubmitDecode | End
 
 
 @dataclass(slots=True, eq=False)
@@ -125,12 +112,10 @@ class Handoff:
     _waits_for_first: bool = field(init=False)
     _decode_is_pending: bool = field(init=False)
     _early: list[StreamDelta | PdserveError] = field(default_factory=list, init=False)
-    _producer_id: str = field(init=False)
     _exporting: StreamState | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._waits_for_first = self.prefill is not None
-        self._producer_id = "" if self.producer is None else self.producer.worker_id
         self._decode_is_pending = self.prefill is not None and self.style is HandoffStyle.SEQUENTIAL
 
     def accepts(self, stream: StreamState, token_id: int) -> bool:
@@ -144,7 +129,7 @@ class Handoff:
     def on_delta(self, stream: StreamState, delta: StreamDelta) -> Sequence[Action]:
         """Deltas of a stream that is not open are ignored."""
         if not stream.open or self.ended:
-            return _NOTHING
+            return ()
         if stream is self.decode and self._waits_for_first:
             return self._on_early(stream, delta, _error_of(stream, delta))
         if stream is self.decode and self.producer is not None and delta.error is None:
@@ -157,26 +142,17 @@ class Handoff:
     def on_lost(self, stream: StreamState, error: PdserveError) -> Sequence[Action]:
         """The stream broke."""
         if not stream.open or self.ended:
-            return _NOTHING
+            return ()
         if stream is self.decode and self._waits_for_first:
             return self._on_early(stream, error, error)
         return self._failed(stream, error)
-
-    def exportable(self, worker_id: str) -> StreamState | None:
-        """Return the stream that can be exported from a worker, if there is one."""
-        is_settled = not self._waits_for_first and self.producer is None
-        if self.ended or not is_settled or self._exporting is not None or self.is_nearly_done:
-            return None
-        stream = self.decode
-        is_there = stream.open and stream.has_token and stream.worker_id == worker_id
-        return stream if is_there else None
 
     def uses(self, worker_id: str) -> bool:
         """Return whether the attempt can leave a worker that it uses."""
         is_leaving = self._exporting is not None or (
             self.producer is not None and self.producer is not self.prefill
         )
-        if self.ended or is_leaving or self.is_nearly_done:
+        if self.ended or is_leaving or self._is_nearly_done:
             return False
         streams = (self.prefill, self.decode)
         return any(
@@ -185,9 +161,18 @@ class Handoff:
         )
 
     @property
-    def is_nearly_done(self) -> bool:
+    def _is_nearly_done(self) -> bool:
         """At most one token is missing: a pair of workers does not help any more."""
         return len(self.tokens) + 1 >= self.max_tokens
+
+    def exportable(self, worker_id: str) -> StreamState | None:
+        """Return the stream that can be exported from a worker, if there is one."""
+        is_settled = not self._waits_for_first and self.producer is None
+        if self.ended or not is_settled or self._exporting is not None or self._is_nearly_done:
+            return None
+        stream = self.decode
+        is_there = stream.open and stream.has_token and stream.worker_id == worker_id
+        return stream if is_there else None
 
     def export(self, stream: StreamState) -> None:
         """The worker was asked to end the stream and to keep its KV."""
@@ -197,9 +182,9 @@ class Handoff:
         """The worker has not ended the exported stream in time."""
         stream = self._exporting
         if stream is None or self.ended:
-            return _NOTHING
+            return ()
         error = Unavailable(f"worker {stream.worker_id} did not export the request in time")
-        return self._end_failed(stream, error, was_moving=True)
+        return self._fail(stream, error, was_moving=True)
 
     def _on_early(
         self, stream: StreamState, event: StreamDelta | PdserveError, error: PdserveError | None
@@ -207,20 +192,18 @@ class Handoff:
         if error is not None and not isinstance(error, RETRYABLE):
             return self._failed(stream, error)
         self._early.append(event)
-        return _NOTHING
+        return ()
 
     def _deliver(self, stream: StreamState, delta: StreamDelta) -> Sequence[Action]:
         self._take(stream, delta)
         if not self._waits_for_first or not delta.token_ids:
-            return (Deliver(delta),)
+            return (delta,)
         self._waits_for_first = False
-        actions: list[Action] = [Deliver(delta)]
+        actions: list[Action] = [delta]
         early, self._early = self._early, []
         for event in early:
-            if isinstance(event, StreamDelta):
-                actions += self.on_delta(self.decode, event)
-            else:
-                actions += self.on_lost(self.decode, event)
+            react = self.on_delta if isinstance(event, StreamDelta) else self.on_lost
+            actions += react(self.decode, event)  # type: ignore[arg-type]
         return actions
 
     def _take(self, stream: StreamState, delta: StreamDelta) -> None:
@@ -243,41 +226,37 @@ class Handoff:
             error = InternalError(f"worker {stream.worker_id} ended prefill without a token")
             return self._end(Failed(stream, error))
         stream.holds_kv, self.producer = True, stream
-        return [*self._deliver(stream, delta), *self._submit_decode(delta.kv_handle)]
+        actions = self._deliver(stream, delta)
+        if not self._decode_is_pending:
+            return actions
+        self._decode_is_pending = False
+        if not delta.kv_handle:
+            return *actions, *self._failed(self.decode, TransferFailed("prefill kept no KV"))
+        return *actions, SubmitDecode(delta.kv_handle)
 
     def _exported(self, stream: StreamState, count: int) -> Sequence[Action]:
         stream.open, stream.holds_kv, self.producer = False, True, stream
         if count == len(self.tokens):
             return self._end(Exported(stream))
         message = f"worker {stream.worker_id} made {count} tokens, {len(self.tokens)} arrived"
-        return self._end_failed(stream, Unavailable(message), was_moving=True)
-
-    def _submit_decode(self, kv_handle: bytes) -> Sequence[Action]:
-        if not self._decode_is_pending:
-            return _NOTHING
-        self._decode_is_pending = False
-        if not kv_handle:
-            return self._failed(self.decode, TransferFailed("prefill kept no KV"))
-        return (SubmitDecode(kv_handle),)
+        return self._fail(stream, Unavailable(message), was_moving=True)
 
     def _failed(self, stream: StreamState, error: PdserveError) -> Sequence[Action]:
         stream.open = False
         if stream is self.prefill and not self._waits_for_first and not self._decode_is_pending:
             # Decode has all that it needs, or will report that it has not.
-            return _NOTHING
-        if not isinstance(error, RETRYABLE):
-            return self._end(Failed(stream, error))
+            return ()
         # A worker that cannot keep the KV of an exported stream is not at fault.
         was_moving = stream is self._exporting and isinstance(error, Unavailable)
-        return self._end_failed(stream, error, was_moving=was_moving)
+        return self._fail(stream, error, was_moving=was_moving)
 
-    def _end_failed(
+    def _fail(
         self, stream: StreamState, error: PdserveError, *, was_moving: bool
     ) -> Sequence[Action]:
-        if len(self.tokens) >= self.max_tokens:
+        if isinstance(error, RETRYABLE) and len(self.tokens) >= self.max_tokens:
             # All tokens came; only the finish reason is missing.
             return self._end(Finished(StreamDelta(0), FinishReason.LENGTH))
-        return self._end(Failed(stream, error, was_moving, self._producer_id))
+        return self._end(Failed(stream, error, was_moving))
 
     def _end(self, end: End) -> Sequence[Action]:
         self.ended = True

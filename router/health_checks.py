@@ -20,7 +20,7 @@ from router.fleet.health import BreakerState
 from router.handoff import Failed
 from router.placement.values import MemberState
 from router.placer import Reservation
-from router.upstream import Answer, Attempt, CommandBuilder
+from router.upstream import Answer, Attempt
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,8 +76,7 @@ class _Discard:
 
 async def _answer(fleet: Fleet, request: GenerateRequest, reservation: Reservation) -> list[int]:
     answer = Answer(_Discard(), request.sampling.max_tokens, [])
-    commands = CommandBuilder(request, None, is_probe=True)
-    with Attempt(fleet, commands, reservation, answer) as attempt:
+    with Attempt(fleet, request, reservation, answer, is_probe=True) as attempt:
         end = await attempt.pump()
     if isinstance(end, Failed):
         raise end.error

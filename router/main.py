@@ -152,9 +152,7 @@ class RouterServer:
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)
         if tracing is not None:
             self._stack.push_async_callback(asyncio.to_thread, tracing.close)
-        self.requests = requests = RequestServer(
-            services, tracing=tracing, request_timeout_s=config.request_timeout_s
-        )
+        self.requests = requests = RequestServer(services, tracing)
         await enter(background("admit-queued-requests", requests.admit_queued))
 
         # Role changes.

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from pdserve.errors import ContextLengthExceeded, Unavailable
 from pdserve.types import HandoffStyle, Role
 from router.decisions import DecisionLog
@@ -329,7 +331,7 @@ class Placer:
             raise told from error
         placement = decision.placement
         if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
-            decision = replace(decision, placement=None)
+            decision = structs.replace(decision, placement=None)
         self._log.record(decision, time.time(), cause=cause)
         return decision
 
@@ -345,7 +347,7 @@ class Placer:
             if c.role is Role.PREFILL or costs.has_capacity(demand, c)
         ]
         if all(c.role is Role.PREFILL for c in left):
-            return replace(decision, placement=None)
+            return structs.replace(decision, placement=None)
         return policy(left, demand, self._turn, self._context)
 
     def _busy(self, candidates: Sequence[Candidate], prompt_tokens: int) -> set[str]:

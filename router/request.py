@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,15 +25,15 @@ from pdserve.errors import (
     Unavailable,
 )
 from pdserve.telemetry import UNTRACED
-from pdserve.types import FinishReason, Receipt, Role, StreamDelta, Usage
+from pdserve.types import FinishReason, Receipt, Role, StreamDelta, TransferReport, Usage
 from router.answer import AnswerDelta
 from router.handoff import Failed, Finished, Phase
 from router.placement.filters import check_servable_aggregated
 from router.retry import LIVE_KV, MOVED, RETRYABLE, Constraints, RetryPolicy, RetryStep
-from router.upstream import Answer, Attempt, CommandBuilder
+from router.upstream import Answer, Attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pdserve.config import RetryConfig
     from pdserve.telemetry import Span, Tracing
@@ -43,11 +42,13 @@ if TYPE_CHECKING:
     from router.answer import Out
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
+    from router.handoff import StreamState
     from router.metrics import RouterMetrics
     from router.placement.cost import CostModel
     from router.placement.values import Demand
     from router.placer import Placer, Reservation
     from router.retry import RetryBudget
+    from router.upstream import Moved
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +72,9 @@ class Services:
 class RequestServer:
     """Serves requests. State: the answers that are being generated. `admit_queued` must run."""
 
-    def __init__(
-        self,
-        services: Services,
-        *,
-        tracing: Tracing | None = None,
-        request_timeout_s: float | None = 600.0,
-    ) -> None:
+    def __init__(self, services: Services, tracing: Tracing | None = None) -> None:
         self._services = services
         self._tracing = tracing
-        self._request_timeout_s = request_timeout_s
         self._generations: set[Generation] = set()
         self.open_requests = 0
 
@@ -97,51 +91,55 @@ class RequestServer:
         and Unavailable; at any time: DeadlineExceeded, WorkerFailed and its subclasses, the errors
         of the engine, and Cancelled if the client does not read.
         """
+        span: Span | None = None
+        ended_by: PdserveError | None = Cancelled("the client went away")
         self.open_requests += 1
         try:
-            deadline = self._deadline(request)
-            if deadline != request.deadline:
-                request = replace(request, deadline=deadline)
-            with self._traced(request) as (request, span):
-                await self._serve(request, out, span)
+            if self._tracing is not None:
+                span = self._begin_span(self._tracing, request)
+                request = request.under(UNTRACED if span is None else span.traceparent)
+            await self._serve(request, out, span)
+            ended_by = None
+        except PdserveError as error:
+            ended_by = error
+            raise
         finally:
             self.open_requests -= 1
+            if span is not None:
+                span.end(ended_by)
 
     async def _serve(self, request: GenerateRequest, out: Out, span: Span | None) -> None:
-        placer, metrics = self._services.placer, self._services.metrics
-        loop = asyncio.get_running_loop()
-        arrived = loop.time()
-        is_admitted = False
+        services, loop = self._services, asyncio.get_running_loop()
+        placer, metrics = services.placer, services.metrics
+        arrived, admitted, outcome = loop.time(), 0.0, Cancelled.code
+        generations: list[Generation] = []
         try:
             demand = placer.demand(request)
-            async with self._services.admission.slot(
+            async with services.admission.slot(
                 request, lambda: placer.reserve(demand), kv_tokens=demand.kv_tokens
             ) as reservation:
-                is_admitted = True
                 admitted = loop.time()
                 if span is not None:
                     span.phase("admission", 0.0, admitted - arrived)
-                generations = [
-                    Generation(self._services, request, demand, out, index)
+                generations += [
+                    Generation(services, request, demand, out, index)
                     for index in range(request.sampling.n)
                 ]
-                outcome = Cancelled.code
                 self._generations.update(generations)
-                try:
-                    outcome = await self._generate(generations, reservation, arrived, admitted)
-                except PdserveError as error:
-                    outcome = error.code
-                    logger.info("request %s failed: %s", request.request_id, error.message)
-                    raise
-                finally:
-                    self._generations.difference_update(generations)
-                    metrics.count("requests", request.model, outcome)
+                outcome = await self._generate(generations, reservation, arrived, admitted)
         except PdserveError as error:
-            if not is_admitted:
+            outcome = error.code
+            if admitted:
+                logger.info("request %s failed: %s", request.request_id, error.message)
+            else:
                 # A model name that is not served must not become a label.
                 known = request.model if request.model in self.models() else ""
                 metrics.refused(known, request.tenant, error)
             raise
+        finally:
+            self._generations.difference_update(generations)
+            if admitted:
+                metrics.count("requests", request.model, outcome)
 
     async def _generate(
         self,
@@ -154,27 +152,18 @@ class RequestServer:
         the receipt of all."""
         parent, *children = generations
         request, out, unfinished = parent.request, parent.answer.out, len(generations)
-        loop = asyncio.get_running_loop()
 
         async def complete(generation: Generation, reservation: Reservation | None) -> None:
             nonlocal unfinished
             end = await generation.run(reservation)
+            delta = end.delta
+            last = AnswerDelta(delta.token_ids, delta.text, delta.logprobs)
+            last.finish_reason, last.stop_reason = end.reason, delta.stop_reason
+            last.index = generation.answer.index
             unfinished -= 1
-            usage, receipt = None, None
             if not unfinished:
-                usage, receipt = self._account(generations, arrived, admitted)
-            out.write(
-                AnswerDelta(
-                    token_ids=end.delta.token_ids,
-                    text=end.delta.text,
-                    logprobs=end.delta.logprobs,
-                    finish_reason=end.reason,
-                    stop_reason=end.delta.stop_reason,
-                    usage=usage,
-                    receipt=receipt,
-                    index=generation.answer.index,
-                )
-            )
+                last.usage, last.receipt = self._account(generations, arrived, admitted)
+            out.write(last)
 
         try:
             async with asyncio.timeout_at(request.deadline):
@@ -183,7 +172,7 @@ class RequestServer:
                     return parent.finish_reason
                 # Parallel sampling: one prefill and one transfer for the first answer; the others
                 # start on its decode worker, which then has the KV of the prompt in its cache.
-                parent.answer.kv_worker = loop.create_future()
+                parent.answer.kv_worker = asyncio.get_running_loop().create_future()
                 async with asyncio.TaskGroup() as group:
                     group.create_task(complete(parent, reservation))
                     member = await parent.answer.kv_worker
@@ -201,36 +190,36 @@ class RequestServer:
         self, generations: Sequence[Generation], arrived: float, admitted: float
     ) -> tuple[Usage, Receipt]:
         """Return what all answers cost, and count it."""
-        metrics = self._services.metrics
-        parent, now = generations[0], asyncio.get_running_loop().time()
-        request = parent.request
-        usages = [usage_of(x.answer, len(request.prompt_token_ids)) for x in generations]
-        receipts = [x.receipt(admitted - arrived) for x in generations]
-        usage, receipt = combined_usage(usages), combined_receipt(receipts)
-        firsts = [x.answer.first_token_at or now for x in generations]
-        ttft_s, e2e_s = min(firsts) - arrived, now - arrived
+        metrics, now = self._services.metrics, asyncio.get_running_loop().time()
+        parent, waited_s = generations[0], admitted - arrived
+        request, first, resumed = (
+            parent.request,
+            parent.first_reservation,
+            len(parent.request.resume),
+        )
+        lengths = [len(x.answer.tokens) for x in generations]
+        # Each token is counted once, however often it was computed.
+        cached_tokens = cached_tokens_of(parent.answer)
+        usage = Usage(len(request.prompt_token_ids), sum(lengths), cached_tokens)
+        receipt = combined_receipt([x.receipt(waited_s) for x in generations])
+        ttft_s = min(x.answer.first_token_at or now for x in generations) - arrived
+        e2e_s = now - arrived
         metrics.answered(
             request.model,
             request.tenant,
             usage,
             receipt,
-            resumed=len(request.resume),
-            longest=max(x.completion_tokens for x in usages) - len(request.resume),
+            resumed=resumed,
+            longest=max(lengths) - resumed,
             ttft_s=ttft_s,
             e2e_s=e2e_s,
         )
-        first = parent.first_reservation
         if first is not None:
             metrics.cache_predicted(request.model, first.cached, receipt)
-            if len(generations) == 1 and not (receipt.fallbacks or request.resume):
-                waited_s = admitted - arrived
-                self._services.costs.answered(
-                    request.model,
-                    usage,
-                    receipt,
-                    ttft_s=ttft_s - waited_s,
-                    e2e_s=e2e_s - waited_s,
-                )
+            if len(generations) == 1 and not (receipt.fallbacks or resumed):
+                ttft_s, e2e_s = ttft_s - waited_s, e2e_s - waited_s
+                costs = self._services.costs
+                costs.answered(request.model, usage, receipt, ttft_s=ttft_s, e2e_s=e2e_s)
         return usage, receipt
 
     def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> int:
@@ -261,39 +250,14 @@ class RequestServer:
     def queued_requests(self) -> int:
         return self._services.admission.queued
 
-    def _deadline(self, request: GenerateRequest) -> float | None:
-        if self._request_timeout_s is None:
-            return request.deadline
-        latest = asyncio.get_running_loop().time() + self._request_timeout_s
-        return latest if request.deadline is None else min(latest, request.deadline)
-
-    @contextmanager
-    def _traced(self, request: GenerateRequest) -> Iterator[tuple[GenerateRequest, Span | None]]:
-        """Run under a span; the request then names it to the workers."""
-        if self._tracing is None:
-            yield request, None
-            return
-        span = self._tracing.begin(
-            "request",
-            request.traceparent,
-            {
-                "gen_ai.request.model": request.model,
-                "pdserve.request_id": request.request_id,
-                "pdserve.prompt_tokens": len(request.prompt_token_ids),
-            },
-        )
-        if span is None:
-            yield request.under(UNTRACED), None
-            return
-        ended_by: PdserveError | None = Cancelled("the client went away")
-        try:
-            yield request.under(span.traceparent), span
-            ended_by = None
-        except PdserveError as error:
-            ended_by = error
-            raise
-        finally:
-            span.end(ended_by)
+    @staticmethod
+    def _begin_span(tracing: Tracing, request: GenerateRequest) -> Span | None:
+        attributes: dict[str, str | int] = {
+            "gen_ai.request.model": request.model,
+            "pdserve.request_id": request.request_id,
+            "pdserve.prompt_tokens": len(request.prompt_token_ids),
+        }
+        return tracing.begin("request", request.traceparent, attributes)
 
 
 class Generation:
@@ -316,7 +280,6 @@ class Generation:
         self._queue_timeout_s = services.queue_timeout_s
         self._retry = RetryPolicy(services.retry.max_retries)
         self._demand = demand.without_children() if demand.children else demand
-        self._commands = CommandBuilder(request, request.deadline)
         self._attempt: Attempt | None = None
 
     async def run(self, reservation: Reservation | None) -> Finished:
@@ -328,7 +291,7 @@ class Generation:
         if reservation is None:
             reservation = await self._reserve_again(Unavailable("no worker is ready"), MOVED)
         while True:
-            with Attempt(self._fleet, self._commands, reservation, self.answer, moved) as attempt:
+            with Attempt(self._fleet, self.request, reservation, self.answer, moved) as attempt:
                 self._attempt = attempt
                 try:
                     end = await attempt.pump()
@@ -337,7 +300,7 @@ class Generation:
             if isinstance(end, Finished):
                 return self._finish(end)
             if isinstance(end, Failed):
-                reservation, moved = await self._after_failure(end), None
+                reservation, moved = await self._after_failure(end, moved), None
             else:
                 reservation, moved = end.reservation, end if end.producer is not None else None
                 self._continue(reservation, MOVED, "the worker is to be empty")
@@ -346,7 +309,7 @@ class Generation:
         self.finish_reason = end.reason.value
         return end
 
-    async def _after_failure(self, end: Failed) -> Reservation:
+    async def _after_failure(self, end: Failed, moved: Moved | None) -> Reservation:
         """Place the next attempt. Raises the error of the failure if there is none."""
         error, prefill = end.error, self.answer.prefill_worker
         if not isinstance(error, RETRYABLE):
@@ -354,7 +317,8 @@ class Generation:
         failed = end.stream.worker_id
         if isinstance(error, TransferCorrupted) and end.stream.phase is Phase.DECODE:
             # Either worker may have damaged the KV; the producer is easier to replace.
-            failed = end.producer_id or prefill
+            producer = None if moved is None else moved.producer
+            failed = prefill if producer is None else producer.member.worker_id
         self._retry.failed(failed, prefill, error, len(self.answer.tokens))
         return await self._reserve_again(error, MOVED if end.was_moving else error.code)
 
@@ -465,58 +429,48 @@ class Generation:
         return True
 
     def receipt(self, admission_s: float) -> Receipt:
+        """Sum the seconds of all attempts. The queue time of decode is left out, because it passes
+        beside prefill. Workers and transfer are those of the last attempt."""
+        answer, first = self.answer, self.answer.first_token_stream
         prediction = None if self.first_reservation is None else self.first_reservation.prediction
-        return receipt_of(
-            self.answer,
-            self._retry.done,
-            admission_s=admission_s,
-            predicted_ttft_s=0.0 if prediction is None else prediction.ttft_s,
+        queue_s, prefill_s, decode_s, transfer = admission_s, 0.0, 0.0, _NO_TRANSFER
+        decode: StreamState | None = None
+        for stream in answer.streams:
+            if stream.phase is not Phase.PREFILL:
+                decode = stream
+            report = stream.report
+            if report is None:
+                continue
+            queue_s += report.queue_s if stream.phase is not Phase.DECODE else 0.0
+            prefill_s += report.prefill_s
+            decode_s += report.decode_s
+            transfer = report.transfer or transfer
+        if decode is not None and len(answer.tokens) <= 1 and decode.role is not Role.AGGREGATED:
+            decode = None  # the one token is that of prefill
+        return Receipt(
+            queue_s,
+            prefill_s,
+            transfer.transfer_s,
+            transfer.exposed_s,
+            decode_s,
+            transfer.bytes,
+            transfer.blocks,
+            "" if first is None else first.worker_id,
+            "" if decode is None else decode.worker_id,
+            transfer.transport,
+            cached_tokens_of(answer),
+            "" if first is None else first.role.value,
+            tuple(self._retry.done),
+            0.0 if prediction is None else prediction.ttft_s,
         )
 
 
-def usage_of(answer: Answer, prompt_tokens: int) -> Usage:
-    """Count each token once, however often it was computed."""
-    return Usage(prompt_tokens, len(answer.tokens), _cached_tokens(answer))
+_NO_TRANSFER = TransferReport(0.0, 0.0, 0, 0, "")
 
 
-def _cached_tokens(answer: Answer) -> int:
+def cached_tokens_of(answer: Answer) -> int:
     first = answer.first_token_stream
     return 0 if first is None or first.report is None else first.report.cached_tokens
-
-
-def receipt_of(
-    answer: Answer, retries: Sequence[str], *, admission_s: float, predicted_ttft_s: float = 0.0
-) -> Receipt:
-    """Sum the seconds of all attempts. The queue time of decode is left out, because it passes
-    beside prefill. Workers and transfer are those of the last attempt."""
-    reported = [(x, x.report) for x in answer.streams if x.report is not None]
-    transfer = next((r.transfer for _, r in reversed(reported) if r.transfer is not None), None)
-    first = answer.first_token_stream
-    last = next((x for x in reversed(answer.streams) if x.phase is not Phase.PREFILL), None)
-    decoded = last is not None and (len(answer.tokens) > 1 or last.role is Role.AGGREGATED)
-    return Receipt(
-        queue_s=admission_s + sum(r.queue_s for x, r in reported if x.phase is not Phase.DECODE),
-        prefill_s=sum(r.prefill_s for _, r in reported),
-        decode_s=sum(r.decode_s for _, r in reported),
-        transfer_s=0.0 if transfer is None else transfer.transfer_s,
-        exposed_transfer_s=0.0 if transfer is None else transfer.exposed_s,
-        transfer_bytes=0 if transfer is None else transfer.bytes,
-        transfer_blocks=0 if transfer is None else transfer.blocks,
-        transport="" if transfer is None else transfer.transport,
-        prefill_worker="" if first is None else first.worker_id,
-        decode_worker=last.worker_id if last is not None and decoded else "",
-        cached_tokens=_cached_tokens(answer),
-        first_token_source="" if first is None else first.role.value,
-        fallbacks=tuple(retries),
-        predicted_ttft_s=predicted_ttft_s,
-    )
-
-
-def combined_usage(usages: Sequence[Usage]) -> Usage:
-    """Return the usage of several answers to one prompt, which is counted once."""
-    first = usages[0]
-    completion_tokens = sum(usage.completion_tokens for usage in usages)
-    return Usage(first.prompt_tokens, completion_tokens, first.cached_tokens)
 
 
 def combined_receipt(receipts: Sequence[Receipt]) -> Receipt:
@@ -524,13 +478,12 @@ def combined_receipt(receipts: Sequence[Receipt]) -> Receipt:
     those of the longest; the workers are those of the answer whose KV was transferred."""
     if len(receipts) == 1:
         return receipts[0]
-    base = next((receipt for receipt in receipts if receipt.transport), receipts[0])
     return replace(
-        base,
-        queue_s=max(receipt.queue_s for receipt in receipts),
-        prefill_s=max(receipt.prefill_s for receipt in receipts),
-        decode_s=max(receipt.decode_s for receipt in receipts),
-        transfer_bytes=sum(receipt.transfer_bytes for receipt in receipts),
-        transfer_blocks=sum(receipt.transfer_blocks for receipt in receipts),
-        fallbacks=tuple(name for receipt in receipts for name in receipt.fallbacks),
+        next((x for x in receipts if x.transport), receipts[0]),
+        queue_s=max(x.queue_s for x in receipts),
+        prefill_s=max(x.prefill_s for x in receipts),
+        decode_s=max(x.decode_s for x in receipts),
+        transfer_bytes=sum(x.transfer_bytes for x in receipts),
+        transfer_blocks=sum(x.transfer_blocks for x in receipts),
+        fallbacks=tuple(name for x in receipts for name in x.fallbacks),
     )

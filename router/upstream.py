@@ -12,6 +12,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from msgspec import Struct
+
 from pdserve import deadline as deadlines
 from pdserve import wire
 from pdserve.errors import (
@@ -25,20 +27,10 @@ from pdserve.errors import (
 from pdserve.types import HandoffStyle, StreamDelta
 from pdserve.v1 import worker_pb2 as w
 from router.answer import AnswerDelta
-from router.handoff import (
-    Deliver,
-    Exported,
-    Failed,
-    Finished,
-    Handoff,
-    Phase,
-    StreamState,
-    SubmitDecode,
-)
+from router.handoff import Exported, Failed, Finished, Handoff, Phase, StreamState, SubmitDecode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import TracebackType
 
     from pdserve.types import GenerateRequest
     from router.answer import Out
@@ -79,17 +71,13 @@ class Answer:
         return next((x.worker_id for x in prefills), "")
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(Struct, frozen=True, eq=False):
     """The request leaves a healthy worker and continues with `reservation`; with a `producer` it
     takes its KV along, under `transfer_id`."""
 
     reservation: Reservation
     producer: WorkerStream | None = None
     transfer_id: str = ""
-
-
-AttemptEnd = Finished | Failed | Moved
 
 
 class WorkerStream:
@@ -123,11 +111,11 @@ class WorkerStream:
             self._fleet.placed(self.member)
 
     def on_token(self, token_id: int, text: str) -> None:
-        if self._prefilling or not self._attempt.handoff.accepts(self.state, token_id):
+        attempt = self._attempt
+        if self._prefilling or not attempt.handoff.accepts(self.state, token_id):
             self.on_delta(StreamDelta(0, (token_id,), text))
         else:
-            answer = self._attempt.answer
-            self._attempt.write(AnswerDelta((token_id,), text, index=answer.index))
+            attempt.write(AnswerDelta((token_id,), text, index=attempt.answer.index))
 
     def on_delta(self, delta: StreamDelta) -> None:
         if self._prefilling:
@@ -146,11 +134,8 @@ class WorkerStream:
             self._fleet.capacity_changed()
         if delta.error is None:
             self._fleet.succeeded(self.member)
-        kv_worker = self._attempt.answer.kv_worker
-        if kv_worker is None or kv_worker.done() or not delta.token_ids:
-            return
-        if self.state.phase is not Phase.PREFILL:
-            kv_worker.set_result(self.member)
+        if delta.token_ids and self.state.phase is not Phase.PREFILL:
+            self._attempt.note_kv_worker(self.member)
 
     def on_lost(self, error: PdserveError) -> None:
         self._charge.release()
@@ -168,11 +153,10 @@ class WorkerStream:
     def close(self) -> None:
         """End the stream, and free the KV that it holds."""
         self._charge.release()
-        is_needed, self.state.open = self.state.open or self.state.holds_kv, False
-        if is_needed and self._stream_id is not None and not self.member.lost:
-            link = self._fleet.link(self.member)
-            link.cancel(self._stream_id, ended=self.state.holds_kv)
-        self.state.holds_kv = False
+        state = self.state
+        if (state.open or state.holds_kv) and self._stream_id is not None and not self.member.lost:
+            self._fleet.link(self.member).cancel(self._stream_id, ended=state.holds_kv)
+        state.open = state.holds_kv = False
 
 
 class Attempt:
@@ -184,34 +168,39 @@ class Attempt:
     def __init__(
         self,
         fleet: Fleet,
-        commands: CommandBuilder,
+        request: GenerateRequest,
         reservation: Reservation,
         answer: Answer,
         moved: Moved | None = None,
+        *,
+        is_probe: bool = False,
     ) -> None:
         self.answer = answer
         self.reservation = reservation
         self._fleet = fleet
-        self._commands = commands
-        self._moved = moved
-        self._transfer_id = secrets.token_hex(16)
-        self._end: asyncio.Future[AttemptEnd] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._is_probe = is_probe
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[Finished | Failed | Moved] = self._loop.create_future()
         self._is_taken = False  # by whoever pumps
         self._leaving: Moved | None = None  # while a stream is exported
         self._export_timer: asyncio.TimerHandle | None = None
-        prefill, decode = reservation.prefill, reservation.decode
-        self._prefill: WorkerStream | None = None
+        self._transfer_id = "" if moved is None else moved.transfer_id
         self._producer = None if moved is None else moved.producer
-        style = HandoffStyle.CONCURRENT
-        phase = Phase.AGGREGATED if reservation.pair is None else Phase.DECODE
+        self._prefill: WorkerStream | None = None
+        style, prefill = HandoffStyle.CONCURRENT, reservation.prefill
         if prefill is not None and reservation.prefill_charge is not None:
+            self._transfer_id = secrets.token_hex(16)
             self._prefill = WorkerStream(
                 self, fleet, Phase.PREFILL, prefill, reservation.prefill_charge
             )
             answer.streams.append(self._prefill.state)
             if prefill.info.kv is not None:
                 style = prefill.info.kv.handoff
-        self._decode = WorkerStream(self, fleet, phase, decode, reservation.decode_charge)
+        phase = Phase.AGGREGATED if reservation.pair is None else Phase.DECODE
+        self._decode = WorkerStream(
+            self, fleet, phase, reservation.decode, reservation.decode_charge
+        )
         answer.streams.append(self._decode.state)
         self.handoff = Handoff(
             answer.max_tokens,
@@ -224,28 +213,21 @@ class Attempt:
 
     def __enter__(self) -> Self:
         resume = tuple(self.answer.tokens)
-        decode, prefill, producer = self._decode, self._prefill, self._producer
-        if producer is not None and self._moved is not None:
-            command = self._commands.decode(
-                self._moved.transfer_id, producer.member, resume=resume, live=True
-            )
-            decode.submit(command)
-        elif prefill is None:
-            decode.submit(self._commands.aggregated(resume))
+        if self._producer is not None:
+            self._submit_decode(self._producer, resume, live=True)
+        elif self._prefill is None:
+            command = self._command(resume)
+            command.submit.aggregated.SetInParent()
+            self._decode.submit(command)
         else:
             if self.handoff.style is HandoffStyle.CONCURRENT:
-                decode.submit(
-                    self._commands.decode(self._transfer_id, prefill.member, resume=resume)
-                )
-            prefill.submit(self._commands.prefill(self._transfer_id, resume))
+                self._submit_decode(self._prefill, resume)
+            command = self._command(resume)
+            command.submit.prefill.transfer_id = self._transfer_id
+            self._prefill.submit(command)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.handoff.ended = True
         if self._export_timer is not None:
             self._export_timer.cancel()
@@ -259,9 +241,47 @@ class Attempt:
                 stream.close()
         self.reservation.release()
 
-    async def pump(self) -> AttemptEnd:
-        """Write the answer until the attempt ends; return how. Raises Cancelled if the client does
-        not read."""
+    def _command(self, resume: Sequence[int]) -> w.Command:
+        """Return a command to continue after `resume`, without its phase."""
+        command, request = w.Command(), self._request
+        submit = command.submit
+        submit.request_id = request.request_id
+        submit.prompt_token_ids.extend(request.prompt_token_ids)
+        submit.resume_token_ids.extend(resume)
+        submit.traceparent = request.traceparent
+        submit.probe = self._is_probe
+        submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
+        left_s = deadlines.remaining(request.deadline)
+        if left_s is not None:
+            submit.deadline_s = max(left_s, MIN_DEADLINE_S)
+        return command
+
+    def _submit_decode(
+        self,
+        producer: WorkerStream,
+        resume: Sequence[int],
+        *,
+        kv_handle: bytes = b"",
+        live: bool = False,
+    ) -> None:
+        """Submit decode, which fetches KV from `producer` and continues after `resume`.
+
+        With a sequential handoff the last of `resume` is the token of prefill, and `kv_handle` its
+        KV. A `live` producer has decoded all of `resume`.
+        """
+        info = producer.member.info
+        assert info.kv is not None, "workers without KV are not paired"
+        command = self._command(resume)
+        decode = command.submit.decode
+        decode.transfer_id = self._transfer_id
+        decode.producer_addresses.extend(info.kv.addresses)
+        decode.producer_instance_id = info.instance_id
+        decode.kv_handle = kv_handle
+        decode.live = live
+        self._decode.submit(command)
+
+    async def pump(self) -> Finished | Failed | Moved:
+        """Write the answer until the attempt ends; return how."""
         end = await self._end
         self._is_taken = True
         return end
@@ -278,62 +298,50 @@ class Attempt:
         for action in actions:
             if self._end.done():
                 return
-            if type(action) is Deliver:
-                self._deliver(action.delta)
-            elif type(action) is SubmitDecode:
-                self._submit_decode(action.kv_handle)
-            elif type(action) is Exported:
-                leaving, self._leaving = self._leaving, None
-                assert leaving is not None, "a stream is exported when asked to"
-                self._end.set_result(leaving)
-            elif isinstance(action, Finished):
-                self._note_first_token(action.delta)
-                self._note_kv_worker()
-                self._end.set_result(action)
-            elif isinstance(action, Failed):
-                self._end.set_result(action)
-
-    def _deliver(self, delta: StreamDelta) -> None:
-        self._note_first_token(delta)
-        index = self.answer.index
-        self.write(AnswerDelta(delta.token_ids, delta.text, delta.logprobs, index=index))
+            match action:
+                case StreamDelta():
+                    self._note_first_token(action)
+                    index = self.answer.index
+                    self.write(
+                        AnswerDelta(action.token_ids, action.text, action.logprobs, index=index)
+                    )
+                case SubmitDecode(kv_handle):
+                    assert self._prefill is not None, "decode follows prefill"
+                    self._submit_decode(self._prefill, self.answer.tokens, kv_handle=kv_handle)
+                case Finished(delta):
+                    self._note_first_token(delta)
+                    # An answer that ends with prefill's token leaves the KV there.
+                    self.note_kv_worker((self._prefill or self._decode).member)
+                    self._end.set_result(action)
+                case Exported():
+                    leaving, self._leaving = self._leaving, None
+                    assert leaving is not None, "a stream is exported when asked to"
+                    self._end.set_result(leaving)
+                case Failed():
+                    self._end.set_result(action)
 
     def _note_first_token(self, delta: StreamDelta) -> None:
         answer = self.answer
-        if answer.first_token_at is not None or not delta.token_ids:
-            return
-        answer.first_token_at = asyncio.get_running_loop().time()
-        answer.first_token_stream = self.handoff.prefill or self.handoff.decode
+        if answer.first_token_at is None and delta.token_ids:
+            answer.first_token_at = self._loop.time()
+            answer.first_token_stream = self.handoff.prefill or self.handoff.decode
 
-    def _note_kv_worker(self) -> None:
-        """An answer that ends with prefill's token leaves the KV there."""
+    def note_kv_worker(self, member: Member) -> None:
+        """A worker has the KV of the prompt in its cache now."""
         kv_worker = self.answer.kv_worker
         if kv_worker is not None and not kv_worker.done():
-            kv_worker.set_result((self._prefill or self._decode).member)
-
-    def _submit_decode(self, kv_handle: bytes) -> None:
-        assert self._prefill is not None, "decode follows prefill"
-        self._decode.submit(
-            self._commands.decode(
-                self._transfer_id,
-                self._prefill.member,
-                resume=self.answer.tokens,
-                kv_handle=kv_handle,
-            )
-        )
+            kv_worker.set_result(member)
 
     def judge_pair(self, last: StreamDelta) -> None:
         """Tell the outlier ejection whether KV arrived between the two workers."""
-        pair = self.reservation.pair
+        pair, error = self.reservation.pair, last.error
         if pair is None:
             return
         outliers, now = self._fleet.outliers, self._fleet.now()
-        error = last.error
-        code = "" if error is None else error.code
-        if error is not None and code == TransferCorrupted.code:
+        if error is not None and error.code == TransferCorrupted.code:
             outliers.corrupted(pair, now, error.message)
             logger.warning("KV from worker %s to %s: %s", *pair, error.message)
-        elif error is not None and code == TransferFailed.code:
+        elif error is not None and error.code == TransferFailed.code:
             if outliers.failed(pair, now, error.message):
                 logger.warning("workers %s and %s are ejected: %s", *pair, error.message)
         elif last.report is not None and last.report.transfer:
@@ -346,8 +354,7 @@ class Attempt:
         if state is None:
             return False
         self._leaving = Moved(reserve(), self._decode, secrets.token_hex(16))
-        loop = asyncio.get_running_loop()
-        self._export_timer = loop.call_later(EXPORT_TIMEOUT_S, self._on_export_timeout)
+        self._export_timer = self._loop.call_later(EXPORT_TIMEOUT_S, self._on_export_timeout)
         self.handoff.export(state)
         self._decode.export(self._leaving.transfer_id)
         return True
@@ -359,74 +366,3 @@ class Attempt:
         """End the attempt; the next one uses `reservation`."""
         self.handoff.ended = True
         self._end.set_result(Moved(reservation))
-
-
-class CommandBuilder:
-    """Builds the commands of one request. State: the first command, whose prompt is copied."""
-
-    __slots__ = ("_base", "_deadline", "_is_probe", "_request")
-
-    def __init__(
-        self, request: GenerateRequest, deadline: float | None, *, is_probe: bool = False
-    ) -> None:
-        self._deadline = deadline
-        self._is_probe = is_probe
-        self._request = request
-        self._base: w.Submit | None = None
-
-    def prefill(self, transfer_id: str, resume: Sequence[int] = ()) -> w.Command:
-        """Compute the KV and the token after `resume`, and hold the blocks for `transfer_id`."""
-        command = self._start(resume)
-        command.submit.prefill.transfer_id = transfer_id
-        return command
-
-    def decode(
-        self,
-        transfer_id: str,
-        producer: Member,
-        *,
-        resume: Sequence[int] = (),
-        kv_handle: bytes = b"",
-        live: bool = False,
-    ) -> w.Command:
-        """Fetch KV from `producer` and continue after `resume`.
-
-        With a sequential handoff the last of `resume` is the token of prefill, and `kv_handle` its
-        KV. A `live` producer has decoded all of `resume`.
-        """
-        assert producer.info.kv is not None, "workers without KV are not paired"
-        command = self._start(resume)
-        decode = command.submit.decode
-        decode.transfer_id = transfer_id
-        decode.producer_addresses.extend(producer.info.kv.addresses)
-        decode.producer_instance_id = producer.info.instance_id
-        decode.kv_handle = kv_handle
-        decode.live = live
-        return command
-
-    def aggregated(self, resume: Sequence[int] = ()) -> w.Command:
-        """Do both phases, and continue after `resume`."""
-        command = self._start(resume)
-        command.submit.aggregated.SetInParent()
-        return command
-
-    def _start(self, resume: Sequence[int]) -> w.Command:
-        command = w.Command()
-        submit = command.submit
-        if self._base is None:
-            request = self._request
-            submit.request_id = request.request_id
-            submit.prompt_token_ids.extend(request.prompt_token_ids)
-            submit.traceparent = request.traceparent
-            submit.probe = self._is_probe
-            submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
-            self._base = submit
-        else:
-            submit.CopyFrom(self._base)
-            submit.ClearField("phase")
-            submit.ClearField("resume_token_ids")
-        submit.resume_token_ids.extend(resume)
-        left_s = deadlines.remaining(self._deadline)
-        if left_s is not None:
-            submit.deadline_s = max(left_s, MIN_DEADLINE_S)
-        return command

@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from msgspec import structs
+
 from pdserve import framing, rpc, wire
 from pdserve.config import HealthConfig, RetryConfig, SloConfig
 from pdserve.errors import InvalidRequest
@@ -289,7 +291,7 @@ class Reader:
         async with asyncio.timeout(WAIT_S):
             await self._serving
         deltas = [self._deltas.get_nowait() for _ in range(self._deltas.qsize())]
-        return replace(
+        return structs.replace(
             deltas[-1],
             token_ids=tuple(token for delta in deltas for token in delta.token_ids),
             text="".join(delta.text for delta in deltas),

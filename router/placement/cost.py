@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from pdserve.step_moments import (
     DECODE_KV_TOKENS,
@@ -66,8 +67,7 @@ MAX_PAIRS = 4096
 FIRST_GAPS = 16.0  # gaps between tokens in an answer, before any was seen
 
 
-@dataclass(frozen=True, slots=True)
-class PromptWork:
+class PromptWork(Struct, frozen=True):
     """Prefill left to do: `tokens`, the `pairs` of tokens that attend to each other, and the `end`
     of the longest context."""
 
@@ -87,12 +87,14 @@ def prompt_work(tokens: int, cached: int = 0) -> PromptWork:
     return PromptWork(tokens - cached, (tokens**2 - cached**2) / 2, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Struct, frozen=True):
     """Requests that an engine decodes together, and the sum of their context tokens."""
 
     reqs: int = 0
     kv_tokens: int = 0
+
+
+_NO_BATCH = Batch()
 
 
 def decode_batch(candidate: Candidate) -> Batch:
@@ -135,7 +137,7 @@ class StepModel:
         _, token, pair, _, _ = self.coefficients
         return token * work.tokens / PREFILL_TOKENS + pair * work.pairs / PREFILL_PAIRS
 
-    def prefill_s(self, work: PromptWork, beside: Batch = Batch()) -> float | None:
+    def prefill_s(self, work: PromptWork, beside: Batch = _NO_BATCH) -> float | None:
         """Return the time to the first token while `beside` decodes in the same steps, None if it
         cannot be predicted."""
         if not self.knows_prefill or work.end > MAX_EXTRAPOLATION * self.prefill_end:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from pdserve.errors import Unavailable
 from pdserve.kv_pairs import exchange
 from pdserve.types import Role
@@ -105,7 +107,7 @@ class Policy:
         if placement is None or placement.prefill is None:
             return decision
         if self.prefill_on is Prefill.AGGREGATED:
-            return replace(decision, placement=Placement(placement.decode))
+            return structs.replace(decision, placement=Placement(placement.decode))
         if self.prefill_on is Prefill.CHEAPER:
             return _choose_cheaper(decision, placement, found, context)
         return decision
@@ -223,7 +225,7 @@ def _choose_cheaper(
         predictions.append(aggregated)
         if beats(aggregated.cost_s, min(p.cost_s for p in remote.values())):
             prefill = None
-    return replace(decision, placement=Placement(decode, prefill), predictions=predictions)
+    return structs.replace(decision, placement=Placement(decode, prefill), predictions=predictions)
 
 
 def place_aggregated(

@@ -8,6 +8,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec import Struct, structs
+
 from pdserve import prefix_hash
 
 if TYPE_CHECKING:
@@ -69,8 +71,7 @@ class Demand:
         return replace(self, kv_tokens=kv_tokens, children=0, child_tokens=0)
 
 
-@dataclass(slots=True, eq=False)
-class Candidate:
+class Candidate(Struct, eq=False):
     """A worker as one decision sees it; not changed after it was made.
 
     `kind` tells which workers it can exchange KV with. `load` is None until the worker reported it.
@@ -102,16 +103,14 @@ class Candidate:
         return self.reserved_blocks + blocks <= info.total_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True):
     """Where a request goes. Without `prefill`, `decode` does both phases (aggregated)."""
 
     decode: Candidate
     prefill: Candidate | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Struct, frozen=True):
     """Predicted latency of a placement, in seconds. `prefill` is None if it is aggregated.
 
     `ttft_s` is from placement to the first token, `queue_s` the part of it behind other prompts;
@@ -137,8 +136,7 @@ Weights = tuple[tuple[Scorer, float], ...]
 """Scorers with weights that sum to 1. Without any, all candidates score alike."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scoreboard:
+class Scoreboard(Struct, frozen=True, eq=False):
     """Scores of one phase: a column for each scorer, and their weighted sums."""
 
     weights: Weights
@@ -147,8 +145,7 @@ class Scoreboard:
     totals: dict[Candidate, float]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Decision:
+class Decision(Struct, frozen=True, eq=False):
     """Result of a policy, with its reasons. `placement` is None if the request has to wait for
     capacity. `totals` is what was compared last; `cached` and `predictions` are what the lookups
     returned. `filters.why_not` derives why the other candidates lost."""
@@ -160,15 +157,15 @@ class Decision:
     placement: Placement | None
     decode: Scoreboard | None = None
     prefill: Scoreboard | None = None
-    totals: Mapping[Candidate, float] = field(default_factory=dict)
-    cached: Mapping[str, int] = field(default_factory=lambda: NO_TOKENS_CACHED)
+    totals: Mapping[Candidate, float] = MappingProxyType({})
+    cached: Mapping[str, int] = NO_TOKENS_CACHED
     predictions: Sequence[Prediction] = ()
     asked_prefix: bool = False
 
     def without_prompt(self) -> Decision:
-        """Return the decision without the prompt's tokens. Written out: `replace` takes three times
-        as long."""
+        """Return the decision without the prompt's tokens."""
         demand = self.demand
+        # Written out: `replace` takes three times as long.
         small = Demand(
             demand.model,
             demand.prompt_tokens,
@@ -181,19 +178,7 @@ class Decision:
             demand.children,
             demand.child_tokens,
         )
-        return Decision(
-            self.policy,
-            self.candidates,
-            small,
-            self.turn,
-            self.placement,
-            self.decode,
-            self.prefill,
-            self.totals,
-            self.cached,
-            self.predictions,
-            self.asked_prefix,
-        )
+        return structs.replace(self, demand=small)
 
 
 class PrefixLookup(Protocol):

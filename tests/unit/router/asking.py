@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pdserve import deadline
 from pdserve.types import GenerateRequest, SamplingParams
 
 PROMPT = tuple(range(1, 41))
@@ -16,5 +17,6 @@ def request(**changes: Any) -> GenerateRequest:
         "model": "demo",
         "prompt_token_ids": PROMPT,
         "sampling": SamplingParams(max_tokens=8),
+        "deadline": deadline.after(600.0),
     }
     return GenerateRequest(**(values | changes))

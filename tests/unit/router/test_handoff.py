@@ -17,7 +17,6 @@ from pdserve.errors import (
 from pdserve.types import ErrorInfo, FinishReason, HandoffStyle, PhaseReport, Role, StreamDelta
 from router.handoff import (
     Action,
-    Deliver,
     Exported,
     Failed,
     Finished,
@@ -92,8 +91,8 @@ class Driver:
 
 def _name(action: Action) -> str:
     match action:
-        case Deliver(delta):
-            return f"deliver {list(delta.token_ids)}"
+        case StreamDelta():
+            return f"deliver {list(action.token_ids)}"
         case Finished(delta, reason):
             return f"finished {list(delta.token_ids)} {reason}"
         case Failed(stream, error, was_moving):
@@ -361,8 +360,8 @@ class World:
         for action in actions:  # type: ignore[attr-defined]
             assert self.end is None, "nothing follows an end"
             match action:
-                case Deliver(delta):
-                    self.delivered += delta.token_ids
+                case StreamDelta():
+                    self.delivered += action.token_ids
                 case SubmitDecode():
                     self.next["d"] = len(self.all) + 1
                 case Finished(delta):
