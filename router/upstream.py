@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec import Struct
 
-from pdserve import deadline as deadlines
 from pdserve import wire
 from pdserve.errors import (
     Cancelled,
@@ -251,9 +250,8 @@ class Attempt:
         submit.traceparent = request.traceparent
         submit.probe = self._is_probe
         submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
-        left_s = deadlines.remaining(request.deadline)
-        if left_s is not None:
-            submit.deadline_s = max(left_s, MIN_DEADLINE_S)
+        if request.deadline is not None:
+            submit.deadline_s = max(request.deadline - self._loop.time(), MIN_DEADLINE_S)
         return command
 
     def _submit_decode(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve import deadline
 from pdserve.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -122,7 +121,7 @@ class Preprocessor:
         timeout_s = self._timeout_s
         if parsed.timeout_s is not None:
             timeout_s = min(timeout_s, parsed.timeout_s)
-        until = deadline.after(timeout_s)
+        until = asyncio.get_running_loop().time() + timeout_s
         model = self._find(parsed.model)
         sampling = parsed.sampling
         _check_ids(sampling.stop_token_ids, model, field="stop_token_ids")
