@@ -19,20 +19,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 PROMPT = tuple(1 + (11 * i * i + 5 * i) % 400 for i in range(100))
 
 
-async def test_greedy_repeats_itself_and_hits_the_prefix_cache(aggregated: EngineProcess) -> None:
-    first = await aggregated.run(PROMPT, params(24, ignore_eos=True))
-    second = await aggregated.run(PROMPT, params(24, ignore_eos=True))
-    assert first.token_ids == second.token_ids
-    assert len(first.token_ids) == 24
-    assert first.finish_reason is FinishReason.LENGTH
-    assert first.report is not None
-    assert second.report is not None
-    assert (first.report.cached_tokens, second.report.cached_tokens) == (0, 96)
-    assert second.report.prefill_s > 0
-    assert second.report.decode_s > 0
-    await aggregated.until_empty()
-
-
 @pytest.mark.parametrize("include", [False, True])
 async def test_a_stop_string_ends_the_text_where_it_should(
     aggregated: EngineProcess, include: bool
@@ -57,16 +43,6 @@ async def test_logprobs_name_the_sampled_token_and_the_best(aggregated: EnginePr
         assert position.top[0].logprob >= position.top[1].logprob >= position.top[2].logprob
     none = await aggregated.run(PROMPT, params(logprobs=0))
     assert all(position.top == () for position in none.logprobs)
-
-
-async def test_the_sampled_token_is_named_even_if_it_is_not_among_the_best(
-    aggregated: EngineProcess,
-) -> None:
-    answer = await aggregated.run(
-        PROMPT, SamplingParams(temperature=2.0, seed=3, max_tokens=40, logprobs=1, ignore_eos=True)
-    )
-    assert any(position.sampled.rank > 1 for position in answer.logprobs)
-    assert all([t.rank for t in position.top] == [1] for position in answer.logprobs)
 
 
 SCHEMA = json.dumps(

@@ -193,18 +193,3 @@ async def test_a_prefill_killed_while_blocks_travel_fails_its_decode(
     assert answer.error is not None
     assert answer.error.code == "transfer_failed"
     await stalling.decode.until_empty()
-
-
-async def test_a_decode_killed_while_it_waits_frees_its_prefill(tiny_model: Path) -> None:
-    engines = []
-    for instance_id in ("short-leased", "short-lived"):
-        kv = KvSettings(instance_id, {"transports": ("shm",), "lease_s": 5.0})
-        made = settings(tiny_model, kv=kv, max_num_batched_tokens=256)
-        engines.append(await EngineProcess.start(made))
-    prefill, doomed = engines
-    streams = await submit_and_catch(Pair(prefill, doomed, prefill.instance_id), 150)
-    await doomed.kill()
-    await prefill.collect(streams[0])
-    # At once when the grant had come, else when the lease ends.
-    await prefill.until_empty()
-    await prefill.close()

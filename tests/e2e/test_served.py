@@ -22,8 +22,8 @@ from pdserve.tokenizer import ChatMessage, Tokenizer
 from pdserve.types import FinishReason, Receipt, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
-from tests.integration.up_process import UpProcess
 from tests.patience import START_S, WAIT_S
+from tests.up_process import UpProcess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -218,22 +218,6 @@ async def test_structured_output_holds_across_the_handoff(stack: Stack) -> None:
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     )
     assert json.loads(text)["phase"] in {"prefill", "decode"}
-
-
-async def test_a_seeded_long_prompt_does_not_hurt_the_engine(stack: Stack) -> None:
-    """A seeded request whose prompt is computed in chunks ends an unpatched CPU engine."""
-    async with stack.client() as client:
-        answers = [
-            (
-                await client.completions.create(
-                    model=MODEL, prompt=LONG, seed=7, temperature=0.9, max_tokens=12
-                )
-            )
-            .choices[0]
-            .text
-            for _ in range(2)
-        ]
-    assert answers[0] == answers[1]
 
 
 async def leave(stack: Stack, when: str, prompt: str) -> bool:

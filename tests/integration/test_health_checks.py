@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from up_process import run_cli
 
 from pdserve.config import HealthConfig
 from pdserve.errors import DeadlineExceeded
@@ -19,6 +18,7 @@ from router.health_checks import ActiveHealthChecks
 from tests.cluster import Cluster
 from tests.integration.test_cluster import PLAIN, PROMPT, assert_same
 from tests.patience import WAIT_S
+from tests.up_process import run_cli
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collected
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as collecting
-from up_process import ROOT, up
 
 from tests.patience import WAIT_S
+from tests.up_process import ROOT, up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

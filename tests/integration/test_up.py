@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from up_process import run_cli, up
 
 from tests.patience import WAIT_S
+from tests.up_process import run_cli, up
 
 if TYPE_CHECKING:
     import http.client

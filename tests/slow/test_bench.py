@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.integration.up_process import ROOT, run_cli, up
 from tests.patience import START_S
+from tests.up_process import ROOT, run_cli, up
 
 if TYPE_CHECKING:
     from pathlib import Path

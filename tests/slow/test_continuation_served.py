@@ -124,18 +124,19 @@ async def expected_of(
 Jobs = dict[str, tuple[list[int], SamplingParams]]
 
 
-async def jobs(engine: EngineProcess) -> tuple[Jobs, dict[str, list[Joined]]]:
-    """Return a long request of each kind, and what is to be answered."""
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def jobs(aggregated: EngineProcess) -> tuple[Jobs, dict[str, list[Joined]]]:
+    """A long request of each kind, and what is to be answered."""
     found: Jobs = {}
     for number, (kind, fields) in enumerate(KINDS.items()):
         ids, sampling = prompt(90 + 40 * number, number), replace(PLAIN, **fields)
         if kind == "stop string":
-            text = (await engine.run(ids, sampling)).text
+            text = (await aggregated.run(ids, sampling)).text
             # Late, and nowhere earlier.
             at = next(i for i in range(len(text) - 80, 0, -1) if text.index(text[i : i + 6]) == i)
             sampling = replace(sampling, stop=(text[at : at + 6],))
         found[kind] = ids, sampling
-    runs = await asyncio.gather(*(expected_of(engine, *job) for job in found.values()))
+    runs = await asyncio.gather(*(expected_of(aggregated, *job) for job in found.values()))
     return found, dict(zip(found, runs, strict=True))
 
 
@@ -166,11 +167,11 @@ async def test_a_prefill_worker_that_dies_in_mid_prefill_is_replaced(
 
 
 async def test_every_kind_of_answer_leaves_a_worker_with_its_kv(
-    service: Service, aggregated: EngineProcess
+    service: Service, jobs: tuple[Jobs, dict[str, list[Joined]]]
 ) -> None:
     """All are on one decode worker, which is drained, and then on the other, which gets a SIGTERM.
     Both have time: nobody need be moved by another prefill, and nobody is."""
-    asked_for, expected = await jobs(aggregated)
+    asked_for, expected = jobs
     assert any(ord(c) > 0x7F for c in expected["characters of many bytes"][0].text)
     assert expected["stop string"][0].stop_reason is not None
     await service.drain("decode-1", timeout_s=WAIT_S, stop=False)
@@ -189,10 +190,10 @@ async def test_every_kind_of_answer_leaves_a_worker_with_its_kv(
 
 
 async def test_every_kind_of_answer_survives_its_workers(
-    service: Service, aggregated: EngineProcess
+    service: Service, jobs: tuple[Jobs, dict[str, list[Joined]]]
 ) -> None:
     """Both decode workers are killed, one after the other, under answers of every kind."""
-    asked_for, expected = await jobs(aggregated)
+    asked_for, expected = jobs
     asked = {kind: Asked(service, *job) for kind, job in asked_for.items()}
     for name, more in (("decode-0", 20), ("decode-1", 3)):
         wanted = [(one, one.tokens + more * len(one.pieces)) for one in asked.values()]

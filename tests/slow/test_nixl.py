@@ -15,7 +15,7 @@ import pytest_asyncio
 from pdserve.client import Client
 from tests.e2e.pair import KINDS, joined, params, prompt
 from tests.e2e.test_served import Stack
-from tests.integration.up_process import UpProcess
+from tests.up_process import UpProcess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence

@@ -117,21 +117,6 @@ async def test_evicted_blocks_are_known_to_be_gone(small: EngineProcess) -> None
     assert len(await small.cached_blocks()) < FEW_BLOCKS
 
 
-async def test_the_same_prompts_at_once_are_told_apart_from_one(small: EngineProcess) -> None:
-    rng = random.Random(6)
-    for turn in range(5):
-        # Each computes the same blocks; they are evicted one by one.
-        prompt = tokens(150, f"twin/{turn}")
-        streams = [small.submit(prompt, params(rng.choice((1, 20, 60)))) for _ in range(3)]
-        other = small.submit(tokens(200, f"other/{turn}"), params(30))
-        for stream in (*streams, other):
-            await small.collect(stream)
-        again = tokens(rng.choice((33, 150)), f"twin/{rng.randrange(turn + 1)}")
-        expected = await predicted(small, again)
-        assert reported(await small.run(again, params(1))) == expected
-    await small.until_empty()
-
-
 async def test_blocks_that_tokens_alone_do_not_tell_are_left_out() -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 

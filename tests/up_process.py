@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # A router must not lose a worker that a busy machine has only stopped for a moment; and a router
 # that is started again waits a third of this for its workers to notice.
 LEASE_S = 20.0
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # Gives a process its own session with the terminal on its standard input, then becomes `pdserve`.
 _ON_TERMINAL = """
 import fcntl, os, sys, termios
