@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if folder(item) != "unit":
             item.add_marker(pytest.mark.xdist_group("engines" if is_shared else item.path.stem))
-    items.sort(key=lambda item: _FOLDERS.index(folder(item)) if folder(item) in _FOLDERS else 9)
+    items.sort(key=lambda item: _FOLDERS.index(folder(item)))
 
 
 @pytest.fixture(autouse=True)

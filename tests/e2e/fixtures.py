@@ -71,3 +71,11 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     """Each of the two ways for KV."""
     found: Pair = request.getfixturevalue(f"pair_{request.param}")
     return found
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an engine with corrupt.py is to do with the KV that it sends; it looks at each chunk."""
+    path = tmp_path_factory.mktemp("orders") / "order"
+    path.write_text("", encoding="ascii")
+    return path

@@ -24,21 +24,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 LONG, ENDLESS = params(200, ignore_eos=True), params(3000, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("orders") / "order"
-    path.write_text("stall", encoding="ascii")
-    return path
-
-
-def give(orders: Path, order: str) -> None:
-    orders.write_text(order, encoding="ascii")
-
-
 @pytest_asyncio.fixture(loop_scope="session")
 async def stalling(pair_shm: Pair, tiny_model: Path, orders: Path) -> AsyncIterator[Pair]:
     """A prefill engine of its own whose every copy waits until `orders` says otherwise."""
-    give(orders, "stall")
+    orders.write_text("stall", encoding="ascii")
     orders.with_suffix(".stalled").unlink(missing_ok=True)
     kv = KvSettings("stalling", {"transports": ("shm",), "lease_s": 5.0})
     engine = await EngineProcess.start(
@@ -46,7 +35,7 @@ async def stalling(pair_shm: Pair, tiny_model: Path, orders: Path) -> AsyncItera
         env={"PDSERVE_TEST_CORRUPT": str(orders)},
     )
     yield Pair(engine, pair_shm.decode, "stalling")
-    give(orders, "")
+    orders.write_text("", encoding="ascii")
     await engine.close()
 
 
@@ -72,14 +61,10 @@ async def submit_and_catch(pair: Pair, seed: int) -> tuple[int, int]:
     raise AssertionError
 
 
-def is_stalled(orders: Path) -> bool:
-    return orders.with_suffix(".stalled").exists()
-
-
 async def until_inside(orders: Path) -> None:
     """The source stands in a copy."""
     async with asyncio.timeout(WAIT_S):
-        while not is_stalled(orders):  # noqa: ASYNC110 - another process says so
+        while not orders.with_suffix(".stalled").exists():  # noqa: ASYNC110 - another process says so
             await asyncio.sleep(0.01)
 
 
@@ -118,7 +103,7 @@ async def test_cancel_while_blocks_travel(
     both(stalling, streams)
     # The producer is inside a copy: its blocks stay pinned, whatever the router wants.
     assert (await stalling.prefill.status())[1].leased_blocks == 16
-    give(orders, "")
+    orders.write_text("", encoding="ascii")
     await stalling.until_empty()
     await serves(stalling, aggregated, 71)
 

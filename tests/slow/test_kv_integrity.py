@@ -24,14 +24,6 @@ SAMPLING = params(24, temperature=0.9, seed=7, frequency_penalty=0.5, ignore_eos
 LENGTH = 700
 
 
-@pytest.fixture(scope="module")
-def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the damaging prefill engine is to do, read by it at each chunk."""
-    path = tmp_path_factory.mktemp("orders") / "order"
-    path.write_text("", encoding="ascii")
-    return path
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def producer(tiny_model: Path, orders: Path) -> AsyncIterator[EngineProcess]:
     kv = KvSettings("damaging", {"transports": ("shm", "tcp"), "chunk_bytes": 1 << 19})
