@@ -277,13 +277,16 @@ class HealthConfig(_Section, frozen=True):
     ] = 10.0
     eject_pair_s: Annotated[
         Seconds,
-        doc("Eject a pair of workers for this time after KV was damaged between them. 0: never."),
+        doc(
+            "Eject a pair of workers for this time after KV was damaged between them, and longer "
+            "while probes fail. 0: never."
+        ),
     ] = 60.0
     probe_s: Annotated[
         Seconds,
         doc(
-            "Probe a pair of workers after this time without a transfer between them. 0: no "
-            "probes; requests of clients try ejected workers."
+            "Probe a pair of workers after this time without a transfer between them. 0: probe "
+            "only what was ejected."
         ),
     ] = 60.0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import grpc
@@ -16,8 +15,8 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminServicer
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
 from router.decisions import explained
-from router.fleet.drain import drain, undrain
 from router.fleet.health import BreakerState
+from router.operations import drain, undrain
 from router.roles import roles_to_pb
 
 if TYPE_CHECKING:
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
     from router.fleet.health import Breaker
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
+    from router.operations import RoleChanger
     from router.placement.cost import CostModel
     from router.request import RequestServer
-    from router.role_change import RoleChanger
     from router.roles import Verdict
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -99,19 +98,19 @@ class RegistryService(RegistryServicer):
     ) -> w.ListWorkersResponse:
         fleet, now = self._fleet, self._fleet.now()
         return w.ListWorkersResponse(
-            workers=[self._entry(member, now) for member in fleet.pool.members.values()],
+            workers=[self._entry(member, now) for member in fleet.members.values()],
             probes_passed=fleet.outliers.probes["passed"],
             probes_failed=fleet.outliers.probes["failed"],
             roles=roles_to_pb(self._roles),
             ejected_pairs=[
                 w.EjectedPair(
-                    prefill_worker=pair.prefill,
-                    decode_worker=pair.decode,
-                    remaining_s=pair.remaining_s,
-                    failures=pair.failures,
-                    reason=pair.reason,
+                    prefill_worker=prefill,
+                    decode_worker=decode,
+                    remaining_s=breaker.remaining_s(now),
+                    failures=breaker.failures,
+                    reason=breaker.reason,
                 )
-                for pair in fleet.outliers.listed(now)
+                for (prefill, decode), breaker in fleet.outliers.listed(now)
             ],
         )
 
@@ -180,12 +179,11 @@ class AdminService(AdminServicer):
         try:
             _check_timeout(request.drain_timeout_s, field="drain_timeout_s")
             role = wire.role_from_pb(request.role)
-            done = await self._roles.change(
+            return await self._roles.change(
                 request.worker_id, role, drain_timeout_s=request.drain_timeout_s
             )
         except PdserveError as error:
             await rpc.abort(context, error)
-        return a.ChangeRoleResponse(**asdict(done))
 
     async def DrainWorker(  # type: ignore[override]  # noqa: N802
         self, request: a.DrainWorkerRequest, context: Context
@@ -201,7 +199,7 @@ class AdminService(AdminServicer):
             )
             async with aclosing(steps):
                 async for progress in steps:
-                    await context.write(a.DrainProgress(**asdict(progress)))
+                    await context.write(progress)
         except PdserveError as error:
             await rpc.abort(context, error)
 

@@ -1,8 +1,8 @@
 """Active health checks: requests of the router's own, so that no client's request finds a failure.
 
-A suspended worker is probed when its time is over, or else such a pair of workers, or else now and
-then a random pair between which no KV has moved for a while. Probes run one at a time, so that
-their cost does not grow with the fleet.
+Only a probe brings a suspended worker or an ejected pair of workers back, when its time is over.
+Now and then a random pair is probed between which no KV has moved for a while. Probes run one at a
+time, so that their cost does not grow with the fleet.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from router.placer import Reservation
 from router.upstream import Answer, Attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from router.answer import AnswerDelta
-    from router.fleet.health import OutlierEjection
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
     from router.metrics import RouterMetrics
@@ -42,9 +39,7 @@ PROBE_TOKENS = 8
 ATTEMPTS = 2
 
 
-async def probe(
-    fleet: Fleet, decode: Member, prefill: Member | None = None, *, is_trial: bool = False
-) -> None:
+async def probe(fleet: Fleet, decode: Member, prefill: Member | None = None) -> None:
     """Send a request through one worker, or through a pair.
 
     Raises PdserveError if there is no answer in time, TransferCorrupted if a pair does not give the
@@ -58,8 +53,7 @@ async def probe(
                 alone = await _answer(fleet, request, Reservation(prefill or decode))
                 if prefill is None:
                     return
-                pair = Reservation(decode, prefill=prefill, is_trial=is_trial)
-                together = await _answer(fleet, request, pair)
+                together = await _answer(fleet, request, Reservation(decode, prefill=prefill))
                 if alone == together:
                     return
     except TimeoutError:
@@ -97,57 +91,8 @@ def _request(worker: Member) -> GenerateRequest:
     )
 
 
-def half_open_worker(members: Mapping[str, Member], now: float) -> Member | None:
-    """Return a suspended worker that can be tried again."""
-    for member in members.values():
-        if member.is_suspect and member.breaker.state(now) is BreakerState.HALF_OPEN:
-            return member
-    return None
-
-
-def half_open_pair(
-    members: Mapping[str, Member], outliers: OutlierEjection, now: float
-) -> tuple[Member, Member] | None:
-    """Return an ejected pair that can be tried again, whose workers are ready."""
-    for pair in outliers.half_open(now):
-        prefill, decode = (members.get(worker_id) for worker_id in pair)
-        if prefill is not None and decode is not None and _can_pair(prefill, decode):
-            return prefill, decode
-    return None
-
-
-def unused_pair(
-    members: Mapping[str, Member],
-    outliers: OutlierEjection,
-    now: float,
-    *,
-    idle_s: float,
-    draw: random.Random,
-) -> tuple[Member, Member] | None:
-    """Return a random pair, or None if it was used in the last `idle_s`, is ejected, or no pair."""
-    ready = [m for m in members.values() if m.state is MemberState.READY]
-    prefills = [m for m in ready if m.info.role is Role.PREFILL]
-    decodes = [m for m in ready if m.info.role is Role.DECODE]
-    if not prefills or not decodes:
-        return None
-    prefill, decode = draw.choice(prefills), draw.choice(decodes)
-    pair = prefill.worker_id, decode.worker_id
-    if outliers.unused_s(pair, now) < idle_s or pair in outliers.ejected(now):
-        return None
-    return (prefill, decode) if _can_pair(prefill, decode) else None
-
-
-def _can_pair(prefill: Member, decode: Member) -> bool:
-    return (
-        (prefill.info.role, decode.info.role) == (Role.PREFILL, Role.DECODE)
-        and prefill.state is decode.state is MemberState.READY
-        and exchange(prefill.kind, decode.kind)
-    )
-
-
 class ActiveHealthChecks:
-    """Sends the probes of `run`. After `start`, no client's request is the first on a half-open
-    worker or pair."""
+    """Sends the probes of `run`. Pairs are probed after `idle_s` without a transfer."""
 
     def __init__(
         self, fleet: Fleet, metrics: RouterMetrics, *, idle_s: float, period_s: float = PERIOD_S
@@ -157,30 +102,58 @@ class ActiveHealthChecks:
         self._idle_s = idle_s
         self._period_s = period_s
         self._draw = random.Random()
-        fleet.outliers.by_probe = fleet.pool.by_probe = True
 
     async def run(self) -> None:
-        fleet, periods, began = self._fleet, 0, self._fleet.now()
+        periods, began = 0, self._fleet.now()
         while True:
             await asyncio.sleep(self._period_s)
-            members, now = fleet.pool.members, fleet.now()
-            worker = half_open_worker(members, now)
+            periods += 1
+            worker, pair = self.half_open_worker(), self.half_open_pair()
             if worker is not None:
                 await self._probe_worker(worker)
                 continue
-            pair = half_open_pair(members, fleet.outliers, now)
-            periods += 1
-            if pair is None and periods % IDLE_EVERY == 0 and now - began >= self._idle_s:
-                pair = unused_pair(
-                    members, fleet.outliers, now, idle_s=self._idle_s, draw=self._draw
-                )
+            is_idle = self._fleet.now() - began >= self._idle_s
+            if pair is None and is_idle and periods % IDLE_EVERY == 0:
+                pair = self.unused_pair()
             if pair is not None:
                 await self._probe_pair(*pair)
+
+    def half_open_worker(self) -> Member | None:
+        """Return a suspended worker that can be tried again."""
+        now = self._fleet.now()
+        for member in self._fleet.members.values():
+            if member.is_suspect and member.breaker.state(now) is BreakerState.HALF_OPEN:
+                return member
+        return None
+
+    def half_open_pair(self) -> tuple[Member, Member] | None:
+        """Return an ejected pair that can be tried again, whose workers are ready."""
+        members = self._fleet.members
+        for pair in self._fleet.outliers.half_open(self._fleet.now()):
+            prefill, decode = (members.get(worker_id) for worker_id in pair)
+            if prefill is not None and decode is not None and _can_pair(prefill, decode):
+                return prefill, decode
+        return None
+
+    def unused_pair(self) -> tuple[Member, Member] | None:
+        """Return a random pair, or None if it was used lately, is ejected, or no pair."""
+        members = list(self._fleet.members.values())
+        prefills = [m for m in members if m.info.role is Role.PREFILL]
+        decodes = [m for m in members if m.info.role is Role.DECODE]
+        if not prefills or not decodes:
+            return None
+        prefill, decode = self._draw.choice(prefills), self._draw.choice(decodes)
+        pair = prefill.worker_id, decode.worker_id
+        outliers, now = self._fleet.outliers, self._fleet.now()
+        if outliers.unused_s(pair, now) < self._idle_s or pair in outliers.ejected(now):
+            return None
+        return (prefill, decode) if _can_pair(prefill, decode) else None
 
     async def _probe_worker(self, member: Member) -> None:
         outcome = "passed"
         try:
             await probe(self._fleet, member)
+            self._fleet.probed(member)
         except PdserveError as error:
             outcome = "failed"
             logger.warning("probe of worker %s: %s", member.worker_id, error.message)
@@ -190,10 +163,10 @@ class ActiveHealthChecks:
     async def _probe_pair(self, prefill: Member, decode: Member) -> None:
         """The failure of a worker proves nothing about the pair, which is then probed again."""
         fleet, outliers = self._fleet, self._fleet.outliers
-        pair = prefill.worker_id, decode.worker_id
-        is_trial, outcome = outliers.try_once(pair, fleet.now()), "passed"
+        pair, outcome = (prefill.worker_id, decode.worker_id), "passed"
         try:
-            await probe(fleet, decode, prefill, is_trial=is_trial)
+            await probe(fleet, decode, prefill)
+            outliers.probed(pair)
         except PdserveError as error:
             outcome = "failed"
             logger.warning("probe of workers %s and %s: %s", *pair, error.message)
@@ -201,3 +174,11 @@ class ActiveHealthChecks:
                 outliers.corrupted(pair, fleet.now(), error.message)
         outliers.probes[outcome] += 1
         self._metrics.count("pair_probes", prefill.info.model.name, outcome)
+
+
+def _can_pair(prefill: Member, decode: Member) -> bool:
+    return (
+        (prefill.info.role, decode.info.role) == (Role.PREFILL, Role.DECODE)
+        and prefill.state is decode.state is MemberState.READY
+        and exchange(prefill.kind, decode.kind)
+    )

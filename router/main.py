@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from contextlib import AsyncExitStack
@@ -36,6 +37,7 @@ from router.decisions import DecisionLog
 from router.fleet.registry import Fleet
 from router.health_checks import ActiveHealthChecks
 from router.metrics import RouterMetrics
+from router.operations import RoleChanger
 from router.placement.cost import CostModel
 from router.placement.policies import POLICIES
 from router.placement.values import PlacementContext
@@ -43,7 +45,6 @@ from router.placer import Placer
 from router.prefix import PrefixWatcher
 from router.request import RequestServer, Services
 from router.retry import RetryBudget
-from router.role_change import RoleChanger
 from router.roles import Autoscaler, role_loads, roles_wanted
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def make_services(
     watcher: PrefixWatcher | None = None,
 ) -> Services:
     """Return what requests are served with. The simulator uses this too."""
-    costs = CostModel(fleet.pool, config.slo, fleet.now)
+    costs = CostModel(fleet, config.slo, fleet.now)
     limits = AdmissionLimits(
         config.max_running_requests,
         config.max_queued_requests,
@@ -136,14 +137,12 @@ class RouterServer:
                 watches=watcher,
                 lease_s=config.lease_s,
                 dialer=dials,
-                ejection_s=config.health.eject_pair_s,
                 health=config.health,
                 token_gaps=partial(metrics.histogram, "inter_token_latency_seconds"),
             )
         )
-        if config.health.probe_s:
-            checks = ActiveHealthChecks(fleet, metrics, idle_s=config.health.probe_s)
-            await enter(background("health-checks", checks.run))
+        checks = ActiveHealthChecks(fleet, metrics, idle_s=config.health.probe_s or math.inf)
+        await enter(background("health-checks", checks.run))
 
         # The request path.
         decisions = DecisionLog(config.decision_log_size)
@@ -172,7 +171,7 @@ class RouterServer:
         # The APIs.
         keys = Keys(config.tenants)
         preprocessor = Preprocessor(
-            requests.models, timeout_s=config.request_timeout_s, why_none=fleet.pool.why_none
+            requests.models, timeout_s=config.request_timeout_s, why_none=fleet.why_none
         )
         grpc_address = await self._start_grpc(
             Generation(requests, preprocessor, self._open_requests, keys),

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pdserve.metrics import Labelled
     from pdserve.types import Receipt, Usage
     from router.admission import AdmissionController
-    from router.fleet.pool import WorkerPool
     from router.fleet.registry import Fleet
     from router.prefix import PrefixWatcher
 
@@ -110,7 +109,7 @@ class RouterMetrics:
         roles_wanted: Callable[[], Iterable[Row]],
     ) -> None:
         """Report their state whenever the metrics are read."""
-        pool, tenants, worker = fleet.pool, admission.tenants, "model role worker"
+        tenants, worker = admission.tenants, "model role worker"
         register = self.registry.register
 
         def show(name: str, text: str, labels: str, rows: Callable[[], Iterable[Row]]) -> None:
@@ -119,9 +118,9 @@ class RouterMetrics:
         def show_one(name: str, text: str, value: Callable[[], float]) -> None:
             register(_Reading(name, text, [], lambda: [((), value())]))
 
-        show("workers", "Registered workers.", "model role state", lambda: _workers(pool))
+        show("workers", "Registered workers.", "model role state", lambda: _workers(fleet))
         for field, text in _LOADS:
-            show(f"worker_{field}", text, worker, partial(_loads, pool, field))
+            show(f"worker_{field}", text, worker, partial(_loads, fleet, field))
         show("role_load", "Average load; 1 is full.", "model role", role_loads)
         show("role_workers_wanted", _WANTED, "model role", roles_wanted)
         show(
@@ -137,7 +136,7 @@ class RouterMetrics:
             "Pairs of workers that are not used because KV between them failed.",
             lambda: len(fleet.outliers.ejected(fleet.now())),
         )
-        register(KvCollector(lambda: _kv_reports(pool)))
+        register(KvCollector(lambda: _kv_reports(fleet)))
         if watcher is None:
             return
         index = watcher.index
@@ -262,21 +261,21 @@ class _Reading(Collector):
         yield family
 
 
-def _workers(pool: WorkerPool) -> Iterable[Row]:
+def _workers(fleet: Fleet) -> Iterable[Row]:
     return sorted(
         Tally(
-            (m.info.model.name, m.info.role.value, m.state.value) for m in pool.members.values()
+            (m.info.model.name, m.info.role.value, m.state.value) for m in fleet.members.values()
         ).items()
     )
 
 
-def _loads(pool: WorkerPool, field: str) -> Iterator[Row]:
-    for m in pool.members.values():
+def _loads(fleet: Fleet, field: str) -> Iterator[Row]:
+    for m in fleet.members.values():
         if m.load is not None and not m.lost:
             yield (m.info.model.name, m.info.role.value, m.worker_id), getattr(m.load, field)
 
 
-def _kv_reports(pool: WorkerPool) -> Iterator[Labelled]:
-    for member in pool.members.values():
+def _kv_reports(fleet: Fleet) -> Iterator[Labelled]:
+    for member in fleet.members.values():
         if member.kv is not None and not member.lost:
             yield member.info, member.kv

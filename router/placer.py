@@ -83,8 +83,8 @@ class Reservation:
 
     `prefill` computes the prompt for `decode`; without it `decode` does both phases, or continues
     with the KV of `producer`, which has decoded before. `children_charge` covers the other answers
-    of a parallel-sampling request. With `is_trial` the pair was ejected and is tried again.
-    `cached` and `prediction` are what the placement expected.
+    of a parallel-sampling request. `cached` and `prediction` are what the
+    placement expected.
     """
 
     def __init__(
@@ -99,12 +99,10 @@ class Reservation:
         cached: Mapping[str, int] | None = None,
         prediction: Prediction | None = None,
         leave_backlog: Callable[[], None] | None = None,
-        is_trial: bool = False,
     ) -> None:
         self.decode, self.prefill, self.producer = decode, prefill, producer
         self.cached = cached or {}
         self.prediction = prediction
-        self.is_trial = is_trial
         self.prefill_charge: Charge | None = None
         self.children_charge: Charge | None = None
         if decode.info.role is Role.PREFILL:
@@ -156,7 +154,6 @@ class Placer:
         live_kv: bool = True,
     ) -> None:
         self._fleet = fleet
-        self._pool = fleet.pool
         self._policy = policy
         self._policy_or_aggregated = partial(place_or_aggregate, policy)
         self._context = context
@@ -172,13 +169,13 @@ class Placer:
         Raises ModelNotFound and Unavailable if its model has no workers, and ContextLengthExceeded
         if prompt and one token fit none of them.
         """
-        if not self._pool.of_model(request.model):
-            check_known((), request.model, others=self._pool.models())
+        if not self._fleet.of_model(request.model):
+            check_known((), request.model, others=self._fleet.models())
         token_ids = request.prompt_token_ids + request.resume
         prompt_tokens = len(token_ids)
         max_tokens = request.sampling.max_tokens - len(request.resume)
         prefill_only = max_tokens <= 1
-        capacity, block_size = self._pool.largest(request.model, prefill_only=prefill_only)
+        capacity, block_size = self._fleet.largest(request.model, prefill_only=prefill_only)
         if prompt_tokens + min(1, max_tokens) > capacity:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt_tokens} tokens, and the largest worker of model "
@@ -206,7 +203,7 @@ class Placer:
     def reserve(self, demand: Demand) -> Reservation | None:
         """Place a new request. Return None if it must wait for room. Raises Unavailable if waiting
         for room would not help."""
-        candidates = self._pool.candidates(demand.model)
+        candidates = self._fleet.candidates(demand.model)
         busy = self._busy(candidates, demand.prompt_tokens)
         if not busy:
             return self._reserve(self._policy_or_aggregated, demand, candidates, is_new=True)
@@ -228,7 +225,7 @@ class Placer:
         """
         cause = f"{constraints.step}: {cause}"
         demand = replace(demand, avoid=constraints.avoid)
-        candidates = self._pool.candidates(demand.model)
+        candidates = self._fleet.candidates(demand.model)
         policy = self._policy
         if constraints.step is RetryStep.AGGREGATED:
             policy = place_aggregated
@@ -252,13 +249,13 @@ class Placer:
     def reserve_live(self, demand: Demand, producer_id: str, *, cause: str) -> Reservation:
         """Reserve a decode worker that continues with the KV of `producer_id`. Raises Unavailable
         if there is none."""
-        producer = self._pool.members[producer_id]
+        producer = self._fleet.members[producer_id]
         kv = producer.info.kv
         if not self._live_kv or kv is None or kv.handoff is not HandoffStyle.CONCURRENT:
             raise Unavailable(f"worker {producer_id} cannot export the KV of a running request")
         now = self._fleet.now()
         demand = replace(demand, excluded=self._fleet.outliers.ejected(now))
-        candidates = self._pool.candidates(demand.model)
+        candidates = self._fleet.candidates(demand.model)
         decision = self._decide(
             partial(place_live, producer.seen()), demand, candidates, f"live_kv: {cause}"
         )
@@ -283,7 +280,7 @@ class Placer:
         placement = decision.placement
         assert placement is not None, "the decision is not to wait"
         self._turn += 1
-        members, leave_backlog = self._pool.members, None
+        members, leave_backlog = self._fleet.members, None
         prediction: Prediction | None = None
         if self._costs is not None and producer is None:
             prediction, ticket = self._costs.placed(decision)
@@ -292,7 +289,7 @@ class Placer:
         decode, demand = members[placement.decode.worker_id], decision.demand
         computing = prefill or decode
         cached = decision.cached.get(computing.worker_id, 0)
-        reservation = Reservation(
+        return Reservation(
             decode,
             prefill=prefill,
             producer=producer,
@@ -304,10 +301,6 @@ class Placer:
             prediction=prediction,
             leave_backlog=leave_backlog,
         )
-        if reservation.pair is not None:
-            now = self._fleet.now()
-            reservation.is_trial = self._fleet.outliers.try_once(reservation.pair, now)
-        return reservation
 
     def _decide(
         self,

@@ -232,7 +232,7 @@ class RequestServer:
 
     def models(self) -> Mapping[str, ModelInfo]:
         """The models of the registered workers, by name."""
-        return self._services.fleet.pool.models()
+        return self._services.fleet.models()
 
     def check_ready(self) -> None:
         """Raises Unavailable unless every model can be served now."""
@@ -240,7 +240,7 @@ class RequestServer:
         if not models:
             raise Unavailable("no worker is registered")
         for name in models:
-            check_servable_aggregated(self._services.fleet.pool.candidates(name), name)
+            check_servable_aggregated(self._services.fleet.candidates(name), name)
 
     @property
     def running_requests(self) -> int:
@@ -340,7 +340,7 @@ class Generation:
                     continue
                 self._continue(reservation, reason, error.message)
                 return reservation
-            nobody_is_ready = unavailable is not None or not self._fleet.pool.has_ready(model)
+            nobody_is_ready = unavailable is not None or not self._fleet.has_ready(model)
             if self._retry.is_used_up or not nobody_is_ready:
                 tried = " and ".join(self._retry.done)
                 after = f" (after {tried})" if tried else ""

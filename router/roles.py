@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
+from router.operations import RoleChanger, partner_for
 from router.placement.cost import Batch
 from router.placement.values import MemberState
-from router.role_change import RoleChanger, partner_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -299,14 +299,14 @@ class Autoscaler:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(self._config.window_s / 30)
-            models = set(self._fleet.pool.models())
+            models = set(self._fleet.models())
             for gone in self._states.keys() - models:
                 del self._states[gone], self.verdicts[gone]
             for model in models:
                 await self._look(model)
 
     async def _look(self, model: str) -> None:
-        members, config = self._fleet.pool.of_model(model), self._config
+        members, config = self._fleet.of_model(model), self._config
         loads = loads_of(
             members,
             queued=self._admission.queued_of(model),

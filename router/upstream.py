@@ -106,8 +106,6 @@ class WorkerStream:
             self._stream_id = self._fleet.link(self.member).submit(command, self)
         except PdserveError as error:
             self.on_lost(error)
-        else:
-            self._fleet.placed(self.member)
 
     def on_token(self, token_id: int, text: str) -> None:
         attempt = self._attempt
@@ -343,7 +341,7 @@ class Attempt:
             if outliers.failed(pair, now, error.message):
                 logger.warning("workers %s and %s are ejected: %s", *pair, error.message)
         elif last.report is not None and last.report.transfer:
-            outliers.succeeded(pair, now, is_trial=self.reservation.is_trial)
+            outliers.succeeded(pair, now)
 
     def export(self, worker_id: str, reserve: Callable[[], Reservation]) -> bool:
         """Start to move to what `reserve` returns, together with the KV on `worker_id`. Return

@@ -4,7 +4,6 @@ over such workers."""
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -310,7 +309,7 @@ class Stack:
         return Reader(lambda out: self.requests.serve(request, out))
 
     def member(self, worker: ScriptedWorker) -> Member:
-        return self.fleet.pool.members[worker.info.worker_id]
+        return self.fleet.members[worker.info.worker_id]
 
     async def until_state(self, worker: ScriptedWorker, state: str) -> None:
         """Wait until the pool says that a worker is in `state`."""
@@ -329,16 +328,25 @@ class Stack:
         assert self.requests.open_requests == 0
         assert (self.requests.running_requests, self.requests.queued_requests) == (0, 0)
         assert self.fleet.open_streams == 0
-        for member in self.fleet.pool.members.values():
+        for member in self.fleet.members.values():
             assert member.outstanding_requests == 0, member
             assert member.outstanding_tokens == 0, member
             assert member.reserved_blocks == 0, member
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @asynccontextmanager
 async def running_stack(
     *workers: ScriptedWorker,
-    clock: Callable[[], float] = time.monotonic,
     health: HealthConfig | None = None,
     retry: RetryConfig | None = None,
     limits: AdmissionLimits | None = None,
@@ -347,8 +355,7 @@ async def running_stack(
     prefill_chunks_ahead: int = 0,
     decisions: DecisionLog | None = None,
 ) -> AsyncIterator[Stack]:
-    """`clock` and `health` are the fleet's, which by default finds no stalls. Ends by asserting
-    that nothing leaked."""
+    """By default the fleet finds no stalls. Ends by asserting that nothing leaked."""
     settings = ConnectionSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
     retry = retry or RetryConfig()
     async with AsyncExitStack() as exits:
@@ -360,14 +367,13 @@ async def running_stack(
             lease_s=3600.0,
             health=health or HealthConfig(stall_s=0.0),
             settings=settings,
-            clock=clock,
         )
         await exits.enter_async_context(fleet)
         metrics = RouterMetrics()
         admission = AdmissionController(
             limits or AdmissionLimits(queue_timeout_s=queue_timeout_s), tenants=tenants
         )
-        costs = CostModel(fleet.pool, SloConfig(), fleet.now)
+        costs = CostModel(fleet, SloConfig(), fleet.now)
         services = Services(
             fleet,
             admission,

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from pdserve.metrics import Histogram
-    from pdserve.step_moments import StepMoments
     from pdserve.types import StreamDelta, WorkerInfo, WorkerLoad
     from router.fleet.member import Member
 
@@ -55,8 +54,6 @@ class ConnectionObserver(Protocol):
     def detached(self, member: Member) -> None: ...
 
     def reported(self, member: Member, load: WorkerLoad) -> None: ...
-
-    def measured(self, member: Member, steps: StepMoments) -> None: ...
 
     def cache_changed(self, member: Member, update: w.CacheUpdate) -> None: ...
 
@@ -100,7 +97,7 @@ class WorkerConnection:
         settings: ConnectionSettings | None = None,
         gaps: Histogram | None = None,
     ) -> None:
-        """`gaps` observes the time between frames with tokens."""
+        """`gaps` observes for each token the time since the last frame with tokens."""
         self._member = member
         self._gaps = gaps
         self._tokens_at: float | None = None  # of the last frame with tokens
@@ -239,7 +236,7 @@ class WorkerConnection:
         if frame.HasField("load"):
             self._observer.reported(self._member, wire.load_from_pb(frame.load))
         if frame.HasField("steps"):
-            self._observer.measured(self._member, moments_from_pb(frame.steps))
+            self._member.steps = moments_from_pb(frame.steps)
         if frame.HasField("cache"):
             self._observer.cache_changed(self._member, frame.cache)
         sinks = self._sinks
@@ -263,7 +260,7 @@ class WorkerConnection:
             raise InvalidRequest("its lists differ in length", field="tokens")
         now = asyncio.get_running_loop().time()
         if self._gaps is not None and self._tokens_at is not None:
-            self._gaps.observe(now - self._tokens_at)
+            self._gaps.observe(now - self._tokens_at, len(stream_ids))
         self._tokens_at = now
         sinks = self._sinks
         for stream_id, token_id, text in zip(stream_ids, token_ids, texts, strict=True):

@@ -1,8 +1,8 @@
 """Health of workers and of pairs of workers, as state machines without I/O.
 
-`StallDetector` finds workers that hang. `Breaker` keeps requests away from what failed, then lets
-one try. `OutlierEjection` has a breaker for each pair of workers between which KV failed. Times are
-in seconds on the caller's clock; leases and stalls use `PausingClock`.
+`StallDetector` finds workers that hang. `Breaker` keeps requests away from what failed until a
+probe has passed. `OutlierEjection` has a breaker for each pair of workers between which KV failed.
+Times are in seconds on the caller's clock; leases and stalls use `PausingClock`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TICK_S = 0.1
 MAX_TICK_S = 0.15  # counted at most for a late tick
 # Pairs whose last use is remembered; all are forgotten beyond that.
 _MAX_PAIRS = 65536
-# A probe comes as soon as both workers of a half-open pair are ready.
-_PROBE_WITHIN_S = 600.0
+# A half-open pair is probed as soon as both workers are ready; one that never is, is forgotten.
+_FORGET_PAIR_S = 600.0
 
 Pair = tuple[str, str]
 """Worker ids of producer and consumer. A worker that restarts runs on the same hardware."""
@@ -89,31 +89,23 @@ class BreakerState(StrEnum):
     HALF_OPEN = "half_open"
 
 
-@dataclass(frozen=True, slots=True)
-class BreakerLimits:
-    """`failures` in a row open a breaker for `open_s`, doubled each time that its trial fails, up
-    to `max_open_s`. 0 seconds disable it."""
-
-    failures: int = 3
-    open_s: float = 10.0
-    max_open_s: float = 80.0
-
-
 @dataclass(slots=True)
 class Breaker:
     """Circuit breaker.
 
-    closed ── failures in a row ──► open ── time ──► half open ── trial succeeds ──► closed
+    closed ── failures in a row ──► open ── time ──► half open ── a probe passes ──► closed
                                      ▲                   │
-                                     └── trial fails, ───┘  for twice the time
+                                     └── a failure ──────┘  for twice the time, up to 8 times
+
+    It opens for `open_s` after `max_failures`; 0 seconds disable it.
     """
 
-    limits: BreakerLimits
+    open_s: float = 10.0
+    max_failures: int = 3
     failures: int = 0
     until: float | None = None
     seconds: float = 0.0
     reason: str = ""
-    is_trying: bool = False
 
     def state(self, now: float) -> BreakerState:
         if self.until is None:
@@ -122,128 +114,90 @@ class Breaker:
 
     def failure(self, now: float, reason: str) -> bool:
         """Return True if this failure opens the breaker."""
+        if self.until is None and self.failures + 1 < self.max_failures:
+            self.failures += 1
+            return False
+        return self.trip(now, reason)
+
+    def trip(self, now: float, reason: str) -> bool:
+        """Open the breaker. Return False if it was open: only the reason changes then."""
         self.failures += 1
-        if self.until is not None or self.failures >= self.limits.failures:
-            return self.trip(now, reason, count=False)
-        return False
-
-    def trip(self, now: float, reason: str, *, count: bool = True) -> bool:
-        """Open the breaker. Return False if it was open: a failure then began before, and only the
-        reason changes."""
-        self.failures += count
-        if not self.limits.open_s:
-            return False
-        was_open = self.state(now) is BreakerState.OPEN and not self.is_trying
-        if not was_open:
-            grown_s = max(self.limits.open_s, 2 * self.seconds)
-            self.seconds = min(grown_s, max(self.limits.open_s, self.limits.max_open_s))
-            self.until, self.is_trying = now + self.seconds, False
         self.reason = reason
-        return not was_open
-
-    def try_once(self, now: float) -> bool:
-        """Work was placed. Return True if that is the trial of a half-open breaker; it is then open
-        for others until the trial has ended, or as long as before."""
-        if self.state(now) is not BreakerState.HALF_OPEN:
+        if not self.open_s or self.state(now) is BreakerState.OPEN:
             return False
-        self.until, self.is_trying = now + self.seconds, True
+        self.seconds = min(2 * self.seconds, 8 * self.open_s) or self.open_s
+        self.until = now + self.seconds
         return True
 
-    def success(self) -> bool:
-        """Return True if this success closes the breaker."""
-        self.failures = 0
-        if self.until is None or not self.is_trying:
-            return False
-        self.until, self.seconds, self.reason, self.is_trying = None, 0.0, "", False
-        return True
+    def success(self) -> None:
+        """One that began before the breaker opened changes nothing."""
+        if self.until is None:
+            self.failures = 0
+
+    def close(self) -> None:
+        self.failures, self.until, self.seconds, self.reason = 0, None, 0.0, ""
 
     def remaining_s(self, now: float) -> float:
         """Seconds until it is half open."""
         return 0.0 if self.until is None else max(0.0, self.until - now)
 
 
-@dataclass(frozen=True, slots=True)
-class EjectedPair:
-    """For `status`; with 0 seconds left the pair is half open."""
-
-    prefill: str
-    decode: str
-    remaining_s: float
-    failures: int
-    reason: str = ""
-
-
 class OutlierEjection:
     """Pairs of workers that must not exchange KV for now, since KV between them failed.
 
     KV that was damaged twice ejects a pair at once, failed transfers after several in a row; either
-    may be the fault of one worker or of the network. With `by_probe` only probes try half-open
-    pairs. 0 seconds disable it.
+    may be the fault of one worker or of the network. 0 seconds disable it.
     """
 
-    def __init__(self, seconds: float, failures: int = 3) -> None:
-        self.by_probe = False
+    def __init__(self, seconds: float) -> None:
         self.probes = Counter[str]()  # "passed" and "failed"
-        self._limits = BreakerLimits(failures, seconds, seconds)
+        self._seconds = seconds
         self._breakers: dict[Pair, Breaker] = {}
         self._used_at: dict[Pair, float] = {}
 
-    def corrupted(self, pair: Pair, now: float, reason: str = "") -> None:
+    def corrupted(self, pair: Pair, now: float, reason: str) -> None:
         """KV was damaged on the way, also when it was sent again."""
-        if self._limits.open_s:
-            self._forget(now)
-            self._breakers.setdefault(pair, Breaker(self._limits)).trip(now, reason)
+        self._breaker(pair, now).trip(now, reason)
 
     def failed(self, pair: Pair, now: float, reason: str) -> bool:
         """A transfer failed. Return True if that ejects the pair."""
-        if not self._limits.open_s:
-            return False
-        self._forget(now)
-        return self._breakers.setdefault(pair, Breaker(self._limits)).failure(now, reason)
+        return self._breaker(pair, now).failure(now, reason)
+
+    def _breaker(self, pair: Pair, now: float) -> Breaker:
+        for known, breaker in list(self._breakers.items()):
+            if breaker.until and now >= breaker.until + _FORGET_PAIR_S:
+                del self._breakers[known]
+        return self._breakers.setdefault(pair, Breaker(self._seconds))
+
+    def succeeded(self, pair: Pair, now: float) -> None:
+        """KV arrived undamaged."""
+        if len(self._used_at) >= _MAX_PAIRS and pair not in self._used_at:
+            self._used_at.clear()
+        self._used_at[pair] = now
+        if pair in self._breakers:
+            self._breakers[pair].success()
+
+    def probed(self, pair: Pair) -> None:
+        """A probe of the pair passed: it gets requests again."""
+        self._breakers.pop(pair, None)
 
     def ejected(self, now: float) -> frozenset[Pair]:
         """Return the pairs that no request may use."""
         if not self._breakers:
             return frozenset()
-        free = {BreakerState.CLOSED}
-        if not self.by_probe:
-            free.add(BreakerState.HALF_OPEN)
-        return frozenset(p for p, x in self._breakers.items() if x.state(now) not in free)
+        return frozenset(pair for pair, _ in self.listed(now))
+
+    def listed(self, now: float) -> list[tuple[Pair, Breaker]]:
+        """Return the open and half-open pairs, in the order of their first failure."""
+        return [
+            (pair, breaker)
+            for pair, breaker in self._breakers.items()
+            if breaker.until is not None and now < breaker.until + _FORGET_PAIR_S
+        ]
 
     def half_open(self, now: float) -> list[Pair]:
         return [p for p, x in self._breakers.items() if x.state(now) is BreakerState.HALF_OPEN]
 
-    def try_once(self, pair: Pair, now: float) -> bool:
-        """A request was placed on the pair. Return True if it is the trial of a half-open one."""
-        breaker = self._breakers.get(pair)
-        return breaker is not None and breaker.try_once(now)
-
-    def succeeded(self, pair: Pair, now: float, *, is_trial: bool = False) -> None:
-        """KV arrived undamaged."""
-        if len(self._used_at) >= _MAX_PAIRS and pair not in self._used_at:
-            self._used_at.clear()
-        self._used_at[pair] = now
-        breaker = self._breakers.get(pair)
-        if breaker is not None and (is_trial or breaker.state(now) is BreakerState.CLOSED):
-            del self._breakers[pair]
-
     def unused_s(self, pair: Pair, now: float) -> float:
         """Return the seconds since KV last arrived; infinite if it never did."""
         return now - self._used_at.get(pair, -inf)
-
-    def listed(self, now: float) -> list[EjectedPair]:
-        """Return the open and half-open pairs, in the order of their first failure."""
-        self._forget(now)
-        return [
-            EjectedPair(*pair, x.remaining_s(now), x.failures, x.reason)
-            for pair, x in self._breakers.items()
-            if x.state(now) is not BreakerState.CLOSED
-        ]
-
-    def _forget(self, now: float) -> None:
-        """Drop pairs that were half open for as long as open and not tried: their workers may be
-        gone."""
-        least_s = _PROBE_WITHIN_S if self.by_probe else 0.0
-        for pair, x in list(self._breakers.items()):
-            if x.until and now >= x.until + max(x.seconds, least_s):
-                del self._breakers[pair]

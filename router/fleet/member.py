@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdserve.kv_pairs import kind_of
-from router.fleet.health import Breaker, BreakerLimits, StallDetector
+from router.fleet.health import Breaker, StallDetector
 from router.placement.values import Candidate, MemberState
 
 if TYPE_CHECKING:
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One start of one worker. Changed by `WorkerPool` and by reservations only.
+    """One start of one worker. Changed by `Fleet` and by reservations only.
 
     `outstanding_tokens` are prompt tokens placed here and not prefilled yet. `reserved_blocks` are
     KV blocks promised to requests of this router, `foreign_blocks` those that requests of other
     routers were last seen to hold. `load`, `kv` and `steps` are None until reported. `lease_end`
-    is on the pool's clock; for a lost worker it is the time of its loss. `suspended` is the verdict
-    of `breaker`, `unhealthy` the worker's own verdict on its machine, `gone` the reason of its
-    loss, `replaced` the instance ids of earlier starts.
+    is on the clock of leases; for a lost worker it is the time of its loss. `unhealthy` is the
+    worker's own verdict on its machine, `gone` the reason of its loss, `replaced` the instance ids
+    of earlier starts.
     """
 
     info: WorkerInfo
-    lease_end: float
+    lease_end: float = 0.0
     attached: bool = False
     draining: bool = False
     lost: bool = False
@@ -39,11 +39,10 @@ class Member:
     foreign_blocks: int = 0
     kv: KvReport | None = None
     steps: StepMoments | None = None
-    suspended: bool = False
     unhealthy: str = ""
     gone: str = ""
     replaced: tuple[str, ...] = ()
-    breaker: Breaker = field(default_factory=lambda: Breaker(BreakerLimits()))
+    breaker: Breaker = field(default_factory=Breaker)
     stalls: StallDetector = field(default_factory=StallDetector)
     kind: KvKind = field(init=False, repr=False)
 
@@ -59,6 +58,11 @@ class Member:
         if self.suspended or self.unhealthy:
             return MemberState.SUSPENDED
         return MemberState.READY if self.attached else MemberState.CONNECTING
+
+    @property
+    def suspended(self) -> bool:
+        """It failed, and no probe has passed since."""
+        return self.breaker.until is not None
 
     @property
     def is_suspect(self) -> bool:
@@ -82,6 +86,19 @@ class Member:
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks of `tokens`, capped to those that there are."""
         return min(-(-tokens // self.info.block_size), self.info.total_blocks)
+
+    def reported(self, load: WorkerLoad) -> bool:
+        """Take a report. Return True if the worker has more room than was known.
+
+        Requests of other routers hold blocks if the worker reports more requests than this router
+        placed, and more blocks in use than it reserved.
+        """
+        self.load = load
+        before, self.foreign_blocks = self.foreign_blocks, 0
+        if load.num_running_reqs + load.num_waiting_reqs > self.outstanding_requests:
+            used = self.info.total_blocks - load.free_blocks
+            self.foreign_blocks = max(0, used - self.reserved_blocks)
+        return self.foreign_blocks < before
 
     def seen(self, state: MemberState | None = None) -> Candidate:
         """Return the worker as a placement decision sees it now."""

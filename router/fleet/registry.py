@@ -1,5 +1,9 @@
 """The fleet: which workers there are, their connections, and the checks that take them out of use.
 
+    register ──► connecting ⇄ ready ──► draining
+                     │          │           │
+                     └──── lost (lease expired, replaced, deregistered) ──► forgotten
+
 Workers register with every router and renew a lease; routers share nothing else.
 """
 
@@ -12,37 +16,41 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 from pdserve.config import HealthConfig
-from pdserve.errors import WorkerFailed
+from pdserve.errors import InvalidRequest, WorkerFailed
 from pdserve.kv_pairs import unpaired
 from pdserve.rpc import PLAIN
+from pdserve.types import Role
 from router.background import background
 from router.fleet.connection import WorkerConnection, connect_over_tcp
-from router.fleet.health import TICK_S, BreakerLimits, OutlierEjection, PausingClock
-from router.fleet.pool import WorkerPool
+from router.fleet.health import TICK_S, Breaker, OutlierEjection, PausingClock
+from router.fleet.member import Member
+from router.placement.values import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from pdserve.metrics import Histogram
     from pdserve.rpc import Dialer
-    from pdserve.step_moments import StepMoments
-    from pdserve.types import KvReport, WorkerInfo, WorkerLoad
+    from pdserve.types import KvReport, ModelInfo, WorkerInfo, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
     from router.fleet.connection import Connect, ConnectionSettings
-    from router.fleet.member import Member
+    from router.placement.values import Candidate
     from router.prefix import PrefixWatcher
 
 logger = logging.getLogger(__name__)
 
 TICKS_PER_CHECK = 5
+FORGET_AFTER_S = 60.0
+REMEMBERED_STARTS = 8
+_MAX_NAMED = 3
 
 
 class Fleet:
-    """Owns the pool, a connection to each worker, and the task that ends leases and finds stalls.
+    """State: `members` by worker id, and a connection to each that is not lost.
 
     `token_gaps` returns the histogram of a model's gaps between tokens. With `watches` the prefix
-    cache of each worker is indexed. An async context manager: leaving closes all connections and
-    waits for their tasks.
+    cache of each worker is indexed. An async context manager: inside, connections are open and
+    leases end; leaving it closes all connections and waits for their tasks.
     """
 
     def __init__(
@@ -50,7 +58,6 @@ class Fleet:
         *,
         router_id: str,
         lease_s: float = 5.0,
-        ejection_s: float = 60.0,
         watches: PrefixWatcher | None = None,
         health: HealthConfig | None = None,
         settings: ConnectionSettings | None = None,
@@ -59,35 +66,48 @@ class Fleet:
         token_gaps: Callable[[str], Histogram] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._health = health = health or HealthConfig()
-        limits = BreakerLimits(open_s=health.eject_s)
-        self.pool = WorkerPool(lease_s, limits)
-        self.outliers = OutlierEjection(ejection_s, limits.failures)
+        self.members: dict[str, Member] = {}
+        self.lease_s = lease_s
+        self.health = health or HealthConfig()
+        self.outliers = OutlierEjection(self.health.eject_pair_s)
         self.dialer = dialer
+        self.now = clock
+        self.lease_clock = PausingClock(clock)
         self._connect = connect or connect_over_tcp(dialer)
-        self.watches = watches
+        self._watches = watches
         self._token_gaps = token_gaps
         self._router_id = router_id
         self._settings = settings
-        self._clock = clock
-        self._lease_clock = PausingClock(clock)
+        self._by_model: dict[str, list[Member]] = {}
+        self._models: dict[str, ModelInfo] = {}
         self._links: dict[Member, WorkerConnection] = {}
+        self._is_open = False
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        self._is_open = True
+        self._reconcile()
         await self._exits.enter_async_context(background("fleet-checks", self._check))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._exits.aclose()
-        self.pool.close(self.lease_now())
-        self._reconcile()
+        self.close()
         if self._closing:
             await asyncio.wait(self._closing)
-        if self.watches is not None:
-            await self.watches.aclose()
+        if self._watches is not None:
+            await self._watches.aclose()
+
+    def close(self) -> None:
+        """Lose every worker."""
+        for member in self.members.values():
+            if not member.lost:
+                self._lose(member, "the router is closing")
+        self._reconcile()
+
+    # -- Changes that tasks wait for
 
     async def capacity_change(self, *, until: float | None = None) -> bool:
         """Wait until a worker came, changed its state or has more room. Return False at the loop
@@ -104,38 +124,59 @@ class Fleet:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def link(self, member: Member) -> WorkerConnection:
-        """The connection of a worker that is not lost."""
-        return self._links[member]
-
-    @property
-    def open_streams(self) -> int:
-        return sum(link.open_streams for link in self._links.values())
-
-    @property
-    def lease_s(self) -> float:
-        return self.pool.lease_s
-
-    def now(self) -> float:
-        """The clock of breakers."""
-        return self._clock()
+    # -- Membership
 
     def lease_now(self) -> float:
-        """The clock of leases."""
-        return self._lease_clock.now()
+        return self.lease_clock.now()
 
     def register(self, info: WorkerInfo, *, draining: bool = False) -> None:
-        """Raises InvalidRequest if the worker cannot serve beside the others."""
-        known = self.pool.members.get(info.worker_id)
-        now = self.lease_now()
-        self.pool.register(info, now)
-        self.pool.renew(info.worker_id, info.instance_id, now, load=None, draining=draining)
-        self._reconcile()
-        if known is not self.pool.members[info.worker_id]:
-            self._warn_of_unpaired(info)
+        """Add a worker, or renew it if this start of it is known.
 
-    def _warn_of_unpaired(self, info: WorkerInfo) -> None:
-        others = [m.info for m in self.pool.members.values() if not m.lost and m.info is not info]
+        Raises InvalidRequest, naming the field, if it cannot serve beside the others, or if a later
+        start of it has registered: a late message must not replace that.
+        """
+        self._check_compatible(info)
+        known = self.members.get(info.worker_id)
+        if known is not None and not known.lost:
+            if info.instance_id in known.replaced:
+                raise InvalidRequest(
+                    f"worker {info.worker_id}: a later start of it has registered",
+                    field="worker_id",
+                )
+            if known.info != info:
+                self._lose(known, "it registered again")
+        if known is None or known.lost:
+            self._add(info, known)
+        self.renew(info.worker_id, info.instance_id, load=None, draining=draining)
+        self._reconcile()
+
+    def _check_compatible(self, info: WorkerInfo) -> None:
+        if info.role is not Role.AGGREGATED and info.kv is None:
+            raise InvalidRequest(
+                f"worker {info.worker_id}: a {info.role} worker needs a kv endpoint",
+                field="worker.kv",
+            )
+        for other in self.of_model(info.model.name):
+            if other.lost or other.worker_id == info.worker_id:
+                continue
+            for name in ("vocab_size", "max_model_len"):
+                ours, theirs = getattr(info.model, name), getattr(other.info.model, name)
+                if ours != theirs:
+                    raise InvalidRequest(
+                        f"worker {info.worker_id}: model {info.model.name} has {name} {ours}, but "
+                        f"{theirs} on worker {other.worker_id}",
+                        field=f"worker.model.{name}",
+                    )
+
+    def _add(self, info: WorkerInfo, before: Member | None) -> None:
+        member = Member(info, breaker=Breaker(self.health.eject_s))
+        if before is not None:
+            starts = dict.fromkeys((*before.replaced, before.info.instance_id))
+            starts.pop(info.instance_id, None)
+            member.replaced = tuple(starts)[-REMEMBERED_STARTS:]
+        self.members[info.worker_id] = member
+        self._forget_views()
+        others = [m.info for m in self.members.values() if not m.lost and m is not member]
         for pair in unpaired([info, *others]):
             if info in (pair.prefill, pair.decode):
                 logger.warning(
@@ -155,78 +196,79 @@ class Fleet:
         kv: KvReport | None = None,
         unhealthy: str = "",
     ) -> bool:
-        """Return False if the worker must register."""
-        known = self.pool.members.get(worker_id)
-        before = None if known is None else (known.state, known.foreign_blocks)
-        member = self.pool.renew(
-            worker_id,
-            instance_id,
-            self.lease_now(),
-            load=load,
-            draining=draining,
-            kv=kv,
-            unhealthy=unhealthy,
-        )
-        if member is not None and (member.state, member.foreign_blocks) != before:
+        """Extend a lease. Return False if this start of the worker must register. A report that was
+        not sent leaves the last one as it is."""
+        member = self._current(worker_id, instance_id)
+        if member is None:
+            return False
+        before = member.state
+        member.lease_end = self.lease_now() + self.lease_s
+        member.draining, member.unhealthy = draining, unhealthy
+        if load is not None:
+            self.reported(member, load)
+        if kv is not None:
+            member.kv = kv
+        if member.state != before:
             self.capacity_changed()
-        return member is not None
+        return True
 
     def deregister(self, worker_id: str, instance_id: str) -> None:
-        self.pool.deregister(worker_id, instance_id, self.lease_now())
+        """The worker leaves; unknown workers are ignored."""
+        member = self._current(worker_id, instance_id)
+        if member is not None:
+            self._lose(member, "it left")
+            self._reconcile()
+
+    def expire(self) -> None:
+        """Lose the workers whose lease is over, and forget those lost for a while."""
+        now = self.lease_now()
+        for member in list(self.members.values()):
+            if not member.lost and now >= member.lease_end:
+                self._lose(member, "its lease expired")
+            elif member.lost and now - member.lease_end >= FORGET_AFTER_S:
+                del self.members[member.worker_id]
+                self._forget_views()
         self._reconcile()
 
-    def attached(self, member: Member) -> None:
-        self.pool.attached(member)
-        logger.info("%s worker %s is ready", member.info.role, member.worker_id)
-        if self.watches is not None:
-            self._links[member].watch_cache()
-        self.capacity_changed()
+    def _current(self, worker_id: str, instance_id: str) -> Member | None:
+        member = self.members.get(worker_id)
+        if member is None or member.lost or member.info.instance_id != instance_id:
+            return None
+        return member
 
-    def detached(self, member: Member) -> None:
-        self.pool.detached(member)
-        if self.watches is not None:
-            self.watches.forget(member)
-        self.capacity_changed()
+    def _lose(self, member: Member, why: str) -> None:
+        member.lost, member.attached, member.gone = True, False, why
+        member.lease_end = self.lease_now()
+        self._models = {}
 
-    def reported(self, member: Member, load: WorkerLoad) -> None:
-        if self.pool.reported(member, load):
-            self.capacity_changed()
+    def _forget_views(self) -> None:
+        self._by_model.clear()
+        self._models = {}
 
-    def measured(self, member: Member, steps: StepMoments) -> None:
-        """The worker reported what its steps cost."""
-        member.steps = steps
+    # -- Connections
 
-    def cache_changed(self, member: Member, update: w.CacheUpdate) -> None:
-        """The worker reported blocks of its prefix cache."""
-        if self.watches is not None and self.watches.apply(member, update):
-            self._links[member].watch_cache()
+    def link(self, member: Member) -> WorkerConnection:
+        """The connection of a worker that is not lost."""
+        return self._links[member]
 
-    def placed(self, member: Member) -> None:
-        """A request was sent to a worker."""
-        self.pool.placed(member, self._clock())
-
-    def succeeded(self, member: Member) -> None:
-        """A worker began to answer a request."""
-        if self.pool.succeeded(member, self._clock()):
-            logger.info("worker %s is given requests again", member.worker_id)
-            self.capacity_changed()
-
-    def failed(self, member: Member, reason: str) -> None:
-        """The engine of a worker failed a request."""
-        if self.pool.failed(member, self._clock(), reason):
-            logger.warning("worker %s is suspended: %s", member.worker_id, reason)
+    @property
+    def open_streams(self) -> int:
+        return sum(link.open_streams for link in self._links.values())
 
     def _reconcile(self) -> None:
         """Open the connections of new workers, and close those of lost ones."""
-        changed = False
-        for member in [m for m in self._links if m.lost]:
+        if not self._is_open:
+            return
+        lost = [m for m in self._links if m.lost]
+        new = [m for m in self.members.values() if not m.lost and m not in self._links]
+        for member in lost:
             reason = f"worker {member.worker_id} is gone: {member.gone}"
             logger.info("%s", reason)
-            self._wait_for(self._links.pop(member).close(reason))
-            changed = True
-        for member in self.pool.members.values():
-            if member.lost or member in self._links:
-                continue
+            task = self._links.pop(member).close(reason)
+            if task is not None:
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+        for member in new:
             gaps = self._token_gaps
             link = self._links[member] = WorkerConnection(
                 member,
@@ -238,43 +280,131 @@ class Fleet:
                 gaps=None if gaps is None else gaps(member.info.model.name),
             )
             link.start()
-            changed = True
-        if changed:
+        if lost or new:
             self.capacity_changed()
 
-    def _wait_for(self, task: asyncio.Task[None] | None) -> None:
-        if task is not None:
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+    def attached(self, member: Member) -> None:
+        """The connection to a worker is up."""
+        if member.lost:
+            return
+        member.attached = True
+        logger.info("%s worker %s is ready", member.info.role, member.worker_id)
+        if self._watches is not None:
+            self._links[member].watch_cache()
+        self.capacity_changed()
+
+    def detached(self, member: Member) -> None:
+        """The connection is down: the state of the engine is unknown."""
+        member.attached = False
+        member.load = member.kv = None
+        member.foreign_blocks = 0
+        if self._watches is not None:
+            self._watches.forget(member)
+        self.capacity_changed()
+
+    def reported(self, member: Member, load: WorkerLoad) -> None:
+        if member.reported(load):
+            self.capacity_changed()
+
+    def cache_changed(self, member: Member, update: w.CacheUpdate) -> None:
+        """The worker reported blocks of its prefix cache."""
+        if self._watches is not None and self._watches.apply(member, update):
+            self._links[member].watch_cache()
+
+    # -- Health
+
+    def succeeded(self, member: Member) -> None:
+        """A worker began to answer a request."""
+        member.breaker.success()
+
+    def failed(self, member: Member, reason: str) -> None:
+        """The engine of a worker failed a request."""
+        if member.breaker.failure(self.now(), reason):
+            logger.warning("worker %s is suspended: %s", member.worker_id, reason)
+
+    def stalled(self, member: Member, reason: str) -> None:
+        """A worker hangs: its streams fail."""
+        logger.warning("worker %s is suspended: %s", member.worker_id, reason)
+        member.breaker.trip(self.now(), reason)
+        self._links[member].drop(WorkerFailed(f"worker {member.worker_id} hangs: {reason}"))
+
+    def probed(self, member: Member) -> None:
+        """A probe was answered: a suspended worker gets requests again."""
+        logger.info("worker %s is given requests again", member.worker_id)
+        member.breaker.close()
+        self.capacity_changed()
 
     async def _check(self) -> None:
         while True:
             for _ in range(TICKS_PER_CHECK):
                 await asyncio.sleep(TICK_S)
-                self._lease_clock.tick()
-            self.pool.expire(self.lease_now())
-            self._reconcile()
+                self.lease_clock.tick()
+            self.expire()
             self._find_stalls()
-            if self.pool.end_suspensions(self._clock()):
-                self.capacity_changed()
 
     def _find_stalls(self) -> None:
-        """Suspend workers that hang, and fail their streams. The last ready worker keeps its own:
-        they have nowhere to go."""
-        now = self.lease_now()
+        """The last ready worker keeps its streams, since they have nowhere to go."""
         for member, link in list(self._links.items()):
             why = member.stalls.check(
-                now,
+                self.lease_now(),
                 frames=link.frames,
                 streams=link.open_streams,
                 load=member.load,
-                stall_s=self._health.stall_s,
+                stall_s=self.health.stall_s,
             )
-            is_last = bool(why) and self.pool.is_last(member)
+            is_last = bool(why) and self.is_last(member)
             if is_last and not member.stalls.is_suspected:
                 logger.warning("the last worker %s may hang: %s", member.worker_id, why)
             member.stalls.is_suspected = is_last
             if why and not is_last:
-                logger.warning("worker %s is suspended: %s", member.worker_id, why)
-                self.pool.stalled(member, self._clock(), why)
-                link.drop(WorkerFailed(f"worker {member.worker_id} hangs: {why}"))
+                self.stalled(member, why)
+
+    # -- Views
+
+    def models(self) -> Mapping[str, ModelInfo]:
+        """Return the models of all workers by name. The model of a lost worker stays until that is
+        forgotten: requests wait for its return."""
+        if not self._models:
+            members = sorted(self.members.values(), key=lambda m: not m.lost)
+            self._models = {m.info.model.name: m.info.model for m in members}
+        return self._models
+
+    def of_model(self, name: str) -> Sequence[Member]:
+        """Return the workers of a model, lost ones too, in the order of registration."""
+        found = self._by_model.get(name)
+        if found is None:
+            found = [m for m in self.members.values() if m.info.model.name == name]
+            if found:
+                self._by_model[name] = found
+        return found
+
+    def largest(self, model: str, *, prefill_only: bool) -> tuple[int, int]:
+        """Return the most tokens that a worker of a model holds, and the largest block size.
+        Prefill workers count only with `prefill_only`, or if there are no others."""
+        members = self.of_model(model)
+        able = [m for m in members if prefill_only or m.info.role is not Role.PREFILL] or members
+        return max(m.capacity_tokens for m in able), max(m.info.block_size for m in able)
+
+    def candidates(self, model: str) -> list[Candidate]:
+        """Return the workers of a model as a placement decision sees them. If none is ready,
+        suspended workers count as ready: there is nowhere else to go."""
+        members = self.of_model(model)
+        if self.has_ready(model):
+            return [m.seen() for m in members]
+        return [m.seen(MemberState.READY if m.is_suspect else None) for m in members]
+
+    def has_ready(self, model: str) -> bool:
+        return any(m.state is MemberState.READY for m in self.of_model(model))
+
+    def is_last(self, member: Member) -> bool:
+        """Return whether no other worker of its model is ready."""
+        others = self.of_model(member.info.model.name)
+        return not any(m.state is MemberState.READY for m in others if m is not member)
+
+    def why_none(self) -> str:
+        """Return what to say if no model is served."""
+        gone = [m for m in self.members.values() if m.lost]
+        if not gone:
+            return "no worker has registered yet"
+        said = "; ".join(f"{m.worker_id} is gone: {m.gone}" for m in gone[-_MAX_NAMED:])
+        return f"no worker is left: {said}"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pdserve.config import SloConfig
     from pdserve.step_moments import Moments
     from pdserve.types import Receipt, Usage
-    from router.fleet.pool import WorkerPool
+    from router.fleet.registry import Fleet
     from router.placement.values import Candidate, Decision, Demand
 
 EARLY = 0.1
@@ -248,12 +248,12 @@ class RequestMeans:
 
 
 class CostModel:
-    """Predictions for placement and admission, from what the workers of `pool` measured and what
+    """Predictions for placement and admission, from what the workers of `fleet` measured and what
     `placed`, `computed` and `answered` are told."""
 
-    def __init__(self, pool: WorkerPool, slo: SloConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, fleet: Fleet, slo: SloConfig, clock: Callable[[], float]) -> None:
         self.slo = slo
-        self._pool = pool
+        self._fleet = fleet
         self._clock = clock
         self._fitted: dict[str, tuple[StepModel, float]] = {}
         self._priors: dict[str, tuple[StepMoments, StepModel, float]] = {}
@@ -264,7 +264,7 @@ class CostModel:
 
     def step_model(self, worker_id: str) -> StepModel | None:
         """Return the step model of a registered worker."""
-        member = self._pool.members.get(worker_id)
+        member = self._fleet.members.get(worker_id)
         if member is None:
             return None
         now = self._clock()
@@ -286,11 +286,11 @@ class CostModel:
         if known is not None:
             fresh_s = PRIOR_S if known[1].knows_prefill else LEARNING_S
         if known is None or now - known[2] >= fresh_s:
-            for gone in self._fitted.keys() - self._pool.members.keys():
+            for gone in self._fitted.keys() - self._fleet.members.keys():
                 del self._fitted[gone]
-            for gone in self._stalls.keys() - self._pool.members.keys():
+            for gone in self._stalls.keys() - self._fleet.members.keys():
                 del self._stalls[gone]
-            moments = pooled(m.steps for m in self._pool.of_model(model) if m.steps is not None)
+            moments = pooled(m.steps for m in self._fleet.of_model(model) if m.steps is not None)
             known = self._priors[model] = moments, fit_steps(moments, StepMoments()), now
         return known[0], known[1]
 

@@ -68,11 +68,11 @@ async def test_only_probes_try_a_suspended_worker() -> None:
     health = HealthConfig(stall_s=1.0, eject_s=0.05, probe_s=0.0)
     async with Cluster(prefill=1, decode=2, router={"health": health}) as cluster:
         fleet = cluster.router.fleet
-        member = fleet.pool.members["decode-0"]
+        member = fleet.members["decode-0"]
         cluster.faults("decode-0", FakeFaults(stalled=True))
         checks = ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=WAIT_S, period_s=0.001)
         async with background("checks", checks.run):
-            fleet.pool.stalled(member, fleet.now(), "for the test")
+            fleet.stalled(member, "for the test")
             await cluster.until(lambda: cluster.busy("decode-0"))
             # A probe hangs there; meanwhile the other worker serves.
             for _ in range(10):
@@ -91,7 +91,7 @@ async def test_only_probes_try_a_suspended_worker() -> None:
 async def test_the_last_worker_is_not_suspended_for_being_slow() -> None:
     health = HealthConfig(stall_s=0.5, eject_s=WAIT_S, probe_s=0.0)
     async with Cluster(aggregated=1, router={"health": health}) as cluster:
-        member = cluster.router.fleet.pool.members["aggregated-0"]
+        member = cluster.router.fleet.members["aggregated-0"]
         cluster.faults("aggregated-0", FakeFaults(stalled=True))
         asking = [asyncio.create_task(ask(cluster))]
         await cluster.until(lambda: member.stalls.is_suspected)

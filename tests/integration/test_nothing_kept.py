@@ -17,7 +17,7 @@ import pytest
 from pdserve.config import HealthConfig
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
-from router.fleet import pool
+from router.fleet import registry
 from router.placement import cost
 from tests.cluster import LEASE_S, Cluster
 
@@ -36,7 +36,7 @@ OURS = ("router.", "pdserve.", "_asyncio.", "asyncio.locks.", "asyncio.queues.")
 
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    monkeypatch.setattr(pool, "FORGET_AFTER_S", 0.0)
+    monkeypatch.setattr(registry, "FORGET_AFTER_S", 0.0)
     monkeypatch.setattr(cost, "PRIOR_S", 0.0)
     monkeypatch.setattr(cost, "MAX_PAIRS", KEPT)
     router: dict[str, Any] = {
@@ -103,7 +103,7 @@ async def live_and_die(cluster: Cluster, first: int) -> None:
         await asyncio.gather(*(cluster.ask([20 + i] * 24, whole) for i in range(8)))
         for name in names.values():
             await cluster.kill(name)
-    members = cluster.router.fleet.pool.members
+    members = cluster.router.fleet.members
     await cluster.until(lambda: members.keys() == cluster.workers.keys())
     await cluster.ask([20] * 24, whole)
     await cluster.assert_no_leaks()

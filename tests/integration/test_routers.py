@@ -190,7 +190,7 @@ async def test_a_router_sees_the_room_that_another_has_given_away() -> None:
             theirs = asyncio.create_task(Told().follow(elsewhere.generate(PROMPT, LONG)))
             await cluster.until(lambda: cluster.busy("decode-0"))
             cluster.workers["decode-0"]._registrations.renew()
-            member = cluster.router.fleet.pool.members["decode-0"]
+            member = cluster.router.fleet.members["decode-0"]
             await cluster.until(lambda: member.foreign_blocks)
             ours = asyncio.create_task(cluster.ask(PROMPT, LONG))
             await cluster.until(lambda: cluster.router.requests.queued_requests)

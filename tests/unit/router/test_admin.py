@@ -41,7 +41,7 @@ class Idle:
 @asynccontextmanager
 async def registry(fleet: Fleet) -> AsyncIterator[RegistryAsyncStub]:
     server = rpc.make_server()
-    costs = CostModel(fleet.pool, SloConfig(), fleet.now)
+    costs = CostModel(fleet, SloConfig(), fleet.now)
     requests = cast("RequestServer", Idle())
     add_RegistryServicer_to_server(RegistryService(fleet, requests, costs, {}), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -60,7 +60,7 @@ async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
     fleet = Fleet(router_id="router-1", lease_s=5.0, clock=lambda: 0.0)
     async with worker.serving(), registry(fleet) as stub:
         assert (await stub.Register(register(worker))).lease_s == 5.0
-        while fleet.pool.members["p"].state != "ready":
+        while fleet.members["p"].state != "ready":
             assert await fleet.capacity_change(until=asyncio.get_running_loop().time() + WAIT_S)
         (entry,) = (await stub.ListWorkers(w.ListWorkersRequest())).workers
         assert not entry.HasField("load"), "an unknown load is not zeros"
@@ -88,7 +88,7 @@ async def test_figures_that_are_none_are_refused_by_name() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Renew(w.RenewRequest(worker_id="p", instance_id="e1", kv=bad))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert fleet.pool.members["p"].kv is None
+        assert fleet.members["p"].kv is None
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ async def test_a_worker_that_does_not_fit_is_told_why(
         assert isinstance(error, InvalidRequest)
         assert error.field == field
         assert message in error.message
-        assert list(fleet.pool.members) == ["p"]
+        assert list(fleet.members) == ["p"]
 
 
 async def test_a_renewal_of_an_unknown_worker_says_register_again() -> None:

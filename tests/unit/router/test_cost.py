@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdserve.config import SloConfig
 from pdserve.step_moments import StepMoments, StepRecorder, StepShape
 from pdserve.types import Receipt, Role, Usage, WorkerLoad
-from router.fleet.pool import WorkerPool
+from router.fleet.registry import Fleet
 from router.placement.cost import (
     MAX_EXTRAPOLATION,
     MIN_SAMPLES,
@@ -108,13 +108,13 @@ def test_unknown_steps_are_not_predicted() -> None:
 
 
 class Rig:
-    """A pool of one prefill and one decode worker, on a clock that the test sets."""
+    """A fleet of one prefill and one decode worker, on a clock that the test sets."""
 
     def __init__(self, *, measured: bool = True, **slo: float) -> None:
         self.now = 1000.0
-        self.pool = WorkerPool(lease_s=1e9)
+        self.fleet = Fleet(router_id="r", lease_s=1e9)
         self.slo = SloConfig(**({"ttft_s": 0.5, "tpot_s": 0.05} | slo))
-        self.costs = CostModel(self.pool, self.slo, lambda: self.now)
+        self.costs = CostModel(self.fleet, self.slo, lambda: self.now)
         self.prefill, self.decode = self.add("p0", Role.PREFILL), self.add("d0", Role.DECODE)
         if measured:
             self.prefill.steps = self.decode.steps = steps()
@@ -122,9 +122,9 @@ class Rig:
                 self.answered()
 
     def add(self, worker_id: str, role: Role) -> Member:
-        self.pool.register(worker_info(worker_id, role), self.now)
-        member = self.pool.members[worker_id]
-        self.pool.attached(member)
+        self.fleet.register(worker_info(worker_id, role))
+        member = self.fleet.members[worker_id]
+        self.fleet.attached(member)
         member.load = WorkerLoad(0, 0, 0.0, 100)
         return member
 
@@ -157,7 +157,7 @@ class Rig:
         return ticket
 
     def aggregates(self, tokens: int = 100) -> bool:
-        demand, candidates = Demand("demo", tokens, tokens + 10), self.pool.candidates("demo")
+        demand, candidates = Demand("demo", tokens, tokens + 10), self.fleet.candidates("demo")
         decision = POLICIES["slo_aware"](candidates, demand, 0, PlacementContext(cost=self.costs))
         self.costs.placed(decision)
         assert decision.placement is not None
@@ -282,7 +282,7 @@ def test_a_worker_that_left_is_forgotten() -> None:
     rig = Rig()
     rig.predict(aggregated=True)
     rig.place(100, aggregated=True)
-    del rig.pool.members["d0"]
+    del rig.fleet.members["d0"]
     assert rig.costs.step_model("d0") is None
     rig.now += PRIOR_S + REFIT_S
     rig.costs.step_model("p0")

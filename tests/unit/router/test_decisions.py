@@ -98,7 +98,7 @@ async def test_a_request_that_is_refused_says_why() -> None:
     limits = AdmissionLimits(queue_timeout_s=0.01)
     prefill = ScriptedWorker("p", Role.PREFILL)
     async with running_stack(prefill, decisions=log, limits=limits) as stack:
-        stack.fleet.pool.members["p"].draining = True
+        stack.fleet.members["p"].draining = True
         async with stack.ask(request(request_id="refused")) as answer:
             with pytest.raises(Unavailable):
                 await answer.rest()

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 
+from pdserve.config import HealthConfig
 from pdserve.types import Role, WorkerLoad
 from router.fleet.health import (
     TICK_S,
     Breaker,
-    BreakerLimits,
     BreakerState,
-    EjectedPair,
     OutlierEjection,
     PausingClock,
     StallDetector,
 )
-from router.fleet.member import Member
-from router.fleet.pool import WorkerPool
-from router.fleet.registry import TICKS_PER_CHECK
-from router.health_checks import half_open_pair, unused_pair
-from tests.fakes import worker_info
+from router.fleet.registry import TICKS_PER_CHECK, Fleet
+from router.health_checks import ActiveHealthChecks
+from router.metrics import RouterMetrics
+from tests.fakes import Clock, worker_info
 
 CLOSED, OPEN, HALF_OPEN = BreakerState
-LIMITS = BreakerLimits(failures=3, open_s=10.0, max_open_s=30.0)
 SECONDS = 60.0
 PAIR, OTHER = ("p1", "d1"), ("p2", "d1")
 P, D = Role.PREFILL, Role.DECODE
@@ -35,12 +31,12 @@ class TestBreaker:
     @pytest.fixture
     def opened(self) -> Breaker:
         """Open since 0, for 10 s."""
-        breaker = Breaker(LIMITS)
+        breaker = Breaker(10.0)
         assert breaker.trip(0.0, "it hangs")
         return breaker
 
     def test_failures_in_a_row_open_it(self) -> None:
-        breaker = Breaker(LIMITS)
+        breaker = Breaker(10.0)
         assert [breaker.failure(0.0, "x"), breaker.failure(0.0, "x")] == [False, False]
         breaker.success()
         assert [breaker.failure(1.0, "x"), breaker.failure(1.0, "x")] == [False, False]
@@ -48,121 +44,118 @@ class TestBreaker:
         assert breaker.failure(1.0, "it fails")
         assert (breaker.state(1.0), breaker.reason) == (OPEN, "it fails")
 
-    def test_one_request_tries_it_and_closes_it(self, opened: Breaker) -> None:
+    def test_it_stays_half_open_until_a_probe_has_passed(self, opened: Breaker) -> None:
         assert (opened.state(9.9), opened.remaining_s(4.0)) == (OPEN, 6.0)
-        assert not opened.try_once(9.9)
+        opened.success()
         assert opened.state(10.0) is HALF_OPEN
-        assert opened.try_once(10.0)
-        assert opened.state(10.0) is OPEN
-        assert not opened.try_once(10.0)
-        assert opened.success()
-        assert opened.state(10.0) is CLOSED
+        opened.close()
+        assert (opened.state(10.0), opened.failures) == (CLOSED, 0)
 
-    def test_a_failed_trial_keeps_it_open_for_longer_up_to_a_limit(self, opened: Breaker) -> None:
+    def test_a_failed_probe_keeps_it_open_for_longer_up_to_a_limit(self, opened: Breaker) -> None:
         now, waits = 0.0, []
-        for _ in range(3):
+        for _ in range(4):
             now += opened.remaining_s(now)
-            assert opened.try_once(now)
             assert opened.failure(now, "again")
             waits.append(opened.remaining_s(now))
-        assert waits == [20.0, 30.0, 30.0]
+        assert waits == [20.0, 40.0, 80.0, 80.0]
 
-    def test_a_trial_without_a_result_is_followed_by_another(self, opened: Breaker) -> None:
-        assert opened.try_once(10.0)
-        assert (opened.state(19.9), opened.state(20.0)) == (OPEN, HALF_OPEN)
-        assert opened.try_once(20.0)
-
-    def test_what_began_before_it_opened_changes_nothing(self, opened: Breaker) -> None:
-        assert not opened.success()
-        assert not opened.failure(5.0, "so did this")
+    def test_a_failure_while_it_is_open_changes_the_reason_only(self, opened: Breaker) -> None:
+        assert not opened.failure(5.0, "it fails")
         assert (opened.state(5.0), opened.remaining_s(5.0)) == (OPEN, 5.0)
+        assert opened.reason == "it fails"
 
     def test_zero_seconds_disable_it(self) -> None:
-        breaker = Breaker(BreakerLimits(1, 0.0, 0.0))
-        assert not breaker.failure(0.0, "x")
+        breaker = Breaker(0.0)
+        assert not breaker.trip(0.0, "x")
         assert breaker.state(0.0) is CLOSED
 
 
 class TestOutlierEjection:
-    @pytest.fixture
-    def outliers(self) -> OutlierEjection:
-        """PAIR is ejected at 0."""
+    def test_damaged_kv_ejects_a_pair_until_a_probe_has_passed(self) -> None:
         outliers = OutlierEjection(SECONDS)
-        outliers.corrupted(PAIR, 0.0)
-        return outliers
+        outliers.corrupted(PAIR, 0.0, "damaged")
+        outliers.succeeded(PAIR, SECONDS)
+        assert outliers.ejected(0.0) == outliers.ejected(SECONDS) == {PAIR}
+        ((pair, breaker),) = outliers.listed(20.0)
+        assert (pair, breaker.remaining_s(20.0), breaker.failures) == (PAIR, SECONDS - 20.0, 1)
+        assert outliers.half_open(SECONDS) == [PAIR]
+        outliers.probed(PAIR)
+        assert not outliers.ejected(SECONDS)
 
-    def test_damaged_kv_ejects_a_pair_for_a_time(self, outliers: OutlierEjection) -> None:
-        assert outliers.ejected(0.0) == outliers.ejected(SECONDS - 1) == {PAIR}
-        assert outliers.ejected(SECONDS) == frozenset()
-        assert outliers.listed(20.0) == [EjectedPair(*PAIR, SECONDS - 20.0, 1)]
-
-    def test_failed_transfers_in_a_row_eject_a_pair(self, outliers: OutlierEjection) -> None:
+    def test_failed_transfers_in_a_row_eject_a_pair(self) -> None:
+        outliers = OutlierEjection(SECONDS)
         assert [outliers.failed(OTHER, 1.0, "x") for _ in range(2)] == [False, False]
         outliers.succeeded(OTHER, 1.0)
         assert [outliers.failed(OTHER, 1.0, "x") for _ in range(3)] == [False, False, True]
-        assert outliers.ejected(1.0) == {PAIR, OTHER}
+        assert outliers.ejected(1.0) == {OTHER}
 
-    def test_one_request_tries_a_half_open_pair(self, outliers: OutlierEjection) -> None:
-        assert outliers.try_once(PAIR, SECONDS)
-        assert outliers.ejected(SECONDS) == {PAIR}
-        assert not outliers.try_once(PAIR, SECONDS)
-        outliers.succeeded(PAIR, SECONDS)
-        assert outliers.ejected(SECONDS) == {PAIR}, "that request was placed before"
-        outliers.succeeded(PAIR, SECONDS, is_trial=True)
-        assert outliers.listed(SECONDS) == []
-
-    def test_a_failed_trial_ejects_it_again(self, outliers: OutlierEjection) -> None:
-        assert outliers.try_once(PAIR, SECONDS)
-        outliers.corrupted(PAIR, SECONDS + 5)
-        assert outliers.listed(SECONDS + 5) == [EjectedPair(*PAIR, SECONDS, 2)]
-
-    def test_a_pair_that_nobody_tries_is_forgotten(self, outliers: OutlierEjection) -> None:
-        assert outliers.listed(2 * SECONDS - 1) == [EjectedPair(*PAIR, 0.0, 1)]
-        assert outliers.listed(2 * SECONDS) == []
-
-    def test_with_probes_no_request_tries(self, outliers: OutlierEjection) -> None:
-        outliers.by_probe = True
-        assert outliers.ejected(SECONDS) == {PAIR}
+    def test_a_pair_that_cannot_be_probed_is_forgotten(self) -> None:
+        outliers = OutlierEjection(SECONDS)
+        outliers.corrupted(PAIR, 0.0, "damaged")
+        assert outliers.listed(2 * SECONDS)
+        assert not outliers.listed(3600.0)
 
     def test_zero_seconds_disable_it(self) -> None:
         outliers = OutlierEjection(0.0)
-        outliers.corrupted(PAIR, 0.0)
-        assert outliers.listed(0.0) == []
+        outliers.corrupted(PAIR, 0.0, "damaged")
+        assert not outliers.ejected(0.0)
 
-    def test_a_half_open_pair_is_probed_when_both_are_ready(
-        self, outliers: OutlierEjection
+
+class TestWhatIsProbed:
+    @pytest.fixture
+    def clock(self) -> Clock:
+        return Clock()
+
+    @pytest.fixture
+    def fleet(self, clock: Clock) -> Fleet:
+        fleet = Fleet(router_id="r", health=HealthConfig(eject_pair_s=SECONDS), clock=clock)
+        for worker_id, role in (("p1", P), ("d1", D)):
+            fleet.register(worker_info(worker_id, role))
+            fleet.attached(fleet.members[worker_id])
+        return fleet
+
+    @pytest.fixture
+    def checks(self, fleet: Fleet) -> ActiveHealthChecks:
+        return ActiveHealthChecks(fleet, RouterMetrics(), idle_s=10.0)
+
+    def test_a_suspended_worker_when_its_time_is_over(
+        self, fleet: Fleet, checks: ActiveHealthChecks, clock: Clock
     ) -> None:
-        p, d = ready("p1", P), ready("d1", D)
-        members = {"p1": p, "d1": d}
-        assert half_open_pair(members, outliers, SECONDS - 1) is None
-        assert half_open_pair(members, outliers, SECONDS) == (p, d)
+        member = fleet.members["d1"]
+        member.breaker.trip(0.0, "it hangs")
+        assert checks.half_open_worker() is None
+        clock.now = member.breaker.seconds
+        assert checks.half_open_worker() is member
+        fleet.detached(member)
+        assert checks.half_open_worker() is None, "it cannot be reached"
+
+    def test_an_ejected_pair_when_both_are_ready(
+        self, fleet: Fleet, checks: ActiveHealthChecks, clock: Clock
+    ) -> None:
+        p, d = fleet.members["p1"], fleet.members["d1"]
+        fleet.outliers.corrupted(PAIR, 0.0, "damaged")
+        assert checks.half_open_pair() is None
+        clock.now = SECONDS
+        assert checks.half_open_pair() == (p, d)
         d.draining = True
-        assert half_open_pair(members, outliers, SECONDS) is None
-        assert half_open_pair({"p1": p}, outliers, SECONDS) is None
-        changed = {"p1": p, "d1": ready("d1", P)}
-        assert half_open_pair(changed, outliers, SECONDS) is None
+        assert checks.half_open_pair() is None
+        fleet.register(replace(d.info, role=P, instance_id="e2"))
+        fleet.attached(fleet.members["d1"])
+        assert checks.half_open_pair() is None, "it has another role now"
 
-    def test_a_pair_that_was_not_used_is_probed(self) -> None:
-        outliers, p, d = OutlierEjection(SECONDS), ready("p1", P), ready("d1", D)
-
-        def found(now: float, *members: Member) -> tuple[Member, Member] | None:
-            by_id = {m.worker_id: m for m in members}
-            return unused_pair(by_id, outliers, now, idle_s=10.0, draw=Random(1))
-
-        assert found(0.0, p, d, ready("a", Role.AGGREGATED)) == (p, d)
-        outliers.succeeded(PAIR, 5.0)
-        assert found(14.0, p, d) is None
-        assert found(15.0, p, d) == (p, d)
-        outliers.corrupted(PAIR, 15.0)
-        assert found(30.0, p, d) is None, "it is ejected"
-        assert found(30.0, p) is None
-        assert d.info.kv is not None
-        other = replace(d.info, kv=replace(d.info.kv, compatibility="other"))
-        assert found(200.0, p, Member(other, lease_end=1.0, attached=True)) is None
-
-
-def ready(worker_id: str, role: Role) -> Member:
-    return Member(worker_info(worker_id, role), lease_end=1.0, attached=True)
+    def test_a_pair_that_was_not_used(
+        self, fleet: Fleet, checks: ActiveHealthChecks, clock: Clock
+    ) -> None:
+        p, d = fleet.members["p1"], fleet.members["d1"]
+        assert checks.unused_pair() == (p, d)
+        fleet.outliers.succeeded(PAIR, 5.0)
+        clock.now = 14.0
+        assert checks.unused_pair() is None
+        clock.now = 15.0
+        assert checks.unused_pair() == (p, d)
+        fleet.outliers.corrupted(PAIR, 15.0, "damaged")
+        clock.now = 30.0
+        assert checks.unused_pair() is None, "it is ejected"
 
 
 def load(progress: int, *, has_work: bool = True, allowance_s: float = 0.0) -> WorkerLoad:
@@ -241,10 +234,9 @@ class BusyRouter:
         self.why = ""
         self._turn_s = turn_s
         self._is_dead = is_dead
-        self._clock = PausingClock(lambda: self.time)
         self._stalls = StallDetector()
-        self._pool = WorkerPool(lease_s=5.0)
-        self._pool.register(worker_info("d", D), self._clock.now())
+        self._fleet = Fleet(router_id="r", lease_s=5.0, clock=lambda: self.time)
+        self._fleet.register(worker_info("d", D))
         self._frames = self._ticks = 0
         self._tick_due = TICK_S
 
@@ -256,7 +248,7 @@ class BusyRouter:
                 self._frames += 1
                 frame_at = self._arrival(0.5, 4)
             if not self._is_dead and self.time >= renewal_at:
-                self._pool.renew("d", "e1", self._clock.now(), load=None, draining=False)
+                self._fleet.renew("d", "e1", load=None, draining=False)
                 renewal_at = self._arrival(1.7, 8)
             if self.time >= self._tick_due:
                 self._tick()
@@ -265,15 +257,15 @@ class BusyRouter:
         return self.time + sent_in_s + turns * self._turn_s
 
     def _tick(self) -> None:
-        self._clock.tick()
+        self._fleet.lease_clock.tick()
         self._tick_due = self.time + TICK_S
         self._ticks += 1
         if self._ticks % TICKS_PER_CHECK:
             return
-        now, frames = self._clock.now(), self._frames
+        now, frames = self._fleet.lease_now(), self._frames
         self.why = self._stalls.check(now, frames=frames, streams=1, load=load(frames), stall_s=2.0)
-        if self._pool.expire(now):
-            self.why = "its lease expired"
+        self._fleet.expire()
+        self.why = self.why or self._fleet.members["d"].gone
 
 
 class TestPausingClock:

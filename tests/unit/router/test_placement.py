@@ -215,7 +215,7 @@ def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
             [member("p", P), member("d", D, FULL)], ("d", "p"), id="a pair, if there is one"
         ),
         pytest.param(
-            [not_ready("p", P, suspended=True), member("d1", D, HALF), member("d2", D, IDLE)],
+            [not_ready("p", P, unhealthy="hot"), member("d1", D, HALF), member("d2", D, IDLE)],
             ("d2", None),
             id="a suspended prefill worker",
         ),
@@ -224,12 +224,12 @@ def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
         ),
         pytest.param([not_ready("p", P, lost=True), member("d", D)], ("d", None), id="a lost one"),
         pytest.param(
-            [member("p", P), not_ready("d", D, suspended=True)],
+            [member("p", P), not_ready("d", D, unhealthy="hot")],
             ("p", None),
             id="a suspended decode worker",
         ),
         pytest.param(
-            [not_ready("p", P, suspended=True), not_ready("d", D, reserved_blocks=95)],
+            [not_ready("p", P, unhealthy="hot"), not_ready("d", D, reserved_blocks=95)],
             None,
             id="room is waited for",
         ),
@@ -252,7 +252,7 @@ def test_without_a_pair_one_worker_does_both(
 
 
 def test_without_any_worker_that_is_ready_the_policy_says_what_is_missing() -> None:
-    seen = [not_ready("p", P, suspended=True).seen(), not_ready("d", D, draining=True).seen()]
+    seen = [not_ready("p", P, unhealthy="hot").seen(), not_ready("d", D, draining=True).seen()]
     message = "no prefill worker and no decode worker is ready for model demo"
     with pytest.raises(Unavailable, match=message):
         place_or_aggregate(LEAST_LOADED, seen, DEMAND, 0, NO_CONTEXT)

@@ -8,7 +8,6 @@ import pytest
 
 from pdserve.types import KvLedger, KvReport, Role, WorkerLoad
 from router.admission import AdmissionController, AdmissionLimits
-from router.fleet.pool import WorkerPool
 from router.fleet.registry import Fleet
 from router.metrics import RouterMetrics
 from tests.fakes import worker_info
@@ -24,31 +23,29 @@ DECODE = '{model="demo",role="decode",worker="d"}'
 
 
 @pytest.fixture
-def pool() -> WorkerPool:
-    pool = WorkerPool(5.0)
-    for worker_id, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-        pool.register(worker_info(worker_id, role), 0.0)
-    return pool
-
-
-def samples(pool: WorkerPool, prefix: str = "pdserve_worker_kv_") -> list[str]:
-    metrics = RouterMetrics()
+def fleet() -> Fleet:
     fleet = Fleet(router_id="r")
-    fleet.pool = pool
+    for worker_id, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        fleet.register(worker_info(worker_id, role))
+    return fleet
+
+
+def samples(fleet: Fleet, prefix: str = "pdserve_worker_kv_") -> list[str]:
+    metrics = RouterMetrics()
     metrics.watch(fleet, AdmissionController(AdmissionLimits()), None, tuple, tuple)
     lines: Iterable[str] = metrics.render().decode().splitlines()
     return [line for line in lines if line.startswith(prefix)]
 
 
-def report(pool: WorkerPool, worker_id: str, kv: KvReport | None) -> None:
-    assert pool.renew(worker_id, "e1", 1.0, load=None, draining=False, kv=kv)
+def report(fleet: Fleet, worker_id: str, kv: KvReport | None) -> None:
+    assert fleet.renew(worker_id, "e1", load=None, draining=False, kv=kv)
 
 
-def test_every_worker_that_has_reported_is_shown(pool: WorkerPool) -> None:
-    assert samples(pool) == []
-    report(pool, "p", REPORT)
-    report(pool, "d", KvReport(KvLedger(), totals={"received_bytes": 7}))
-    assert samples(pool) == [
+def test_every_worker_that_has_reported_is_shown(fleet: Fleet) -> None:
+    assert samples(fleet) == []
+    report(fleet, "p", REPORT)
+    report(fleet, "d", KvReport(KvLedger(), totals={"received_bytes": 7}))
+    assert samples(fleet) == [
         f"pdserve_worker_kv_pinned_blocks{PREFILL} 5.0",
         f"pdserve_worker_kv_pinned_blocks{DECODE} 0.0",
         f"pdserve_worker_kv_in_flight_blocks{PREFILL} 3.0",
@@ -69,36 +66,36 @@ def test_every_worker_that_has_reported_is_shown(pool: WorkerPool) -> None:
     ]
 
 
-def test_a_renewal_without_figures_leaves_the_last_ones(pool: WorkerPool) -> None:
-    report(pool, "p", REPORT)
-    before = samples(pool)
-    report(pool, "p", None)
-    assert samples(pool) == before != []
+def test_a_renewal_without_figures_leaves_the_last_ones(fleet: Fleet) -> None:
+    report(fleet, "p", REPORT)
+    before = samples(fleet)
+    report(fleet, "p", None)
+    assert samples(fleet) == before != []
 
 
-def test_a_worker_that_is_lost_or_starts_anew_is_shown_no_more(pool: WorkerPool) -> None:
-    report(pool, "p", REPORT)
-    pool.deregister("p", "e1", 2.0)
-    assert samples(pool) == []
-    pool.register(worker_info("p", Role.PREFILL, instance_id="e2"), 3.0)
-    assert samples(pool) == []
+def test_a_worker_that_is_lost_or_starts_anew_is_shown_no_more(fleet: Fleet) -> None:
+    report(fleet, "p", REPORT)
+    fleet.deregister("p", "e1")
+    assert samples(fleet) == []
+    fleet.register(worker_info("p", Role.PREFILL, instance_id="e2"))
+    assert samples(fleet) == []
 
 
-def test_a_worker_whose_link_is_down_is_unknown(pool: WorkerPool) -> None:
-    report(pool, "p", REPORT)
-    pool.detached(pool.members["p"])
-    assert samples(pool) == []
+def test_a_worker_whose_link_is_down_is_unknown(fleet: Fleet) -> None:
+    report(fleet, "p", REPORT)
+    fleet.detached(fleet.members["p"])
+    assert samples(fleet) == []
 
 
-def test_load_is_shown_of_every_worker_that_has_told_it(pool: WorkerPool) -> None:
-    assert samples(pool, "pdserve_worker_") == []
+def test_load_is_shown_of_every_worker_that_has_told_it(fleet: Fleet) -> None:
+    assert samples(fleet, "pdserve_worker_") == []
     load = WorkerLoad(num_waiting_reqs=2, num_running_reqs=5, kv_cache_usage=0.25, free_blocks=48)
-    assert pool.renew("d", "e1", 1.0, load=load, draining=False)
+    assert fleet.renew("d", "e1", load=load, draining=False)
     shown = [
         f"pdserve_worker_num_running_reqs{DECODE} 5.0",
         f"pdserve_worker_num_waiting_reqs{DECODE} 2.0",
         f"pdserve_worker_kv_cache_usage{DECODE} 0.25",
     ]
-    assert samples(pool, "pdserve_worker_") == shown
-    pool.deregister("d", "e1", 2.0)
-    assert samples(pool, "pdserve_worker_") == []
+    assert samples(fleet, "pdserve_worker_") == shown
+    fleet.deregister("d", "e1")
+    assert samples(fleet, "pdserve_worker_") == []

@@ -1,0 +1,280 @@
+"""Membership of the fleet: transitions under a clock that the test holds, without connections."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pdserve.errors import InvalidRequest
+from pdserve.types import Role, WorkerLoad
+from router.fleet import health
+from router.fleet.registry import FORGET_AFTER_S, REMEMBERED_STARTS, Fleet
+from router.placement.values import MemberState
+from router.placer import Charge
+from tests.fakes import MODEL, Clock, worker_info
+
+if TYPE_CHECKING:
+    from pdserve.types import WorkerInfo
+    from router.fleet.member import Member
+
+LOAD = WorkerLoad(1, 2, 0.5, 50)
+DECODE, PREFILL = Role.DECODE, Role.PREFILL
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(health, "MAX_TICK_S", inf)
+    return Clock()
+
+
+@pytest.fixture
+def fleet(clock: Clock) -> Fleet:
+    return Fleet(router_id="r", lease_s=5.0, clock=clock)
+
+
+def states(fleet: Fleet) -> dict[str, str]:
+    return {member.worker_id: member.state.value for member in fleet.members.values()}
+
+
+def add(fleet: Fleet, *infos: WorkerInfo) -> list[Member]:
+    """Register workers that are connected."""
+    for info in infos:
+        fleet.register(info)
+        fleet.attached(fleet.members[info.worker_id])
+    return [fleet.members[info.worker_id] for info in infos]
+
+
+def test_a_worker_is_ready_while_it_is_connected(fleet: Fleet) -> None:
+    fleet.register(worker_info("d", DECODE))
+    assert states(fleet) == {"d": "connecting"}
+    fleet.attached(fleet.members["d"])
+    assert states(fleet) == {"d": "ready"}
+    fleet.detached(fleet.members["d"])
+    assert states(fleet) == {"d": "connecting"}
+
+
+def test_registering_again_renews(fleet: Fleet, clock: Clock) -> None:
+    (member,) = add(fleet, worker_info("d", DECODE))
+    clock.now = 4.0
+    fleet.register(member.info)
+    clock.now = 8.9
+    fleet.expire()
+    assert fleet.members["d"] is member
+    assert states(fleet) == {"d": "ready"}
+
+
+def test_a_new_instance_id_replaces_the_old_one(fleet: Fleet) -> None:
+    (first,) = add(fleet, worker_info("d", DECODE))
+    fleet.register(worker_info("d", DECODE, instance_id="e2"))
+    assert fleet.members["d"] is not first
+    assert (first.state, first.gone) == (MemberState.LOST, "it registered again")
+    fleet.attached(first)
+    assert first.state is MemberState.LOST, "a late event must not revive it"
+
+
+def test_a_late_message_of_an_earlier_start_does_not_replace_the_later_one(
+    fleet: Fleet, clock: Clock
+) -> None:
+    old, new = (worker_info("d", DECODE, instance_id=x) for x in ("e1", "e2"))
+    fleet.register(old)
+    fleet.register(new)
+    with pytest.raises(InvalidRequest, match="a later start of it has registered"):
+        fleet.register(old)
+    assert fleet.members["d"].info == new
+    # Once the later one is gone, the earlier one is welcome.
+    clock.now = 8.0
+    fleet.expire()
+    fleet.register(old)
+    with pytest.raises(InvalidRequest, match="a later start"):
+        fleet.register(new)
+
+
+def test_a_limited_number_of_starts_is_remembered(fleet: Fleet) -> None:
+    for number in range(REMEMBERED_STARTS + 5):
+        fleet.register(worker_info("d", DECODE, instance_id=f"e{number}"))
+    assert len(fleet.members["d"].replaced) == REMEMBERED_STARTS
+
+
+def test_a_lease_that_expires_loses_the_worker_and_later_its_memory(
+    fleet: Fleet, clock: Clock
+) -> None:
+    (member,) = add(fleet, worker_info("d", DECODE))
+    seen = []
+    for clock.now in (4.9, 5.0, 4.9 + FORGET_AFTER_S, 5.0 + FORGET_AFTER_S):
+        fleet.expire()
+        seen.append(states(fleet).get("d"))
+    assert seen == ["ready", "lost", "lost", None]
+    assert member.gone == "its lease expired"
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "instance_id", "known"),
+    [("d", "e1", True), ("d", "e0", False), ("other", "e1", False)],
+)
+def test_only_the_registered_start_of_a_worker_renews(
+    fleet: Fleet, clock: Clock, worker_id: str, instance_id: str, known: bool
+) -> None:
+    fleet.register(worker_info("d", DECODE))
+    clock.now = 4.0
+    assert fleet.renew(worker_id, instance_id, load=LOAD, draining=False) is known
+    clock.now = 6.0
+    fleet.expire()
+    assert fleet.members["d"].lost is not known
+    assert fleet.members["d"].load == (LOAD if known else None)
+
+
+def test_a_lost_worker_cannot_renew_but_can_register(fleet: Fleet, clock: Clock) -> None:
+    fleet.register(worker_info("d", DECODE))
+    clock.now = 5.0
+    fleet.expire()
+    assert not fleet.renew("d", "e1", load=None, draining=False)
+    fleet.register(worker_info("d", DECODE))
+    assert states(fleet) == {"d": "connecting"}
+
+
+def test_a_renewal_without_load_keeps_the_last_one(fleet: Fleet) -> None:
+    (member,) = add(fleet, worker_info("d", DECODE))
+    assert member.load is None, "an unknown load is not zeros"
+    fleet.renew("d", "e1", load=LOAD, draining=False)
+    fleet.renew("d", "e1", load=None, draining=False)
+    assert member.load == LOAD
+
+
+def test_a_draining_worker_is_not_ready_and_can_come_back(fleet: Fleet) -> None:
+    add(fleet, worker_info("d", DECODE))
+    fleet.renew("d", "e1", load=None, draining=True)
+    assert states(fleet) == {"d": "draining"}
+    fleet.renew("d", "e1", load=None, draining=False)
+    assert states(fleet) == {"d": "ready"}
+
+
+def test_only_the_registered_start_of_a_worker_leaves(fleet: Fleet) -> None:
+    (member,) = add(fleet, worker_info("d", DECODE))
+    fleet.deregister("d", "e0")
+    assert not member.lost
+    fleet.deregister("d", "e1")
+    assert member.gone == "it left"
+
+
+@pytest.mark.parametrize(
+    ("info", "field", "reason"),
+    [
+        (
+            worker_info("x", DECODE, kv=None),
+            "worker.kv",
+            "worker x: a decode worker needs a kv endpoint",
+        ),
+        (
+            worker_info("x", DECODE, model=replace(MODEL, vocab_size=7)),
+            "worker.model.vocab_size",
+            "model demo has vocab_size 7, but 512 on worker p",
+        ),
+        (
+            worker_info("x", Role.AGGREGATED, model=replace(MODEL, max_model_len=9)),
+            "worker.model.max_model_len",
+            "model demo has max_model_len 9, but 4096 on worker p",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_serve_beside_the_others_is_refused(
+    fleet: Fleet, info: WorkerInfo, field: str, reason: str
+) -> None:
+    add(fleet, worker_info("p", PREFILL))
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        fleet.register(info)
+    assert caught.value.field == field
+    assert states(fleet) == {"p": "ready"}
+
+
+def test_models_may_differ_once_the_others_are_gone(fleet: Fleet) -> None:
+    fleet.register(worker_info("p", PREFILL))
+    fleet.deregister("p", "e1")
+    fleet.register(worker_info("x", PREFILL, model=replace(MODEL, vocab_size=7)))
+    assert fleet.models()["demo"].vocab_size == 7
+
+
+def test_views_of_a_model_follow_its_members(fleet: Fleet, clock: Clock) -> None:
+    fleet.register(worker_info("p", PREFILL, total_blocks=500))
+    fleet.register(worker_info("r", PREFILL, model=replace(MODEL, name="other", vocab_size=7)))
+    assert sorted(fleet.models()) == ["demo", "other"]
+    assert fleet.of_model("demo") == [fleet.members["p"]]
+    assert fleet.largest("demo", prefill_only=False) == (8000, 16), "nobody decodes yet"
+    fleet.register(worker_info("d", DECODE))
+    assert [c.worker_id for c in fleet.candidates("demo")] == ["p", "d"]
+    assert fleet.largest("demo", prefill_only=False) == (1600, 16)
+    assert fleet.largest("demo", prefill_only=True) == (8000, 16)
+    fleet.register(worker_info("d", DECODE, instance_id="e2", total_blocks=200))
+    assert fleet.of_model("demo")[1] is fleet.members["d"]
+    assert fleet.largest("demo", prefill_only=False) == (3200, 16)
+    fleet.close()
+    assert list(fleet.models()) == ["demo", "other"], "requests wait for a lost worker"
+    clock.now = FORGET_AFTER_S
+    fleet.expire()
+    assert fleet.of_model("demo") == fleet.candidates("demo") == []
+
+
+def test_a_charge_is_taken_in_blocks_and_given_back_once(fleet: Fleet) -> None:
+    (member,) = add(fleet, worker_info("a", Role.AGGREGATED))
+    charge = Charge(member, prompt_tokens=20, kv_tokens=33)
+    assert (member.outstanding_requests, member.outstanding_tokens) == (1, 20)
+    assert (member.reserved_blocks, member.reserved_tokens) == (3, 48)
+    charge.prefilled()
+    charge.prefilled()
+    assert (member.outstanding_requests, member.outstanding_tokens) == (1, 0)
+    charge.release()
+    charge.release()
+    assert (member.outstanding_requests, member.outstanding_tokens) == (0, 0)
+    assert member.reserved_blocks == 0
+
+
+def seen(fleet: Fleet) -> dict[str, str]:
+    return {c.worker_id: c.state.value for c in fleet.candidates(MODEL.name)}
+
+
+def test_suspended_workers_are_used_if_none_is_ready(fleet: Fleet) -> None:
+    a, b = add(fleet, worker_info("a", DECODE), worker_info("b", DECODE))
+    a.breaker.trip(0.0, "it hangs")
+    assert seen(fleet) == {"a": "suspended", "b": "ready"}
+    assert (fleet.is_last(a), fleet.is_last(b)) == (False, True)
+    b.breaker.trip(0.0, "it hangs")
+    assert seen(fleet) == {"a": "ready", "b": "ready"}
+    assert states(fleet) == {"a": "suspended", "b": "suspended"}
+    fleet.detached(a)
+    assert seen(fleet) == {"a": "suspended", "b": "ready"}
+    fleet.probed(b)
+    assert states(fleet) == {"a": "suspended", "b": "ready"}
+
+
+@pytest.mark.parametrize(("draining", "unhealthy"), [(True, ""), (False, "hot")])
+def test_a_suspended_worker_with_another_fault_is_not_used(
+    fleet: Fleet, draining: bool, unhealthy: str
+) -> None:
+    (a,) = add(fleet, worker_info("a", DECODE))
+    a.breaker.trip(0.0, "it hangs")
+    fleet.renew("a", "e1", load=None, draining=draining, unhealthy=unhealthy)
+    assert "ready" not in seen(fleet).values()
+
+
+@pytest.mark.parametrize(("running", "foreign"), [(1, 0), (3, 38)])
+def test_blocks_of_other_routers_are_seen_in_the_load(
+    fleet: Fleet, running: int, foreign: int
+) -> None:
+    """100 blocks, of which 60 are used; this router placed one request, with 2 blocks."""
+    (a,) = add(fleet, worker_info("a", DECODE))
+    Charge(a, kv_tokens=32)
+    assert not a.reported(WorkerLoad(0, running, 0.4, 60))
+    assert a.foreign_blocks == foreign
+    assert a.reported(WorkerLoad(0, 1, 0.0, 98)) is bool(foreign)
+    assert a.foreign_blocks == 0
+
+
+def test_why_nothing_is_served(fleet: Fleet, clock: Clock) -> None:
+    assert fleet.why_none() == "no worker has registered yet"
+    add(fleet, worker_info("a", DECODE), worker_info("b", DECODE))
+    clock.now = 5.0
+    fleet.expire()
+    expired = "is gone: its lease expired"
+    assert fleet.why_none() == f"no worker is left: a {expired}; b {expired}"
