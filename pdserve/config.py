@@ -6,15 +6,15 @@ section. `docs/configuration.md` and the output of `pdserve config` are generate
 
 from __future__ import annotations
 
+import inspect
 import ipaddress
 import re
 import textwrap
 import typing
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 import yaml
@@ -35,13 +35,7 @@ UNPIN_S = 30.0
 _DAY_S = 86400
 
 
-def doc(text: str) -> Meta:
-    return Meta(description=text)
-
-
-LogLevel = Annotated[
-    Literal["debug", "info", "warning", "error"], doc("Lowest level that is logged.")
-]
+LogLevel = Literal["debug", "info", "warning", "error"]
 Text = Annotated[str, Meta(min_length=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0)]
@@ -66,7 +60,7 @@ def refuse(dotted: str, reason: str) -> NoReturn:
 
 
 class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections."""
+    """Base of all sections. Their docstrings have a line `key: description` for each key."""
 
 
 def is_exposed(host: str) -> bool:
@@ -89,26 +83,22 @@ def _check_otlp(endpoint: str) -> None:
 
 
 class TlsConfig(_Section, frozen=True):
-    """TLS of gRPC and of sessions between routers and workers. Enabled by `cert_file`."""
+    """TLS of gRPC and of sessions between routers and workers. Enabled by `cert_file`.
 
-    cert_file: Annotated[
-        str, doc("PEM file: this process's certificate and its chain. Empty: no TLS.")
-    ] = ""
-    key_file: Annotated[str, doc("PEM file: the private key of `cert_file`, not encrypted.")] = ""
-    ca_file: Annotated[
-        str, doc("PEM file: CAs that sign the peers' certificates. Empty: public CAs.")
-    ] = ""
-    require_client_cert: Annotated[
-        bool,
-        doc(
-            "With `ca_file`: accept only clients with a certificate that it signed. A URI in the "
-            "certificate gives the role: `urn:pdserve:role:worker`, `...:router` or `...:admin`. "
-            "Without one the caller is a client."
-        ),
-    ] = True
-    peer_name: Annotated[
-        str, doc("Name in the peers' certificates. Empty: the host that is dialled.")
-    ] = ""
+    cert_file: PEM file: this process's certificate and its chain. Empty: no TLS.
+    key_file: PEM file: the private key of `cert_file`, not encrypted.
+    ca_file: PEM file: CAs that sign the peers' certificates. Empty: public CAs.
+    require_client_cert: With `ca_file`: accept only clients with a certificate that it signed. A
+        URI in the certificate gives the role: `urn:pdserve:role:worker`, `...:router` or
+        `...:admin`. Without one the caller is a client.
+    peer_name: Name in the peers' certificates. Empty: the host that is dialled.
+    """
+
+    cert_file: str = ""
+    key_file: str = ""
+    ca_file: str = ""
+    require_client_cert: bool = True
+    peer_name: str = ""
 
     def __post_init__(self) -> None:
         _check_tls_files(self)
@@ -120,15 +110,16 @@ class TlsConfig(_Section, frozen=True):
 
 
 class HttpTlsConfig(_Section, frozen=True):
-    """TLS of HTTP. Enabled by `cert_file`."""
+    """TLS of HTTP. Enabled by `cert_file`.
 
-    cert_file: Annotated[
-        str, doc("PEM file: the server's certificate and its chain. Empty: no TLS.")
-    ] = ""
-    key_file: Annotated[str, doc("PEM file: the private key of `cert_file`, not encrypted.")] = ""
-    ca_file: Annotated[
-        str, doc("PEM file: CAs. If set, clients must present a certificate of theirs.")
-    ] = ""
+    cert_file: PEM file: the server's certificate and its chain. Empty: no TLS.
+    key_file: PEM file: the private key of `cert_file`, not encrypted.
+    ca_file: PEM file: CAs. If set, clients must present a certificate of theirs.
+    """
+
+    cert_file: str = ""
+    key_file: str = ""
+    ca_file: str = ""
 
     def __post_init__(self) -> None:
         _check_tls_files(self)
@@ -143,26 +134,20 @@ def _check_tls_files(tls: TlsConfig | HttpTlsConfig) -> None:
 
 
 class AccessConfig(_Section, frozen=True):
-    """Who may connect to a process, and with which role."""
+    """Who may connect to a process, and with which role.
 
-    require_auth: Annotated[
-        bool,
-        doc(
-            "Refuse to start if an address that other machines can reach accepts unauthenticated "
-            "callers."
-        ),
-    ] = False
-    tls: Annotated[TlsConfig, doc("TLS of gRPC and of sessions.")] = TlsConfig()
-    worker_token_file: Annotated[
-        str,
-        doc(
-            "File with a secret that workers and routers share. Use it where certificates do not "
-            "give roles."
-        ),
-    ] = ""
-    admin_keys: Annotated[
-        tuple[str, ...], doc("Hashes (`pdserve config hash-key`) of the keys of administrators.")
-    ] = ()
+    require_auth: Refuse to start if an address that other machines can reach accepts
+        unauthenticated callers.
+    tls: TLS of gRPC and of sessions.
+    worker_token_file: File with a secret that workers and routers share. Use it where certificates
+        do not give roles.
+    admin_keys: Hashes (`pdserve config hash-key`) of the keys of administrators.
+    """
+
+    require_auth: bool = False
+    tls: TlsConfig = TlsConfig()
+    worker_token_file: str = ""
+    admin_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_hashes("admin_keys", self.admin_keys)
@@ -180,9 +165,12 @@ class AccessConfig(_Section, frozen=True):
 
 
 class RouterAccessConfig(AccessConfig, frozen=True):
-    """Access to a router, which serves HTTP too."""
+    """Access to a router, which serves HTTP too.
 
-    http_tls: Annotated[HttpTlsConfig, doc("TLS of HTTP.")] = HttpTlsConfig()
+    http_tls: TLS of HTTP.
+    """
+
+    http_tls: HttpTlsConfig = HttpTlsConfig()
 
 
 def _check_hashes(key: str, hashes: tuple[str, ...]) -> None:
@@ -193,22 +181,22 @@ def _check_hashes(key: str, hashes: tuple[str, ...]) -> None:
 
 
 class TenantConfig(_Section, frozen=True):
-    """A tenant: its API keys and its limits."""
+    """A tenant: its API keys and its limits.
 
-    name: Annotated[str, doc("Name of the tenant in metrics.")] = ""
-    keys: Annotated[
-        tuple[str, ...], doc("Hashes of its API keys (`pdserve config hash-key`).")
-    ] = ()
-    weight: Annotated[
-        float, Meta(ge=0.001, le=1e6), doc("Its share of the service while requests are queued.")
-    ] = 1.0
-    requests_per_minute: Annotated[Amount, doc("Requests a minute. 0: no limit.")] = 0.0
-    tokens_per_minute: Annotated[
-        Amount, doc("Tokens a minute, prompts and expected answers. 0: no limit.")
-    ] = 0.0
-    max_concurrent_requests: Annotated[
-        Count, doc("Requests queued and running at a time. 0: no limit.")
-    ] = 0
+    name: Name of the tenant in metrics.
+    keys: Hashes of its API keys (`pdserve config hash-key`).
+    weight: Its share of the service while requests are queued.
+    requests_per_minute: Requests a minute. 0: no limit.
+    tokens_per_minute: Tokens a minute, prompts and expected answers. 0: no limit.
+    max_concurrent_requests: Requests queued and running at a time. 0: no limit.
+    """
+
+    name: str = ""
+    keys: tuple[str, ...] = ()
+    weight: Annotated[float, Meta(ge=0.001, le=1e6)] = 1.0
+    requests_per_minute: Amount = 0.0
+    tokens_per_minute: Amount = 0.0
+    max_concurrent_requests: Count = 0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -217,155 +205,125 @@ class TenantConfig(_Section, frozen=True):
 
 
 class SloConfig(_Section, frozen=True):
-    """Latency targets. Admission and the policy `slo_aware` use them."""
+    """Latency targets. Admission and the policy `slo_aware` use them.
 
-    ttft_s: Annotated[float, Meta(ge=0.001, le=3600), doc("Seconds to the first token (TTFT).")] = (
-        1.0
-    )
-    tpot_s: Annotated[float, Meta(ge=0.0001, le=3600), doc("Seconds a token after it (TPOT).")] = (
-        0.1
-    )
-    reject_factor: Annotated[
-        float,
-        Meta(ge=0, le=1000),
-        doc(
-            "Reject an interactive request if its predicted TTFT exceeds `reject_factor × ttft_s`. "
-            "Queue it if its predicted TPOT exceeds `reject_factor × tpot_s`. 0 disables both."
-        ),
-    ] = 0.0
+    ttft_s: Seconds to the first token (TTFT).
+    tpot_s: Seconds a token after it (TPOT).
+    reject_factor: Reject an interactive request if its predicted TTFT exceeds `reject_factor ×
+        ttft_s`. Queue it if its predicted TPOT exceeds `reject_factor × tpot_s`. 0 disables both.
+    """
+
+    ttft_s: Annotated[float, Meta(ge=0.001, le=3600)] = 1.0
+    tpot_s: Annotated[float, Meta(ge=0.0001, le=3600)] = 0.1
+    reject_factor: Annotated[float, Meta(ge=0, le=1000)] = 0.0
 
 
 class RolesConfig(_Section, frozen=True):
-    """When the router moves workers between prefill and decode."""
+    """When the router moves workers between prefill and decode.
 
-    auto: Annotated[
-        bool,
-        doc(
-            "Change roles by load. Otherwise only `pdserve role` does. Enable it on one router "
-            "only."
-        ),
-    ] = False
-    window_s: Annotated[
-        Duration,
-        doc("Loads are averaged over this time. Another split must be better for as long."),
-    ] = 30.0
-    cooldown_s: Annotated[
-        Seconds, doc("Pause after a role change, and after workers came or left.")
-    ] = 60.0
-    min_load: Annotated[
-        float, Meta(ge=0, le=100), doc("Change nothing while both phases are loaded less.")
-    ] = 0.7
+    auto: Change roles by load. Otherwise only `pdserve role` does. Enable it on one router only.
+    window_s: Loads are averaged over this time. Another split must be better for as long.
+    cooldown_s: Pause after a role change, and after workers came or left.
+    min_load: Change nothing while both phases are loaded less.
+    """
+
+    auto: bool = False
+    window_s: Duration = 30.0
+    cooldown_s: Seconds = 60.0
+    min_load: Annotated[float, Meta(ge=0, le=100)] = 0.7
 
 
 class HealthConfig(_Section, frozen=True):
-    """When a worker that is alive gets no work."""
+    """When a worker that is alive gets no work.
 
-    stall_s: Annotated[
-        float,
-        Meta(ge=0, le=3600),
-        doc(
-            "Seconds without a step after which a busy worker's requests continue elsewhere; more "
-            "while a step is expected to take longer. 0: never."
-        ),
-    ] = 2.0
-    eject_s: Annotated[
-        Seconds,
-        doc(
-            "Eject a worker for this time after three failures in a row, and longer while probes "
-            "fail. 0: never."
-        ),
-    ] = 10.0
-    eject_pair_s: Annotated[
-        Seconds,
-        doc(
-            "Eject a pair of workers for this time after KV was damaged between them, and longer "
-            "while probes fail. 0: never."
-        ),
-    ] = 60.0
-    probe_s: Annotated[
-        Seconds,
-        doc(
-            "Probe a pair of workers after this time without a transfer between them. 0: probe "
-            "only what was ejected."
-        ),
-    ] = 60.0
+    stall_s: Seconds without a step after which a busy worker's requests continue elsewhere; more
+        while a step is expected to take longer. 0: never.
+    eject_s: Eject a worker for this time after three failures in a row, and longer while probes
+        fail. 0: never.
+    eject_pair_s: Eject a pair of workers for this time after KV was damaged between them, and
+        longer while probes fail. 0: never.
+    probe_s: Probe a pair of workers after this time without a transfer between them. 0: probe only
+        what was ejected.
+    """
+
+    stall_s: Annotated[float, Meta(ge=0, le=3600)] = 2.0
+    eject_s: Seconds = 10.0
+    eject_pair_s: Seconds = 60.0
+    probe_s: Seconds = 60.0
 
 
 class RetryConfig(_Section, frozen=True):
-    """The retry policy: what is computed again when a worker fails."""
+    """The retry policy: what is computed again when a worker fails.
 
-    max_retries: Annotated[int, Meta(ge=0, le=1000), doc("Retries of one request.")] = 16
-    tokens_per_s: Annotated[
-        Amount,
-        doc(
-            "Retry budget of a model: prompt and output tokens computed again a second, on "
-            "average. Requests beyond it fail with 503. 0: no limit."
-        ),
-    ] = 20000.0
-    burst_s: Annotated[Duration, doc("Seconds of the budget usable at once.")] = 30.0
+    max_retries: Retries of one request.
+    tokens_per_s: Retry budget of a model: prompt and output tokens computed again a second, on
+        average. Requests beyond it fail with 503. 0: no limit.
+    burst_s: Seconds of the budget usable at once.
+    """
+
+    max_retries: Annotated[int, Meta(ge=0, le=1000)] = 16
+    tokens_per_s: Amount = 20000.0
+    burst_s: Duration = 30.0
 
 
 class RouterConfig(_Section, frozen=True):
-    """The router: its listeners, admission and placement."""
+    """The router: its listeners, admission and placement.
 
-    http_host: Annotated[Text, doc("Address of the HTTP listener.")] = "127.0.0.1"
-    http_port: Annotated[Port, doc("Port of the HTTP listener; 0 takes a free one.")] = 8000
-    shared_http_port: Annotated[
-        Port,
-        doc(
-            "A port that several routers of one machine share: each connection goes to one of "
-            "them. 0: none."
-        ),
-    ] = 0
-    grpc_host: Annotated[Text, doc("Address of the gRPC listener, for clients and workers.")] = (
-        "127.0.0.1"
-    )
-    grpc_port: Annotated[Port, doc("Port of the gRPC listener; 0 takes a free one.")] = 8001
-    policy: Annotated[
-        Literal[
-            "always_aggregated",
-            "least_loaded",
-            "power_of_two",
-            "prefix_aware",
-            "round_robin",
-            "slo_aware",
-        ],
-        doc("How workers are chosen for a request."),
+    http_host: Address of the HTTP listener.
+    http_port: Port of the HTTP listener; 0 takes a free one.
+    shared_http_port: A port that several routers of one machine share: each connection goes to one
+        of them. 0: none.
+    grpc_host: Address of the gRPC listener, for clients and workers.
+    grpc_port: Port of the gRPC listener; 0 takes a free one.
+    policy: How workers are chosen for a request.
+    prefix_max_blocks: Capacity of the prefix index in KV blocks, about 100 bytes each. 0: none.
+    decision_log_size: Requests whose placement `pdserve explain` shows.
+    max_running_requests: Requests running on workers at a time.
+    max_queued_requests: Requests that may wait. More are rejected with 429.
+    queue_timeout_s: How long a request waits while no worker of a role is ready. Then 503.
+    tenants: Tenants by API key. Without any, every caller is served.
+    request_timeout_s: Deadline of a request that gives none.
+    lease_s: Lease of a worker. One that does not renew it is lost.
+    max_body_bytes: Largest HTTP body or gRPC message of a client.
+    access: Who may connect. API keys of clients are under `tenants`.
+    roles: The autoscaler of roles.
+    health: When a worker that is alive gets no work.
+    retry: The retry policy.
+    otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
+    stop_grace_s: Seconds that open requests have after SIGTERM.
+    slo: Latency targets.
+    log_level: Lowest level that is logged.
+    """
+
+    http_host: Text = "127.0.0.1"
+    http_port: Port = 8000
+    shared_http_port: Port = 0
+    grpc_host: Text = "127.0.0.1"
+    grpc_port: Port = 8001
+    policy: Literal[
+        "always_aggregated",
+        "least_loaded",
+        "power_of_two",
+        "prefix_aware",
+        "round_robin",
+        "slo_aware",
     ] = "slo_aware"
-    prefix_max_blocks: Annotated[
-        Count, doc("Capacity of the prefix index in KV blocks, about 100 bytes each. 0: none.")
-    ] = 2_000_000
-    decision_log_size: Annotated[
-        Count, doc("Requests whose placement `pdserve explain` shows.")
-    ] = 1024
-    max_running_requests: Annotated[Positive, doc("Requests running on workers at a time.")] = 256
-    max_queued_requests: Annotated[
-        Count, doc("Requests that may wait. More are rejected with 429.")
-    ] = 1024
-    queue_timeout_s: Annotated[
-        Seconds, doc("How long a request waits while no worker of a role is ready. Then 503.")
-    ] = 30.0
-    tenants: Annotated[
-        tuple[TenantConfig, ...], doc("Tenants by API key. Without any, every caller is served.")
-    ] = ()
-    request_timeout_s: Annotated[Duration, doc("Deadline of a request that gives none.")] = 600.0
-    lease_s: Annotated[Lease, doc("Lease of a worker. One that does not renew it is lost.")] = 5.0
-    max_body_bytes: Annotated[
-        int, Meta(ge=1024), doc("Largest HTTP body or gRPC message of a client.")
-    ] = 8 * 1024 * 1024
-    access: Annotated[
-        RouterAccessConfig, doc("Who may connect. API keys of clients are under `tenants`.")
-    ] = RouterAccessConfig()
-    roles: Annotated[RolesConfig, doc("The autoscaler of roles.")] = RolesConfig()
-    health: Annotated[HealthConfig, doc("When a worker that is alive gets no work.")] = (
-        HealthConfig()
-    )
-    retry: Annotated[RetryConfig, doc("The retry policy.")] = RetryConfig()
-    otlp_endpoint: Annotated[
-        str, doc("OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.")
-    ] = ""
-    stop_grace_s: Annotated[Amount, doc("Seconds that open requests have after SIGTERM.")] = 10.0
-    slo: Annotated[SloConfig, doc("Latency targets.")] = SloConfig()
+    prefix_max_blocks: Count = 2_000_000
+    decision_log_size: Count = 1024
+    max_running_requests: Positive = 256
+    max_queued_requests: Count = 1024
+    queue_timeout_s: Seconds = 30.0
+    tenants: tuple[TenantConfig, ...] = ()
+    request_timeout_s: Duration = 600.0
+    lease_s: Lease = 5.0
+    max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 * 1024 * 1024
+    access: RouterAccessConfig = RouterAccessConfig()
+    roles: RolesConfig = RolesConfig()
+    health: HealthConfig = HealthConfig()
+    retry: RetryConfig = RetryConfig()
+    otlp_endpoint: str = ""
+    stop_grace_s: Amount = 10.0
+    slo: SloConfig = SloConfig()
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
@@ -402,27 +360,22 @@ class RouterConfig(_Section, frozen=True):
 
 
 class KvConfig(_Section, frozen=True):
-    """How KV blocks travel between workers."""
+    """How KV blocks travel between workers.
 
-    connector: Annotated[
-        Literal["pdserve", "nixl"],
-        doc(
-            "`pdserve`, or vLLM's NixlConnector, which needs the package `nixl`, uses only `host` "
-            "and `lease_s`, and does not authenticate."
-        ),
-    ] = "pdserve"
-    host: Annotated[Text, doc("Address at which other workers reach this one's KV.")] = "127.0.0.1"
+    connector: `pdserve`, or vLLM's NixlConnector, which needs the package `nixl`, uses only `host`
+        and `lease_s`, and does not authenticate.
+    host: Address at which other workers reach this one's KV.
+    transports: Transports, the preferred one first. `auto` takes shm and tcp for a KV cache in host
+        memory, cuda_ipc and nccl for one on a GPU.
+    lease_s: Seconds for which a prefill worker keeps blocks for a silent decode worker.
+    """
+
+    connector: Literal["pdserve", "nixl"] = "pdserve"
+    host: Text = "127.0.0.1"
     transports: Annotated[
-        tuple[Literal["auto", "shm", "tcp", "cuda_ipc", "nccl"], ...],
-        Meta(min_length=1),
-        doc(
-            "Transports, the preferred one first. `auto` takes shm and tcp for a KV cache in host "
-            "memory, cuda_ipc and nccl for one on a GPU."
-        ),
+        tuple[Literal["auto", "shm", "tcp", "cuda_ipc", "nccl"], ...], Meta(min_length=1)
     ] = ("auto",)
-    lease_s: Annotated[
-        Lease, doc("Seconds for which a prefill worker keeps blocks for a silent decode worker.")
-    ] = 30.0
+    lease_s: Lease = 30.0
 
     def __post_init__(self) -> None:
         if len(set(self.transports)) != len(self.transports):
@@ -432,48 +385,45 @@ class KvConfig(_Section, frozen=True):
 
 
 class WorkerConfig(_Section, frozen=True):
-    """One worker: an engine in one role."""
+    """One worker: an engine in one role.
 
-    worker_id: Annotated[str, doc("Name of the worker. Empty: made from role and process id.")] = ""
-    role: Annotated[Role, doc("Which phases the worker runs.")] = Role.AGGREGATED
-    engine: Annotated[
-        Literal["vllm", "fake"], doc("vLLM, or a fake engine that needs no model weights.")
-    ] = "vllm"
-    model: Annotated[Text, doc("Directory of the model, or `demo` for the one shipped.")] = (
-        DEMO_MODEL
-    )
-    model_name: Annotated[
-        str, doc("Name under which the model is served. Empty: the directory's name.")
-    ] = ""
-    host: Annotated[Text, doc("Address at which routers reach the worker.")] = "127.0.0.1"
-    port: Annotated[Port, doc("Port of the worker; 0 takes a free one.")] = 0
-    debug_host: Annotated[
-        str, doc("Address of the HTTP listener for metrics and debugging. Empty: none.")
-    ] = "127.0.0.1"
-    debug_port: Annotated[Port, doc("Port of that listener; 0 takes a free one.")] = 0
-    routers: Annotated[
-        tuple[str, ...],
-        Meta(min_length=1),
-        doc("gRPC addresses (host:port) of the routers to register with."),
-    ] = ("127.0.0.1:8001",)
-    cores: Annotated[
-        tuple[Count, ...], doc("CPU cores to pin the engine to. Empty: not pinned.")
-    ] = ()
-    gpus: Annotated[
-        tuple[Count, ...],
-        doc("GPUs that the engine may use, by NVML index. Empty: all visible ones."),
-    ] = ()
-    kv: Annotated[KvConfig, doc("How KV blocks travel between workers.")] = KvConfig()
-    access: Annotated[AccessConfig, doc("Who may connect.")] = AccessConfig()
-    engine_args: Annotated[
-        dict[str, object], doc("Engine arguments of vLLM, under vLLM's names.")
-    ] = {}
-    otlp_endpoint: Annotated[
-        str, doc("OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.")
-    ] = ""
-    drain_timeout_s: Annotated[
-        Amount, doc("Seconds after which the streams of a stopping worker are moved.")
-    ] = 30.0
+    worker_id: Name of the worker. Empty: made from role and process id.
+    role: Which phases the worker runs.
+    engine: vLLM, or a fake engine that needs no model weights.
+    model: Directory of the model, or `demo` for the one shipped.
+    model_name: Name under which the model is served. Empty: the directory's name.
+    host: Address at which routers reach the worker.
+    port: Port of the worker; 0 takes a free one.
+    debug_host: Address of the HTTP listener for metrics and debugging. Empty: none.
+    debug_port: Port of that listener; 0 takes a free one.
+    routers: gRPC addresses (host:port) of the routers to register with.
+    cores: CPU cores to pin the engine to. Empty: not pinned.
+    gpus: GPUs that the engine may use, by NVML index. Empty: all visible ones.
+    kv: How KV blocks travel between workers.
+    access: Who may connect.
+    engine_args: Engine arguments of vLLM, under vLLM's names.
+    otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
+    drain_timeout_s: Seconds after which the streams of a stopping worker are moved.
+    log_level: Lowest level that is logged.
+    """
+
+    worker_id: str = ""
+    role: Role = Role.AGGREGATED
+    engine: Literal["vllm", "fake"] = "vllm"
+    model: Text = DEMO_MODEL
+    model_name: str = ""
+    host: Text = "127.0.0.1"
+    port: Port = 0
+    debug_host: str = "127.0.0.1"
+    debug_port: Port = 0
+    routers: Annotated[tuple[str, ...], Meta(min_length=1)] = ("127.0.0.1:8001",)
+    cores: tuple[Count, ...] = ()
+    gpus: tuple[Count, ...] = ()
+    kv: KvConfig = KvConfig()
+    access: AccessConfig = AccessConfig()
+    engine_args: dict[str, object] = {}
+    otlp_endpoint: str = ""
+    drain_timeout_s: Amount = 30.0
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
@@ -524,28 +474,30 @@ class WorkerConfig(_Section, frozen=True):
 
 
 class UpConfig(_Section, frozen=True):
-    """What `pdserve up` starts."""
+    """What `pdserve up` starts.
 
-    prefill: Annotated[int, Meta(ge=0, le=1024), doc("Prefill workers.")] = 1
-    decode: Annotated[int, Meta(ge=0, le=1024), doc("Decode workers.")] = 1
-    aggregated: Annotated[int, Meta(ge=0, le=1024), doc("Workers that run both phases.")] = 0
-    routers: Annotated[
-        int,
-        Meta(ge=1, le=16),
-        doc("Routers. The first has the ports of `router`, each further one ports 10 higher."),
-    ] = 1
-    cores_per_worker: Annotated[Count, doc("CPU cores of each worker. 0: an equal share.")] = 0
-    gpus_per_worker: Annotated[
-        Count, doc("GPUs of each worker. 0: its tensor_parallel_size, shared if there are too few.")
-    ] = 0
-    start_timeout_s: Annotated[
-        float, Meta(ge=1, le=_DAY_S), doc("Seconds until all processes must be ready.")
-    ] = 300.0
-    max_restarts: Annotated[Count, doc("Restarts of a process that dies before `up` gives up.")] = 5
-    ready_file: Annotated[
-        str, doc("JSON file written once all are ready: addresses, process ids and roles.")
-    ] = ""
-    run_dir: Annotated[str, doc("Directory for logs. Empty: a temporary one.")] = ""
+    prefill: Prefill workers.
+    decode: Decode workers.
+    aggregated: Workers that run both phases.
+    routers: Routers. The first has the ports of `router`, each further one ports 10 higher.
+    cores_per_worker: CPU cores of each worker. 0: an equal share.
+    gpus_per_worker: GPUs of each worker. 0: its tensor_parallel_size, shared if there are too few.
+    start_timeout_s: Seconds until all processes must be ready.
+    max_restarts: Restarts of a process that dies before `up` gives up.
+    ready_file: JSON file written once all are ready: addresses, process ids and roles.
+    run_dir: Directory for logs. Empty: a temporary one.
+    """
+
+    prefill: Annotated[int, Meta(ge=0, le=1024)] = 1
+    decode: Annotated[int, Meta(ge=0, le=1024)] = 1
+    aggregated: Annotated[int, Meta(ge=0, le=1024)] = 0
+    routers: Annotated[int, Meta(ge=1, le=16)] = 1
+    cores_per_worker: Count = 0
+    gpus_per_worker: Count = 0
+    start_timeout_s: Annotated[float, Meta(ge=1, le=_DAY_S)] = 300.0
+    max_restarts: Count = 5
+    ready_file: str = ""
+    run_dir: str = ""
 
     def __post_init__(self) -> None:
         if bool(self.prefill) != bool(self.decode):
@@ -556,19 +508,17 @@ class UpConfig(_Section, frozen=True):
 
 
 class Config(_Section, frozen=True):
-    """The whole file."""
+    """The whole file.
 
-    up: Annotated[UpConfig, doc("What `pdserve up` starts.")] = UpConfig()
-    router: Annotated[RouterConfig, doc("The router: its listeners, admission and placement.")] = (
-        RouterConfig()
-    )
-    worker: Annotated[
-        WorkerConfig,
-        doc(
-            "A worker. `pdserve up` copies this section for each worker and sets `worker_id`, "
-            "`role`, `port`, `debug_port`, `routers`, `cores` and `gpus`."
-        ),
-    ] = WorkerConfig()
+    up: What `pdserve up` starts.
+    router: The router: its listeners, admission and placement.
+    worker: A worker. `pdserve up` copies this section for each worker and sets `worker_id`, `role`,
+        `port`, `debug_port`, `routers`, `cores` and `gpus`.
+    """
+
+    up: UpConfig = UpConfig()
+    router: RouterConfig = RouterConfig()
+    worker: WorkerConfig = WorkerConfig()
 
 
 # Reading
@@ -579,8 +529,7 @@ _T = TypeVar("_T")
 def load_config(path: Path | None, changes: Mapping[str, object]) -> Config:
     """Return the file at `path`, or the defaults, with `changes` (by dotted key) applied. Raises
     ConfigError."""
-    raw = read_file(path) if path is not None else {}
-    return parse(Config, overlay(raw, changes))
+    return parse(Config, overlay({} if path is None else read_file(path), changes))
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -590,23 +539,20 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[object] = set()
         for key_node, _ in node.value:
             name = self.construct_object(key_node, deep=True)
-            if not isinstance(name, Hashable):
-                continue  # the base class refuses it
-            if name in seen:
+            if isinstance(name, Hashable) and name in seen:
                 line = key_node.start_mark.line + 1
                 raise ConfigError(f"{name}: is written twice (line {line})", field=str(name))
-            seen.add(name)
+            if isinstance(name, Hashable):  # the base class refuses others
+                seen.add(name)
         return typing.cast("dict[Any, Any]", super().construct_mapping(node, deep))
 
 
 def read_yaml(text: str, source: str) -> dict[str, object]:
     """Return the mapping in `text`. Raises ConfigError."""
     try:
-        loaded = yaml.load(text, _StrictLoader)
+        loaded = yaml.load(text, _StrictLoader) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML: {error}") from error
-    if loaded is None:
-        return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"{source} must hold a mapping of keys, not {type(loaded).__name__}")
     return loaded
@@ -614,10 +560,9 @@ def read_yaml(text: str, source: str) -> dict[str, object]:
 
 def read_file(path: Path) -> dict[str, object]:
     try:
-        text = path.read_text(encoding="utf-8")
+        return read_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
-    return read_yaml(text, str(path))
 
 
 def overlay(raw: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
@@ -625,202 +570,132 @@ def overlay(raw: Mapping[str, object], changes: Mapping[str, object]) -> dict[st
     result = dict(raw)
     for dotted, value in changes.items():
         head, _, rest = dotted.partition(".")
-        if not rest:
-            result[head] = value
-            continue
         inner = result.get(head, {})
-        if not isinstance(inner, Mapping):
+        if rest and not isinstance(inner, Mapping):
             refuse(head, f"must be a mapping, not {inner!r}")
-        result[head] = overlay(inner, {rest: value})
+        result[head] = overlay(typing.cast("Any", inner), {rest: value}) if rest else value
     return result
 
 
 def to_mapping(section: Struct) -> dict[str, object]:
     """Return the section as plain values, which `parse` reads back."""
-    built = msgspec.to_builtins(section, builtin_types=(tuple,))
-    plain: dict[str, object] = msgspec.json.decode(msgspec.json.encode(built))
-    return plain
+    return typing.cast("dict[str, object]", msgspec.json.decode(msgspec.json.encode(section)))
 
 
-def parse(cls: type[_T], raw: object, at: str = "") -> _T:
-    """Return `raw` as the section `cls`. Raises ConfigError with the dotted key, under `at`."""
+def parse(cls: type[_T], raw: object) -> _T:
+    """Return `raw` as the section `cls`. Raises ConfigError with the dotted key."""
     try:
         return msgspec.convert(raw, cls)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at ")
-        dotted = ".".join(x for x in (at, path.rpartition("$")[2].strip("`.")) if x)
+        dotted = path.rpartition("$")[2].strip("`.")
         cause = error.__cause__
         if isinstance(cause, ConfigError):
             reason = cause.message.removeprefix(f"{cause.field}: ")
-            refuse(".".join(x for x in (dotted, cause.field) if x), reason)
-        _explain(cls, text, dotted, at)
-
-
-_NAMES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "a boolean",
-    "array": "a list",
-    "object": "a mapping",
-    "null": "empty",
-}
-
-
-def _explain(cls: type[object], text: str, dotted: str, at: str) -> NoReturn:
-    """Raise msgspec's message `text` in the words of a configuration file."""
-    inside = re.sub(r"\[[^]]*\]", "[]", dotted.removeprefix(at).lstrip("."))
-    if unknown := re.match(r"Object contains unknown field `(.*)`", text):
-        known = _struct_at(cls, inside)
-        refuse(f"{dotted}.{unknown[1]}".lstrip("."), f"unknown key; keys are {', '.join(known)}")
-    if text.startswith("Invalid enum value"):
-        names = {key.dotted: key for key in all_keys(cls)}
-        choices = names[inside.removesuffix("[]")].choices
-        refuse(dotted, f"must be one of {', '.join(choices)}, not {text.split()[-1]}")
-    text = re.sub(r"`(?:array|str)` of length >= 1", "not empty", text)
-    text = re.sub(r"`(\w+)`", lambda match: _NAMES.get(match[1], match[1]), text)
-    refuse(dotted, text.replace("Expected", "must be").replace(", got", ", not"))
-
-
-def _struct_at(cls: type[object], dotted: str) -> tuple[str, ...]:
-    hint: Any = cls
-    for name in dotted.split(".") if dotted else ():
-        hint = _bare(typing.get_type_hints(hint)[name.removesuffix("[]")])
-        hint = _bare(typing.get_args(hint)[0]) if name.endswith("[]") else hint
-    return tuple(getattr(hint, "__struct_fields__", ()))
+            refuse(f"{dotted}.{cause.field}".strip("."), reason)
+        known = {key.dotted: key for key in all_keys(cls)}
+        general = re.sub(r"\[[^]]*\]", "[]", dotted)
+        if unknown := re.match(r"Object contains unknown field `(.*)`", text):
+            inside = f"{general}." if general else ""
+            names = [x.removeprefix(inside) for x in known if x.startswith(inside)]
+            keys = ", ".join(dict.fromkeys(re.split(r"\W", x)[0] for x in names))
+            refuse(f"{dotted}.{unknown[1]}".strip("."), f"unknown key; keys are {keys}")
+        key = known.get(general) or known.get(general.removesuffix("[]"))
+        choices = f"; choose one of {', '.join(key.choices)}" if key and key.choices else ""
+        refuse(dotted, f"{text[0].lower()}{text[1:]}{choices}")
 
 
 # Documentation
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One key as documentation shows it. `default` is as YAML loads it."""
+class Key(NamedTuple):
+    """One key. `kind` is the type of its value, or of the items of a list; `default` is as YAML
+    loads it."""
 
     dotted: str
-    type_name: str
-    default: object
+    kind: Any
+    is_list: bool
+    default: Any
     description: str
     choices: tuple[str, ...]
 
-    @property
-    def sentence(self) -> str:
-        more = f" One of: {', '.join(self.choices)}." if self.choices else ""
-        return self.description + more
-
 
 def _bare(hint: Any) -> Any:
-    return _bare(hint.__origin__) if typing.get_origin(hint) is Annotated else hint
-
-
-def _fields(cls: Any) -> Iterator[tuple[str, Any, str, object]]:
-    """Yield name, type, description and default of each field."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    for spec in msgspec.structs.fields(cls):
-        hint = hints[spec.name]
-        texts = [x.description for x in getattr(hint, "__metadata__", ()) if x.description]
-        default = spec.default
-        if default is msgspec.NODEFAULT:
-            default = spec.default_factory() if callable(spec.default_factory) else ""
-        yield spec.name, _bare(hint), texts[-1] if texts else "", default
+    return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
 
 
 def _is_section(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Struct)
 
 
-def _items(hint: Any) -> Any:
-    return _bare(typing.get_args(hint)[0])
+def _keys(cls: Any) -> Iterator[Key]:
+    """Yield the keys and subsections of one section."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        found = re.findall(r"^(\w+): (.+(?:\n {4}.+)*)", inspect.getdoc(base) or "", re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in found}
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for spec in msgspec.structs.fields(cls):
+        hint = _bare(hints[spec.name])
+        is_list = typing.get_origin(hint) is tuple
+        kind = _bare(typing.get_args(hint)[0]) if is_list else hint
+        choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            choices = tuple(kind)
+        default = {} if spec.default is msgspec.NODEFAULT else msgspec.to_builtins(spec.default)
+        yield Key(spec.name, kind, is_list, default, texts[spec.name], choices)
 
 
 def all_keys(cls: type[object] = Config, at: str = "") -> Iterator[Key]:
     """Yield every key below `cls`; those of list items as `name[].key`."""
-    for name, hint, description, default in _fields(cls):
-        dotted = f"{at}{name}"
-        if _is_section(hint):
-            yield from all_keys(hint, f"{dotted}.")
-            continue
-        is_list = typing.get_origin(hint) is tuple
-        item = _items(hint) if is_list else hint
-        choices = typing.get_args(item) if typing.get_origin(item) is Literal else ()
-        if isinstance(item, type) and issubclass(item, Enum):
-            choices = tuple(member.value for member in item)
-        plain = msgspec.to_builtins(default)
-        kind = _type_name(item)
-        yield Key(
-            dotted,
-            f"list of {kind}" if is_list else kind,
-            list(plain) if is_list else plain,
-            description,
-            choices,
-        )
-        if is_list and _is_section(item):
-            yield from all_keys(item, f"{dotted}[].")
+    for key in _keys(cls):
+        dotted = f"{at}{key.dotted}"
+        if key.is_list or not _is_section(key.kind):
+            yield key._replace(dotted=dotted)
+        if _is_section(key.kind):
+            yield from all_keys(key.kind, f"{dotted}[]." if key.is_list else f"{dotted}.")
 
 
-def _type_name(hint: Any) -> str:
-    if typing.get_origin(hint) is dict or _is_section(hint):
-        return "mapping"
-    return {int: "integer", float: "number", bool: "boolean"}.get(hint, "string")
+_YAML_END = "...\n"
 
 
 def as_yaml(config: Config | None = None) -> str:
     """Return a configuration file with every key under its description."""
-    return "\n".join(_yaml_section(Config, to_mapping(config or Config()), "")) + "\n"
+    return "\n".join(_yaml(Config, to_mapping(config or Config()), "")) + "\n"
 
 
-def _yaml_section(cls: Any, values: Any, indent: str) -> Iterator[str]:
-    sections = []
-    choices = {key.dotted: key.sentence for key in all_keys(cls)}
-    for name, hint, description, _ in _fields(cls):
-        if _is_section(hint):
-            sections.append((name, hint, description))
-            continue
-        yield from _comment(choices[name], indent)
-        yield f"{indent}{name}: {_flow(values[name])}"
-    for name, hint, description in sections:
-        if not indent and name != sections[0][0]:
-            yield ""
-        yield from _comment(description, indent)
-        yield f"{indent}{name}:"
-        yield from _yaml_section(hint, values[name], indent + "  ")
-
-
-def _comment(text: str, indent: str) -> list[str]:
-    prefix = f"{indent}# "
-    return textwrap.wrap(text, 100, initial_indent=prefix, subsequent_indent=prefix)
-
-
-def _flow(value: object) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000)
-    return text.removesuffix("...\n").strip()
+def _yaml(cls: Any, values: Any, indent: str) -> Iterator[str]:
+    # Sections stand behind the plain keys.
+    for key in sorted(_keys(cls), key=lambda x: _is_section(x.kind) and not x.is_list):
+        text = key.description + (f" One of: {', '.join(key.choices)}." if key.choices else "")
+        prefix = f"{indent}# "
+        yield from textwrap.wrap(text, 100, initial_indent=prefix, subsequent_indent=prefix)
+        if key.is_list and _is_section(key.kind):
+            yield from (f"{prefix}- {x.dotted}: {x.description}" for x in _keys(key.kind))
+        value = values[key.dotted]
+        if _is_section(key.kind) and not key.is_list:
+            yield f"{indent}{key.dotted}:"
+            yield from _yaml(key.kind, value, indent + "  ")
+        else:
+            flow = yaml.safe_dump(value, default_flow_style=True, width=1000)
+            yield f"{indent}{key.dotted}: {flow.removesuffix(_YAML_END).strip()}"
 
 
 _INTRO = """\
 # Configuration
 
 One YAML file (`--config FILE`) serves `pdserve up`, `pdserve router` and `pdserve worker`; each
-reads its own section. `--set KEY=VALUE` sets any key on the command line and overrides the file.
-The options in `--help` do the same for the most common keys. Unknown keys, wrong types and values
-out of bounds are refused with the name of the key. `pdserve config` prints a file with every key.
+reads its own section. `--set KEY=VALUE` sets any key on the command line and overrides the file,
+such as `--set router.lease_s=3`. The options in `--help` do the same for the most common keys.
+Unknown keys, wrong types and values out of bounds are refused with the name of the key.
+`pdserve config` prints this file, with the values that it was given:
+
 """
 
 
 def as_markdown() -> str:
     """Return the text of docs/configuration.md."""
-    parts = [_INTRO]
-    for name, hint, description, _ in _fields(Config):
-        parts += [f"## `{name}`\n", f"{description}\n", "| key | type | default | meaning |"]
-        parts.append("|---|---|---|---|")
-        for key in all_keys(hint, f"{name}."):
-            if key.dotted.startswith("worker.access."):
-                continue
-            cells = (f"`{key.dotted}`", key.type_name, f"`{_flow(key.default)}`", key.sentence)
-            parts.append(f"| {' | '.join(cells)} |")
-        if name == "worker":
-            parts.append("| `worker.access.*` | | | As `router.access.*`, without `http_tls`. |")
-        parts.append("")
-    return "\n".join(parts)
+    return f"{_INTRO}```yaml\n{as_yaml()}```\n"
 
 
 if __name__ == "__main__":

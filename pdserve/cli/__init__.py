@@ -11,25 +11,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdserve import __version__
-from pdserve.cli import (
-    chat,
-    config,
-    drain,
-    explain,
-    generate,
-    role,
-    router,
-    status,
-    top,
-    up,
-    worker,
-)
+from pdserve.cli import admin, ask, config, explain, serve, status, top
 from pdserve.errors import ClientError, ConfigError, PdserveError, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_COMMANDS = (up, router, worker, chat, generate, status, top, explain, drain, role, config)
+_COMMANDS = (serve, ask, status, top, explain, admin, config)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _EPILOG = """\

@@ -1,32 +1,34 @@
-"""Ask a running service one question, over gRPC or HTTP, and stream the answer."""
+"""`pdserve chat` and `pdserve generate`: ask a running service over gRPC."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import sys
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 from pdserve.cli.options import (
-    add_dial_options,
-    add_grpc_option,
+    add_command,
+    add_seconds,
+    add_service_options,
     api_key_from,
     dialer_from,
-    http_tls_from,
 )
-from pdserve.errors import InternalError, Unavailable, from_info
-from pdserve.rpc import PLAIN
-from pdserve.types import ErrorInfo, SamplingParams
+from pdserve.errors import PdserveError, Unavailable
+from pdserve.types import SamplingParams
 
 if TYPE_CHECKING:
     import argparse
-    import ssl
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Mapping
 
-    import aiohttp
+    from rich.console import Console
 
+    from pdserve.cli.options import Subparsers
     from pdserve.client import Delta
-    from pdserve.rpc import Dialer
+    from pdserve.tokenizer import ChatMessage
 
 _SAMPLING: dict[str, tuple[type, str]] = {
     "--max-tokens": (int, "most tokens of the answer (default: the service's)"),
@@ -35,172 +37,132 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "--top-k": (int, "sample from this many tokens"),
     "--seed": (int, "make sampling repeatable"),
 }
+_HELP = "/reset forgets the conversation, /quit ends; Ctrl-C stops an answer."
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A service: `url` for HTTP, else `grpc` (host:port, several separated by commas)."""
-
-    url: str | None
-    grpc: str
-    api_key: str = field(default="", repr=False)
-    dialer: Dialer = PLAIN
-    tls: ssl.SSLContext | bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A conversation, or with `text` a plain text to continue."""
-
-    messages: tuple[tuple[str, str], ...] = ()
-    text: str | None = None
-    model: str = ""
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of an answer. The last ones have finish reason, usage and receipt."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    usage: Mapping[str, Any] | None = None
-    receipt: Mapping[str, Any] | None = None
-
-
-def add_ask_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("service")
-    where = group.add_mutually_exclusive_group()
-    add_grpc_option(where, "HOST:PORT,...")
-    where.add_argument("--url", help="use HTTP instead, such as http://127.0.0.1:8000")
-    group.add_argument("--model", default="", help="served model (default: the only one)")
-    group.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="deadline (default: the router's)"
+def register(commands: Subparsers) -> None:
+    chat = add_command(
+        *(commands, "chat", _chat, "talk to a running service"),
+        f"Talk to the model; each line is a turn. {_HELP}",
     )
-    sampling = parser.add_argument_group("sampling")
-    for flag, (kind, text) in _SAMPLING.items():
-        sampling.add_argument(flag, type=kind, metavar="N", help=text)
-    add_dial_options(parser)
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    generate = add_command(
+        commands, "generate", _generate, "ask one question and stream the answer"
+    )
+    generate.add_argument("prompt", help="the question; - reads it from standard input")
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the text without the chat template"
+    )
+    for parser in (chat, generate):
+        parser.add_argument(
+            "--receipt", action="store_true", help="also print what each phase of the answer took"
+        )
+        parser.add_argument("--model", default="", help="served model (default: the only one)")
+        add_seconds(parser, "--timeout", None, "deadline (default: the router's)")
+        sampling = parser.add_argument_group("sampling")
+        for flag, (kind, text) in _SAMPLING.items():
+            sampling.add_argument(flag, type=kind, metavar="N", help=text)
+    add_service_options(chat, several=True, as_json="")
+    add_service_options(
+        generate, several=True, as_json="print text, finish reason, usage and receipt as JSON"
+    )
 
 
-def target_from(args: argparse.Namespace) -> Target:
-    return Target(args.url, args.grpc, api_key_from(args), dialer_from(args), http_tls_from(args))
-
-
-def sampling_from(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling parameters that were given. Raises InvalidRequest naming the field."""
-    names = [flag.removeprefix("--").replace("-", "_") for flag in _SAMPLING]
-    values = {name: x for name in names if (x := getattr(args, name)) is not None}
-    SamplingParams(**values)
-    return values
-
-
-async def ask(target: Target, question: Question) -> AsyncGenerator[Piece, None]:
-    """Yield the answer. Raises PdserveError."""
-    pieces = _ask_http(target, question) if target.url else _ask_grpc(target, question)
-    async with aclosing(pieces):
-        async for piece in pieces:
-            yield piece
-
-
-async def _ask_grpc(target: Target, question: Question) -> AsyncGenerator[Piece, None]:
+async def _ask(
+    args: argparse.Namespace, prompt: str | list[ChatMessage], show: Callable[[str], None]
+) -> dict[str, Any]:
+    """Stream an answer to `show`. Return text, finish reason, usage and receipt. Raises
+    PdserveError."""
     from pdserve.client import Client
-    from pdserve.tokenizer import ChatMessage
 
-    chat = [ChatMessage(role, content) for role, content in question.messages]
-    prompt: str | Sequence[ChatMessage] = chat if question.text is None else question.text
-    addresses = target.grpc.split(",")
-    async with Client(addresses, api_key=target.api_key, dialer=target.dialer) as client:
+    names = [flag.removeprefix("--").replace("-", "_") for flag in _SAMPLING]
+    sampling = {name: x for name in names if (x := getattr(args, name)) is not None}
+    answer: dict[str, Any] = {"text": "", "finish_reason": None, "usage": None, "receipt": None}
+    async with Client(
+        args.grpc.split(","), api_key=api_key_from(args), dialer=dialer_from(args)
+    ) as client:
         deltas = client.generate(
             prompt,
-            SamplingParams(**question.sampling),
-            fill_context="max_tokens" not in question.sampling,
-            model=question.model,
-            timeout_s=question.timeout_s,
+            SamplingParams(**sampling),
+            fill_context=args.max_tokens is None,
+            model=args.model,
+            timeout_s=args.timeout,
         )
         async with aclosing(cast("AsyncGenerator[Delta, None]", deltas)):
             async for delta in deltas:
-                yield Piece(
-                    delta.text,
-                    None if delta.finish_reason is None else str(delta.finish_reason),
-                    None if delta.usage is None else asdict(delta.usage),
-                    None if delta.receipt is None else asdict(delta.receipt),
-                )
+                show(delta.text)
+                answer["text"] += delta.text
+                answer["finish_reason"] = delta.finish_reason or answer["finish_reason"]
+                for name in ("usage", "receipt"):
+                    if (value := getattr(delta, name)) is not None:
+                        answer[name] = asdict(value)
+    return answer
 
 
-async def _ask_http(target: Target, question: Question) -> AsyncGenerator[Piece, None]:
-    import aiohttp
+def _generate(args: argparse.Namespace) -> int:
+    from pdserve.tokenizer import ChatMessage
 
-    from pdserve.rpc import authorization
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = text if args.raw else [ChatMessage("user", text)]
+    answer = asyncio.run(_ask(args, prompt, (lambda _: None) if args.json else _show))
+    _show(json.dumps(answer, indent=2) + "\n" if args.json else "\n")
+    if args.receipt and answer["receipt"] and not args.json:
+        sys.stderr.write(receipt_line(answer["receipt"]) + "\n")
+    return 0
 
-    assert target.url is not None
-    base = target.url.rstrip("/").removesuffix("/v1")
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from pdserve.tokenizer import ChatMessage
+
+    console = Console(highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        # Line editing and history, if the interpreter was built with them.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
+        console.print(_HELP, style="dim")
+    start = [] if args.system is None else [ChatMessage("system", args.system)]
+    messages = start
+    while (line := _read_line(console)) is not None and line != "/quit":
+        if line == "/reset":
+            messages = start
+        elif line:
+            asked = [*messages, ChatMessage("user", line)]
+            answer = _answer(args, console, asked)
+            if answer is not None:
+                messages = [*asked, ChatMessage("assistant", answer)]
+    return 0
+
+
+def _read_line(console: Console) -> str | None:
     try:
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=target.tls),
-            timeout=aiohttp.ClientTimeout(total=question.timeout_s),
-            read_bufsize=1 << 20,
-            headers=dict(authorization(target.api_key)),
-        ) as session:
-            body = {"model": question.model or await _only_model(session, base), "stream": True}
-            body |= {"stream_options": {"include_usage": True}, **question.sampling}
-            if question.text is not None:
-                path, body["prompt"] = "/v1/completions", question.text
-            else:
-                path = "/v1/chat/completions"
-                body["messages"] = [{"role": r, "content": c} for r, c in question.messages]
-            async with session.post(f"{base}{path}", json=body) as response:
-                await _raise_for(response)
-                async for piece in _read_stream(response):
-                    yield piece
-    except TimeoutError as error:
-        raise Unavailable(f"no answer from {base} within {question.timeout_s:g} s") from error
-    except aiohttp.ClientError as error:
-        raise Unavailable(f"no answer from {base}: {error}") from error
+        return input("> " if console.is_terminal else "").strip()
+    except EOFError:
+        return None
 
 
-async def _only_model(session: aiohttp.ClientSession, base: str) -> str:
-    async with session.get(f"{base}/v1/models") as response:
-        await _raise_for(response)
-        names = [str(model["id"]) for model in (await response.json())["data"]]
-    if len(names) != 1:
-        what = f"{', '.join(names)}: choose one with --model" if names else "no model now"
-        raise Unavailable(f"{base} serves {what}")
-    return names[0]
-
-
-async def _raise_for(response: aiohttp.ClientResponse) -> None:
-    if response.status == 200:
-        return
-    text = await response.text()
+def _answer(args: argparse.Namespace, console: Console, messages: list[ChatMessage]) -> str | None:
+    """Stream an answer and return it, or None if it was stopped or rejected."""
     try:
-        raise _error(json.loads(text)["error"])
-    except (ValueError, KeyError, TypeError):
-        raise InternalError(f"HTTP status {response.status}: {text[:200]}") from None
-
-
-def _error(error: Mapping[str, Any]) -> Exception:
-    info = ErrorInfo(error.get("code") or "", str(error["message"]), error.get("param") or "")
-    return from_info(info)
-
-
-async def _read_stream(response: aiohttp.ClientResponse) -> AsyncGenerator[Piece, None]:
-    """Yield server-sent events, one `data:` line each."""
-    async for line in response.content:
-        if not line.startswith(b"data:"):
-            continue
-        data = line.removeprefix(b"data:").strip()
-        if data == b"[DONE]":
-            return
-        chunk = json.loads(data)
-        if "error" in chunk:
-            raise _error(chunk["error"])
-        choice = chunk["choices"][0] if chunk["choices"] else {}
-        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-        receipt = chunk.get("pdserve", {}).get("receipt")
-        yield Piece(text, choice.get("finish_reason"), chunk.get("usage"), receipt)
-    raise InternalError("the stream ended before [DONE]")
+        answer = asyncio.run(_ask(args, messages, _show))
+    except KeyboardInterrupt:
+        console.print("\n(stopped)", style="dim")
+        return None
+    except Unavailable:
+        raise
+    except PdserveError as error:
+        console.print(f"\nrejected: {error.message}", style="red", markup=False)
+        return None
+    _show("\n")
+    if args.receipt and answer["receipt"]:
+        console.print(receipt_line(answer["receipt"]), style="dim", markup=False)
+    return str(answer["text"])
 
 
 def receipt_line(receipt: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import getpass
 import sys
 from typing import TYPE_CHECKING
 
-from pdserve.cli.options import add_config_options, config_from, formatter
+from pdserve.cli.options import add_command, add_config_options, config_from
 from pdserve.config import as_yaml, refuse
 from pdserve.security.keys import hash_key, new_key
 
@@ -16,21 +16,18 @@ if TYPE_CHECKING:
     from pdserve.cli.options import Subparsers
 
 
-def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "config",
-        help="print every configuration key, or hash an API key",
-        description="Check and print a configuration file: the defaults with --config and --set "
-        "applied, every key under its description. `pdserve config hash-key` reads an API key from "
-        "standard input (without echo on a terminal) and prints its hash, for router.tenants.",
-        formatter_class=formatter,
+def register(commands: Subparsers) -> None:
+    parser = add_command(
+        *(commands, "config", _run, "print every configuration key, or hash an API key"),
+        "Check and print a configuration file: the defaults with --config and --set applied, every "
+        "key under its description. `pdserve config hash-key` reads an API key from standard input "
+        "(without echo on a terminal) and prints its hash, for router.tenants.",
     )
     parser.add_argument("action", nargs="?", choices=("print", "hash-key"), default="print")
     parser.add_argument(
         "--new", action="store_true", help="hash-key: make a random key and print it first"
     )
     add_config_options(parser, {})
-    parser.set_defaults(handler=_run)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -9,13 +9,14 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from pdserve.cli.options import (
-    add_dial_options,
-    add_grpc_option,
+    UNKNOWN,
+    add_command,
+    add_seconds,
+    add_service_options,
     channel_to,
-    dialer_from,
-    formatter,
     plain,
     say,
+    table_of,
 )
 
 if TYPE_CHECKING:
@@ -28,34 +29,22 @@ if TYPE_CHECKING:
     from pdserve.v1 import admin_pb2 as a
     from pdserve.v1.worker_pb2 import WorkerInfo
 
-_UNKNOWN = "-"
 MOST_SHOWN = 24
 MOST_REASONS = 4
 
 
-def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "explain",
-        help="show why a request was placed on its workers",
-        description="Show the placement decisions of a request: the workers as the router saw "
-        "them, their scores, why others were not chosen, and why the request was placed again. "
-        "Exit code 1 if the router does not know the request, or does not answer.",
-        formatter_class=formatter,
+def register(commands: Subparsers) -> None:
+    parser = add_command(
+        *(commands, "explain", _run, "show why a request was placed on its workers"),
+        "Show the placement decisions of a request: the workers as the router saw them, their "
+        "scores, why others were not chosen, and why the request was placed again. Exit code 1 if "
+        "the router does not know the request, or does not answer.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="id of the answer")
     which.add_argument("--all", action="store_true", help="every request that the router keeps")
-    parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="timeout of the call (default: %(default)g)",
-    )
-    add_grpc_option(parser)
-    add_dial_options(parser)
-    parser.set_defaults(handler=_run)
+    add_seconds(parser, "--timeout", 30.0, "timeout of the call")
+    add_service_options(parser, as_json="print JSON lines")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -70,7 +59,7 @@ async def _explain(args: argparse.Namespace) -> None:
 
     request = admin_pb2.ExplainRequest(request_id=args.request_id or "")
     console, workers = Console(highlight=False), dict[str, "WorkerInfo"]()
-    async with channel_to(dialer_from(args), args.grpc) as (channel, metadata):
+    async with channel_to(args) as (channel, metadata):
         stub = admin_pb2_grpc.AdminStub(channel)
         async for message in stub.Explain(request, timeout=args.timeout, metadata=metadata):
             if args.json:
@@ -140,29 +129,24 @@ def _table(
     workers: dict[str, WorkerInfo],
 ) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
     from pdserve import wire
 
-    table = Table(box=None, pad_edge=True)
-    for name in ("worker", "role"):
-        table.add_column(name, no_wrap=True)
-    for name in ("prompt", "blocks", "run+wait", "cached", "total"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of("", ("worker", "role"), ("prompt", "blocks", "run+wait", "cached", "total"))
     table.add_column("scores, or why not", overflow="fold")
     for candidate in candidates:
         worker, load = workers.get(candidate.worker_id), candidate.load
         total = _total(candidate)
         table.add_row(
             escape(candidate.worker_id),
-            wire.role_from_pb(worker.role).value if worker else _UNKNOWN,
+            wire.role_from_pb(worker.role).value if worker else UNKNOWN,
             str(candidate.outstanding_tokens),
-            f"{candidate.reserved_blocks}/{worker.total_blocks if worker else _UNKNOWN}",
+            f"{candidate.reserved_blocks}/{worker.total_blocks if worker else UNKNOWN}",
             f"{load.num_running_reqs}+{load.num_waiting_reqs}"
             if candidate.HasField("load")
-            else _UNKNOWN,
-            str(candidate.cached_tokens) if decision.asked_prefix else _UNKNOWN,
-            _UNKNOWN if total is None else f"{total:.3f}",
+            else UNKNOWN,
+            str(candidate.cached_tokens) if decision.asked_prefix else UNKNOWN,
+            UNKNOWN if total is None else f"{total:.3f}",
             escape(candidate.why_not or _scores(candidate)),
             style="bold" if candidate.worker_id in (decision.decode, decision.prefill) else None,
         )

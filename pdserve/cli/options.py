@@ -13,19 +13,22 @@ from pdserve.config import Config, all_keys, load_config, read_yaml, refuse
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     import grpc.aio
     from google.protobuf.message import Message
+    from rich.table import Table
 
     from pdserve.config import Key
     from pdserve.rpc import Dialer
 
-Subparsers = argparse._SubParsersAction  # argparse has no public name for it
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    Handler = Callable[[argparse.Namespace], int]
 
 KEY_VARIABLE = "PDSERVE_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
+UNKNOWN = "-"
 _TLS_OPTIONS = {
     "ca": ("FILE", "CAs of the service's certificate"),
     "cert": ("FILE", "client certificate"),
@@ -34,8 +37,31 @@ _TLS_OPTIONS = {
 }
 
 
-def formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, max_help_position=30, width=110)
+def add_command(
+    commands: Subparsers, name: str, handler: Handler, summary: str, description: str = ""
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description or f"{summary.capitalize()}.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=110),
+    )
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def add_seconds(
+    parser: argparse._ActionsContainer, flag: str, default: float | None, text: str
+) -> None:
+    note = "" if default is None else " (default: %(default)g)"
+    parser.add_argument(flag, type=_seconds, default=default, metavar="SECONDS", help=text + note)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
+    return value
 
 
 def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
@@ -53,36 +79,22 @@ def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]
     group = parser.add_argument_group("configuration keys (`pdserve config` prints all)")
     for flag, dotted in flags.items():
         key = known[dotted]
-        default = ",".join(map(str, x)) if isinstance(x := key.default, list) else key.default
+        default = ",".join(map(str, key.default)) if key.is_list else key.default
         note = f" (default: {default})" if default not in ("", None, False) else ""
         text = key.description.partition(". ")[0].removesuffix(".").replace("%", "%%")
         group.add_argument(flag, dest=dotted, **_value(key), help=text + note)
 
 
 def _value(key: Key) -> dict[str, Any]:
-    if key.type_name == "boolean":
+    if key.kind is bool:
         return {"action": "store_const", "const": True}
-    if key.type_name == "string" and key.choices:
+    if key.is_list:
+        convert = int if key.kind is int else str.strip
+        return {"type": lambda text: [convert(x) for x in text.split(",")], "metavar": "A,B"}
+    if key.choices:
         return {"choices": key.choices}
-    if key.type_name.startswith("list"):
-        return {
-            "type": _integers if key.type_name.endswith("integer") else _words,
-            "metavar": "A,B",
-        }
-    kinds: dict[str, tuple[Callable[[str], object], str]] = {
-        "integer": (int, "N"),
-        "number": (float, "SECONDS"),
-    }
-    kind, metavar = kinds.get(key.type_name, (str, "TEXT"))
-    return {"type": kind, "metavar": metavar}
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
-
-
-def _integers(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
+    kind = key.kind if key.kind in (int, float) else str
+    return {"type": kind, "metavar": {int: "N", float: "SECONDS", str: "TEXT"}[kind]}
 
 
 def config_from(args: argparse.Namespace) -> Config:
@@ -102,32 +114,33 @@ def changes_from(args: argparse.Namespace) -> dict[str, object]:
     return changes | given
 
 
-def add_grpc_option(parser: argparse._ActionsContainer, metavar: str = "HOST:PORT") -> None:
+def add_service_options(
+    parser: argparse.ArgumentParser, *, several: bool = False, as_json: str = "print JSON"
+) -> None:
+    """Add `--grpc`, `--json` and what `add_dial_options` adds."""
     parser.add_argument(
         "--grpc",
         default=DEFAULT_GRPC,
-        metavar=metavar,
+        metavar="HOST:PORT,..." if several else "HOST:PORT",
         help="gRPC address of the router (default: %(default)s)",
     )
+    if as_json:
+        parser.add_argument("--json", action="store_true", help=as_json)
+    add_dial_options(parser)
 
 
-def add_dial_options(parser: argparse._ActionsContainer) -> None:
+def add_dial_options(parser: argparse.ArgumentParser) -> None:
     """Add how to reach a service with TLS, and how to authenticate."""
-    group: argparse._ActionsContainer = parser
-    if isinstance(parser, argparse.ArgumentParser):
-        group = parser.add_argument_group("authentication and TLS")
+    group = parser.add_argument_group("authentication and TLS")
     group.add_argument("--api-key", metavar="KEY", help=f"API key (default: ${KEY_VARIABLE})")
     group.add_argument(
         "--tls", action="store_true", help="use TLS; implied by the options that follow"
     )
     for name, (metavar, text) in _TLS_OPTIONS.items():
         variable = f"PDSERVE_TLS_{name.upper()}"
-        group.add_argument(
-            f"--tls-{name}",
-            metavar=metavar,
-            default=os.environ.get(variable, ""),
-            help=f"{text} (default: ${variable})",
-        )
+        default = os.environ.get(variable, "")
+        note = f"{text} (default: ${variable})"
+        group.add_argument(f"--tls-{name}", metavar=metavar, default=default, help=note)
 
 
 def api_key_from(args: argparse.Namespace) -> str:
@@ -140,45 +153,45 @@ def dialer_from(args: argparse.Namespace) -> Dialer:
     from pdserve.rpc import Dialer
     from pdserve.security.tls import tls_dialer
 
-    values = {name: getattr(args, f"tls_{name}") for name in _TLS_OPTIONS}
-    if not (args.tls or any(values.values())):
-        return Dialer(token=api_key_from(args))
-    for given, missing in (("cert", "key"), ("key", "cert")):
-        if values[given] and not values[missing]:
-            refuse(f"--tls-{missing}", f"is required with --tls-{given}")
+    token = api_key_from(args)
+    if not (args.tls or any(getattr(args, f"tls_{name}") for name in _TLS_OPTIONS)):
+        return Dialer(token=token)
+    if bool(args.tls_cert) != bool(args.tls_key):
+        given, missing = ("cert", "key") if args.tls_cert else ("key", "cert")
+        refuse(f"--tls-{missing}", f"is required with --tls-{given}")
     return tls_dialer(
-        ca_file=values["ca"],
-        cert_file=values["cert"],
-        key_file=values["key"],
-        peer_name=values["name"],
-        token=api_key_from(args),
+        ca_file=args.tls_ca,
+        cert_file=args.tls_cert,
+        key_file=args.tls_key,
+        peer_name=args.tls_name,
+        token=token,
     )
 
 
 def http_tls_from(args: argparse.Namespace) -> ssl.SSLContext | bool:
     """Return the `ssl` argument of aiohttp. Raises ConfigError."""
-    if not (args.tls_ca or args.tls_cert):
-        return True
-    return dialer_from(args).context or True
+    return (dialer_from(args).context if args.tls_ca or args.tls_cert else None) or True
 
 
 @contextlib.asynccontextmanager
 async def channel_to(
-    dialer: Dialer, address: str
+    args: argparse.Namespace,
 ) -> AsyncIterator[tuple[grpc.aio.Channel, tuple[tuple[str, str], ...]]]:
-    """Yield a channel and the metadata of its calls. Raises PdserveError for a failed call."""
+    """Yield a channel to the router at `--grpc` and the metadata of its calls. Raises PdserveError
+    for a failed call."""
     import grpc.aio
 
     from pdserve.errors import Unavailable
     from pdserve.rpc import error_from_rpc, has_error
 
-    async with dialer.open_channel(address) as channel:
+    dialer = dialer_from(args)
+    async with dialer.open_channel(args.grpc) as channel:
         try:
             yield channel, dialer.metadata
         except grpc.aio.AioRpcError as error:
             found = error_from_rpc(error)
             if isinstance(found, Unavailable) and not has_error(error):
-                raise Unavailable(f"no router at {address}: {found.message}") from error
+                raise Unavailable(f"no router at {args.grpc}: {found.message}") from error
             raise found from error
 
 
@@ -194,3 +207,18 @@ def plain(message: Message) -> dict[str, Any]:
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def table_of(
+    title: str, left: Sequence[str], right: Sequence[str], *, caption: str | None = None
+) -> Table:
+    """Return an empty table with columns of text (`left`) and of numbers (`right`)."""
+    from rich.table import Table
+
+    table = Table(title=title or None, caption=caption, box=None, pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    for name in left:
+        table.add_column(name, overflow="fold", no_wrap=name == "worker")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

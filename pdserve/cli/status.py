@@ -8,19 +8,22 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.options import (
-    add_dial_options,
-    add_grpc_option,
+    UNKNOWN,
+    add_command,
+    add_seconds,
+    add_service_options,
     channel_to,
     dialer_from,
-    formatter,
     plain,
     say,
+    table_of,
 )
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Sequence
 
+    from google.protobuf.message import Message
     from rich.console import Console
     from rich.table import Table
 
@@ -30,33 +33,20 @@ if TYPE_CHECKING:
 
     Row = dict[str, Any]
 
-_UNKNOWN = "-"
 
-
-def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "status",
-        help="show workers, their load and their KV blocks",
-        description="Show the workers of a router, their load, the KV blocks pinned for transfers, "
-        "workers that get no work, and pairs that cannot exchange KV. Exit code 1 if the router "
-        "does not answer.",
-        formatter_class=formatter,
+def register(commands: Subparsers) -> None:
+    parser = add_command(
+        *(commands, "status", _run, "show workers, their load and their KV blocks"),
+        "Show the workers of a router, their load, the KV blocks pinned for transfers, workers "
+        "that get no work, and pairs that cannot exchange KV. Exit code 1 if the router does not "
+        "answer.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="timeout of each call (default: %(default)g)",
-    )
-    add_grpc_option(parser)
-    add_dial_options(parser)
-    parser.set_defaults(handler=_run)
+    add_seconds(parser, "--timeout", 5.0, "timeout of each call")
+    add_service_options(parser, as_json="print JSON instead of tables")
 
 
 def _run(args: argparse.Namespace) -> int:
-    found = asyncio.run(collect(dialer_from(args), args.grpc, args.timeout))
+    found = asyncio.run(collect(args, args.timeout))
     if args.json:
         say(json.dumps(found, indent=2))
     else:
@@ -64,15 +54,16 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def collect(dialer: Dialer, address: str, timeout_s: float) -> dict[str, Any]:
+async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
     """Return what `pdserve status --json` prints. Raises PdserveError if the router does not
     answer; a worker that does not answer has `"answers": false`."""
     from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
-    async with channel_to(dialer, address) as (channel, metadata):
+    async with channel_to(args) as (channel, metadata):
         listed = await worker_pb2_grpc.RegistryStub(channel).ListWorkers(
             worker_pb2.ListWorkersRequest(), timeout=timeout_s, metadata=metadata
         )
+    dialer = dialer_from(args)
     calls = [_ask(dialer, entry.info.address, timeout_s) for entry in listed.workers]
     answers = await asyncio.gather(*calls)
     rows = [_row(entry, answer) for entry, answer in zip(listed.workers, answers, strict=True)]
@@ -139,29 +130,24 @@ def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> Row:
         "outstanding_requests": entry.outstanding_requests,
         "outstanding_tokens": entry.outstanding_tokens,
         "lease_remaining_s": round(entry.lease_remaining_s, 3),
-        "breaker": plain(entry.breaker) if entry.HasField("breaker") else None,
+        "breaker": _optional(entry, "breaker"),
         "unhealthy": entry.unhealthy,
-        "steps": plain(entry.steps) if entry.HasField("steps") else None,
-        "load": None,
-        "ledger": None,
-        "open_streams": None,
-        "kv": None,
-        "uptime_s": None,
-        "gpus": [],
+        "steps": _optional(entry, "steps"),
+        "load": answer and _optional(answer, "load"),
+        "ledger": answer and plain(answer.ledger),
+        "open_streams": answer and answer.open_streams,
+        "kv": answer and _optional(answer, "kv"),
+        "uptime_s": answer and round(answer.uptime_s, 3),
+        "gpus": [plain(gpu) for gpu in answer.gpus] if answer else [],
     }
-    if answer is not None:
-        row["ledger"] = plain(answer.ledger)
-        row["open_streams"] = answer.open_streams
-        row["uptime_s"] = round(answer.uptime_s, 3)
-        row["gpus"] = [plain(gpu) for gpu in answer.gpus]
-        row["kv"] = plain(answer.kv) if answer.HasField("kv") else None
-        row["load"] = plain(answer.load) if answer.HasField("load") else None
-        if entry.state == "draining" and not (answer.open_streams or any(row["ledger"].values())):
-            row["state"] = "drained"
+    is_busy = answer is None or answer.open_streams or any(row["ledger"].values())
+    if entry.state == "draining" and not is_busy:
+        row["state"] = "drained"
     return row
 
 
-# Tables
+def _optional(message: Message, name: str) -> Row | None:
+    return plain(getattr(message, name)) if message.HasField(name) else None
 
 
 def show(address: str, found: dict[str, Any], console: Console | None = None) -> None:
@@ -212,9 +198,11 @@ def _until(ejected: Row) -> str:
 
 
 def load_table(title: str, rows: Sequence[Row]) -> Table:
-    table = _table(title, ("worker", "role", "state", "model"))
-    for name in ("running", "waiting", "KV", "placed", "up"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(
+        *(title, ("worker", "role", "state", "model")),
+        ("running", "waiting", "KV", "placed", "up"),
+        caption="KV: cache in use; placed: requests and tokens that this router placed",
+    )
     for row in rows:
         load = row["load"]
         table.add_row(
@@ -222,21 +210,21 @@ def load_table(title: str, rows: Sequence[Row]) -> Table:
             row["role"],
             row["state"] if row["answers"] else f"{row['state']}, no answer",
             row["model"],
-            str(load["num_running_reqs"]) if load else _UNKNOWN,
-            str(load["num_waiting_reqs"]) if load else _UNKNOWN,
-            f"{load['kv_cache_usage']:.0%}" if load else _UNKNOWN,
+            str(load["num_running_reqs"]) if load else UNKNOWN,
+            str(load["num_waiting_reqs"]) if load else UNKNOWN,
+            f"{load['kv_cache_usage']:.0%}" if load else UNKNOWN,
             f"{row['outstanding_requests']} ({row['outstanding_tokens']} tok)",
-            _UNKNOWN if row["uptime_s"] is None else _duration(row["uptime_s"]),
+            UNKNOWN if row["uptime_s"] is None else _duration(row["uptime_s"]),
         )
-    table.caption = "KV: cache in use; placed: requests and tokens that this router placed"
     return table
 
 
 def _kv_table(rows: Sequence[Row]) -> Table:
-    table = _table("KV blocks pinned for transfers", ("worker",))
-    for name in ("pinned", "in flight", "leased", "links", "moved", "failed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("debug", overflow="fold")
+    table = table_of(
+        *("KV blocks pinned for transfers", ("worker",)),
+        ("pinned", "in flight", "leased", "links", "moved", "failed", "debug"),
+        caption="pinned = in flight + leased",
+    )
     for row in rows:
         ledger, totals = row["kv"]["ledger"], row["kv"]["totals"]
         links = ", ".join(f"{n} {name}" for name, n in sorted(row["kv"]["links"].items()))
@@ -246,28 +234,17 @@ def _kv_table(rows: Sequence[Row]) -> Table:
             links or "none",
             _size(totals.get("pushed_bytes", 0) + totals.get("received_bytes", 0)),
             f"{totals.get('failures', 0):.0f}",
-            f"http://{row['debug_address']}/debug/kv" if row["debug_address"] else _UNKNOWN,
+            f"http://{row['debug_address']}/debug/kv" if row["debug_address"] else UNKNOWN,
         )
-    table.caption = "pinned = in flight + leased"
-    return table
-
-
-def _table(title: str, left: Sequence[str]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
-    table.title_justify = table.caption_justify = "left"
-    for name in left:
-        table.add_column(name, overflow="fold", no_wrap=name == "worker")
     return table
 
 
 def _size(count: float) -> str:
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    unit = 0
-    while count >= 1024 and unit < len(units) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.3g} {units[unit]}"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
 
 
 def _duration(seconds: float) -> str:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
+import math
 import time
+from collections import defaultdict
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.options import (
     DEFAULT_URL,
-    add_dial_options,
-    add_grpc_option,
-    dialer_from,
-    formatter,
+    UNKNOWN,
+    add_command,
+    add_seconds,
+    add_service_options,
     http_tls_from,
     say,
+    table_of,
 )
 
 if TYPE_CHECKING:
+    import argparse
     import ssl
 
     from rich.console import Group
     from rich.table import Table
 
-    from pdserve.cli.metrics import Interval, Reading
     from pdserve.cli.options import Subparsers
 
 _RATES = {
@@ -51,44 +54,20 @@ _PHASES = {
 _QUANTILES = (0.5, 0.9, 0.99)
 
 
-def register(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "top",
-        help="watch rates, latencies, SLO attainment and workers",
-        description="Read the router's metrics and its workers' state every few seconds and show "
-        "what changed, until Ctrl-C. Exit code 1 if the router does not answer.",
-        formatter_class=formatter,
+def register(commands: Subparsers) -> None:
+    parser = add_command(
+        *(commands, "top", _run, "watch rates, latencies, SLO attainment and workers"),
+        "Read the router's metrics and its workers' state every few seconds and show what changed, "
+        "until Ctrl-C. Exit code 1 if the router does not answer.",
     )
     parser.add_argument(
         "--url", default=DEFAULT_URL, help="HTTP address of the router (default: %(default)s)"
     )
-    add_grpc_option(parser)
-    for flag, default in (("ttft", 2.0), ("tpot", 0.2)):
-        parser.add_argument(
-            f"--slo-{flag}",
-            type=_seconds,
-            default=default,
-            metavar="SECONDS",
-            help=f"target for {flag.upper()} (default: %(default)g)",
-        )
-    parser.add_argument(
-        "--interval",
-        type=_seconds,
-        default=2.0,
-        metavar="SECONDS",
-        help="time between two readings (default: %(default)g)",
-    )
+    add_seconds(parser, "--slo-ttft", 2.0, "target for TTFT")
+    add_seconds(parser, "--slo-tpot", 0.2, "target for TPOT")
+    add_seconds(parser, "--interval", 2.0, "time between two readings")
     parser.add_argument("--once", action="store_true", help="show one interval, then end")
-    parser.add_argument("--json", action="store_true", help="print a JSON line an interval")
-    add_dial_options(parser)
-    parser.set_defaults(handler=_run)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
-    return value
+    add_service_options(parser, as_json="print a JSON line an interval")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -103,10 +82,9 @@ async def _watch(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from pdserve.cli.metrics import Interval
     from pdserve.cli.status import collect
 
-    dialer, tls = dialer_from(args), http_tls_from(args)
+    tls = http_tls_from(args)
     console = Console(highlight=False)
     is_live = not (args.json or args.once)
     live = Live(console=console, screen=True, auto_refresh=False) if is_live else None
@@ -115,7 +93,7 @@ async def _watch(args: argparse.Namespace) -> None:
         while True:
             await asyncio.sleep(args.interval)
             after = await _read(args.url, tls)
-            state = await collect(dialer, args.grpc, timeout_s=max(1.0, args.interval))
+            state = await collect(args, max(1.0, args.interval))
             found = summary(Interval(before, after), args.slo_ttft, args.slo_tpot) | state
             before = after
             if args.json:
@@ -131,7 +109,6 @@ async def _watch(args: argparse.Namespace) -> None:
 async def _read(url: str, tls: ssl.SSLContext | bool) -> Reading:
     import aiohttp
 
-    from pdserve.cli.metrics import read
     from pdserve.errors import Unavailable
 
     timeout = aiohttp.ClientTimeout(total=5.0)
@@ -195,18 +172,95 @@ def view(url: str, found: dict[str, Any]) -> Group:
 
 
 def _latencies(found: dict[str, Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, title="requests that ended; ITL: all tokens")
-    table.title_justify = "left"
-    table.add_column("ms")
-    for phase in found["latency_s"]:
-        table.add_column(phase, justify="right")
-    for quantile in next(iter(found["latency_s"].values())):
-        cells = [values[quantile] for values in found["latency_s"].values()]
-        table.add_row(quantile, *("-" if x is None else f"{x * 1e3:.3g}" for x in cells))
+    phases = found["latency_s"]
+    table = table_of("requests that ended; ITL: all tokens", ("ms",), tuple(phases))
+    for quantile in next(iter(phases.values())):
+        cells = [values[quantile] for values in phases.values()]
+        table.add_row(quantile, *(UNKNOWN if x is None else f"{x * 1e3:.3g}" for x in cells))
     return table
 
 
 def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+    return UNKNOWN if value is None else f"{value:.0%}"
+
+
+# Two readings of /metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counters by name, and histogram buckets (upper bound to count) by name, summed over labels.
+    `at` is the time in seconds."""
+
+    at: float
+    values: dict[str, float] = field(default_factory=dict)
+    buckets: dict[str, dict[float, float]] = field(default_factory=dict)
+
+
+def read(text: str, at: float) -> Reading:
+    """Parse the Prometheus text format. Raises ValueError."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    values: dict[str, float] = defaultdict(float)
+    buckets: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            bound = sample.labels.get("le")
+            if bound is None:
+                values[sample.name] += sample.value
+            else:
+                buckets[sample.name.removesuffix("_bucket")][float(bound)] += sample.value
+    return Reading(at, dict(values), {name: dict(found) for name, found in buckets.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """From `before` to `after`. Quantiles are interpolated within a bucket, as in Prometheus. A
+    counter that fell belongs to a restarted router and counts from zero."""
+
+    before: Reading
+    after: Reading
+
+    @property
+    def seconds(self) -> float:
+        return self.after.at - self.before.at
+
+    def rate(self, name: str) -> float:
+        """Return the increase of a counter per second."""
+        after, before = (x.values.get(name, 0.0) for x in (self.after, self.before))
+        gained = after if after < before else after - before
+        return gained / self.seconds if self.seconds > 0 else 0.0
+
+    def quantile(self, name: str, share: float) -> float | None:
+        """Return the value below which `share` of the observations lie, or None without any. Values
+        above the last bound count as that bound."""
+        import numpy as np
+
+        bounds, counts = self._cumulative(name)
+        if not counts[-1]:
+            return None
+        at = int(np.searchsorted(counts, share * counts[-1]))
+        if math.isinf(bounds[at]):
+            return bounds[at - 1]
+        return float(
+            np.interp(share * counts[-1], counts[at - 1 : at + 1], bounds[at - 1 : at + 1])
+        )
+
+    def attainment(self, name: str, limit: float) -> float | None:
+        """Return the share of observations that are at most `limit`, or None without any."""
+        import numpy as np
+
+        bounds, counts = self._cumulative(name)
+        if not counts[-1]:
+            return None
+        finite = [i for i, bound in enumerate(bounds) if not math.isinf(bound)]
+        below = np.interp(limit, [bounds[i] for i in finite], [counts[i] for i in finite])
+        return float(below / counts[-1])
+
+    def _cumulative(self, name: str) -> tuple[list[float], list[float]]:
+        """Return upper bounds and the number of observations up to each, from 0 on."""
+        after, before = self.after.buckets.get(name, {}), self.before.buckets.get(name, {})
+        if after.get(math.inf, 0.0) < before.get(math.inf, 0.0):
+            before = {}
+        steps = sorted((bound, count - before.get(bound, 0.0)) for bound, count in after.items())
+        return [0.0, *(b for b, _ in steps)], [0.0, *(c for _, c in steps)]

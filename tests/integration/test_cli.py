@@ -21,11 +21,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         yield running.wait_until_serving()
 
 
-@pytest.fixture(params=["--grpc", "--url"])
-def where(service: dict[str, Any], request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Each of the two ways to reach it."""
-    face = {"--grpc": "grpc", "--url": "http"}[request.param]
-    return request.param, service[face]
+@pytest.fixture
+def where(service: dict[str, Any]) -> tuple[str, str]:
+    return "--grpc", service["grpc"]
 
 
 def test_generate_streams_an_answer(where: tuple[str, str]) -> None:
@@ -66,9 +64,8 @@ def test_a_refused_request_fails_with_its_field(
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("where", [("--grpc", "127.0.0.1:1"), ("--url", "http://127.0.0.1:1")])
-def test_a_service_that_is_not_there_is_said_to_be_missing(where: tuple[str, str]) -> None:
-    ended = run_cli("generate", *where, "x")
+def test_a_service_that_is_not_there_is_said_to_be_missing() -> None:
+    ended = run_cli("generate", "--grpc", "127.0.0.1:1", "x")
     assert ended.returncode == 1
     assert "pdserve up" in ended.stderr
     assert "Traceback" not in ended.stderr

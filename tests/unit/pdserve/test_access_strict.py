@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.cli import router as router_command
-from pdserve.cli import up as up_command
+from pdserve.cli import build_parser
 from pdserve.cli.options import config_from
 from pdserve.config import Config, is_exposed, overlay, parse
 from pdserve.errors import ConfigError
@@ -102,14 +101,10 @@ def test_an_open_worker_is_refused(changes: dict[str, Any], named: str) -> None:
 
 
 def test_the_option_is_the_key_and_a_stack_is_as_strict_as_its_router() -> None:
-    import argparse
-
-    for command in (router_command, up_command):
-        parser = argparse.ArgumentParser()
-        command.register(parser.add_subparsers())
-        name = command.__name__.rpartition(".")[2]
+    for name in ("router", "up"):
         open_, strict = (
-            config_from(parser.parse_args([name, *options])) for options in ([], ["--require-auth"])
+            config_from(build_parser().parse_args([name, *options]))
+            for options in ([], ["--require-auth"])
         )
         assert not open_.router.access.require_auth
         assert strict.router.access.require_auth

@@ -78,6 +78,6 @@ def test_of_many_workers_the_best_are_shown_and_the_others_counted() -> None:
         for i in range(40)
     ]
     lines = printed(a.PlacementDecision(candidates=candidates, decode="d3")).splitlines()
-    rows = [line.split()[0] for line in lines if line.startswith(" d")]
+    rows = [line.split()[0] for line in lines if line.startswith("d")]
     assert rows == ["d3", *(f"d{i}" for i in range(39, 16, -1))]
     assert lines[-1] == "   and 16 more: 16 lower score"

@@ -93,7 +93,7 @@ def test_a_wrong_configuration_exits_with_2_and_names_the_key(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["config", "--set", "router.http_port=many"]) == 2
-    assert "router.http_port: must be an integer" in capsys.readouterr().err
+    assert "router.http_port: expected `int`" in capsys.readouterr().err
 
 
 def test_help_needs_none_of_the_heavy_packages() -> None:

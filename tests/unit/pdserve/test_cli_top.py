@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from rich.console import Console
 
-from pdserve.cli.metrics import Interval, Reading, read
-from pdserve.cli.top import summary, view
+from pdserve.cli.top import Interval, Reading, read, summary, view
 
 BOUNDS = (0.1, 0.2, 0.4, 0.8)
 
