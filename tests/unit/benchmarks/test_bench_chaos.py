@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from benchmarks.chaos.hooks import environment, give, hits
 from benchmarks.chaos.load import (
     REPEATED,
     Answer,
@@ -21,7 +20,6 @@ from benchmarks.chaos.load import (
 )
 from benchmarks.chaos.matrix import ChaosSettings, Row
 from benchmarks.chaos.scenarios import SCENARIOS, Run
-from benchmarks.client import Piece
 from pdserve.config import load_config
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.types import SamplingParams
@@ -60,15 +58,6 @@ WANT = answer([1, 2, 3], logprobs=[-0.5, -0.5, -0.5])
 )
 def test_wrong_tokens_are_counted(got: Answer, wrong: int) -> None:
     assert wrong_tokens(got, WANT) == wrong
-
-
-def test_an_answer_is_put_together_from_its_pieces() -> None:
-    got = Answer(1, 0.0)
-    got.take(Piece(token_ids=(1, 2), text="a"))
-    got.take(Piece(token_ids=(3,), text="b", finish_reason="length"))
-    got.take(Piece(has_choice=False, usage={"completion_tokens": 3}, receipt={"fallbacks": ["x"]}))
-    assert got.choices == {0: Choice([1, 2, 3], "ab", "length")}
-    assert (got.completion_tokens, got.fallbacks, got.pieces) == (3, ("x",), 3)
 
 
 def test_only_what_a_fault_ends_may_fail() -> None:
@@ -145,12 +134,3 @@ def test_every_configuration_is_valid(engine: str, name: str, tmp_path: Path) ->
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(config))
         assert load_config(path, {}).worker.engine == engine
-
-
-def test_orders_are_for_one_process(tmp_path: Path) -> None:
-    variables = environment(tmp_path)
-    assert (tmp_path / "python" / "sitecustomize.py").exists()
-    assert str(tmp_path / "python") in variables["PYTHONPATH"]
-    give(tmp_path, 7, "drop")
-    assert (tmp_path / "7.order").read_text() == "drop"
-    assert hits(tmp_path, 7) == 0

@@ -205,10 +205,6 @@ def test_a_sweep_brackets_the_capacity(capacity: float, first: float, limit: int
         assert failed_at / passed <= CLOSE
 
 
-def test_a_pass_above_a_failure_is_luck() -> None:
-    assert bracket([Probe(1, 1.0), Probe(2, 0.5), Probe(4, 1.0)]) == (1, 2)
-
-
 def swept() -> CompareResult:
     probes = [
         measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 from compared import failed, receipt, record
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from benchmarks.metrics import PER_REQUEST, summarise
-from benchmarks.stats import distribution, estimate, percentile, ratio
+from benchmarks.progress import Progress
+from benchmarks.stats import WARMUP, alternate, estimate, percentile, ratio
 
 
 def test_the_latencies_of_one_request() -> None:
@@ -91,16 +94,6 @@ def test_percentiles_are_numpy_s(sample: list[float], percent: float) -> None:
     assert percentile(sample, percent) == pytest.approx(float(np.percentile(sample, percent)))
 
 
-def test_percentiles_of_samples_with_infinities() -> None:
-    sample = [1.0, 2.0, math.inf, 3.0]
-    assert percentile(sample, 0) == 1.0
-    assert percentile(sample, 50) == 3.0
-    assert percentile(sample, 99) == math.inf
-    found = distribution(sample)
-    assert found is not None
-    assert found.mean == math.inf
-
-
 def test_an_estimate_has_an_interval_from_three_rounds_on() -> None:
     two = estimate([1.0, 2.0], "k")
     assert (two.value, two.low) == (1.5, None)
@@ -118,3 +111,30 @@ def test_a_ratio_is_of_rounds_side_by_side() -> None:
     assert (found.low, found.value, found.high) == (2.0, 2.0, 2.0)
     assert ratio([(1.0, 0.0)], "k") is None
     assert ratio([(math.inf, 1.0)], "k") is None
+
+
+async def test_rounds_alternate_after_a_warm_up_that_does_not_count() -> None:
+    calls: list[tuple[str, int]] = []
+
+    async def measure(name: str, number: int) -> int:
+        calls.append((name, number))
+        return number
+
+    found = [x async for x in alternate(["a", "b"], 3, measure, first=1)]
+    assert calls[:2] == [("a", WARMUP), ("b", WARMUP)]
+    assert calls[2:] == [("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    assert found == [{"a": n, "b": n} for n in (1, 2)]
+
+
+def test_progress_is_a_line_every_ten_seconds_without_a_terminal() -> None:
+    out = io.StringIO()
+    with Progress(Console(file=out, force_terminal=False)) as progress:
+        progress.step("round 1", requests=100)
+        for _ in range(100):
+            progress.sent()
+            progress.ended(is_ok=True)
+        assert out.getvalue() == ""
+        progress._next_s = 0.0
+        progress.sent()
+        progress.sent()
+    assert out.getvalue().splitlines() == ["round 1: 1 running, 100 of 100 ended"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +10,7 @@ import pytest
 from benchmarks.errors import BenchError
 from benchmarks.plan import Planner
 from benchmarks.progress import Progress
-from benchmarks.simulate import Costs, Setup, VirtualLoop, drawn_trace, simulate
+from benchmarks.simulate import Costs, Setup, drawn_trace, simulate
 from benchmarks.traces import load_trace
 from benchmarks.workload import Shape
 from pdserve.config import load_config
@@ -31,17 +29,6 @@ def simulated(**changes: Any) -> ReplayResult:
     values |= {"prefill": 1, "decode": 1} | changes
     config = load_config(None, {"router.policy": "least_loaded"}).router
     return simulate(Setup(**values), config, load_trace("chat"), SHORT, Progress())
-
-
-def test_the_clock_jumps_to_the_next_timer() -> None:
-    async def sleep() -> float:
-        await asyncio.sleep(3600)
-        return asyncio.get_running_loop().time()
-
-    begun_s = time.monotonic()
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        assert runner.run(sleep()) == pytest.approx(3600)
-    assert time.monotonic() - begun_s < 60
 
 
 def test_latencies_are_those_of_the_costs() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.errors import BenchError
-from benchmarks.traces import NAMED_TRACES, TraceRequest, infer_tick_s, load_trace
+from benchmarks.traces import TraceRequest, infer_tick_s, load_trace
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,11 +115,6 @@ def test_a_sidecar_sets_the_block_size(tmp_path: Path) -> None:
     written(tmp_path, "t.meta.json", '{"block_size": 0}')
     with pytest.raises(BenchError, match="block_size"):
         load_trace(path)
-
-
-def test_an_unknown_name_lists_the_shipped_ones() -> None:
-    with pytest.raises(BenchError, match=f"give one of {', '.join(NAMED_TRACES)}"):
-        load_trace("none")
 
 
 def test_a_rounded_log_is_recognised() -> None:

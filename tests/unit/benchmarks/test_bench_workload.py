@@ -45,11 +45,6 @@ def test_scaled_rows_keep_their_number_of_prefix_blocks(part: int) -> None:
         assert -(-row.input_tokens // (512 // part)) == len(row.hash_ids or ())
 
 
-def test_a_prefix_block_keeps_a_token() -> None:
-    with pytest.raises(BenchError, match="at least 1/512"):
-        shape_workload(load_trace("longchat"), Shape(scale_lengths=Fraction(1, 2048)))
-
-
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=40),
     st.integers(0, 3),
@@ -107,15 +102,3 @@ def test_two_prompts_share_exactly_the_tokens_of_their_shared_blocks(
     for (one, row), (other, another) in itertools.combinations(both, 2):
         blocks = shared(row.hash_ids or (), another.hash_ids or ())
         assert shared(one, other) == min(blocks * block_size, len(one), len(other))
-
-
-def test_prompts_depend_on_trace_and_seed_alone() -> None:
-    def prompt(digest: str, seed: int) -> list[int]:
-        maker = PromptMaker(digest, seed=seed, vocab_size=2048, block_size=None)
-        return maker.tokens("0", TraceRequest(0.0, 20, 1))
-
-    assert prompt("d", 0) == prompt("d", 0)
-    assert prompt("d", 0) != prompt("d", 1)
-    assert prompt("d", 0) != prompt("e", 0)
-    with pytest.raises(BenchError, match="at least 16 token ids"):
-        PromptMaker("d", seed=0, vocab_size=8, block_size=None)
