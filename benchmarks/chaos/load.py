@@ -33,25 +33,15 @@ if TYPE_CHECKING:
 
     from benchmarks.client import Piece
 
-TRACE: Final = "chat"
 TIMEOUT_S: Final = 120.0  # of one request, whatever happens to it
 REPEATED: Final = 1_000_000  # is added to the number of a request that is sent once more
 _SHAPE: Final = Shape(scale_lengths=Fraction(1, 2), max_output_tokens=96, max_total_tokens=1500)
 _LEAST_OUTPUT: Final = 24
 _LOGPROB_TOLERANCE: Final = 1e-3
 _SCHEMA: Final = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+_RETRYABLE: Final = (Unavailable, BudgetExhausted, Overloaded, DeadlineExceeded)
 # Errors that say that another attempt may succeed.
-_CLEAN: Final = {
-    kind.code
-    for kind in (
-        Unavailable,
-        BudgetExhausted,
-        Overloaded,
-        DeadlineExceeded,
-        WorkerFailed,
-        TransferFailed,
-    )
-}
+_CLEAN: Final = {kind.code for kind in (*_RETRYABLE, WorkerFailed, TransferFailed)}
 # Errors after which another router is asked; "" is a connection that broke.
 _ELSEWHERE: Final = {"", Unavailable.code, BudgetExhausted.code, Conflict.code}
 
@@ -69,11 +59,6 @@ KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 
 
-def kinds_of(engine: str) -> list[str]:
-    """Return the kinds that an engine can answer."""
-    return [kind for kind in KINDS if engine != "fake" or kind != "structured"]
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """One request. No two numbers share a prompt."""
@@ -85,10 +70,12 @@ class Question:
 
 
 def make_questions(
-    count: int, *, seed: int, vocab_size: int, kinds: Sequence[str], first: int
+    count: int, *, seed: int, vocab_size: int, engine: str, first: int
 ) -> list[Question]:
-    """Take `count` requests of the trace from row `first` on."""
-    trace = load_trace(TRACE)
+    """Take `count` requests of the chat trace from row `first` on, of all kinds that the engine can
+    answer."""
+    kinds = [kind for kind in KINDS if engine != "fake" or kind != "structured"]
+    trace = load_trace("chat")
     rows = shape_workload(trace, _SHAPE).rows
     maker = PromptMaker(trace.digest(), seed=seed, vocab_size=vocab_size, block_size=None)
     found = []
@@ -131,9 +118,7 @@ class Answer:
     choices: dict[int, Choice] = field(default_factory=dict)
 
     def take(self, piece: Piece) -> None:
-        now = time.monotonic()
-        self.pause_s = max(self.pause_s, now - (self.heard_s or self.sent_s))
-        self.heard_s = now
+        self._hear()
         self.pieces += 1
         if piece.has_choice:
             choice = self.choices.setdefault(piece.index, Choice())
@@ -149,9 +134,13 @@ class Answer:
     def end(
         self, ending: Literal["ok", "failed", "aborted"], error: str = "", code: str = ""
     ) -> None:
-        self.ending, self.error, self.code = ending, error, code
-        self.ended_s = time.monotonic()
-        self.pause_s = max(self.pause_s, self.ended_s - (self.heard_s or self.sent_s))
+        self._hear()
+        self.ending, self.error, self.code, self.ended_s = ending, error, code, self.heard_s
+
+    def _hear(self) -> None:
+        now = time.monotonic()
+        self.pause_s = max(self.pause_s, now - (self.heard_s or self.sent_s))
+        self.heard_s = now
 
     @property
     def is_clean_failure(self) -> bool:
@@ -172,14 +161,13 @@ def wrong_tokens(got: Answer, want: Answer) -> int:
 
 def _wrong_in(got: Choice, want: Choice, *, is_whole: bool) -> int:
     wrong = sum(a != b for a, b in zip(got.token_ids, want.token_ids, strict=False))
-    wrong += max(0, len(got.token_ids) - len(want.token_ids))
     pairs = zip(got.logprobs, want.logprobs, strict=False)
     wrong += sum(abs(a - b) > _LOGPROB_TOLERANCE for a, b in pairs)
+    missing = len(want.token_ids) - len(got.token_ids)
     if is_whole:
-        wrong += max(0, len(want.token_ids) - len(got.token_ids))
-        wrong += len(got.logprobs) != len(want.logprobs)
-        return wrong + (not wrong and (got.text, got.finish) != (want.text, want.finish))
-    return wrong + (not wrong and not want.text.startswith(got.text))
+        wrong += abs(missing) + (len(got.logprobs) != len(want.logprobs))
+        return wrong or (got.text, got.finish) != (want.text, want.finish)
+    return wrong + max(0, -missing) or not want.text.startswith(got.text)
 
 
 class Asker:
@@ -218,11 +206,8 @@ class Asker:
             finished = [x for x in answer.choices.values() if x.finish]
             if len(finished) < question.sampling.n:
                 raise BenchError("the stream ended before its answers")
-        except TargetError as error:
-            answer.end("failed", str(error), error.code)
-        except (PdserveError, BenchError, OSError, TimeoutError) as error:
-            code = error.code if isinstance(error, PdserveError) else ""
-            answer.end("failed", f"{type(error).__name__}: {error}", code)
+        except (PdserveError, TargetError, BenchError, OSError, TimeoutError) as error:
+            answer.end("failed", f"{type(error).__name__}: {error}", getattr(error, "code", ""))
         except asyncio.CancelledError:
             answer.end("aborted")
             raise
@@ -269,15 +254,18 @@ class Asker:
 
 
 class Load:
-    """Questions on their way, each sent when it is due. State: the answers so far, by number."""
+    """Questions on their way, each sent when it is due. State: the answers so far, by number.
+
+    Nothing is sent while `may_send` is not set.
+    """
 
     def __init__(self, questions: Sequence[Question], asker: Asker, rate_per_s: float) -> None:
         self._questions = {x.number: x for x in questions}
         self._asker = asker
         self._rate_per_s = rate_per_s
-        self._may_send = asyncio.Event()
-        self._may_send.set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.may_send = asyncio.Event()
+        self.may_send.set()
         self.answers: dict[int, Answer] = {}
         self.slow: set[int] = set()
         self.is_over = False
@@ -286,7 +274,7 @@ class Load:
         """Send all and wait for their end."""
         try:
             for number in self._questions:
-                await self._may_send.wait()
+                await self.may_send.wait()
                 self.send(number)
                 await asyncio.sleep(1 / self._rate_per_s)
             while self.open():
@@ -311,13 +299,6 @@ class Load:
     def unsent(self) -> int:
         return len(self._questions) - sum(number < REPEATED for number in self.answers)
 
-    def hold(self) -> None:
-        """Send nothing until `resume`."""
-        self._may_send.clear()
-
-    def resume(self) -> None:
-        self._may_send.set()
-
     def abort(self, number: int) -> None:
         """The client of a request goes away."""
         self._tasks[number].cancel()
@@ -333,14 +314,13 @@ async def right_answers(asker: Asker, questions: Sequence[Question]) -> dict[int
 
     async def one_after_another() -> None:
         for question in todo:
-            answer = Answer(question.number, time.monotonic())
+            answer = found[question.number] = Answer(question.number, time.monotonic())
             await asker.ask(question, answer)
             if answer.ending != "ok":
                 raise BenchError(
                     f"request {question.number} ({question.kind}) failed without a fault: "
                     f"{answer.error}"
                 )
-            found[question.number] = answer
 
     await asyncio.gather(*(one_after_another() for _ in range(8)))
     return found

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.chaos.load import (
     REPEATED,
+    TIMEOUT_S,
     Asker,
     Load,
-    kinds_of,
     make_questions,
     right_answers,
     wrong_tokens,
@@ -23,6 +23,7 @@ from benchmarks.chaos.scenarios import MissedError, Run
 from benchmarks.chaos.service import ServiceUnderTest
 from benchmarks.errors import BenchError
 from benchmarks.report.tables import Printer
+from pdserve.config import load_config, to_mapping
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -86,16 +87,9 @@ class ChaosSettings:
         return self._config({**dict(self.changes), **changes})
 
     def _config(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        whole: dict[str, Any] = {"up": {}, "router": {}, "worker": {}}
         engine = {"worker.engine": self.engine}
         engine |= {f"worker.engine_args.{k}": x for k, x in _ENGINE_ARGS[self.engine].items()}
-        for dotted, value in {**_CONFIG, **engine, **changes}.items():
-            at = whole
-            *sections, key = dotted.split(".")
-            for name in sections:
-                at = at.setdefault(name, {})
-            at[key] = list(value) if isinstance(value, tuple) else value
-        return whole
+        return to_mapping(load_config(None, {**_CONFIG, **engine, **changes}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +149,9 @@ async def run_matrix(
                 raise BenchError(f"the service left behind: {', '.join(left)}")
 
 
-def _asker(service: ServiceUnderTest, timeout_s: float | None = None) -> Asker:
-    more = {} if timeout_s is None else {"timeout_s": timeout_s}
-    return Asker(grpc=service.grpc, http=service.http, model=service.model, **more)
+def _asker(service: ServiceUnderTest, timeout_s: float = TIMEOUT_S) -> Asker:
+    names = {"grpc": service.grpc, "http": service.http}
+    return Asker(**names, model=service.model, timeout_s=timeout_s)
 
 
 async def _row(
@@ -174,7 +168,7 @@ async def _row(
             settings.requests,
             seed=settings.seed,
             vocab_size=service.vocab_size,
-            kinds=kinds_of(settings.engine),
+            engine=settings.engine,
             first=(place * TRIES + attempt) * settings.requests,
         )
         expected = await right_answers(right, questions)
@@ -201,7 +195,7 @@ async def _run(
     except TimeoutError:
         raise BenchError(f"{scenario.name} was not over in {FAULT_S:g} s") from None
     finally:
-        run.load.resume()
+        run.load.may_send.set()
     try:
         await running
     finally:

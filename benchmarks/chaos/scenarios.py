@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -71,7 +73,7 @@ class Run:
                 if not await self._work_of(name, role):
                     continue
                 pid = await self.service.worker_pid(name)
-                self.service.freeze(pid)
+                os.kill(pid, signal.SIGSTOP)
                 # What it sent before has reached the router by then.
                 await asyncio.sleep(5 * LOOK_S)
                 count = await self._work_of(name, role)
@@ -79,7 +81,7 @@ class Run:
                     self.strike()
                     self.notes.append(f"{name} with {count} requests")
                     return pid
-                self.service.thaw(pid)
+                _thaw(pid)
             if self.load.is_over:
                 raise MissedError(f"no {role} worker was ever at work")
             await asyncio.sleep(LOOK_S / 4)
@@ -114,6 +116,11 @@ class Scenario:
     needs_vllm: bool = False
 
 
+def _thaw(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
 async def _kill(run: Run, role: str) -> None:
     run.service.end(await run.catch(role))
 
@@ -123,7 +130,7 @@ async def _freeze(run: Run, role: str, seconds: float) -> None:
     try:
         await asyncio.sleep(seconds)
     finally:
-        run.service.thaw(pid)
+        _thaw(pid)
 
 
 async def _damage(run: Run, order: str) -> None:
@@ -131,10 +138,10 @@ async def _damage(run: Run, order: str) -> None:
     await run.order("prefill-0", order, 2.0)
 
 
-async def _kill_all(run: Run, roles: tuple[str, ...]) -> None:
+async def _kill_all(run: Run, roles: str) -> None:
     """A third of the requests is sent while there is no worker of a role."""
     await run.until_open(2)
-    names = [name for role in roles for name in await run.service.ready_workers(role)]
+    names = [name for role in roles.split(",") for name in await run.service.ready_workers(role)]
     pids = [await run.service.worker_pid(name) for name in names]
     await run.catch("decode")
     run.notes.append(f"{len(run.load.open())} answers open when {len(names)} workers were killed")
@@ -143,23 +150,23 @@ async def _kill_all(run: Run, roles: tuple[str, ...]) -> None:
     run.workers_s = float("inf")
     left = run.load.unsent * 2 // 3
     await run.until(lambda: run.load.unsent <= left, "so many requests")
-    run.load.hold()
+    run.load.may_send.clear()
     await run.service.until_serving()
     run.workers_s = time.monotonic()
-    run.load.resume()
+    run.load.may_send.set()
 
 
 async def _kill_router(run: Run) -> None:
     """New requests wait while there is no router; its open streams are lost."""
     await run.until_open(2)
     (pid,) = run.service.router_pids()
-    run.load.hold()
+    run.load.may_send.clear()
     run.strike()
     run.service.end(pid)
     run.allowed |= {answer.number for answer in run.load.open()}
     run.notes.append(f"{len(run.allowed)} streams open")
     await run.service.until_whole()
-    run.load.resume()
+    run.load.may_send.set()
 
 
 async def _kill_router_of_two(run: Run) -> None:
@@ -204,7 +211,7 @@ async def _expired_lease(run: Run) -> None:
     run.strike()
     hooks.give(run.service.directory, pid, "no renewal")
     try:
-        while await run.service.state("decode-0") != "lost":  # noqa: ASYNC110 - it has to be asked
+        while (entry := await run.service.entry("decode-0")) and entry.state != "lost":  # noqa: ASYNC110 - it has to be asked
             await asyncio.sleep(LOOK_S)
     finally:
         hooks.give(run.service.directory, pid, "")
@@ -214,7 +221,7 @@ async def _expired_lease(run: Run) -> None:
 async def _rolling_restart(run: Run) -> None:
     """Each process is told to end when the one before it is back; requests never stop."""
     await run.until_open(2)
-    run.load.hold()
+    run.load.may_send.clear()
     asking = asyncio.create_task(_keep_asking(run))
     try:
         run.strike()
@@ -227,7 +234,7 @@ async def _rolling_restart(run: Run) -> None:
     finally:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        run.load.resume()
+        run.load.may_send.set()
 
 
 async def _keep_asking(run: Run) -> None:
@@ -238,33 +245,31 @@ async def _keep_asking(run: Run) -> None:
         await asyncio.sleep(0.05)
 
 
-def _of(run: Callable[..., Awaitable[None]], **values: Any) -> Callable[[Run], Awaitable[None]]:
-    return partial(run, **values)
-
-
 _TCP: Final = (("worker.kv.transports", ("tcp",)),)
 _TWO: Final = (("up.routers", 2),)
-_DROP, _CORRUPT = _of(_damage, order="drop"), _of(_damage, order="corrupt")
+_DROP, _CORRUPT = partial(_damage, order="drop"), partial(_damage, order="corrupt")
 _ALL: Final = (
-    Scenario("kill_prefill", "SIGKILL to a prefill worker at work", _of(_kill, role="prefill")),
-    Scenario("kill_decode", "SIGKILL to a decode worker at work", _of(_kill, role="decode")),
-    Scenario("freeze_prefill", "SIGSTOP for 4 s", _of(_freeze, role="prefill", seconds=4)),
-    Scenario("freeze_decode", "SIGSTOP for 4 s", _of(_freeze, role="decode", seconds=4)),
+    Scenario("kill_prefill", "SIGKILL to a prefill worker at work", partial(_kill, role="prefill")),
+    Scenario("kill_decode", "SIGKILL to a decode worker at work", partial(_kill, role="decode")),
+    Scenario("freeze_prefill", "SIGSTOP for 4 s", partial(_freeze, role="prefill", seconds=4)),
+    Scenario("freeze_decode", "SIGSTOP for 4 s", partial(_freeze, role="decode", seconds=4)),
     Scenario(
         "freeze_past_leases",
         "SIGSTOP to a decode worker for 12 s, longer than its lease and that of KV blocks",
-        _of(_freeze, role="decode", seconds=12),
+        partial(_freeze, role="decode", seconds=12),
     ),
     Scenario("drop_transfers", "for 2 s the KV link of a prefill worker breaks at a chunk", _DROP),
-    Scenario("delay_transfers", "for 2 s chunks come 0.5 s late", _of(_damage, order="delay")),
+    Scenario("delay_transfers", "for 2 s chunks come 0.5 s late", partial(_damage, order="delay")),
     Scenario(
         "corrupt_transfers", "for 2 s chunks fail their digest", _CORRUPT, (), needs_vllm=True
     ),
     Scenario("abort_storm", "60 % of the clients leave, at any moment", _abort),
     Scenario("slow_clients", "4 clients pause 0.1 s after each piece", _slow_readers),
     Scenario("expired_lease", "a decode worker stops renewing, then continues", _expired_lease),
-    Scenario("kill_all_decode", "SIGKILL to all decode workers", _of(_kill_all, roles=("decode",))),
-    Scenario("kill_all", "SIGKILL to all", _of(_kill_all, roles=("prefill", "decode"))),
+    Scenario(
+        "kill_all_decode", "SIGKILL to all decode workers", partial(_kill_all, roles="decode")
+    ),
+    Scenario("kill_all", "SIGKILL to all", partial(_kill_all, roles="prefill,decode")),
     Scenario("kill_router", "SIGKILL to the only router; its streams are lost", _kill_router),
     Scenario("kill_router_of_two", "clients continue at the other", _kill_router_of_two, _TWO),
     Scenario("rolling_restart", "SIGTERM to all, one after the other", _rolling_restart, _TWO),

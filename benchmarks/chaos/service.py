@@ -114,11 +114,6 @@ class ServiceUnderTest(Service):
     async def entry(self, name: str) -> w.WorkerEntry | None:
         return next((x for x in await self.listed() if x.info.worker_id == name), None)
 
-    async def state(self, name: str) -> str:
-        """Return the state of a worker, "lost" if the router does not know it."""
-        entry = await self.entry(name)
-        return "lost" if entry is None else entry.state
-
     async def worker_pid(self, name: str) -> int:
         """Raises BenchError if the worker is not there."""
         entry = await self.entry(name)
@@ -222,10 +217,3 @@ class ServiceUnderTest(Service):
         """Kill a process, or tell it to end."""
         self._gone.add(pid)
         os.kill(pid, sign)
-
-    def freeze(self, pid: int) -> None:
-        os.kill(pid, signal.SIGSTOP)
-
-    def thaw(self, pid: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
