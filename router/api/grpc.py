@@ -27,10 +27,7 @@ from router.api.open_requests import END_S
 from router.api.preprocess import (
     CHAT_ROLES,
     OPEN_ENDED,
-    ChatPrompt,
     ParsedRequest,
-    TextPrompt,
-    TokenPrompt,
     check_request_id,
     new_request_id,
 )
@@ -176,14 +173,13 @@ def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> Pars
     refuse_unknown_fields(request)
     prompt, prompt_field = _prompt(request)
     request_id = request.request_id
+    if request_id:
+        check_request_id(request_id, field="request_id")
     return ParsedRequest(
         model=request.model,
         prompt=prompt,
         sampling=wire.sampling_from_pb(request.sampling, default_max_tokens=OPEN_ENDED),
-        request_id=check_request_id(request_id, field="request_id")
-        if request_id
-        else new_request_id("gen-"),
-        fills_context=not request.sampling.HasField("max_tokens"),
+        request_id=request_id or new_request_id("gen-"),
         timeout_s=timeout_s,
         prompt_field=prompt_field,
         priority=request.priority,
@@ -195,11 +191,11 @@ def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> Pars
 def _prompt(request: g.GenerateRequest) -> tuple[Prompt, str]:
     match request.WhichOneof("prompt"):
         case "text":
-            return TextPrompt(request.text), "text"
+            return request.text, "text"
         case "token_ids":
-            return TokenPrompt(tuple(request.token_ids.ids)), "token_ids"
+            return tuple(request.token_ids.ids), "token_ids"
         case "messages":
-            return ChatPrompt(_messages(request.messages)), "messages"
+            return _messages(request.messages), "messages"
         case _:
             raise InvalidRequest("one of text, messages or token_ids is required", field="prompt")
 
@@ -212,7 +208,7 @@ def _service_class(number: g.ServiceClass) -> ServiceClass:
     return ServiceClass[g.ServiceClass.Name(number).removeprefix("SERVICE_CLASS_")]
 
 
-def _messages(chat: g.ChatMessages) -> tuple[ChatMessage, ...]:
+def _messages(chat: g.ChatMessages) -> list[ChatMessage]:
     if not chat.messages:
         raise InvalidRequest("'messages' must have at least one message", field="messages")
     for i, message in enumerate(chat.messages):
@@ -222,7 +218,7 @@ def _messages(chat: g.ChatMessages) -> tuple[ChatMessage, ...]:
                 f"'{field}' must be one of {', '.join(CHAT_ROLES)}, not {message.role!r}",
                 field=field,
             )
-    return tuple(ChatMessage(message.role, message.content) for message in chat.messages)
+    return [ChatMessage(message.role, message.content) for message in chat.messages]
 
 
 def refuse_unknown_fields(message: Message, at: str = "") -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -28,13 +29,14 @@ from pdserve.types import (
     ServiceClass,
     StructuredOutput,
 )
-from router.api.preprocess import OPEN_ENDED, ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
+from router.answer import AnswerDelta
+from router.api.preprocess import OPEN_ENDED, ParsedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pdserve.types import PositionLogprobs, TokenLogprob, Usage
-    from router.answer import AnswerDelta
+    from router.api.preprocess import Prompt
 
 # OpenAI's default length of a completion.
 DEFAULT_MAX_TOKENS = 16
@@ -171,7 +173,7 @@ class _Body(_Strict, kw_only=True):
 
     def _parsed(
         self,
-        prompt: TextPrompt | TokenPrompt | ChatPrompt,
+        prompt: Prompt,
         request_id: str,
         *,
         max_tokens: int | None,
@@ -198,7 +200,6 @@ class _Body(_Strict, kw_only=True):
             prompt=prompt,
             sampling=sampling,
             request_id=request_id,
-            fills_context=max_tokens is None,
             priority=self.priority or 0,
             service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
             resume=tuple(self.resume_token_ids or ()),
@@ -247,7 +248,7 @@ class CompletionRequest(_Body, kw_only=True):
             logprobs=self.logprobs,
         )
 
-    def _prompt(self) -> TextPrompt | TokenPrompt:
+    def _prompt(self) -> str | tuple[int, ...]:
         prompt: Any = self.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) > 1:
@@ -256,12 +257,12 @@ class CompletionRequest(_Body, kw_only=True):
                 )
             prompt = prompt[0]
         if isinstance(prompt, str):
-            return TextPrompt(prompt)
+            return prompt
         # One pass in C, since a prompt may have thousands of tokens.
         if set(map(type, prompt)) - {int}:
             wrong = next(i for i, x in enumerate(prompt) if not isinstance(x, int))
             _refuse(f"prompt[{wrong}]", "expected a token id")
-        return TokenPrompt(tuple(prompt))
+        return tuple(prompt)
 
 
 class TextPart(_Strict, tag_field="type", tag="text"):
@@ -329,7 +330,7 @@ class ChatRequest(_Body, kw_only=True):
         if new is not None and old is not None and new != old:
             _refuse("max_tokens", f"is {old}, but max_completion_tokens is {new}")
         return self._parsed(
-            ChatPrompt(tuple(message.parse() for message in self.messages)),
+            [message.parse() for message in self.messages],
             request_id,
             max_tokens=old if new is None else new,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -519,10 +520,19 @@ class _Writer:
         self._token_ids = bool(body.return_token_ids)
         self._include_usage = body.include_usage
 
-    def _logprobs(self, positions: Sequence[PositionLogprobs], offset: int) -> object:
-        if not positions:
-            return None
-        return _chat_logprobs(positions) if self._is_chat else _lists(positions, offset)
+    def _choice(self, delta: AnswerDelta, offset: int = 0) -> Choice:
+        """Return the choice without its message. `offset` is the length of the text so far."""
+        choice = Choice(index=delta.index, finish_reason=delta.finish_reason)
+        if delta.finish_reason is not None:
+            choice.stop_reason = delta.stop_reason
+        if delta.logprobs:
+            lists = _chat_logprobs if self._is_chat else _completion_logprobs
+            choice.logprobs = lists(delta.logprobs, offset)
+        if self._token_ids:
+            choice.token_ids = list(delta.token_ids)
+        if not self._is_chat:
+            choice.text = delta.text
+        return choice
 
 
 class EventWriter(_Writer):
@@ -542,7 +552,7 @@ class EventWriter(_Writer):
         """Return the events of `delta`, empty if the client would see nothing new."""
         around = self._around.get(delta.index)
         if around is None:
-            chunk = self._chunk(self._choice(delta.index, _HOLE))
+            chunk = self._full(AnswerDelta(text=_HOLE, index=delta.index))
             self._around[delta.index] = chunk.split(encode(_HOLE))
             self._unfinished.add(delta.index)
             return self._full(delta, "assistant")
@@ -559,25 +569,17 @@ class EventWriter(_Writer):
     def _full(self, delta: AnswerDelta, role: str | UnsetType = UNSET) -> bytes:
         offset = self._offsets.get(delta.index, 0)
         self._offsets[delta.index] = offset + sum(len(x.sampled.text) for x in delta.logprobs)
-        choice = self._choice(delta.index, delta.text, role)
-        choice.logprobs = self._logprobs(delta.logprobs, offset)
-        if self._token_ids:
-            choice.token_ids = list(delta.token_ids)
-        if delta.finish_reason is None:
-            return self._chunk(choice)
-        self._unfinished.discard(delta.index)
-        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        choice = self._choice(delta, offset)
+        if self._is_chat:
+            choice.delta = TextMessage(role, delta.text)
+        if delta.finish_reason is not None:
+            self._unfinished.discard(delta.index)
         extension = UNSET if delta.receipt is None else Extension(delta.receipt)
         if not self._include_usage:
             return self._chunk(choice, pdserve=extension)
         if delta.usage is None:
             return self._chunk(choice)
         return self._chunk(choice) + self._chunk(usage=_usage(delta.usage), pdserve=extension)
-
-    def _choice(self, index: int, text: str, role: str | UnsetType = UNSET) -> Choice:
-        if self._is_chat:
-            return Choice(index=index, delta=TextMessage(role, text))
-        return Choice(index=index, text=text)
 
     def _chunk(self, *choices: Choice, **fields: Any) -> bytes:
         if self._include_usage:
@@ -593,54 +595,47 @@ class WholeAnswer(_Writer):
     def __init__(self, body: RequestBody, request_id: str, model: str) -> None:
         super().__init__(body, request_id, model)
         self._deltas: dict[int, list[AnswerDelta]] = {}
+        self._fields: dict[str, Any] = {}
 
     def write(self, delta: AnswerDelta) -> bool:
         self._deltas.setdefault(delta.index, []).append(delta)
+        if delta.usage is not None:
+            self._fields["usage"] = _usage(delta.usage)
+        if delta.receipt is not None:
+            self._fields["pdserve"] = Extension(delta.receipt)
         return True
 
     def body(self) -> bytes:
         """Raises InternalError if a choice has no finish reason."""
-        fields: dict[str, Any] = {}
-        for delta in (x for deltas in self._deltas.values() for x in deltas):
-            if delta.usage is not None:
-                fields["usage"] = _usage(delta.usage)
-            if delta.receipt is not None:
-                fields["pdserve"] = Extension(delta.receipt)
-        choices = [self._choice(i, deltas) for i, deltas in sorted(self._deltas.items())]
+        choices = [self._whole(deltas) for _, deltas in sorted(self._deltas.items())]
         if not choices:
             raise InternalError("the answer is empty")
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return encode(Response(object=kind, choices=choices, **self._head, **fields))
+        return encode(Response(object=kind, choices=choices, **self._head, **self._fields))
 
-    def _choice(self, index: int, deltas: list[AnswerDelta]) -> Choice:
-        last = deltas[-1]
-        if last.finish_reason is None:
-            raise InternalError("the answer ended without a finish reason")
-        choice = Choice(
-            index=index,
-            logprobs=self._logprobs([x for delta in deltas for x in delta.logprobs], 0),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
+    def _whole(self, deltas: list[AnswerDelta]) -> Choice:
+        whole = msgspec.structs.replace(
+            deltas[-1],
+            text="".join(x.text for x in deltas),
+            token_ids=tuple(chain.from_iterable(x.token_ids for x in deltas)),
+            logprobs=tuple(chain.from_iterable(x.logprobs for x in deltas)),
         )
-        text = "".join(delta.text for delta in deltas)
+        if whole.finish_reason is None:
+            raise InternalError("the answer ended without a finish reason")
+        choice = self._choice(whole)
         if self._is_chat:
-            choice.message = TextMessage("assistant", text, None)
-        else:
-            choice.text = text
-        if self._token_ids:
-            choice.token_ids = [x for delta in deltas for x in delta.token_ids]
+            choice.message = TextMessage("assistant", whole.text, None)
         return choice
 
 
-def _chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, object]:
+def _chat_logprobs(positions: Sequence[PositionLogprobs], _: int) -> dict[str, object]:
     content = [
         {**_token(x.sampled), "top_logprobs": [_token(top) for top in x.top]} for x in positions
     ]
     return {"content": content, "refusal": None}
 
 
-def _lists(positions: Sequence[PositionLogprobs], offset: int) -> dict[str, object]:
-    """Log probabilities as /v1/completions has them. `offset` is the length of the text so far."""
+def _completion_logprobs(positions: Sequence[PositionLogprobs], offset: int) -> dict[str, object]:
     offsets: list[int] = []
     for position in positions:
         offsets.append(offset)

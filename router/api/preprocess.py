@@ -7,6 +7,7 @@ import logging
 import re
 import secrets
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,12 @@ from pdserve.errors import (
     ModelNotFound,
     Unavailable,
 )
-from pdserve.tokenizer import Tokenizer
+from pdserve.tokenizer import ChatMessage, Tokenizer
 from pdserve.types import GenerateRequest, ServiceClass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pdserve.tokenizer import ChatMessage
     from pdserve.types import ModelInfo, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -36,43 +36,22 @@ CHAT_ROLES = ("system", "developer", "user", "assistant")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """Text, tokenised with the model's special tokens."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """Token ids, taken as they are."""
-
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation, rendered by the model's chat template."""
-
-    messages: tuple[ChatMessage, ...]
-
-
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
+# Text, token ids, or a conversation that the model's chat template renders.
+Prompt = str | tuple[int, ...] | list[ChatMessage]
 
 
 @dataclass(slots=True)
 class ParsedRequest:
     """A request whose fields were checked one by one, without knowledge of the model.
 
-    With `fills_context` the client gave no length, and `sampling.max_tokens` is OPEN_ENDED.
-    `prompt_field` and `max_tokens_field` are the API's names, for errors.
+    `sampling.max_tokens` is OPEN_ENDED if the client gave no length. `prompt_field` and
+    `max_tokens_field` are the API's names, for errors.
     """
 
     model: str
     prompt: Prompt
     sampling: SamplingParams
     request_id: str
-    fills_context: bool
     timeout_s: float | None = None
     prompt_field: str = "prompt"
     max_tokens_field: str = "max_tokens"
@@ -158,13 +137,16 @@ class Preprocessor:
 
     async def _tokenise(self, parsed: ParsedRequest, model: ModelInfo) -> tuple[int, ...]:
         prompt = parsed.prompt
-        if isinstance(prompt, TokenPrompt):
-            return prompt.token_ids
+        if isinstance(prompt, tuple):
+            return prompt
         tokenizer = await self._tokenizers.get(model)
+        if isinstance(prompt, str):
+            chars, encode = len(prompt), partial(tokenizer.encode, prompt)
+        else:
+            chars = sum(len(message.content) for message in prompt)
+            encode = partial(tokenizer.encode_chat, prompt)
         try:
-            if _length(prompt) <= INLINE_CHARS:
-                return _encode(tokenizer, prompt)
-            return await asyncio.to_thread(_encode, tokenizer, prompt)
+            return encode() if chars <= INLINE_CHARS else await asyncio.to_thread(encode)
         except InvalidRequest as error:
             error.field = parsed.prompt_field
             raise
@@ -183,33 +165,18 @@ class TokenizerCache:
     async def get(self, model: ModelInfo) -> Tokenizer:
         """Raises Unavailable if the model's directory cannot be read."""
         task = self._tasks.get(model.path)
-        if task is not None and task.done() and task.exception() is None:
-            return task.result()
         if task is None:
             task = asyncio.create_task(asyncio.to_thread(self._load, Path(model.path)))
             self._tasks[model.path] = task
         try:
             # A client that leaves must not cancel the reading that other requests wait for.
-            return await asyncio.shield(task)
+            return task.result() if task.done() else await asyncio.shield(task)
         except ConfigError as error:
-            if self._tasks.get(model.path) is task:
-                del self._tasks[model.path]
+            self._tasks.pop(model.path, None)
             logger.error("tokenizer of model %s: %s", model.name, error)
             raise Unavailable(
                 f"the router cannot read the tokenizer of model {model.name}"
             ) from error
-
-
-def _length(prompt: TextPrompt | ChatPrompt) -> int:
-    if isinstance(prompt, TextPrompt):
-        return len(prompt.text)
-    return sum(len(message.content) for message in prompt.messages)
-
-
-def _encode(tokenizer: Tokenizer, prompt: TextPrompt | ChatPrompt) -> tuple[int, ...]:
-    if isinstance(prompt, TextPrompt):
-        return tokenizer.encode(prompt.text)
-    return tokenizer.encode_chat(prompt.messages)
 
 
 def _check_ids(token_ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
@@ -244,7 +211,7 @@ def _fit(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> Sampl
             f"'{field}' has {prompt_tokens} tokens; the model's context is {max_model_len} tokens",
             field=field,
         )
-    if parsed.fills_context:
+    if parsed.sampling.max_tokens == OPEN_ENDED:
         return replace(parsed.sampling, max_tokens=left)
     if parsed.sampling.max_tokens > left:
         field = parsed.max_tokens_field

@@ -14,12 +14,9 @@ from pdserve.tokenizer import ChatMessage, Tokenizer
 from pdserve.types import ModelInfo, SamplingParams
 from router.api.preprocess import (
     INLINE_CHARS,
-    ChatPrompt,
     ParsedRequest,
     Preprocessor,
-    TextPrompt,
     TokenizerCache,
-    TokenPrompt,
 )
 from tests.patience import WAIT_S
 
@@ -34,7 +31,7 @@ def model(name: str, directory: Path, max_model_len: int = MAX_MODEL_LEN) -> Mod
 
 
 def ask(prompt: Prompt, name: str = "") -> ParsedRequest:
-    return ParsedRequest(name, prompt, SamplingParams(max_tokens=1), "r", fills_context=False)
+    return ParsedRequest(name, prompt, SamplingParams(max_tokens=1), "r")
 
 
 class Loads:
@@ -80,20 +77,20 @@ async def test_tokenizer_that_could_not_be_read_is_tried_again(model_dir: Path) 
 
 async def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
     intake = Preprocessor(lambda: {"a": model("a", tmp_path / "nothing")}, timeout_s=WAIT_S)
-    assert (await intake.prepare(ask(TokenPrompt((1, 2))))).prompt_token_ids == (1, 2)
+    assert (await intake.prepare(ask((1, 2)))).prompt_token_ids == (1, 2)
     with pytest.raises(Unavailable):
-        await intake.prepare(ask(TextPrompt("hi")))
+        await intake.prepare(ask("hi"))
 
 
 async def test_without_a_name_the_only_model_is_meant(model_dir: Path) -> None:
     models = {"a": model("a", model_dir)}
     intake = Preprocessor(lambda: models, timeout_s=WAIT_S)
-    assert (await intake.prepare(ask(TokenPrompt((1,))))).model == "a"
+    assert (await intake.prepare(ask((1,)))).model == "a"
     models["b"] = model("b", model_dir)
     with pytest.raises(InvalidRequest, match="a, b") as caught:
-        await intake.prepare(ask(TokenPrompt((1,))))
+        await intake.prepare(ask((1,)))
     assert caught.value.field == "model"
-    assert (await intake.prepare(ask(TokenPrompt((1,)), "b"))).model == "b"
+    assert (await intake.prepare(ask((1,), "b"))).model == "b"
 
 
 @pytest.mark.parametrize("length", [1, INLINE_CHARS + 1])
@@ -112,6 +109,6 @@ async def test_only_long_prompts_are_tokenised_in_a_thread(
     info = model("a", model_dir, max_model_len=10 * INLINE_CHARS)
     intake = Preprocessor(lambda: {"a": info}, timeout_s=WAIT_S)
     text = "a" * length
-    prompt = ChatPrompt((ChatMessage("user", text),)) if is_chat else TextPrompt(text)
+    prompt = [ChatMessage("user", text)] if is_chat else text
     await intake.prepare(ask(prompt))
     assert (threads == [threading.get_ident()]) == (length <= INLINE_CHARS)
