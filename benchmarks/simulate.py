@@ -264,7 +264,6 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
             lease_s=_NEVER_S,
             health=config.health,
             connect=connect_in_memory(services),
-            clock=asyncio.get_running_loop().time,
         )
     )
     server = RequestServer(make_services(config, fleet, RouterMetrics(), DecisionLog(1)))

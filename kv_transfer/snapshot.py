@@ -94,7 +94,7 @@ def take(peers: Peers) -> KvSnapshot:
     with peers.lock:
         totals |= asdict(peers.counters)
         totals["expired_leases"] = peers.producer.expired_leases
-        totals["refused_grants"] = peers.producer.refused_subscriptions
+        totals["refused_subscriptions"] = peers.producer.refused_subscriptions
         totals["receive_timeouts"] = peers.consumer.timeouts
         return KvSnapshot(
             taken_at=now,

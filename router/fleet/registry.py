@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
@@ -49,8 +48,9 @@ class Fleet:
     """State: `members` by worker id, and a connection to each that is not lost.
 
     `token_gaps` returns the histogram of a model's gaps between tokens. With `watches` the prefix
-    cache of each worker is indexed. An async context manager: inside, connections are open and
-    leases end; leaving it closes all connections and waits for their tasks.
+    cache of each worker is indexed. `clock` is the event loop's by default. An async context
+    manager: inside, connections are open and leases end; leaving it closes all connections and
+    waits for their tasks.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Fleet:
         dialer: Dialer = PLAIN,
         connect: Connect | None = None,
         token_gaps: Callable[[str], Histogram] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.members: dict[str, Member] = {}
         self.lease_s = lease_s
         self.health = health or HealthConfig()
         self.outliers = OutlierEjection(self.health.eject_pair_s)
         self.dialer = dialer
-        self.now = clock
-        self.lease_clock = PausingClock(clock)
+        self.now = clock or asyncio.get_running_loop().time
+        self.lease_clock = PausingClock(self.now)
         self._connect = connect or connect_over_tcp(dialer)
         self._watches = watches
         self._token_gaps = token_gaps

@@ -112,7 +112,7 @@ class Rig:
 
     def __init__(self, *, measured: bool = True, **slo: float) -> None:
         self.now = 1000.0
-        self.fleet = Fleet(router_id="r", lease_s=1e9)
+        self.fleet = Fleet(router_id="r", lease_s=1e9, clock=lambda: self.now)
         self.slo = SloConfig(**({"ttft_s": 0.5, "tpot_s": 0.05} | slo))
         self.costs = CostModel(self.fleet, self.slo, lambda: self.now)
         self.prefill, self.decode = self.add("p0", Role.PREFILL), self.add("d0", Role.DECODE)

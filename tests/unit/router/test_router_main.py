@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
-import subprocess
-import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import aiohttp
 import grpc
 import pytest
-import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -187,31 +183,3 @@ async def test_a_request_ends_with_the_first_error_or_with_a_cancellation_from_e
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-def test_the_router_runs_on_uvloop() -> None:
-    async def scenario() -> None:
-        assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
-        async with (
-            running(ANY_PORT) as addresses,
-            aiohttp.ClientSession() as http,
-            Client(addresses.grpc) as client,
-        ):
-            async with http.get(f"http://{addresses.http}/health") as response:
-                assert response.status == 200
-            assert await client.list_models() == []
-
-    uvloop.run(scenario())
-
-
-def test_router_imports_neither_engine_nor_its_libraries() -> None:
-    program = (
-        "import sys, json, router.main, pdserve.client; "
-        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=True, text=True, timeout=WAIT_S
-    )
-    loaded = set(json.loads(done.stdout))
-    assert "router" in loaded
-    assert not loaded & {"torch", "vllm", "transformers", "workers", "kv_transfer", "benchmarks"}

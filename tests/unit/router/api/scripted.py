@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pdserve.client import Client
     from pdserve.types import GenerateRequest
-    from router.answer import AnswerStream, Out
+    from router.answer import Out
     from router.api.open_requests import OpenRequests
 
 CHAT = "/v1/chat/completions"
@@ -108,9 +108,6 @@ class ScriptedGenerator:
             case _:
                 self.waiting.set()
                 await item.wait()
-
-    def generate(self, request: GenerateRequest) -> AnswerStream:
-        raise NotImplementedError
 
     def models(self) -> Mapping[str, ModelInfo]:
         return self.served

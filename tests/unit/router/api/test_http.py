@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -316,14 +315,6 @@ async def test_refusal_of_the_service_says_why_and_when_to_retry(
         assert (told["type"], told.get("reason", "")) == (kind, error.reason)
 
 
-async def test_body_of_100_mb_is_refused(apis: Apis) -> None:
-    body = io.BytesIO(b"x" * (100 << 20))
-    async with apis.session.post(apis.url + CHAT, data=body) as response:
-        assert response.status == 413
-        assert json.loads(await response.read())["error"]["code"] == "request_too_large"
-    assert (await apis.post(CHAT, chat()))[0] == 200
-
-
 async def test_endless_body_without_a_length_is_refused(apis: Apis) -> None:
     async def pieces() -> Any:
         for _ in range(100):
@@ -331,6 +322,7 @@ async def test_endless_body_without_a_length_is_refused(apis: Apis) -> None:
 
     async with apis.session.post(apis.url + CHAT, data=pieces()) as response:
         assert response.status == 413
+        assert (await response.json())["error"]["code"] == "request_too_large"
     assert (await apis.post(CHAT, chat()))[0] == 200
 
 
