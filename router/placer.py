@@ -16,6 +16,7 @@ from router.placement.filters import check_known, with_states
 from router.placement.policies import place_aggregated, place_live, place_or_aggregate
 from router.placement.values import (
     NO_CONTEXT,
+    NO_TOKENS_CACHED,
     Decision,
     Demand,
     MemberState,
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 # Prompt tokens of one step of an engine that does not report how many it computes.
 ASSUMED_CHUNK_TOKENS = 2048
+
+
+class _NoRoomError(Unavailable):
+    """The request can be placed later."""
 
 
 class Charge:
@@ -96,12 +101,12 @@ class Reservation:
         prompt_tokens: int = 0,
         kv_tokens: int = 0,
         children_kv_tokens: int = 0,
-        cached: Mapping[str, int] | None = None,
+        cached: Mapping[str, int] = NO_TOKENS_CACHED,
         prediction: Prediction | None = None,
         leave_backlog: Callable[[], None] | None = None,
     ) -> None:
         self.decode, self.prefill, self.producer = decode, prefill, producer
-        self.cached = cached or {}
+        self.cached = cached
         self.prediction = prediction
         self.prefill_charge: Charge | None = None
         self.children_charge: Charge | None = None
@@ -151,7 +156,6 @@ class Placer:
         costs: CostModel | None = None,
         log: DecisionLog | None = None,
         prefill_chunks_ahead: int = 0,
-        live_kv: bool = True,
     ) -> None:
         self._fleet = fleet
         self._policy = policy
@@ -160,7 +164,6 @@ class Placer:
         self._costs = costs
         self._log = DecisionLog(0) if log is None else log
         self._chunks_ahead = prefill_chunks_ahead
-        self._live_kv = live_kv
         self._turn = 0
 
     def demand(self, request: GenerateRequest) -> Demand:
@@ -205,25 +208,27 @@ class Placer:
         for room would not help."""
         candidates = self._fleet.candidates(demand.model)
         busy = self._busy(candidates, demand.prompt_tokens)
-        if not busy:
-            return self._reserve(self._policy_or_aggregated, demand, candidates, is_new=True)
-        free = [c for c in candidates if c.worker_id not in busy]
-        if any(c.role is not Role.DECODE for c in free):
-            try:
-                return self._reserve(self._policy, demand, free, is_new=True)
-            except Unavailable:
-                return None  # the busy workers can serve it
-        if self._costs is None:
+        try:
+            if not busy:
+                return self._reserve(self._policy_or_aggregated, demand, candidates, is_new=True)
+            free = [c for c in candidates if c.worker_id not in busy]
+            if any(c.role is not Role.DECODE for c in free):
+                try:
+                    return self._reserve(self._policy, demand, free, is_new=True)
+                except Unavailable:
+                    return None  # the busy workers can serve it
+            if self._costs is None:
+                return None
+            # What is left is prefill on a decode worker, if the policy finds that cheaper.
+            return self._reserve(self._policy, demand, candidates, busy=busy, is_new=True)
+        except _NoRoomError:
             return None
-        # What is left is prefill on a decode worker, if the policy finds that cheaper.
-        return self._reserve(self._policy, demand, candidates, busy=busy, is_new=True)
 
     def reserve_again(self, demand: Demand, constraints: Constraints, *, cause: str) -> Reservation:
         """Place an admitted request after a failure; `cause` is for `explain`. Raises Unavailable.
 
         An aggregated attempt waits for no room: its client is reading the answer.
         """
-        cause = f"{constraints.step}: {cause}"
         demand = replace(demand, avoid=constraints.avoid)
         candidates = self._fleet.candidates(demand.model)
         policy = self._policy
@@ -231,35 +236,25 @@ class Placer:
             policy = place_aggregated
         else:
             candidates = [c for c in candidates if constraints.allows(c)]
-        reservation = self._reserve(policy, demand, candidates, cause=cause)
-        if reservation is None:
-            raise Unavailable(f"no decode worker of model {demand.model} has room")
-        return reservation
+        return self._reserve(policy, demand, candidates, cause=f"{constraints.step}: {cause}")
 
     def reserve_on(self, member: Member, demand: Demand) -> Reservation:
         """Reserve an aggregated attempt on a worker that has the KV of the prompt cached. Raises
         Unavailable if it is not ready."""
-        if member.state is not MemberState.READY:
-            raise Unavailable(f"worker {member.worker_id} is {member.state}")
-        candidates = [member.seen()]
-        return self._reserve_at(
-            self._decide(place_aggregated, demand, candidates, "parallel sampling")
-        )
+        return self._reserve(place_aggregated, demand, [member.seen()], cause="parallel sampling")
 
     def reserve_live(self, demand: Demand, producer_id: str, *, cause: str) -> Reservation:
         """Reserve a decode worker that continues with the KV of `producer_id`. Raises Unavailable
         if there is none."""
         producer = self._fleet.members[producer_id]
         kv = producer.info.kv
-        if not self._live_kv or kv is None or kv.handoff is not HandoffStyle.CONCURRENT:
+        if kv is None or kv.handoff is not HandoffStyle.CONCURRENT:
             raise Unavailable(f"worker {producer_id} cannot export the KV of a running request")
-        now = self._fleet.now()
-        demand = replace(demand, excluded=self._fleet.outliers.ejected(now))
+        policy = partial(place_live, producer.seen())
         candidates = self._fleet.candidates(demand.model)
-        decision = self._decide(
-            partial(place_live, producer.seen()), demand, candidates, f"live_kv: {cause}"
+        return self._reserve(
+            policy, demand, candidates, cause=f"live_kv: {cause}", producer=producer
         )
-        return self._reserve_at(decision, producer=producer)
 
     def _reserve(
         self,
@@ -270,49 +265,12 @@ class Placer:
         cause: str = "",
         busy: Collection[str] = (),
         is_new: bool = False,
-    ) -> Reservation | None:
+        producer: Member | None = None,
+    ) -> Reservation:
+        """Reserve what the policy decides, and record the decision. Raises Unavailable; if the
+        decision is to wait, or for a busy worker, that is a _NoRoomError."""
         if ejected := self._fleet.outliers.ejected(self._fleet.now()):
             demand = replace(demand, excluded=ejected)
-        decision = self._decide(policy, demand, candidates, cause, busy=busy, is_new=is_new)
-        return None if decision.placement is None else self._reserve_at(decision)
-
-    def _reserve_at(self, decision: Decision, producer: Member | None = None) -> Reservation:
-        placement = decision.placement
-        assert placement is not None, "the decision is not to wait"
-        self._turn += 1
-        members, leave_backlog = self._fleet.members, None
-        prediction: Prediction | None = None
-        if self._costs is not None and producer is None:
-            prediction, ticket = self._costs.placed(decision)
-            leave_backlog = partial(self._costs.computed, ticket)
-        prefill = None if placement.prefill is None else members[placement.prefill.worker_id]
-        decode, demand = members[placement.decode.worker_id], decision.demand
-        computing = prefill or decode
-        cached = decision.cached.get(computing.worker_id, 0)
-        return Reservation(
-            decode,
-            prefill=prefill,
-            producer=producer,
-            # An engine computes the last token of a prompt even if all of it is cached.
-            prompt_tokens=max(1, demand.prompt_tokens - cached) if producer is None else 0,
-            kv_tokens=demand.kv_tokens - demand.children * demand.child_tokens,
-            children_kv_tokens=demand.children * demand.child_tokens,
-            cached=decision.cached,
-            prediction=prediction,
-            leave_backlog=leave_backlog,
-        )
-
-    def _decide(
-        self,
-        policy: Place,
-        demand: Demand,
-        candidates: Sequence[Candidate],
-        cause: str,
-        *,
-        busy: Collection[str] = (),
-        is_new: bool = False,
-    ) -> Decision:
-        """Return the decision of the policy, to wait if it chose a busy worker, and record it."""
         try:
             decision = policy(candidates, demand, self._turn, self._context)
             if is_new:
@@ -324,9 +282,32 @@ class Placer:
             raise told from error
         placement = decision.placement
         if placement is not None and (placement.prefill or placement.decode).worker_id in busy:
-            decision = structs.replace(decision, placement=None)
+            decision, placement = structs.replace(decision, placement=None), None
         self._log.record(decision, time.time(), cause=cause)
-        return decision
+        if placement is None:
+            raise _NoRoomError(f"no decode worker of model {demand.model} has room")
+        self._turn += 1
+        prediction, leave_backlog = None, None
+        if self._costs is not None and producer is None:
+            prediction, ticket = self._costs.placed(decision)
+            leave_backlog = partial(self._costs.computed, ticket)
+        members = self._fleet.members
+        prefill = None if placement.prefill is None else members[placement.prefill.worker_id]
+        decode = members[placement.decode.worker_id]
+        cached = decision.cached.get((prefill or decode).worker_id, 0)
+        children_kv_tokens = demand.children * demand.child_tokens
+        return Reservation(
+            decode,
+            prefill=prefill,
+            producer=producer,
+            # An engine computes the last token of a prompt even if all of it is cached.
+            prompt_tokens=max(1, demand.prompt_tokens - cached) if producer is None else 0,
+            kv_tokens=demand.kv_tokens - children_kv_tokens,
+            children_kv_tokens=children_kv_tokens,
+            cached=decision.cached,
+            prediction=prediction,
+            leave_backlog=leave_backlog,
+        )
 
     def _unsaturated(self, decision: Decision, policy: Place) -> Decision:
         """Return `decision`, or place again without saturated decode workers: those whose streams
