@@ -156,6 +156,7 @@ class RequestServer:
         async def complete(generation: Generation, reservation: Reservation | None) -> None:
             nonlocal unfinished
             end = await generation.run(reservation)
+            generation.finish_reason = end.reason.value
             delta = end.delta
             last = AnswerDelta(delta.token_ids, delta.text, delta.logprobs)
             last.finish_reason, last.stop_reason = end.reason, delta.stop_reason
@@ -225,10 +226,8 @@ class RequestServer:
     def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> int:
         """Move the requests of a worker elsewhere, with their KV if possible; with `live_only` no
         other. Return how many move. The rest end where they are."""
-        moving = [
-            x.move_off(worker_id, reason, live_only=live_only) for x in list(self._generations)
-        ]
-        return sum(moving)
+        generations = list(self._generations)
+        return sum(x.move_off(worker_id, reason, live_only=live_only) for x in generations)
 
     def models(self) -> Mapping[str, ModelInfo]:
         """The models of the registered workers, by name."""
@@ -273,11 +272,7 @@ class Generation:
         self.answer = Answer(out, sampling.max_tokens, list(request.resume), index)
         self.finish_reason = ""
         self.first_reservation: Reservation | None = None
-        self._fleet = services.fleet
-        self._placer = services.placer
-        self._metrics = services.metrics
-        self._budget = services.budget
-        self._queue_timeout_s = services.queue_timeout_s
+        self._services = services
         self._retry = RetryPolicy(services.retry.max_retries)
         self._demand = demand.without_children() if demand.children else demand
         self._attempt: Attempt | None = None
@@ -285,29 +280,26 @@ class Generation:
     async def run(self, reservation: Reservation | None) -> Finished:
         """Attempt until the answer is complete; its last tokens are not written. Raises
         PdserveError."""
-        self.first_reservation, moved = reservation, None
+        fleet, moved = self._services.fleet, None
+        self.first_reservation = reservation
         if len(self.answer.tokens) >= self.answer.max_tokens:
-            return self._finish(Finished(StreamDelta(0), FinishReason.LENGTH))
+            return Finished(StreamDelta(0), FinishReason.LENGTH)
         if reservation is None:
             reservation = await self._reserve_again(Unavailable("no worker is ready"), MOVED)
         while True:
-            with Attempt(self._fleet, self.request, reservation, self.answer, moved) as attempt:
+            with Attempt(fleet, self.request, reservation, self.answer, moved) as attempt:
                 self._attempt = attempt
                 try:
                     end = await attempt.pump()
                 finally:
                     self._attempt = None
             if isinstance(end, Finished):
-                return self._finish(end)
+                return end
             if isinstance(end, Failed):
                 reservation, moved = await self._after_failure(end, moved), None
             else:
                 reservation, moved = end.reservation, end if end.producer is not None else None
                 self._continue(reservation, MOVED, "the worker is to be empty")
-
-    def _finish(self, end: Finished) -> Finished:
-        self.finish_reason = end.reason.value
-        return end
 
     async def _after_failure(self, end: Failed, moved: Moved | None) -> Reservation:
         """Place the next attempt. Raises the error of the failure if there is none."""
@@ -324,8 +316,8 @@ class Generation:
 
     async def _reserve_again(self, error: PdserveError, reason: str) -> Reservation:
         """Reserve workers for the next attempt; wait for some if none is ready."""
-        model = self.request.model
-        give_up_at = asyncio.get_running_loop().time() + self._queue_timeout_s
+        model, fleet = self.request.model, self._services.fleet
+        give_up_at = asyncio.get_running_loop().time() + self._services.queue_timeout_s
         while True:
             unavailable: Unavailable | None = None
             prefill, done = self.answer.prefill_worker, len(self.answer.tokens)
@@ -340,35 +332,35 @@ class Generation:
                     continue
                 self._continue(reservation, reason, error.message)
                 return reservation
-            nobody_is_ready = unavailable is not None or not self._fleet.has_ready(model)
+            nobody_is_ready = unavailable is not None or not fleet.has_ready(model)
             if self._retry.is_used_up or not nobody_is_ready:
                 tried = " and ".join(self._retry.done)
                 after = f" (after {tried})" if tried else ""
                 raise self._gave_up(type(error)(f"{error.message}{after}"))
-            if not await self._fleet.capacity_change(until=give_up_at):
+            if not await fleet.capacity_change(until=give_up_at):
                 refused = unavailable or Unavailable(f"no worker is ready for model {model}")
                 refused.retry_after_s = refused.retry_after_s or UNAVAILABLE_RETRY_AFTER_S
                 raise self._gave_up(refused)
             self._retry.restart()
 
     def _gave_up(self, error: PdserveError) -> PdserveError:
-        self._metrics.count("fallbacks", self.request.model, "error", error.code)
+        self._services.metrics.count("fallbacks", self.request.model, "error", error.code)
         return error
 
     def _reserve(self, constraints: Constraints, cause: str) -> Reservation:
         """Raises BudgetExhausted or another Unavailable."""
-        demand, now = self._demand_now(), self._fleet.now()
-        self._budget.take(demand.model, demand.prompt_tokens, now)
+        demand, services = self._demand_now(), self._services
+        services.budget.take(demand.model, demand.prompt_tokens, services.fleet.now())
         try:
-            return self._placer.reserve_again(demand, constraints, cause=cause)
+            return services.placer.reserve_again(demand, constraints, cause=cause)
         except Unavailable:
-            self._budget.give_back(demand.model, demand.prompt_tokens)
+            services.budget.give_back(demand.model, demand.prompt_tokens)
             raise
 
     def reserve_on(self, member: Member) -> Reservation | None:
         """Reserve an aggregated attempt on `member`, or nothing if it is not ready."""
         try:
-            return self._placer.reserve_on(member, self._demand)
+            return self._services.placer.reserve_on(member, self._demand)
         except Unavailable:
             return None
 
@@ -395,9 +387,9 @@ class Generation:
             kv_from = "prefill"
         self._retry.continued(step, reason, tokens)
         model = self.request.model
-        self._metrics.count("fallbacks", model, step, reason)
+        self._services.metrics.count("fallbacks", model, step, reason)
         if tokens:
-            self._metrics.count("continuations", model, kv_from)
+            self._services.metrics.count("continuations", model, kv_from)
         workers = [x.worker_id for x in (prefill, reservation.decode) if x is not None]
         logger.info(
             "request %s: %s on %s after %d tokens: %s",
@@ -412,7 +404,7 @@ class Generation:
             return False
 
         def reserve_live() -> Reservation:
-            return self._placer.reserve_live(self._demand_now(), worker_id, cause=reason)
+            return self._services.placer.reserve_live(self._demand_now(), worker_id, cause=reason)
 
         try:
             if attempt.export(worker_id, reserve_live):

@@ -26,6 +26,7 @@ from pdserve.errors import (
     WorkerFailed,
 )
 from pdserve.types import Role
+from router.admission.tenants import TokenBucket
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
@@ -96,8 +97,9 @@ class RetryPolicy:
             if self._worker_failures < self.max_worker_failures:
                 self._left = list(RetryStep)
         is_corrupted = isinstance(error, TransferCorrupted)
-        if is_corrupted or not prefill or prefill in self._failed:
-            self._drop(RetryStep.SAME_PREFILL)
+        is_unfit = is_corrupted or not prefill or prefill in self._failed
+        if is_unfit and RetryStep.SAME_PREFILL in self._left:
+            self._left.remove(RetryStep.SAME_PREFILL)
 
     def restart(self) -> None:
         """Make all steps available again."""
@@ -130,16 +132,6 @@ class RetryPolicy:
         self._moves += reason == MOVED
         self._from_tokens = tokens
 
-    def _drop(self, step: RetryStep) -> None:
-        if step in self._left:
-            self._left.remove(step)
-
-
-@dataclass(slots=True)
-class _Bucket:
-    tokens: float
-    at: float
-
 
 class RetryBudget:
     """Token bucket for each model: prompt and answer tokens that retries compute again.
@@ -151,24 +143,24 @@ class RetryBudget:
 
     def __init__(self, tokens_per_s: float, burst_s: float) -> None:
         self._rate = tokens_per_s
-        self._burst = tokens_per_s * burst_s
-        self._buckets: dict[str, _Bucket] = {}
+        self._burst_s = burst_s
+        self._buckets: dict[str, TokenBucket] = {}
 
     def take(self, model: str, tokens: int, now: float) -> None:
         """Raises BudgetExhausted with the seconds until there is more."""
         if not self._rate:
             return
-        bucket = self._buckets.setdefault(model, _Bucket(self._burst, now))
-        bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.at) * self._rate)
-        bucket.at = now
-        if bucket.tokens <= 0:
+        bucket = self._buckets.get(model)
+        if bucket is None:
+            bucket = self._buckets[model] = TokenBucket(60.0 * self._rate, self._burst_s)
+        if wait_s := bucket.wait_s(0.0, now):
             raise BudgetExhausted(
                 f"retry budget of model {model} is used up ({self._rate:g} tokens/s)",
-                retry_after_s=max(1.0, -bucket.tokens / self._rate),
+                retry_after_s=max(1.0, wait_s),
             )
-        bucket.tokens -= tokens
+        bucket.take(tokens)
 
     def give_back(self, model: str, tokens: int) -> None:
         """Return tokens that were taken and not computed."""
         if model in self._buckets:
-            self._buckets[model].tokens += tokens
+            self._buckets[model].give_back(tokens)

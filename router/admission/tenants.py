@@ -19,9 +19,9 @@ class TokenBucket:
     """Fills at `rate` a second up to `size`. A charge larger than `size` is taken from a full
     bucket, which is then in debt."""
 
-    def __init__(self, per_minute: float) -> None:
+    def __init__(self, per_minute: float, burst_s: float = BURST_S) -> None:
         self.rate = per_minute / 60.0
-        self.size = max(1.0, self.rate * BURST_S)
+        self.size = max(1.0, self.rate * burst_s)
         self.level = self.size
         self._filled_at: float | None = None
         self._next_retry = 0.0

@@ -33,28 +33,19 @@ logger = logging.getLogger(__name__)
 class DeltaSink(Protocol):
     """Receives the deltas of one request. Called from the reader, so it must not block."""
 
-    def on_delta(self, delta: StreamDelta) -> None:
-        """The next delta; none follows one with a finish reason."""
-        ...
+    def on_delta(self, delta: StreamDelta) -> None: ...  # none follows one with a finish reason
 
-    def on_token(self, token_id: int, text: str) -> None:
-        """A delta with one token and nothing else: the common case."""
-        ...
+    def on_token(self, token_id: int, text: str) -> None: ...  # a delta with nothing else
 
-    def on_lost(self, error: PdserveError) -> None:
-        """The request ended without a last delta."""
-        ...
+    def on_lost(self, error: PdserveError) -> None: ...  # the request ended without a last delta
 
 
 class ConnectionObserver(Protocol):
     """Is told what happens to a connection. `detached` comes before the sinks hear of a break."""
 
     def attached(self, member: Member) -> None: ...
-
     def detached(self, member: Member) -> None: ...
-
     def reported(self, member: Member, load: WorkerLoad) -> None: ...
-
     def cache_changed(self, member: Member, update: w.CacheUpdate) -> None: ...
 
 
@@ -190,40 +181,33 @@ class WorkerConnection:
             sink.on_lost(error)
 
     async def _run(self) -> None:
-        settings = self._settings
+        settings, name = self._settings, f"worker {self._member.worker_id}"
         pause_s = settings.backoff_min_s
         while True:
             session = _Session(self._hello, self._on_frame)
             try:
-                error = await self._serve(session)
+                async with asyncio.timeout(settings.attach_timeout_s):
+                    await self._connect(self._member.info, lambda session=session: session)  # type: ignore[misc]
+                    await session.welcomed
+                await session.ended
+                error = f"{name} closed the connection"
+            except TimeoutError:
+                error = f"{name} did not answer in {settings.attach_timeout_s:g} s"
+            except OSError as cause:
+                error = f"{name} cannot be reached: {cause}"
+            except PdserveError as cause:
+                error = f"{name} closed the connection: {cause.message}"
+            except Exception:
+                error = f"{name} sent what could not be handled"
+                logger.exception("%s", error)
             finally:
                 session.abort()
-            level = logging.WARNING if session.is_welcome else logging.DEBUG
-            logger.log(level, "%s", error.message)
-            self._detach(error)
+            logger.log(logging.WARNING if session.is_welcome else logging.DEBUG, "%s", error)
+            self._detach(WorkerFailed(error))
             pause_s = settings.backoff_min_s if session.is_welcome else pause_s * 2
             pause_s = min(pause_s, settings.backoff_max_s)
             # Jitter, so that routers do not all return to a worker at the same moment.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-
-    async def _serve(self, session: _Session) -> WorkerFailed:
-        """Open one session and wait for its end; return why it ended."""
-        name = f"worker {self._member.worker_id}"
-        try:
-            async with asyncio.timeout(self._settings.attach_timeout_s):
-                await self._connect(self._member.info, lambda: session)
-                await session.welcomed
-            await session.ended
-            return WorkerFailed(f"{name} closed the connection")
-        except TimeoutError:
-            return WorkerFailed(f"{name} did not answer in {self._settings.attach_timeout_s:g} s")
-        except OSError as error:
-            return WorkerFailed(f"{name} cannot be reached: {error}")
-        except PdserveError as error:
-            return WorkerFailed(f"{name} closed the connection: {error.message}")
-        except Exception:
-            logger.exception("%s sent what could not be handled", name)
-            return WorkerFailed(f"{name} sent what could not be handled")
 
     def _on_frame(self, session: _Session, frame: w.StepFrame) -> None:
         if self._is_closed:
@@ -239,9 +223,9 @@ class WorkerConnection:
             self._member.steps = moments_from_pb(frame.steps)
         if frame.HasField("cache"):
             self._observer.cache_changed(self._member, frame.cache)
+        if frame.HasField("tokens"):
+            self._on_tokens(frame.tokens, session.loop.time())
         sinks = self._sinks
-        if frame.tokens.stream_ids:
-            self._on_tokens(frame.tokens)
         for message in frame.deltas:
             sink = sinks.get(message.stream_id)
             if sink is None:
@@ -253,12 +237,11 @@ class WorkerConnection:
         if not sinks:
             self._tokens_at = None
 
-    def _on_tokens(self, tokens: w.PlainTokens) -> None:
+    def _on_tokens(self, tokens: w.PlainTokens, now: float) -> None:
         # Read each list once: every access to a field of a message makes a new object.
         stream_ids, token_ids, texts = tokens.stream_ids, tokens.token_ids, tokens.texts
         if not len(stream_ids) == len(token_ids) == len(texts):
             raise InvalidRequest("its lists differ in length", field="tokens")
-        now = asyncio.get_running_loop().time()
         if self._gaps is not None and self._tokens_at is not None:
             self._gaps.observe(now - self._tokens_at, len(stream_ids))
         self._tokens_at = now
@@ -277,13 +260,13 @@ class _Session(asyncio.Protocol):
         self._hello = hello
         self._on_frame = on_frame
         self._parser = framing.FrameParser(w.StepFrame)
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[bytes] = []
         self._outgoing_bytes = 0
         self.is_welcome = False
-        self.welcomed: asyncio.Future[None] = self._loop.create_future()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.welcomed: asyncio.Future[None] = self.loop.create_future()
+        self.ended: asyncio.Future[None] = self.loop.create_future()
 
     @property
     def unsent_bytes(self) -> int:
@@ -299,15 +282,14 @@ class _Session(asyncio.Protocol):
 
     def welcome(self) -> None:
         self.is_welcome = True
-        if not self.welcomed.done():
-            self.welcomed.set_result(None)
+        _settle(self.welcomed, None)
 
     def send(self, command: w.Command) -> None:
         """Send a command. The commands of one turn of the event loop go out in one write."""
         self._outgoing.append(framing.pack(command))
         self._outgoing_bytes += len(self._outgoing[-1])
         if len(self._outgoing) == 1:
-            self._loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -326,25 +308,23 @@ class _Session(asyncio.Protocol):
                 if self.ended.done():
                     return  # the frame made the router drop this session
         except Exception as error:  # noqa: BLE001 - the connection's task reports it
-            self._end(error)
-            self.abort()
+            self.abort(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(None)
+        self.abort()
 
-    def _end(self, error: Exception | None) -> None:
-        if not self.welcomed.done():
-            self.welcomed.set_exception(error or ConnectionError("it closed the connection"))
-        if not self.ended.done():
-            if error is None:
-                self.ended.set_result(None)
-            else:
-                self.ended.set_exception(error)
-        for future in (self.welcomed, self.ended):
-            if not future.cancelled():
-                future.exception()  # a session that nobody waits for any more reports nothing
-
-    def abort(self) -> None:
+    def abort(self, error: Exception | None = None) -> None:
         if self._transport is not None:
             self._transport.abort()
-        self._end(None)
+        _settle(self.welcomed, error or ConnectionError("it closed the connection"))
+        _settle(self.ended, error)
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+        future.exception()  # one that nobody waits for any more reports nothing

@@ -104,7 +104,7 @@ def test_the_budget_refills_and_may_be_exceeded_by_one_request() -> None:
     assert caught.value.retry_after_s == pytest.approx(8.5)
     budget.take("other", 1, 0.0)
     with pytest.raises(BudgetExhausted):
-        budget.take("m", 1, 8.5)
+        budget.take("m", 1, 8.4)
     budget.take("m", 1, 8.6)
 
 
