@@ -4,25 +4,31 @@ async with Client("127.0.0.1:8001") as client:
     async for delta in client.generate("Why do leaves turn red?"):
         print(delta.text, end="")
 
-With the addresses of several routers an answer that broke off with one of them goes on with
-another: no token is lost, and none comes twice.
+With the addresses of several routers, an answer continues at another router if the connection is
+lost. No token is lost or repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self, cast
 
 import grpc.aio
 
-from pdserve import deadline as deadlines
 from pdserve import rpc, wire
-from pdserve.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from pdserve.resuming import Resuming
+from pdserve.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
 from pdserve.tokenizer import ChatMessage
 from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
@@ -32,15 +38,15 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
     from types import TracebackType
 
-    from pdserve.errors import PdserveError
     from pdserve.types import FinishReason, PositionLogprobs, Receipt, SamplingParams, Usage
 
 LIST_TIMEOUT_S = 10.0
-# How long routers may be away before an answer fails, where there are several.
+# Seconds without any router after which an answer fails, if there are several routers.
 PATIENCE_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _MOST_DOUBLINGS = 4
-# What a call ends with whose router went away; it comes without an error of ours.
+_SEED_BITS = 48
+# Statuses of a call that lost its router. They come without an error of ours.
 _LOST = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -74,10 +80,9 @@ class ModelCard:
 
 
 class Client:
-    """Owns a channel to each router. Errors of the service are raised as PdserveError; one that no
-    router answered is Unavailable. `patience_s` is how long an answer may make no progress while
-    routers are away: with one router none. `pdserve.security.tls.tls_dialer` makes a `dialer` for
-    TLS."""
+    """Owns a channel to each router. Raises errors of the service as PdserveError, and Unavailable
+    if no router answers. `patience_s` limits the time without progress while routers are away; the
+    default is 0 for a single router. `pdserve.security.tls.tls_dialer` makes a `dialer` for TLS."""
 
     def __init__(
         self,
@@ -93,7 +98,7 @@ class Client:
         self._channels = [dialer.open_channel(address) for address in addresses]
         self._metadata = rpc.authorization(api_key)
         self._stubs = [GenerationStub(channel) for channel in self._channels]
-        self._at = 0  # the router that is asked first
+        self._at = 0  # the router to ask next
         default_s = PATIENCE_S if len(addresses) > 1 else 0.0
         self._patience_s = default_s if patience_s is None else patience_s
 
@@ -109,7 +114,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the channels and every answer on them."""
+        """Close the channels, and end every answer on them."""
         for channel in self._channels:
             await channel.close()
 
@@ -125,11 +130,11 @@ class Client:
         priority: int = 0,
         service_class: ServiceClass = ServiceClass.INTERACTIVE,
     ) -> AsyncIterator[Delta]:
-        """The answer to text, token ids or a conversation, piece by piece.
+        """Yield the answer to text, token ids or a conversation.
 
-        Without `sampling`, or with `fill_context`, the answer may be as long as the context allows.
-        A lower `priority` is served earlier; a batch's requests wait for all others.
-        Closing the iterator (`aclosing`) cancels the request. Raises PdserveError.
+        Without `sampling`, or with `fill_context`, the answer may fill the context. A lower
+        `priority` is served earlier. Requests of class BATCH wait for all others. Closing the
+        iterator (`aclosing`) cancels the request. Raises PdserveError.
         """
         request = _request(prompt)
         request.model = model
@@ -141,63 +146,58 @@ class Client:
             request.sampling.CopyFrom(wire.sampling_to_pb(sampling))
         if fill_context:
             request.sampling.ClearField("max_tokens")
-        async with aclosing(self._answer(request, deadlines.after(timeout_s))) as messages:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        async with aclosing(self._answer(request, deadline)) as messages:
             async for message in messages:
                 yield _delta(message)
 
     async def _answer(
         self, request: g.GenerateRequest, deadline: float | None
     ) -> AsyncGenerator[g.GenerateResponse, None]:
-        """The messages of an answer, each token once, from whichever router gives them."""
-        resuming = Resuming(request)
+        """Yield the messages of an answer, each token once, from any router."""
+        answer, retry = _Answer(request), _Retry(len(self._stubs), self._patience_s)
         if self._patience_s:
             request.request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
-            resuming.make_repeatable()
-        attempts = _Attempts(len(self._stubs), self._patience_s)
+            answer.make_repeatable()
         while True:
             at = self._at
+            timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             call = self._stubs[at].Generate(
-                resuming.next_request(),
-                timeout=deadlines.remaining(deadline),
-                metadata=self._metadata,
+                answer.next_request(), timeout=timeout_s, metadata=self._metadata
             )
             try:
                 async for message in call:
-                    attempts.got_on()
-                    new = resuming.take(message)
-                    if new is not None:
-                        yield new
+                    retry.succeeded()
+                    if answer.add(message):
+                        yield message
                 return
             except grpc.aio.AioRpcError as error:
-                pause_s = attempts.failed(_retryable(error), has_begun=resuming.tokens > 0)
+                pause_s = retry.failed(error, has_begun=answer.has_begun)
                 if self._at == at:
                     self._at = (at + 1) % len(self._stubs)
             finally:
-                # Without effect on a call that has ended.
-                call.cancel()
-            left_s = deadlines.remaining(deadline)
-            if left_s is not None and left_s <= pause_s:
+                call.cancel()  # does nothing to a call that has ended
+            if deadline is not None and deadline - time.monotonic() <= pause_s:
                 raise DeadlineExceeded("no router gave the rest of the answer in time")
             await asyncio.sleep(pause_s)
 
     async def list_models(self, *, timeout_s: float = LIST_TIMEOUT_S) -> list[ModelCard]:
-        """What the router serves. Raises PdserveError."""
-        attempts = _Attempts(len(self._stubs), self._patience_s)
+        """Return the models that the routers serve. Raises PdserveError."""
+        retry = _Retry(len(self._stubs), self._patience_s)
         while True:
             try:
                 response = await self._stubs[self._at].ListModels(
                     g.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
                 )
-                break
+                return [ModelCard(m.name, m.max_model_len, m.vocab_size) for m in response.models]
             except grpc.aio.AioRpcError as error:
-                pause_s = attempts.failed(_retryable(error))
+                pause_s = retry.failed(error)
                 self._at = (self._at + 1) % len(self._stubs)
             await asyncio.sleep(pause_s)
-        return [ModelCard(m.name, m.max_model_len, m.vocab_size) for m in response.models]
 
 
-class _Attempts:
-    """State: how often routers have failed one after the other, and since when."""
+class _Retry:
+    """Decides whether to ask another router. Counts failures in a row."""
 
     def __init__(self, routers: int, patience_s: float) -> None:
         self._routers = routers
@@ -205,19 +205,22 @@ class _Attempts:
         self._failures = 0
         self._since = 0.0
 
-    def got_on(self) -> None:
+    def succeeded(self) -> None:
         self._failures = 0
 
-    def failed(self, error: PdserveError, *, has_begun: bool = False) -> float:
-        """Seconds to wait before the next router is asked: none before each was asked once. Raises
-        `error` where another attempt makes no sense. An answer that has begun waits for room too.
-        """
+    def failed(self, rpc_error: grpc.aio.AioRpcError, *, has_begun: bool = False) -> float:
+        """Return the seconds to wait before the next attempt: 0 until each router was asked once.
+        Raises the PdserveError if another attempt makes no sense. An answer that has begun is also
+        repeated if a router is overloaded."""
+        error = rpc.error_from_rpc(rpc_error)
+        if rpc_error.code() in _LOST and not rpc.has_error(rpc_error):
+            error = Unavailable(rpc_error.details() or "the connection to the router was lost")
         if not self._failures:
             self._since = time.monotonic()
         self._failures += 1
-        is_of_now = isinstance(error, Unavailable | Conflict)
-        is_of_now |= has_begun and isinstance(error, Overloaded)
-        if not is_of_now or time.monotonic() - self._since >= self._patience_s:
+        is_temporary = isinstance(error, Unavailable | Conflict)
+        is_temporary |= has_begun and isinstance(error, Overloaded)
+        if not is_temporary or time.monotonic() - self._since >= self._patience_s:
             raise error
         if self._failures < self._routers:
             return 0.0
@@ -225,26 +228,83 @@ class _Attempts:
         return _FIRST_PAUSE_S * float(1 << doublings)
 
 
-def _retryable(error: grpc.aio.AioRpcError) -> PdserveError:
-    """The error of the service; Unavailable where the router went away without one."""
-    if error.code() in _LOST and not rpc.has_error(error):
-        return Unavailable(error.details() or "the router went away")
-    return rpc.error_from_rpc(error)
+@dataclass(slots=True)
+class _Output:
+    """One output of a request: the tokens received, and the sizes of token ids, text and logprobs,
+    received in all (`got`) and in the current attempt (`again`)."""
+
+    token_ids: list[int] = field(default_factory=list)
+    got: tuple[int, int, int] = (0, 0, 0)
+    again: tuple[int, int, int] = (0, 0, 0)
+    is_finished: bool = False
+
+
+class _Answer:
+    """What was received of a request. A single output is resumed after its last token. Several
+    outputs (n above 1) are requested again with the same seed, and what is known is left out."""
+
+    def __init__(self, request: g.GenerateRequest) -> None:
+        self._request = request
+        self._n = max(1, request.sampling.n)
+        self._outputs: dict[int, _Output] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        return any(output.token_ids for output in self._outputs.values())
+
+    def make_repeatable(self) -> None:
+        """Choose the seed of several outputs, which every router would choose differently."""
+        sampling = self._request.sampling
+        if self._n > 1 and (not sampling.HasField("seed") or sampling.seed == -1):
+            sampling.seed = secrets.randbits(_SEED_BITS)
+
+    def next_request(self) -> g.GenerateRequest:
+        request = g.GenerateRequest()
+        request.CopyFrom(self._request)
+        for output in self._outputs.values():
+            output.again = (0, 0, 0)
+            if self._n == 1:
+                request.resume_token_ids.extend(output.token_ids)
+                output.again = output.got
+        return request
+
+    def add(self, message: g.GenerateResponse) -> bool:
+        """Remove from `message` what was received before. Return True if anything is left. Raises
+        InternalError if it contradicts what was received before."""
+        output = self._outputs.setdefault(message.index, _Output())
+        sizes = (len(message.token_ids), len(message.text), len(message.logprobs))
+        tokens, text, logprobs = (x - y for x, y in zip(output.got, output.again, strict=True))
+        at = output.again[0]
+        if list(message.token_ids[:tokens]) != output.token_ids[at : at + sizes[0]]:
+            raise InternalError("the repeated answer differs from what was received before")
+        output.again = _sum(output.again, sizes)
+        if tokens or text or logprobs:
+            del message.token_ids[:tokens]
+            del message.logprobs[:logprobs]
+            message.text = message.text[text:]
+        is_end = bool(message.finish_reason)
+        is_last = is_end and (not output.is_finished or message.HasField("usage"))
+        output.token_ids += message.token_ids
+        new = (len(message.token_ids), len(message.text), len(message.logprobs))
+        output.got = _sum(output.got, new)
+        output.is_finished |= is_end
+        return any(new) or is_last
+
+
+def _sum(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def _request(prompt: str | Sequence[int] | Sequence[ChatMessage]) -> g.GenerateRequest:
     if isinstance(prompt, str):
         return g.GenerateRequest(text=prompt)
-    if prompt and isinstance(prompt[0], ChatMessage):
-        chat = [_message(cast("ChatMessage", item)) for item in prompt]
-        return g.GenerateRequest(messages=g.ChatMessages(messages=chat))
-    return g.GenerateRequest(token_ids=g.TokenIds(ids=cast("Sequence[int]", prompt)))
-
-
-def _message(message: ChatMessage) -> g.ChatMessage:
-    if message.name is not None:
-        raise InvalidRequest("the name of a message does not travel over gRPC", field="messages")
-    return g.ChatMessage(role=message.role, content=message.content)
+    if not (prompt and isinstance(prompt[0], ChatMessage)):
+        return g.GenerateRequest(token_ids=g.TokenIds(ids=cast("Sequence[int]", prompt)))
+    chat = cast("Sequence[ChatMessage]", prompt)
+    if any(message.name is not None for message in chat):
+        raise InvalidRequest("gRPC messages have no 'name'", field="messages")
+    messages = [g.ChatMessage(role=x.role, content=x.content) for x in chat]
+    return g.GenerateRequest(messages=g.ChatMessages(messages=messages))
 
 
 def _delta(message: g.GenerateResponse) -> Delta:

@@ -8,7 +8,20 @@ from typing import ClassVar
 
 import grpc
 
-_Status = grpc.StatusCode
+_STATUS = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.ALREADY_EXISTS,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    500: grpc.StatusCode.INTERNAL,
+    502: grpc.StatusCode.UNAVAILABLE,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
 
 
 class Refusal(StrEnum):
@@ -43,13 +56,11 @@ class PdserveError(Exception):
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[grpc.StatusCode] = _Status.INTERNAL
+    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
 
-    def __init_subclass__(
-        cls, code: str = "", http: int = 0, grpc_status: grpc.StatusCode | None = None
-    ) -> None:
+    def __init_subclass__(cls, code: str = "", http: int = 0) -> None:
         cls.http_status = http or cls.http_status
-        cls.grpc_status = grpc_status or cls.grpc_status
+        cls.grpc_status = _STATUS[cls.http_status]
         if code:
             cls.code = code
             _BY_CODE[code] = cls
@@ -68,9 +79,7 @@ class ClientError(PdserveError):
     """The request is at fault and will fail again."""
 
 
-class InvalidRequest(
-    ClientError, code="invalid_value", http=400, grpc_status=_Status.INVALID_ARGUMENT
-):
+class InvalidRequest(ClientError, code="invalid_value", http=400):
     """A field of the request is wrong, unknown or unsupported."""
 
 
@@ -86,35 +95,27 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Prompt and answer do not fit the model's context."""
 
 
-class Unauthenticated(
-    ClientError, code="invalid_api_key", http=401, grpc_status=_Status.UNAUTHENTICATED
-):
+class Unauthenticated(ClientError, code="invalid_api_key", http=401):
     """The caller has not authenticated."""
 
 
-class PermissionDenied(
-    ClientError, code="permission_denied", http=403, grpc_status=_Status.PERMISSION_DENIED
-):
+class PermissionDenied(ClientError, code="permission_denied", http=403):
     """The caller lacks the role."""
 
 
-class ModelNotFound(ClientError, code="model_not_found", http=404, grpc_status=_Status.NOT_FOUND):
+class ModelNotFound(ClientError, code="model_not_found", http=404):
     """No worker serves this model."""
 
 
-class Conflict(
-    ClientError, code="request_in_progress", http=409, grpc_status=_Status.ALREADY_EXISTS
-):
+class Conflict(ClientError, code="request_in_progress", http=409):
     """A request with this id is being answered over another connection."""
 
 
-class RequestTooLarge(
-    ClientError, code="request_too_large", http=413, grpc_status=_Status.RESOURCE_EXHAUSTED
-):
+class RequestTooLarge(ClientError, code="request_too_large", http=413):
     """The body exceeds the limit."""
 
 
-class Cancelled(ClientError, code="cancelled", http=499, grpc_status=_Status.CANCELLED):
+class Cancelled(ClientError, code="cancelled", http=499):
     """The client cancelled or disconnected."""
 
 
@@ -122,11 +123,11 @@ class ServiceError(PdserveError):
     """The service is at fault or busy. The request may succeed later."""
 
 
-class Overloaded(ServiceError, code="overloaded", http=429, grpc_status=_Status.RESOURCE_EXHAUSTED):
+class Overloaded(ServiceError, code="overloaded", http=429):
     """Queue or capacity is full. `retry_after_s` says when to try again."""
 
 
-class Unavailable(ServiceError, code="unavailable", http=503, grpc_status=_Status.UNAVAILABLE):
+class Unavailable(ServiceError, code="unavailable", http=503):
     """No worker can take the request now."""
 
 
@@ -134,13 +135,11 @@ class BudgetExhausted(Unavailable, code="retry_budget_exhausted"):
     """A worker failed, and the retry budget of its model is used up."""
 
 
-class DeadlineExceeded(
-    ServiceError, code="deadline_exceeded", http=504, grpc_status=_Status.DEADLINE_EXCEEDED
-):
+class DeadlineExceeded(ServiceError, code="deadline_exceeded", http=504):
     """The request's deadline passed."""
 
 
-class WorkerFailed(ServiceError, code="worker_failed", http=502, grpc_status=_Status.UNAVAILABLE):
+class WorkerFailed(ServiceError, code="worker_failed", http=502):
     """A worker died or broke its protocol."""
 
 

@@ -1,8 +1,8 @@
-"""Which prefill and decode workers can exchange KV, and in words why others cannot. The router
-places by it and `pdserve status` shows it."""
+"""Which prefill and decode workers can exchange KV, and why others cannot."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from pdserve.types import KvEndpoint, WorkerInfo
 
-# All that decides it: equal kinds exchange KV with the same workers.
+# Compatibility and transports. Workers of equal kinds exchange KV with the same workers.
 KvKind = tuple[str, tuple[str, ...]]
 
 _ABSENT = "none"
@@ -21,7 +21,7 @@ _ABSENT = "none"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A property that both would have to share, as each of the two has it."""
+    """A property that differs between two workers."""
 
     field: str
     prefill: str
@@ -38,7 +38,6 @@ class Unpaired:
 
     @property
     def reason(self) -> str:
-        """In words, with the workers' names."""
         ours, theirs = self.prefill.worker_id, self.decode.worker_id
         return "; ".join(
             f"{d.field}: {d.prefill} on {ours}, {d.decode} on {theirs}" for d in self.differences
@@ -46,31 +45,31 @@ class Unpaired:
 
 
 def kind_of(worker: WorkerInfo) -> KvKind:
-    """Of a worker without KV, the kind that exchanges it with none."""
+    """Return the kind of a worker. That of a worker without KV matches no other."""
     return ("", ()) if worker.kv is None else (worker.kv.compatibility, worker.kv.transports)
 
 
 def exchange(prefill: KvKind, decode: KvKind) -> bool:
-    """Whether a worker of one kind can hand KV to one of the other."""
+    """Return True if workers of these kinds can exchange KV."""
     return prefill[0] == decode[0] and not set(prefill[1]).isdisjoint(decode[1])
 
 
 def unpaired(workers: Iterable[WorkerInfo]) -> Iterator[Unpaired]:
-    """Every prefill and decode worker of one model that cannot exchange KV."""
+    """Yield each prefill and decode worker of one model that cannot exchange KV."""
     known = list(workers)
-    decodes = [x for x in known if x.role is Role.DECODE]
-    for prefill in (x for x in known if x.role is Role.PREFILL):
-        for decode in decodes:
-            if decode.model.name != prefill.model.name:
-                continue
-            if not exchange(kind_of(prefill), kind_of(decode)):
-                found = tuple(_differences(prefill.kv, decode.kv))
+    prefills, decodes = (
+        [x for x in known if x.role is role] for role in (Role.PREFILL, Role.DECODE)
+    )
+    for prefill, decode in itertools.product(prefills, decodes):
+        if decode.model.name == prefill.model.name:
+            found = tuple(_differences(prefill.kv, decode.kv))
+            if found:
                 yield Unpaired(prefill, decode, found)
 
 
 def _differences(prefill: KvEndpoint | None, decode: KvEndpoint | None) -> Iterator[Difference]:
     if prefill is None or decode is None:
-        yield Difference("kv", _has(prefill), _has(decode))
+        yield Difference("kv", *("an endpoint" if x else "no endpoint" for x in (prefill, decode)))
         return
     if prefill.compatibility != decode.compatibility:
         ours, theirs = prefill.layout, decode.layout
@@ -81,10 +80,6 @@ def _differences(prefill: KvEndpoint | None, decode: KvEndpoint | None) -> Itera
             yield Difference("compatibility", prefill.compatibility, decode.compatibility)
     if set(prefill.transports).isdisjoint(decode.transports):
         yield Difference("transports", _list(prefill.transports), _list(decode.transports))
-
-
-def _has(endpoint: KvEndpoint | None) -> str:
-    return "no endpoint" if endpoint is None else "an endpoint"
 
 
 def _list(names: tuple[str, ...]) -> str:

@@ -1,10 +1,8 @@
-"""Chain hashes: one number for a block of a prompt and all that comes before it.
+"""Chain hashes of prompt blocks, shared by router and workers.
 
-Router and workers must make the same ones, so they are made here alone. A block's hash is XXH3 of
-its token ids (32 bits each, little-endian), seeded by the hash of the block before it; the first is
-seeded by the model and the block size. Blocks that hold the same tokens behind different ones have
-different hashes. Two prompts could share a hash by chance or by design; then a request is placed
-for KV that is not there, and computed as ever: no token depends on these hashes.
+The hash of a block is XXH3 of its token ids (32 bits each, little-endian), seeded by the hash of
+the block before it. The first block is seeded by the model and the block size. A collision only
+sends a request to a worker that lacks the KV and computes it: no token depends on these hashes.
 """
 
 from __future__ import annotations
@@ -19,22 +17,22 @@ from xxhash import xxh3_64_intdigest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# An integer of 60 bits takes Python 32 bytes, one of 64 bits 48; there may be millions.
+# Python stores an integer of 60 bits in 32 bytes, one of 64 bits in 48.
 _MASK = (1 << 60) - 1
 _HASH_BYTES = 8
 
 
 @lru_cache(maxsize=1024)
 def root(model: str, block_size: int) -> int:
-    """What the first block of every prompt is seeded by."""
+    """Return the seed of the first block."""
     return xxh3_64_intdigest(f"{block_size}/{model}".encode()) & _MASK
 
 
 def chain(
     token_ids: Sequence[int], block_size: int, parent: int, *, blocks: int | None = None
 ) -> list[int]:
-    """The hashes of the first `blocks` full blocks (all, without it) of `token_ids`, the first of
-    which stands behind `parent`."""
+    """Return the hashes of the full blocks of `token_ids`, at most `blocks`, the first of which
+    follows `parent`."""
     count = len(token_ids) // block_size
     if blocks is not None:
         count = min(count, blocks)
@@ -53,13 +51,13 @@ def chain(
 
 
 def usable_blocks(prompt_tokens: int, block_size: int) -> int:
-    """Blocks of a prompt that an engine can take from its cache: not those up to the last token,
-    which it must compute to sample after it (vLLM's KVCacheManager.get_computed_blocks)."""
+    """Return how many blocks of a prompt an engine can take from its cache. It computes the last
+    token in any case, to sample after it (vLLM's KVCacheManager.get_computed_blocks)."""
     return max(0, prompt_tokens - 1) // block_size
 
 
 def pack(hashes: Iterable[int]) -> bytes:
-    """As they travel: 8 bytes each, little-endian."""
+    """Return the hashes as bytes: 8 each, little-endian."""
     words = array("Q", hashes)
     if sys.byteorder == "big":
         words.byteswap()
@@ -67,12 +65,12 @@ def pack(hashes: Iterable[int]) -> bytes:
 
 
 def unpack(data: bytes) -> list[int]:
-    """What `pack` packed. Raises ValueError where it is none."""
+    """Return the hashes that `pack` packed. Raises ValueError."""
     return words(data).tolist()
 
 
 def words(data: bytes) -> array[int]:
-    """As `unpack`, in 8 bytes each."""
+    """Return the hashes in an array. Raises ValueError."""
     if len(data) % _HASH_BYTES:
         raise ValueError(f"{len(data)} bytes are no whole number of hashes")
     found = array("Q")

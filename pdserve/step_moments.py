@@ -1,17 +1,13 @@
-"""What engine steps cost, as sums that least squares needs: a worker gathers, its routers fit.
+"""Costs of engine steps as sums for a least-squares fit: workers collect them, routers fit.
 
-A step is described by five features, scaled to be near 1, and by the seconds that it took:
+A step is described by five features, each scaled to be near 1, and by its duration:
 
     1 · prefill tokens / 1e3 · attended pairs / 1e6 · decoding requests / 10 · their context / 1e4
 
-Attended pairs are what attention costs: a chunk of m prompt tokens behind p others has m·(p + m/2).
-Sums (moments) are bounded, add up over workers, and hold all that a fit can ask for; whoever has
-them need not have seen the steps, so that a router that has just started knows what others know.
-Each step weighs by the inverse square of how long its like take, so that fits err by a like share
-of short steps and of long ones.
-
-What an engine does most must not wipe out what it did before, so steps are kept in cells by their
-kind and size, and each cell forgets for itself: with its own new steps, and with age.
+A chunk of m prompt tokens after p others attends to m·(p + m/2) pairs. The sums (moments) have a
+fixed size and add up over workers, so a router that has just started can fit at once. A step
+weighs by the inverse square of the duration of similar steps, so that the relative error counts.
+Steps are kept in cells by kind and size. Each cell forgets with its own new steps and with age.
 """
 
 from __future__ import annotations
@@ -25,22 +21,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 FEATURES = 5
-# By what features are divided, to be near 1.
+# Divisors of the features.
 PREFILL_TOKENS, PREFILL_PAIRS, DECODE_REQS, DECODE_KV_TOKENS = 1e3, 1e6, 10.0, 1e4
 PAIRS = tuple((i, j) for i in range(FEATURES) for j in range(i, FEATURES))
-# Steps that a cell remembers, and the age at which their weight has halved.
+# Steps that a cell remembers, and the half-life of their weight.
 CELL_STEPS = 64.0
 HALF_LIFE_S = 600.0
-# A step this many times as long as its cell's mean counts as one this long: a pause of the machine
-# is no property of the engine, and a lasting change gets through by growing the mean.
+# A step counts at most this many times the mean of its cell: the machine may have paused. A lasting
+# change raises the mean.
 OUTLIER_RATIO = 4.0
 _TRUSTED_STEPS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What one engine step computes. `decode_kv_tokens` is the context of its decoding requests,
-    all together; `prefill_end` the longest context that a prompt reaches in it."""
+    """The work of one engine step. `decode_kv_tokens` is the total context of its decoding
+    requests, `prefill_end` the longest context that a prompt reaches."""
 
     prefill_tokens: int = 0
     prefill_pairs: float = 0.0
@@ -61,9 +57,9 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Weighted sums over steps: `xx` of the features' products (upper triangle, by rows), in 1/s²;
-    `xy` of features times seconds, in 1/s; `yy` of seconds squared, bare. `steps` is their weight,
-    `end` the longest prompt in them, in tokens."""
+    """Weighted sums over steps. `steps`: their weight; `end`: the longest prompt, in tokens; `xx`:
+    products of features (upper triangle, by rows), in 1/s²; `xy`: features times seconds, in 1/s;
+    `yy`: seconds squared, without unit."""
 
     steps: float = 0.0
     end: int = 0
@@ -73,7 +69,7 @@ class Moments:
 
     @property
     def is_sound(self) -> bool:
-        """Whether they can be sums over steps: what a peer sends may be anything."""
+        """False if a peer sent what cannot be sums over steps."""
         return (
             len(self.xx) == len(PAIRS)
             and len(self.xy) == FEATURES
@@ -81,7 +77,7 @@ class Moments:
         )
 
     def scaled(self, factor: float) -> Moments:
-        """The same steps with another weight."""
+        """Return the same steps with another weight."""
         return Moments(
             self.steps * factor,
             self.end,
@@ -93,17 +89,15 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class StepMoments:
-    """Of the steps with a prompt in them, and of those that only decode."""
+    """Moments of steps with a prompt, and of steps that only decode."""
 
     prefill: Moments = Moments()
     decode: Moments = Moments()
 
 
 def total(parts: Iterable[Moments]) -> Moments:
-    """Of all steps together."""
-    found = list(parts)
-    if not found:
-        return Moments()
+    """Return the moments of all steps together."""
+    found = [Moments(), *parts]
     return Moments(
         sum(x.steps for x in found),
         max(x.end for x in found),
@@ -114,13 +108,13 @@ def total(parts: Iterable[Moments]) -> Moments:
 
 
 def pooled(workers: Iterable[StepMoments]) -> StepMoments:
-    """Of the steps of several workers."""
+    """Return the moments of several workers together."""
     found = list(workers)
     return StepMoments(total(x.prefill for x in found), total(x.decode for x in found))
 
 
 class _Cell:
-    """Steps alike: their weight and sums. Every new one takes a little of the others' weight."""
+    """Similar steps: their weight and sums. Each new step reduces the weight of the others."""
 
     __slots__ = ("at", "prefill_end", "sums", "weight", "y")
 
@@ -157,28 +151,26 @@ class _Cell:
 
 
 class StepRecorder:
-    """Gathers steps; `observe` and `moments` may be called from different threads. State: one cell
-    for each power of four of prompt tokens and of two of decoding requests."""
+    """Collects steps. `observe` and `moments` may be called from different threads."""
 
     def __init__(self) -> None:
+        # One cell for each power of four of prompt tokens, or of two of decoding requests.
         self._cells: dict[tuple[bool, int], _Cell] = {}
         self._lock = threading.Lock()
 
     def observe(self, shape: StepShape, seconds: float, now: float) -> None:
-        """A step of `shape` took `seconds`; one without tokens or time says nothing."""
+        """Add a step of `shape` that took `seconds` and ended at `now`."""
         if seconds <= 0 or not (shape.prefill_tokens or shape.decode_reqs):
             return
         has_prompt = shape.prefill_tokens > 0
-        size = shape.prefill_tokens.bit_length() // 2 if has_prompt else shape.decode_reqs
-        key = (has_prompt, size if has_prompt else size.bit_length())
+        tokens, reqs = shape.prefill_tokens.bit_length() // 2, shape.decode_reqs.bit_length()
+        size = tokens if has_prompt else reqs
         with self._lock:
-            cell = self._cells.get(key)
-            if cell is None:
-                cell = self._cells[key] = _Cell()
+            cell = self._cells.setdefault((has_prompt, size), _Cell())
             cell.add(shape.features, seconds, shape.prefill_end, now)
 
     def moments(self, now: float) -> StepMoments:
-        """All that is remembered at `now`, on the clock of `observe`."""
+        """Return what is remembered at `now`, on the clock of `observe`."""
         with self._lock:
             kinds = {True: list[Moments](), False: list[Moments]()}
             for (has_prompt, _), cell in self._cells.items():

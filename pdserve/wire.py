@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields
 from itertools import compress
 from operator import attrgetter, ne
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -16,9 +15,10 @@ from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 _FINISH_TO_PB = {
     None: c.FINISH_REASON_UNSPECIFIED,
@@ -46,22 +46,34 @@ _sampling_of = attrgetter(*_SAMPLING)
 _DEFAULTS = _sampling_of(t.SamplingParams())
 _TOTAL_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
 
-_NAMES: dict[type[Any], tuple[str, ...]] = {
-    cls: tuple(f.name for f in fields(cls))
-    for cls in (
-        *(ErrorInfo, Moments, t.KvLedger, t.ModelInfo, t.PhaseReport, t.Receipt, t.TokenLogprob),
-        *(t.TransferReport, t.Usage, t.WorkerLoad),
-    )
-}
-
 
 def _fields_of(cls: type[Any], source: object) -> dict[str, Any]:
     """Return the fields of the dataclass `cls` from an instance or a message of equal names."""
-    return {name: getattr(source, name) for name in _NAMES[cls]}
+    return {name: getattr(source, name) for name in cls.__slots__}
 
 
-def _same(cls: type[T], message: object) -> T:
-    return cls(**_fields_of(cls, message))
+def _codec(cls: type[T], pb: Callable[..., M]) -> tuple[Callable[[T], M], Callable[[M], T]]:
+    """Return the functions that convert `cls` to and from a message with the same fields."""
+    names: tuple[str, ...] = cls.__slots__  # type: ignore[attr-defined]
+
+    def write(value: T) -> M:
+        return pb(**{name: getattr(value, name) for name in names})
+
+    def read(message: M) -> T:
+        return cls(**{name: getattr(message, name) for name in names})
+
+    return write, read
+
+
+_error_to_pb, error_from_pb = _codec(ErrorInfo, c.Error)
+usage_to_pb, usage_from_pb = _codec(t.Usage, c.Usage)
+receipt_to_pb, _receipt_from_pb = _codec(t.Receipt, c.Receipt)
+load_to_pb, load_from_pb = _codec(t.WorkerLoad, w.WorkerLoad)
+_logprob_to_pb, _logprob_from_pb = _codec(t.TokenLogprob, c.TokenLogprob)
+_transfer_to_pb, _transfer_from_pb = _codec(t.TransferReport, w.TransferReport)
+_model_to_pb, _model_from_pb = _codec(t.ModelInfo, w.ModelInfo)
+_moments_to_pb, _ = _codec(Moments, w.Moments)
+_ledger_to_pb, ledger_from_pb = _codec(t.KvLedger, w.KvLedger)
 
 
 def finish_to_pb(reason: t.FinishReason | None) -> c.FinishReason:
@@ -135,17 +147,15 @@ def _structured_from_pb(message: c.StructuredOutput) -> t.StructuredOutput:
 
 
 def logprobs_to_pb(values: tuple[t.PositionLogprobs, ...]) -> list[c.PositionLogprobs]:
-    def one(value: t.TokenLogprob) -> c.TokenLogprob:
-        return c.TokenLogprob(**_fields_of(t.TokenLogprob, value))
-
-    return [c.PositionLogprobs(sampled=one(v.sampled), top=map(one, v.top)) for v in values]
+    return [
+        c.PositionLogprobs(sampled=_logprob_to_pb(v.sampled), top=map(_logprob_to_pb, v.top))
+        for v in values
+    ]
 
 
 def logprobs_from_pb(messages: Iterable[c.PositionLogprobs]) -> tuple[t.PositionLogprobs, ...]:
     return tuple(
-        t.PositionLogprobs(
-            _same(t.TokenLogprob, m.sampled), tuple(_same(t.TokenLogprob, x) for x in m.top)
-        )
+        t.PositionLogprobs(_logprob_from_pb(m.sampled), tuple(map(_logprob_from_pb, m.top)))
         for m in messages
     )
 
@@ -162,42 +172,25 @@ def stop_reason_from_pb(message: c.StopReason) -> str | int | None:
 
 
 def error_to_pb(error: PdserveError | ErrorInfo) -> c.Error:
-    return c.Error(**_fields_of(ErrorInfo, error))
-
-
-def error_from_pb(message: c.Error) -> ErrorInfo:
-    return _same(ErrorInfo, message)
-
-
-def usage_to_pb(usage: t.Usage) -> c.Usage:
-    return c.Usage(**_fields_of(t.Usage, usage))
-
-
-def usage_from_pb(message: c.Usage) -> t.Usage:
-    return _same(t.Usage, message)
-
-
-def receipt_to_pb(receipt: t.Receipt) -> c.Receipt:
-    return c.Receipt(**_fields_of(t.Receipt, receipt))
+    return _error_to_pb(cast("ErrorInfo", error))  # both have the same fields
 
 
 def receipt_from_pb(message: c.Receipt) -> t.Receipt:
-    values = _fields_of(t.Receipt, message)
-    return t.Receipt(**{**values, "fallbacks": tuple(message.fallbacks)})
+    receipt = _receipt_from_pb(message)
+    receipt.fallbacks = tuple(message.fallbacks)
+    return receipt
 
 
 def report_to_pb(report: t.PhaseReport) -> w.PhaseReport:
     values = _fields_of(t.PhaseReport, report)
-    if report.transfer is not None:
-        figures = _fields_of(t.TransferReport, report.transfer)
-        values["transfer"] = w.TransferReport(**figures)
+    values["transfer"] = report.transfer and _transfer_to_pb(report.transfer)
     return w.PhaseReport(**values)
 
 
 def report_from_pb(message: w.PhaseReport) -> t.PhaseReport:
     values = _fields_of(t.PhaseReport, message)
     has_transfer = message.HasField("transfer")
-    values["transfer"] = _same(t.TransferReport, message.transfer) if has_transfer else None
+    values["transfer"] = _transfer_from_pb(message.transfer) if has_transfer else None
     return t.PhaseReport(**values)
 
 
@@ -250,18 +243,8 @@ def plain_to_pb(rows: list[tuple[int, int, str]]) -> w.PlainTokens:
     return w.PlainTokens(stream_ids=stream_ids, token_ids=token_ids, texts=texts)
 
 
-def load_to_pb(load: t.WorkerLoad) -> w.WorkerLoad:
-    return w.WorkerLoad(**_fields_of(t.WorkerLoad, load))
-
-
-def load_from_pb(message: w.WorkerLoad) -> t.WorkerLoad:
-    return _same(t.WorkerLoad, message)
-
-
 def moments_to_pb(moments: StepMoments) -> w.StepMoments:
-    prefill, decode = (
-        w.Moments(**_fields_of(Moments, x)) for x in (moments.prefill, moments.decode)
-    )
+    prefill, decode = _moments_to_pb(moments.prefill), _moments_to_pb(moments.decode)
     return w.StepMoments(prefill=prefill, decode=decode)
 
 
@@ -280,21 +263,19 @@ def moments_from_pb(message: w.StepMoments) -> StepMoments:
 
 
 def ledger_to_pb(ledger: t.KvLedger) -> w.KvLedger:
-    return w.KvLedger(pinned_blocks=ledger.pinned_blocks, **_fields_of(t.KvLedger, ledger))
-
-
-def ledger_from_pb(message: w.KvLedger) -> t.KvLedger:
-    return _same(t.KvLedger, message)
+    message = _ledger_to_pb(ledger)
+    message.pinned_blocks = ledger.pinned_blocks
+    return message
 
 
 def kv_report_to_pb(report: t.KvReport) -> w.KvReport:
-    figures = {f.name: getattr(report, f.name) for f in fields(report)}
+    figures = _fields_of(t.KvReport, report)
     return w.KvReport(**{**figures, "ledger": ledger_to_pb(report.ledger)})
 
 
 def kv_report_from_pb(message: w.KvReport) -> t.KvReport:
     """Raises InvalidRequest for names that no metric can have and for totals below 0."""
-    figures = {f.name: getattr(message, f.name) for f in fields(t.KvReport)}
+    figures = _fields_of(t.KvReport, message)
     figures["ledger"] = ledger_from_pb(message.ledger)
     figures["links"], figures["totals"] = dict(message.links), dict(message.totals)
     for name, value in figures["totals"].items():
@@ -320,9 +301,14 @@ def worker_to_pb(info: t.WorkerInfo) -> w.WorkerInfo:
             transports=info.kv.transports,
             sequential=info.kv.handoff is t.HandoffStyle.SEQUENTIAL,
         )
-    model = w.ModelInfo(**_fields_of(t.ModelInfo, info.model))
     settings = dict(info.settings)
-    return w.WorkerInfo(role=role_to_pb(info.role), model=model, kv=kv, settings=settings, **plain)
+    return w.WorkerInfo(
+        role=role_to_pb(info.role),
+        model=_model_to_pb(info.model),
+        kv=kv,
+        settings=settings,
+        **plain,
+    )
 
 
 def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
@@ -343,7 +329,7 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
         )
     return t.WorkerInfo(
         role=role_from_pb(message.role),
-        model=_same(t.ModelInfo, message.model),
+        model=_model_from_pb(message.model),
         kv=kv,
         settings=dict(message.settings),
         **{name: getattr(message, name) for name in _WORKER_PLAIN},

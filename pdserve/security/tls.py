@@ -7,11 +7,12 @@ certificate, and the certificate must be valid now. Errors are ConfigError with 
 from __future__ import annotations
 
 import ssl
-import time
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
+from cryptography import x509
 
 from pdserve.config import refuse
 from pdserve.rpc import PLAIN, Dialer
@@ -115,12 +116,14 @@ def _read(path: str, at: str) -> bytes:
 def _read_pair(cert_file: str, key_file: str, at: str) -> tuple[bytes, bytes]:
     """Return the certificate chain and its private key."""
     chain, key = _read(cert_file, f"{at}.cert_file"), _read(key_file, f"{at}.key_file")
-    try:
-        # The ssl module has no public function that parses a certificate file.
-        found: dict[str, Any] = ssl._ssl._test_decode_cert(cert_file)  # type: ignore[attr-defined]
-    except (ssl.SSLError, ValueError):
-        refuse(f"{at}.cert_file", f"{cert_file} is not a certificate in PEM")
-    _check_dates(found, cert_file, f"{at}.cert_file")
+    certificate = _certificates(chain, cert_file, f"{at}.cert_file")[0]
+    now = datetime.now(UTC)
+    if certificate.not_valid_after_utc < now:
+        end = certificate.not_valid_after_utc
+        refuse(f"{at}.cert_file", f"{cert_file}: certificate has expired ({end:%F})")
+    if certificate.not_valid_before_utc > now:
+        begin = certificate.not_valid_before_utc
+        refuse(f"{at}.cert_file", f"{cert_file}: certificate is not valid before {begin:%F}")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             cert_file, key_file, password=lambda: ""
@@ -133,25 +136,21 @@ def _read_pair(cert_file: str, key_file: str, at: str) -> tuple[bytes, bytes]:
     return chain, key
 
 
-def _check_dates(certificate: dict[str, Any], path: str, at: str) -> None:
-    begin, end = certificate["notBefore"], certificate["notAfter"]
-    if ssl.cert_time_to_seconds(end) < time.time():
-        refuse(at, f"{path}: certificate has expired ({end})")
-    if ssl.cert_time_to_seconds(begin) > time.time():
-        refuse(at, f"{path}: certificate is not valid before {begin}")
-
-
 def _read_ca(path: str, at: str) -> bytes:
     """Return CA certificates in PEM, of which at least one has not expired."""
     text = _read(path, at)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        context.load_verify_locations(cadata=text.decode("ascii"))
-    except (UnicodeDecodeError, ssl.SSLError):
-        refuse(at, f"{path} is not a certificate in PEM")
-    ends = [str(found["notAfter"]) for found in context.get_ca_certs()]
-    if not ends:
+    ends = [x.not_valid_after_utc for x in _certificates(text, path, at)]
+    context.load_verify_locations(cadata=text.decode("ascii"))
+    if not context.get_ca_certs():
         refuse(at, f"{path} holds no CA certificate")
-    if all(ssl.cert_time_to_seconds(end) < time.time() for end in ends):
-        refuse(at, f"{path}: certificate has expired ({ends[0]})")
+    if max(ends) < datetime.now(UTC):
+        refuse(at, f"{path}: certificate has expired ({max(ends):%F})")
     return text
+
+
+def _certificates(text: bytes, path: str, at: str) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(text)
+    except ValueError:
+        refuse(at, f"{path} is not a certificate in PEM")
