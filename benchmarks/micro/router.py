@@ -3,8 +3,8 @@
 pdserve's router stands before one prefill and one decode worker with scripted engines, so each
 request crosses both. vllm-router and smg (if on PATH) stand before one equally fast mock server.
 `direct` is the mock server without a router. CPU is that of the router's processes; a latency is
-from the engine step that made a token to its arrival at the client. Requests of one token and idle
-streams are measured with the first number of streams.
+from the engine step that made a token to its arrival at the client. Idle streams are measured only
+beside the first number of streams.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 OURS, PEERS, DIRECT = "pdserve", ("vllm-router", "smg"), "direct"
 TIMEOUT_S: Final = 120.0
 TOKENS_PER_S: Final = 6400  # over all streams; a client in Python cannot read more
-TOKENS: Final = 20_000  # of all streams of one number together
+TOKENS: Final = 32_768  # of all streams together, but 128 an answer at least
 ONE_TOKEN_REQUESTS: Final = 1500
 IDLE_STREAMS: Final = 500
 _RATIOS: Final = ("cpu_us_per_token", "cpu_us_per_request")
@@ -107,7 +107,7 @@ async def _measure(
         client = HttpTarget(router.url)
         try:
             await _drive(client, router, streams, tokens=4)  # warm-up
-            tokens = max(4, int(TOKENS * scale / streams))
+            tokens = max(4, int(max(128, TOKENS / streams) * scale))
             cpu_s, _, latencies_s = await _drive(client, router, streams, tokens=tokens)
             p50_s, p99_s = percentiles(latencies_s, (50, 99))
             found = {

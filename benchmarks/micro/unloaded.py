@@ -81,7 +81,7 @@ def make_model(folder: Path) -> Path:
     config = LlamaConfig(
         vocab_size=tokens["vocab_size"],
         hidden_size=1024,
-        intermediate_size=2816,
+        intermediate_size=2656,
         num_hidden_layers=18,
         num_attention_heads=16,
         num_key_value_heads=8,
