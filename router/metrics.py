@@ -81,7 +81,6 @@ _LOADS = (
     ("num_waiting_reqs", "Requests that wait in a worker's engine."),
     ("kv_cache_usage", "Used share of a worker's KV cache, from 0 to 1."),
 )
-_WANTED = "Workers of a role that the load asks for."
 
 
 class RouterMetrics:
@@ -109,20 +108,19 @@ class RouterMetrics:
         roles_wanted: Callable[[], Iterable[Row]],
     ) -> None:
         """Report their state whenever the metrics are read."""
-        tenants, worker = admission.tenants, "model role worker"
-        register = self.registry.register
+        tenants, register = admission.tenants, self.registry.register
 
         def show(name: str, text: str, labels: str, rows: Callable[[], Iterable[Row]]) -> None:
             register(_Reading(name, text, labels.split(), rows))
 
         def show_one(name: str, text: str, value: Callable[[], float]) -> None:
-            register(_Reading(name, text, [], lambda: [((), value())]))
+            show(name, text, "", lambda: [((), value())])
 
         show("workers", "Registered workers.", "model role state", lambda: _workers(fleet))
         for field, text in _LOADS:
-            show(f"worker_{field}", text, worker, partial(_loads, fleet, field))
+            show(f"worker_{field}", text, "model role worker", partial(_loads, fleet, field))
         show("role_load", "Average load; 1 is full.", "model role", role_loads)
-        show("role_workers_wanted", _WANTED, "model role", roles_wanted)
+        show("role_workers_wanted", "Workers that the load asks for.", "model role", roles_wanted)
         show(
             "tenant_requests_open",
             "Requests waiting and running.",
@@ -137,21 +135,20 @@ class RouterMetrics:
             lambda: len(fleet.outliers.ejected(fleet.now())),
         )
         register(KvCollector(lambda: _kv_reports(fleet)))
-        if watcher is None:
-            return
-        index = watcher.index
-        show_one("prefix_blocks", "KV blocks in the index.", lambda: len(index))
-        show_one("prefix_synced_workers", "Workers that are fully indexed.", lambda: watcher.synced)
-        show_one(
-            "prefix_truncated_workers",
-            "Workers with refused blocks.",
-            lambda: index.truncated_workers,
-        )
-        show_one(
-            "prefix_refused_blocks_total",
-            "KV blocks refused by a full index.",
-            lambda: index.refused_blocks,
-        )
+        if watcher is not None:
+            index = watcher.index
+            show_one("prefix_blocks", "KV blocks in the index.", lambda: len(index))
+            show_one("prefix_synced_workers", "Fully indexed workers.", lambda: watcher.synced)
+            show_one(
+                "prefix_truncated_workers",
+                "Workers with refused blocks.",
+                lambda: index.truncated_workers,
+            )
+            show_one(
+                "prefix_refused_blocks_total",
+                "KV blocks refused by a full index.",
+                lambda: index.refused_blocks,
+            )
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         self._counts[name][labels] += by

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import HttpVersion11, web
@@ -28,7 +29,7 @@ from router.api.preprocess import check_request_id, new_request_id
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from pdserve.types import GenerateRequest, ModelInfo
+    from pdserve.types import ModelInfo
     from router.answer import AnswerDelta, Generates
     from router.api.auth import Keys
     from router.api.open_requests import OpenRequests
@@ -75,8 +76,8 @@ class HttpApi:
         self._keys = keys
         self._started = started
         self._routes: dict[str, tuple[str, Handler]] = {
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._completions),
+            "/v1/chat/completions": ("POST", partial(self._generate, openai.ChatRequest)),
+            "/v1/completions": ("POST", partial(self._generate, openai.CompletionRequest)),
             _MODELS: ("GET", self._list_models),
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
@@ -152,20 +153,11 @@ class HttpApi:
     async def _openapi(self, _: web.BaseRequest) -> web.Response:
         return _json(openai.openapi())
 
-    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._generate(request, openai.ChatRequest, "chatcmpl-")
-
-    async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._generate(request, openai.CompletionRequest, "cmpl-")
-
     async def _generate(
-        self,
-        request: web.BaseRequest,
-        kind: type[openai.RequestBody],
-        prefix: str,
+        self, kind: type[openai.RequestBody], request: web.BaseRequest
     ) -> web.StreamResponse:
         self._open_requests.check_open()
-        request_id = _request_id(request, prefix)
+        request_id = _request_id(request, kind.id_prefix)
         body = openai.read(kind, await _read_body(request))
         events: EventStream | None = None
         try:
@@ -180,32 +172,21 @@ class HttpApi:
                 if body.stream:
                     writer = openai.EventWriter(body, request_id, made.model)
                     events = EventStream(request, request[_HEADERS], writer)
-                    await self._serve(made, events, body)
+                    await self._generator.serve(made, events)
                     events.end()
                     return events.response
                 answer = openai.WholeAnswer(body, request_id, made.model)
-                await self._serve(made, answer, body)
+                await self._generator.serve(made, answer)
                 return web.Response(body=answer.body(), content_type="application/json")
         except PdserveError as error:
+            # Engines refuse a constraint under our own name for it.
+            if error.field == "structured_output":
+                error.field = body.constraint_field
             # The client learns of an error by its status, or by an event once the stream began.
             if events is None or not events.response.prepared:
                 raise
             events.fail(error)
             return events.response
-
-    async def _serve(
-        self,
-        made: GenerateRequest,
-        out: EventStream | openai.WholeAnswer,
-        body: openai.RequestBody,
-    ) -> None:
-        try:
-            await self._generator.serve(made, out)
-        except InvalidRequest as error:
-            # Engines refuse a constraint under our own name for it.
-            if error.field == "structured_output":
-                error.field = body.constraint_field
-            raise
 
 
 class EventResponse(web.StreamResponse):

@@ -10,7 +10,7 @@ import re
 import time
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -228,6 +228,7 @@ _sampling_of = attrgetter(*_SAMPLING)
 class CompletionRequest(_Body, kw_only=True):
     """Body of POST /v1/completions."""
 
+    id_prefix: ClassVar[str] = "cmpl-"
     prompt: Annotated[
         str | list[_TokenId | str | list[_TokenId]],
         Meta(description="One prompt: text, or token ids. It may stand in a list of its own."),
@@ -297,6 +298,7 @@ class Message(_Strict, kw_only=True):
 class ChatRequest(_Body, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
+    id_prefix: ClassVar[str] = "chatcmpl-"
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None

@@ -12,7 +12,7 @@ import pytest
 from scripted import ANSWER, ANSWER_TEXT, MAX_MODEL_LEN, RECEIPT, TIMEOUT_S, Hold
 
 from pdserve import rpc
-from pdserve.client import Client, ModelCard
+from pdserve.client import ModelCard
 from pdserve.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -142,14 +142,6 @@ async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) ->
     assert not wrong
 
 
-async def test_bytes_that_are_no_request_hurt_no_other(apis: Apis) -> None:
-    async with rpc.open_channel(apis.grpc_address) as channel:
-        call = channel.unary_stream("/pdserve.v1.Generation/Generate")
-        with pytest.raises(grpc.aio.AioRpcError):
-            _ = [message async for message in call(b"\xff\xff\xff garbage")]
-    await assert_served(apis)
-
-
 async def test_answer_comes_delta_by_delta_with_usage_and_receipt(apis: Apis) -> None:
     deltas = [delta async for delta in apis.client.generate("hi", request_id="r-1")]
     assert [delta.text for delta in deltas] == [delta.text for delta in ANSWER]
@@ -188,14 +180,7 @@ async def test_each_kind_of_prompt_is_tokenised_once_here(
         assert made.sampling == SamplingParams(max_tokens=MAX_MODEL_LEN - len(expected))
 
 
-async def test_the_order_is_asked_for(apis: Apis) -> None:
-    answer = apis.client.generate("hi", priority=-2, service_class=ServiceClass.BATCH)
-    assert [delta.text async for delta in answer]
-    made = apis.generator.requests.pop()
-    assert (made.priority, made.service_class) == (-2, ServiceClass.BATCH)
-
-
-async def test_sampling_arrives_as_it_was_given(apis: Apis) -> None:
+async def test_sampling_and_order_arrive_as_they_were_given(apis: Apis) -> None:
     sampling = SamplingParams(
         max_tokens=9,
         temperature=0.0,
@@ -207,8 +192,11 @@ async def test_sampling_arrives_as_it_was_given(apis: Apis) -> None:
         structured_output=StructuredOutput(Constraint.CHOICE, choices=("a", "b")),
         skip_special_tokens=False,
     )
-    _ = [delta async for delta in apis.client.generate("hi", sampling)]
-    assert apis.generator.requests[0].sampling == sampling
+    batch = ServiceClass.BATCH
+    answer = apis.client.generate("hi", sampling, priority=-2, service_class=batch)
+    assert [delta async for delta in answer]
+    made = apis.generator.requests[0]
+    assert (made.sampling, made.priority, made.service_class) == (sampling, -2, batch)
 
 
 async def test_models_are_listed(apis: Apis) -> None:
@@ -342,9 +330,3 @@ async def test_client_that_reads_too_slowly_is_ended_by_its_deadline(apis: Apis)
     apis.generator.script = (ANSWER[0], piece, piece)
     error = await status_after(apis, lambda: skip(2 * TIMEOUT_S))
     assert isinstance(error, DeadlineExceeded)
-
-
-async def test_nobody_listening_is_unavailable() -> None:
-    async with Client("127.0.0.1:1") as client:
-        with pytest.raises(Unavailable):
-            await client.list_models()

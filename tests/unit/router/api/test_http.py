@@ -154,19 +154,6 @@ async def test_official_client_completes_text_and_token_ids(
     assert made == [token_ids("hi")] * 3 + [(5, 6, 7)] * 2
 
 
-async def test_official_client_raises_its_own_errors(
-    apis: Apis, official: openai.AsyncOpenAI
-) -> None:
-    with pytest.raises(openai.NotFoundError) as not_found:
-        await official.chat.completions.create(
-            model="none", messages=[{"role": "user", "content": "hi"}]
-        )
-    assert (not_found.value.code, not_found.value.param) == ("model_not_found", "model")
-    apis.generator.refusal = Overloaded("full")
-    with pytest.raises(openai.RateLimitError):
-        await official.completions.create(model="demo", prompt="hi")
-
-
 async def test_official_client_lists_models(official: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in official.models.list()] == ["demo"]
     card = await official.models.retrieve("demo")
@@ -247,14 +234,6 @@ async def test_completion_logprobs_are_parallel_lists(apis: Apis, stream: bool) 
         "top_logprobs": [{"é": -0.5, "x": -2.0}, {"a": -0.1, "\ufffd": -9999.0}, {"!": -1.0}],
         "text_offset": [0, 1, 2],
     }
-
-
-async def test_without_any_worker_the_service_is_unavailable(apis: Apis) -> None:
-    served, apis.generator.served = apis.generator.served, {}
-    status, answer = await apis.post(CHAT, chat())
-    assert (status, answer["error"]["code"]) == (503, "unavailable")
-    apis.generator.served = served
-    assert (await apis.post(CHAT, chat()))[0] == 200
 
 
 @pytest.mark.parametrize(
