@@ -242,14 +242,11 @@ class HealthConfig(_Section, frozen=True):
         fail. 0: never.
     eject_pair_s: Eject a pair of workers for this time after KV was damaged between them, and
         longer while probes fail. 0: never.
-    probe_s: Probe a pair of workers after this time without a transfer between them. 0: probe only
-        what was ejected.
     """
 
     stall_s: Annotated[float, Meta(ge=0, le=3600)] = 2.0
     eject_s: Seconds = 10.0
     eject_pair_s: Seconds = 60.0
-    probe_s: Seconds = 60.0
 
 
 class RetryConfig(_Section, frozen=True):

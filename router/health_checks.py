@@ -1,8 +1,7 @@
 """Active health checks: requests of the router's own, so that no client's request finds a failure.
 
 Only a probe brings a suspended worker or an ejected pair of workers back, when its time is over.
-Now and then a random pair is probed between which no KV has moved for a while. Probes run one at a
-time, so that their cost does not grow with the fleet.
+Probes run one at a time, so that their cost does not grow with the fleet.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 PROBE_TIMEOUT_S = 30.0
-# One of this many periods is for a pair that was not used.
-IDLE_EVERY = 5
 PROBE_TOKENS = 8
 # Rounding may flip a tie between two tokens of one answer, hardly of two.
 ATTEMPTS = 2
@@ -92,30 +89,20 @@ def _request(worker: Member) -> GenerateRequest:
 
 
 class ActiveHealthChecks:
-    """Sends the probes of `run`. Pairs are probed after `idle_s` without a transfer."""
+    """Sends the probes of `run`."""
 
-    def __init__(
-        self, fleet: Fleet, metrics: RouterMetrics, *, idle_s: float, period_s: float = PERIOD_S
-    ) -> None:
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, *, period_s: float = PERIOD_S) -> None:
         self._fleet = fleet
         self._metrics = metrics
-        self._idle_s = idle_s
         self._period_s = period_s
-        self._draw = random.Random()
 
     async def run(self) -> None:
-        periods, began = 0, self._fleet.now()
         while True:
             await asyncio.sleep(self._period_s)
-            periods += 1
             worker, pair = self.half_open_worker(), self.half_open_pair()
             if worker is not None:
                 await self._probe_worker(worker)
-                continue
-            is_idle = self._fleet.now() - began >= self._idle_s
-            if pair is None and is_idle and periods % IDLE_EVERY == 0:
-                pair = self.unused_pair()
-            if pair is not None:
+            elif pair is not None:
                 await self._probe_pair(*pair)
 
     def half_open_worker(self) -> Member | None:
@@ -131,23 +118,15 @@ class ActiveHealthChecks:
         members = self._fleet.members
         for pair in self._fleet.outliers.half_open(self._fleet.now()):
             prefill, decode = (members.get(worker_id) for worker_id in pair)
-            if prefill is not None and decode is not None and _can_pair(prefill, decode):
+            if (
+                prefill is not None
+                and decode is not None
+                and (prefill.info.role, decode.info.role) == (Role.PREFILL, Role.DECODE)
+                and prefill.state is decode.state is MemberState.READY
+                and exchange(prefill.kind, decode.kind)
+            ):
                 return prefill, decode
         return None
-
-    def unused_pair(self) -> tuple[Member, Member] | None:
-        """Return a random pair, or None if it was used lately, is ejected, or no pair."""
-        members = list(self._fleet.members.values())
-        prefills = [m for m in members if m.info.role is Role.PREFILL]
-        decodes = [m for m in members if m.info.role is Role.DECODE]
-        if not prefills or not decodes:
-            return None
-        prefill, decode = self._draw.choice(prefills), self._draw.choice(decodes)
-        pair = prefill.worker_id, decode.worker_id
-        outliers, now = self._fleet.outliers, self._fleet.now()
-        if outliers.unused_s(pair, now) < self._idle_s or pair in outliers.ejected(now):
-            return None
-        return (prefill, decode) if _can_pair(prefill, decode) else None
 
     async def _probe_worker(self, member: Member) -> None:
         outcome = "passed"
@@ -174,11 +153,3 @@ class ActiveHealthChecks:
                 outliers.corrupted(pair, fleet.now(), error.message)
         outliers.probes[outcome] += 1
         self._metrics.count("pair_probes", prefill.info.model.name, outcome)
-
-
-def _can_pair(prefill: Member, decode: Member) -> bool:
-    return (
-        (prefill.info.role, decode.info.role) == (Role.PREFILL, Role.DECODE)
-        and prefill.state is decode.state is MemberState.READY
-        and exchange(prefill.kind, decode.kind)
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import uuid
 from contextlib import AsyncExitStack
@@ -141,7 +140,7 @@ class RouterServer:
                 token_gaps=partial(metrics.histogram, "inter_token_latency_seconds"),
             )
         )
-        checks = ActiveHealthChecks(fleet, metrics, idle_s=config.health.probe_s or math.inf)
+        checks = ActiveHealthChecks(fleet, metrics)
         await enter(background("health-checks", checks.run))
 
         # The request path.

@@ -341,7 +341,7 @@ class Attempt:
             if outliers.failed(pair, now, error.message):
                 logger.warning("workers %s and %s are ejected: %s", *pair, error.message)
         elif last.report is not None and last.report.transfer:
-            outliers.succeeded(pair, now)
+            outliers.succeeded(pair)
 
     def export(self, worker_id: str, reserve: Callable[[], Reservation]) -> bool:
         """Start to move to what `reserve` returns, together with the KV on `worker_id`. Return

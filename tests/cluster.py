@@ -87,7 +87,7 @@ class Cluster:
             "stop_grace_s": 0.0,
             # The default learns: which way a request goes would hang on what was asked before.
             "policy": "least_loaded",
-            "health": HealthConfig(stall_s=LEASE_S, probe_s=0.0),
+            "health": HealthConfig(stall_s=LEASE_S),
             "slo": NOBODY_LATE,
             **(router or {}),
         }

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1
 MAX_TICK_S = 0.15  # counted at most for a late tick
-# Pairs whose last use is remembered; all are forgotten beyond that.
-_MAX_PAIRS = 65536
 # A half-open pair is probed as soon as both workers are ready; one that never is, is forgotten.
 _FORGET_PAIR_S = 600.0
 
@@ -153,7 +150,6 @@ class OutlierEjection:
         self.probes = Counter[str]()  # "passed" and "failed"
         self._seconds = seconds
         self._breakers: dict[Pair, Breaker] = {}
-        self._used_at: dict[Pair, float] = {}
 
     def corrupted(self, pair: Pair, now: float, reason: str) -> None:
         """KV was damaged on the way, also when it was sent again."""
@@ -169,11 +165,8 @@ class OutlierEjection:
                 del self._breakers[known]
         return self._breakers.setdefault(pair, Breaker(self._seconds))
 
-    def succeeded(self, pair: Pair, now: float) -> None:
+    def succeeded(self, pair: Pair) -> None:
         """KV arrived undamaged."""
-        if len(self._used_at) >= _MAX_PAIRS and pair not in self._used_at:
-            self._used_at.clear()
-        self._used_at[pair] = now
         if pair in self._breakers:
             self._breakers[pair].success()
 
@@ -197,7 +190,3 @@ class OutlierEjection:
 
     def half_open(self, now: float) -> list[Pair]:
         return [p for p, x in self._breakers.items() if x.state(now) is BreakerState.HALF_OPEN]
-
-    def unused_s(self, pair: Pair, now: float) -> float:
-        """Return the seconds since KV last arrived; infinite if it never did."""
-        return now - self._used_at.get(pair, -inf)

@@ -34,24 +34,22 @@ async def ask(cluster: Cluster) -> Answer:
     return answer
 
 
-async def test_probes_eject_a_pair_and_bring_it_back() -> None:
+async def test_only_a_probe_brings_an_ejected_pair_back() -> None:
     async with Cluster(
         prefill=1,
         decode=1,
-        router={"health": HealthConfig(stall_s=WAIT_S, probe_s=0.0, eject_pair_s=0.05)},
+        router={"health": HealthConfig(stall_s=WAIT_S, eject_pair_s=0.05)},
     ) as cluster:
         fleet = cluster.router.fleet
         cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))
-        checks = ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=0.0, period_s=0.001)
+        fleet.outliers.corrupted(PAIR, fleet.now(), "for the test")
+        checks = ActiveHealthChecks(fleet, cluster.router.metrics, period_s=0.001)
         async with background("checks", checks.run):
-            await cluster.until(lambda: fleet.outliers.ejected(fleet.now()) == {PAIR})
             # However often the pair is half open meanwhile, no client's request uses it.
-            for _ in range(20):
+            while (await cluster.probes())[1] < 3:
                 answer = await ask(cluster)
                 assert answer.receipt is not None
                 assert answer.receipt.prefill_worker == "decode-0"
-            _, failed = await cluster.probes()
-            assert failed >= 3
             cluster.faults("prefill-0", FakeFaults())
             await cluster.until(lambda: not fleet.outliers.ejected(fleet.now()))
             answer = await ask(cluster)
@@ -65,12 +63,12 @@ async def test_probes_eject_a_pair_and_bring_it_back() -> None:
 
 
 async def test_only_probes_try_a_suspended_worker() -> None:
-    health = HealthConfig(stall_s=1.0, eject_s=0.05, probe_s=0.0)
+    health = HealthConfig(stall_s=1.0, eject_s=0.05)
     async with Cluster(prefill=1, decode=2, router={"health": health}) as cluster:
         fleet = cluster.router.fleet
         member = fleet.members["decode-0"]
         cluster.faults("decode-0", FakeFaults(stalled=True))
-        checks = ActiveHealthChecks(fleet, cluster.router.metrics, idle_s=WAIT_S, period_s=0.001)
+        checks = ActiveHealthChecks(fleet, cluster.router.metrics, period_s=0.001)
         async with background("checks", checks.run):
             fleet.stalled(member, "for the test")
             await cluster.until(lambda: cluster.busy("decode-0"))
@@ -89,7 +87,7 @@ async def test_only_probes_try_a_suspended_worker() -> None:
 
 
 async def test_the_last_worker_is_not_suspended_for_being_slow() -> None:
-    health = HealthConfig(stall_s=0.5, eject_s=WAIT_S, probe_s=0.0)
+    health = HealthConfig(stall_s=0.5, eject_s=WAIT_S)
     async with Cluster(aggregated=1, router={"health": health}) as cluster:
         member = cluster.router.fleet.members["aggregated-0"]
         cluster.faults("aggregated-0", FakeFaults(stalled=True))

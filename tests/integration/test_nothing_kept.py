@@ -43,7 +43,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
         "policy": "slo_aware",
         "decision_log_size": KEPT,
         "prefix_max_blocks": 64,
-        "health": HealthConfig(stall_s=LEASE_S, probe_s=0.0),
+        "health": HealthConfig(stall_s=LEASE_S),
     }
     engine_args: dict[str, object] = {"prefix_cache": True, "total_blocks": 512}
     async with Cluster(prefill=2, decode=2, engine_args=engine_args, router=router) as made:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from pdserve.config import HealthConfig, RouterConfig
+from pdserve.config import RouterConfig
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from pdserve.v1 import worker_pb2 as w
 from tests.e2e.pair import Joined, joined, prompt
@@ -97,7 +97,6 @@ async def running(tiny_model: Path) -> AsyncIterator[Service]:
         policy="least_loaded",
         lease_s=20.0,
         stop_grace_s=0.0,
-        health=HealthConfig(probe_s=0.0),
     )
     async with Service.start(config, tiny_model) as service:
         yield service

@@ -74,7 +74,7 @@ class TestOutlierEjection:
     def test_damaged_kv_ejects_a_pair_until_a_probe_has_passed(self) -> None:
         outliers = OutlierEjection(SECONDS)
         outliers.corrupted(PAIR, 0.0, "damaged")
-        outliers.succeeded(PAIR, SECONDS)
+        outliers.succeeded(PAIR)
         assert outliers.ejected(0.0) == outliers.ejected(SECONDS) == {PAIR}
         ((pair, breaker),) = outliers.listed(20.0)
         assert (pair, breaker.remaining_s(20.0), breaker.failures) == (PAIR, SECONDS - 20.0, 1)
@@ -85,7 +85,7 @@ class TestOutlierEjection:
     def test_failed_transfers_in_a_row_eject_a_pair(self) -> None:
         outliers = OutlierEjection(SECONDS)
         assert [outliers.failed(OTHER, 1.0, "x") for _ in range(2)] == [False, False]
-        outliers.succeeded(OTHER, 1.0)
+        outliers.succeeded(OTHER)
         assert [outliers.failed(OTHER, 1.0, "x") for _ in range(3)] == [False, False, True]
         assert outliers.ejected(1.0) == {OTHER}
 
@@ -116,7 +116,7 @@ class TestWhatIsProbed:
 
     @pytest.fixture
     def checks(self, fleet: Fleet) -> ActiveHealthChecks:
-        return ActiveHealthChecks(fleet, RouterMetrics(), idle_s=10.0)
+        return ActiveHealthChecks(fleet, RouterMetrics())
 
     def test_a_suspended_worker_when_its_time_is_over(
         self, fleet: Fleet, checks: ActiveHealthChecks, clock: Clock
@@ -142,20 +142,6 @@ class TestWhatIsProbed:
         fleet.register(replace(d.info, role=P, instance_id="e2"))
         fleet.attached(fleet.members["d1"])
         assert checks.half_open_pair() is None, "it has another role now"
-
-    def test_a_pair_that_was_not_used(
-        self, fleet: Fleet, checks: ActiveHealthChecks, clock: Clock
-    ) -> None:
-        p, d = fleet.members["p1"], fleet.members["d1"]
-        assert checks.unused_pair() == (p, d)
-        fleet.outliers.succeeded(PAIR, 5.0)
-        clock.now = 14.0
-        assert checks.unused_pair() is None
-        clock.now = 15.0
-        assert checks.unused_pair() == (p, d)
-        fleet.outliers.corrupted(PAIR, 15.0, "damaged")
-        clock.now = 30.0
-        assert checks.unused_pair() is None, "it is ejected"
 
 
 def load(progress: int, *, has_work: bool = True, allowance_s: float = 0.0) -> WorkerLoad:
