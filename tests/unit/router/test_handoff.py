@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.errors import (
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    PdserveError,
-    TransferFailed,
-    WorkerFailed,
-)
-from pdserve.types import ErrorInfo, FinishReason, HandoffStyle, PhaseReport, Role, StreamDelta
-from router.handoff import (
-    Action,
-    Exported,
-    Failed,
-    Finished,
-    Handoff,
-    Phase,
-    StreamState,
-    SubmitDecode,
-)
+from pdserve.errors import WorkerFailed
+from pdserve.types import ErrorInfo, FinishReason, HandoffStyle, Role, StreamDelta
+from router.handoff import Exported, Failed, Finished, Handoff, Phase, StreamState, SubmitDecode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from router.handoff import Action
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 class Driver:
-    """A handoff whose actions read as text. Its streams are "p" and "d", or "a" alone."""
+    """A handoff that is told events, and says what it does about them, in words.
+
+    Its streams are "p" and "d", or "a" alone. An event is a stream with tokens and perhaps a finish
+    reason ("d 2 3 stop"), with the code of an error, with "exported" and a count, or "lost"; or it
+    is "export", or "timeout".
+    """
 
     def __init__(
         self,
@@ -43,257 +39,178 @@ class Driver:
     ) -> None:
         phases = {"p": Phase.PREFILL, "d": Phase.DECODE, "a": Phase.AGGREGATED}
         self.streams = {x: StreamState(phases[x], x, Role.DECODE) for x in names}
-        producer = None
+        self.producer = None
         if exported_by:
-            producer = StreamState(Phase.DECODE, exported_by, Role.DECODE, False, None, True)
-        self.producer = producer
+            self.producer = StreamState(Phase.DECODE, exported_by, Role.DECODE, False, None, True)
         self.handoff = Handoff(
             max_tokens,
             tokens if tokens is not None else [],
             self.streams[names[-1]],
             self.streams.get("p"),
-            producer,
+            self.producer,
             style,
         )
 
-    def tokens(
-        self, name: str, *token_ids: int, finish: FinishReason | None = None, handle: bytes = b""
-    ) -> list[str]:
-        report = None if finish is None else PhaseReport()
-        return self.delta(
-            name, StreamDelta(1, token_ids, finish_reason=finish, report=report, kv_handle=handle)
-        )
+    def tell(self, event: str) -> str:
+        name, *words = event.split()
+        if name == "export":
+            stream = self.handoff.exportable(words[0])
+            if stream is not None:
+                self.handoff.export(stream)
+            return "" if stream is None else "asked"
+        if name == "timeout":
+            return _said(self.handoff.on_export_timeout())
+        if words == ["lost"]:
+            return _said(self.handoff.on_lost(self.streams[name], WorkerFailed("gone")))
+        return _said(self.handoff.on_delta(self.streams[name], _delta(words)))
 
-    def delta(self, name: str, delta: StreamDelta) -> list[str]:
-        return self._say(self.handoff.on_delta(self.streams[name], delta))
 
-    def error(self, name: str, error: PdserveError) -> list[str]:
-        info = ErrorInfo(error.code, error.message)
-        return self.delta(name, StreamDelta(1, finish_reason=FinishReason.ERROR, error=info))
+def _delta(words: list[str]) -> StreamDelta:
+    delta = StreamDelta(1, tuple(int(x) for x in words if x.isdecimal()))
+    for word in words:
+        if word in (STOP, LENGTH, FinishReason.ABORT):
+            delta.finish_reason = FinishReason(word)
+        elif word == "kv":
+            delta.kv_handle = b"kv"
+        elif word == "exported":
+            (count,), delta.token_ids = delta.token_ids, ()
+            delta.finish_reason, delta.exported_tokens = FinishReason.ABORT, count
+        elif not word.isdecimal():
+            delta.finish_reason, delta.error = FinishReason.ERROR, ErrorInfo(word, word)
+    return delta
 
-    def lost(self, name: str) -> list[str]:
-        return self._say(self.handoff.on_lost(self.streams[name], WorkerFailed("gone")))
 
-    def export(self, worker_id: str = "d") -> bool:
-        stream = self.handoff.exportable(worker_id)
-        if stream is not None:
-            self.handoff.export(stream)
-        return stream is not None
-
-    def exported(self, name: str, tokens: int) -> list[str]:
-        return self.delta(
-            name, StreamDelta(1, finish_reason=FinishReason.ABORT, exported_tokens=tokens)
-        )
-
-    def _say(self, actions: object) -> list[str]:
-        return [_name(action) for action in actions]  # type: ignore[attr-defined]
+def _said(actions: Sequence[Action]) -> str:
+    return ", ".join(map(_name, actions))
 
 
 def _name(action: Action) -> str:
     match action:
         case StreamDelta():
-            return f"deliver {list(action.token_ids)}"
+            return " ".join(["deliver", *map(str, action.token_ids)])
         case Finished(delta, reason):
-            return f"finished {list(delta.token_ids)} {reason}"
+            return " ".join(["finished", *map(str, delta.token_ids), reason])
         case Failed(stream, error, was_moving):
-            return f"failed {stream.worker_id} {error.code}{' moving' if was_moving else ''}"
-        case SubmitDecode(handle):
-            return f"submit decode {handle.decode()}"
+            return f"{stream.worker_id} failed{' to move' if was_moving else ''}: {error.code}"
+        case SubmitDecode():
+            return "submit decode"
         case Exported(stream):
             return f"exported {stream.worker_id}"
 
 
-@pytest.fixture
-def pair() -> Driver:
-    return Driver()
+SEQUENTIAL = HandoffStyle.SEQUENTIAL
+STARTED = ("p 1 length -> deliver 1", "d 2 -> deliver 2")
 
 
-@pytest.fixture
-def sequential() -> Driver:
-    return Driver(style=HandoffStyle.SEQUENTIAL)
+@pytest.mark.parametrize(
+    "story",
+    [
+        # Prefill samples the first token, and decode continues.
+        [*STARTED, "d 3 4 -> deliver 3 4", "d 5 stop -> finished 5 stop"],
+        # What decode sends early waits for the first token.
+        ["d 2", "d 3 length", "p 1 length -> deliver 1, deliver 2, finished 3 length"],
+        # An answer can end with the first token, and what decode sends then is stale.
+        ["d transfer_failed", "p 1 stop -> finished 1 stop", "d 2"],
+        # A failed transfer ends the attempt after the first token.
+        ["d transfer_failed", "p 1 length -> deliver 1, d failed: transfer_failed"],
+        ["p 1 length -> deliver 1", "d transfer_failed -> d failed: transfer_failed"],
+        # Prefill that fails ends the attempt, and early tokens are not delivered.
+        ["d 2", "p lost -> p failed: worker_failed"],
+        ["d 2", "p worker_failed -> p failed: worker_failed"],
+        ["d 2", "p abort -> p failed: worker_failed"],
+        # Prefill that is lost after the first token changes nothing.
+        ["p 1 -> deliver 1", "p lost", "d 2 stop -> finished 2 stop"],
+        # Prefill without a token is a bug.
+        ["p length -> p failed: internal_error"],
+        # Errors that are not retryable end the attempt at once.
+        ["d invalid_value -> d failed: invalid_value"],
+        ["p deadline_exceeded -> p failed: deadline_exceeded"],
+        # A stream is exported once, and after its last tokens.
+        [
+            *(*STARTED, "export d -> asked", "export d", "d 3 -> deliver 3"),
+            "d exported 3 -> exported d",
+        ],
+        # Tokens that are missing fail the move.
+        [*STARTED, "export d -> asked", "d exported 3 -> d failed to move: unavailable"],
+        # So does a worker that does not export in time.
+        [*STARTED, "export d -> asked", "timeout -> d failed to move: unavailable", "timeout"],
+        # An end that comes first is an end.
+        [*STARTED, "export d -> asked", "d 3 stop -> finished 3 stop"],
+        [*STARTED, "export d -> asked", "d lost -> d failed: worker_failed"],
+        # Only a settled stream with tokens left is exported.
+        ["export d", "p 1 length -> deliver 1", "export d", "d 2 -> deliver 2", "export p"],
+        [*STARTED, "d 3 4 5 6 7 -> deliver 3 4 5 6 7", "export d"],
+        # A worker that is lost after the last token costs nothing.
+        [*STARTED, "d 3 4 5 6 7 8 -> deliver 3 4 5 6 7 8", "d lost -> finished length"],
+    ],
+    ids="; ".join,
+)
+def test_a_pair_with_an_immediate_handoff(story: list[str]) -> None:
+    follow(Driver(), story)
 
 
-def test_prefill_samples_first_and_decode_continues(pair: Driver) -> None:
-    assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]"]
-    assert pair.tokens("d", 2) == ["deliver [2]"]
-    assert pair.tokens("d", 3, 4) == ["deliver [3, 4]"]
-    assert pair.tokens("d", 5, finish=STOP) == ["finished [5] stop"]
-    assert pair.handoff.tokens == [1, 2, 3, 4, 5]
+@pytest.mark.parametrize(
+    "story",
+    [
+        ["p 1 length kv -> deliver 1, submit decode", "d 2 -> deliver 2"],
+        ["p 1 stop -> finished 1 stop"],
+        # Prefill that kept no KV is a failed transfer.
+        ["p 1 length -> deliver 1, d failed: transfer_failed"],
+        # Decode cannot begin without the end of prefill.
+        ["p 1 -> deliver 1", "p lost -> p failed: worker_failed"],
+    ],
+    ids="; ".join,
+)
+def test_a_pair_with_a_sequential_handoff(story: list[str]) -> None:
+    follow(Driver(style=SEQUENTIAL), story)
 
 
-def test_a_token_is_accepted_only_if_it_changes_no_state(pair: Driver) -> None:
+def test_one_worker_does_both_phases() -> None:
+    follow(Driver("a", tokens=[1]), ["a 2 -> deliver 2", "a lost -> a failed: worker_failed"])
+
+
+def follow(driver: Driver, story: list[str]) -> None:
+    """Tell the events of a story, each with what follows after an arrow."""
+    for line in story:
+        event, _, expected = line.partition(" -> ")
+        assert driver.tell(event) == expected, line
+
+
+def test_a_token_is_accepted_only_if_it_changes_no_state() -> None:
+    pair = Driver()
     handoff, prefill, decode = pair.handoff, pair.streams["p"], pair.streams["d"]
     assert not handoff.accepts(decode, 2), "it waits for the first token"
-    pair.tokens("p", 1, finish=LENGTH)
+    pair.tell("p 1 length")
     assert not handoff.accepts(decode, 2), "it proves that decode has the KV"
-    pair.tokens("d", 2)
+    assert prefill.holds_kv
+    pair.tell("d 2")
     assert not prefill.holds_kv
     assert handoff.accepts(decode, 3)
     assert not handoff.accepts(prefill, 4), "it has ended"
-    pair.tokens("d", finish=STOP)
+    pair.tell("d stop")
     assert not handoff.accepts(decode, 4)
     assert handoff.tokens == [1, 2, 3]
 
 
-def test_what_decode_sends_early_waits_for_the_first_token(pair: Driver) -> None:
-    assert pair.tokens("d", 2) == pair.tokens("d", 3, finish=LENGTH) == []
-    assert pair.tokens("p", 1, finish=LENGTH) == [
-        "deliver [1]",
-        "deliver [2]",
-        "finished [3] length",
-    ]
+def test_the_next_attempt_frees_the_kv_when_decode_speaks() -> None:
+    driver = Driver("d", tokens=[1, 2, 3], exported_by="old")
+    assert driver.tell("export d") == ""
+    assert not driver.handoff.uses("d"), "its KV is on the way"
+    assert driver.tell("d 4") == "deliver 4"
+    assert driver.producer is not None
+    assert not driver.producer.holds_kv
+    assert driver.handoff.uses("d")
 
 
-def test_an_answer_can_end_with_the_first_token(pair: Driver) -> None:
-    assert pair.error("d", TransferFailed("the blocks are freed")) == []
-    assert pair.tokens("p", 1, finish=STOP) == ["finished [1] stop"]
-    assert pair.tokens("d", 2) == [], "it is stale"
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_failed_transfer_ends_the_attempt_after_the_first_token(
-    pair: Driver, early: bool
-) -> None:
-    failed = "failed d transfer_failed"
-    if early:
-        assert pair.error("d", TransferFailed("no blocks")) == []
-        assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]", failed]
-    else:
-        assert pair.tokens("p", 1, finish=LENGTH) == ["deliver [1]"]
-        assert pair.error("d", TransferFailed("no blocks")) == [failed]
-    assert pair.streams["p"].holds_kv, "nobody has fetched it"
-
-
-@pytest.mark.parametrize("how", ["lost", "error", "abort"])
-def test_prefill_that_fails_ends_the_attempt(pair: Driver, how: str) -> None:
-    pair.tokens("d", 2)
-    if how == "lost":
-        actions = pair.lost("p")
-    elif how == "error":
-        actions = pair.error("p", WorkerFailed("dead"))
-    else:
-        actions = pair.tokens("p", finish=FinishReason.ABORT)
-    assert actions == ["failed p worker_failed"]
-    assert pair.handoff.tokens == [], "the early token was not delivered"
-
-
-def test_prefill_that_is_lost_after_the_first_token_changes_nothing(pair: Driver) -> None:
-    pair.tokens("p", 1)
-    assert pair.lost("p") == []
-    assert pair.tokens("d", 2, finish=STOP) == ["finished [2] stop"]
-
-
-@pytest.mark.parametrize("name", ["p", "d"])
-@pytest.mark.parametrize(
-    "error", [InvalidRequest("bad"), InternalError("bug"), DeadlineExceeded("late")]
-)
-def test_errors_that_are_not_retryable_end_the_attempt_at_once(
-    pair: Driver, name: str, error: PdserveError
-) -> None:
-    assert pair.error(name, error) == [f"failed {name} {error.code}"]
-
-
-def test_prefill_without_a_token_is_a_bug(pair: Driver) -> None:
-    assert pair.tokens("p", finish=LENGTH) == ["failed p internal_error"]
-
-
-def test_a_worker_that_is_lost_after_the_last_token_costs_nothing() -> None:
-    driver = Driver(max_tokens=2)
-    driver.tokens("p", 1, finish=LENGTH)
-    driver.tokens("d", 2)
-    assert driver.lost("d") == ["finished [] length"]
-
-
-def test_one_worker_does_both_phases() -> None:
-    driver = Driver("a", tokens=[1])
-    assert driver.tokens("a", 2) == ["deliver [2]"]
-    assert driver.lost("a") == ["failed a worker_failed"]
-    assert driver.handoff.tokens == [1, 2]
-
-
-class TestSequential:
-    def test_decode_is_submitted_when_prefill_has_ended(self, sequential: Driver) -> None:
-        actions = sequential.tokens("p", 1, finish=LENGTH, handle=b"kv")
-        assert actions == ["deliver [1]", "submit decode kv"]
-        assert sequential.streams["p"].holds_kv
-        assert sequential.tokens("d", 2) == ["deliver [2]"]
-        assert not sequential.streams["p"].holds_kv
-
-    def test_decode_is_not_submitted_if_the_answer_ends(self, sequential: Driver) -> None:
-        assert sequential.tokens("p", 1, finish=STOP) == ["finished [1] stop"]
-
-    def test_prefill_that_kept_no_kv_is_a_failed_transfer(self, sequential: Driver) -> None:
-        actions = sequential.tokens("p", 1, finish=LENGTH)
-        assert actions == ["deliver [1]", "failed d transfer_failed"]
-
-    def test_prefill_that_is_lost_before_its_end_fails(self, sequential: Driver) -> None:
-        sequential.tokens("p", 1)
-        assert sequential.lost("p") == ["failed p worker_failed"]
-
-
-class TestExport:
-    def started(self) -> Driver:
-        driver = Driver()
-        driver.tokens("p", 1, finish=LENGTH)
-        driver.tokens("d", 2)
-        return driver
-
-    def test_a_stream_is_exported_after_its_last_tokens(self) -> None:
-        driver = self.started()
-        assert driver.export()
-        assert not driver.export(), "once"
-        assert driver.tokens("d", 3) == ["deliver [3]"]
-        assert driver.exported("d", 3) == ["exported d"]
-        assert driver.streams["d"].holds_kv
-
-    def test_the_next_attempt_frees_the_kv_when_decode_speaks(self) -> None:
-        driver = Driver("d", tokens=[1, 2, 3], exported_by="old")
-        assert not driver.export()
-        assert not driver.handoff.uses("d"), "its KV is on the way"
-        assert driver.tokens("d", 4) == ["deliver [4]"]
-        assert driver.producer is not None
-        assert not driver.producer.holds_kv
-        assert driver.handoff.uses("d")
-
-    @pytest.mark.parametrize("tokens", [2, 4])
-    def test_tokens_that_are_missing_fail_the_move(self, tokens: int) -> None:
-        driver = self.started()
-        driver.tokens("d", 3)
-        assert driver.export()
-        assert driver.exported("d", tokens) == ["failed d unavailable moving"]
-
-    def test_a_worker_that_does_not_export_in_time_fails_the_move(self) -> None:
-        driver = self.started()
-        assert driver.export()
-        assert driver._say(driver.handoff.on_export_timeout()) == ["failed d unavailable moving"]
-        assert driver._say(driver.handoff.on_export_timeout()) == []
-
-    def test_an_end_that_comes_first_is_an_end(self) -> None:
-        driver = self.started()
-        assert driver.export()
-        assert driver.tokens("d", 3, finish=STOP) == ["finished [3] stop"]
-        driver = self.started()
-        assert driver.export()
-        assert driver.lost("d") == ["failed d worker_failed"]
-
-    def test_only_a_settled_stream_with_tokens_left_is_exported(self) -> None:
-        driver = Driver(max_tokens=3)
-        assert not driver.export()
-        driver.tokens("p", 1, finish=LENGTH)
-        assert not driver.export(), "its KV is on the way"
-        driver.tokens("d", 2)
-        assert not driver.export(), "one token is missing"
-        assert not self.started().export("p")
-
-
-def test_an_attempt_leaves_only_a_worker_that_it_uses(pair: Driver) -> None:
+def test_an_attempt_leaves_only_a_worker_that_it_uses() -> None:
+    pair = Driver()
     assert pair.handoff.uses("p")
     assert not pair.handoff.uses("p9")
-    pair.tokens("p", 1, finish=LENGTH)
+    pair.tell("p 1 length")
     assert pair.handoff.uses("p"), "it holds the KV"
-    pair.tokens("d", 2)
+    pair.tell("d 2")
     assert not pair.handoff.uses("p")
-    pair.tokens("d", *range(3, 8))
+    pair.tell("d 3 4 5 6 7")
     assert not pair.handoff.uses("d"), "one token is missing"
 
 
@@ -325,7 +242,7 @@ class World:
             return
         handoff, stream = self.driver.handoff, self.driver.streams[name]
         if what == "export":
-            self.driver.export(name)
+            self.driver.tell(f"export {name}")
             return
         if what == "timeout":
             self.perform(handoff.on_export_timeout())
@@ -343,21 +260,17 @@ class World:
         self.perform(actions)
 
     def delta(self, name: str, what: str) -> StreamDelta:
-        if what == "nothing":
-            return StreamDelta(1)
         if what == "exported":
-            count = self.next[name] - 1
-            return StreamDelta(1, finish_reason=FinishReason.ABORT, exported_tokens=count)
-        if what in ("token", "length", "stop"):
-            finish = {"token": None, "length": LENGTH, "stop": STOP}[what]
-            self.next[name] += 1
-            handle = b"kv" if name == "p" and what == "length" else b""
-            token_ids = (self.next[name] - 1,)
-            return StreamDelta(1, token_ids, finish_reason=finish, kv_handle=handle)
-        return StreamDelta(1, finish_reason=FinishReason.ERROR, error=ErrorInfo(what, what))
+            return _delta(["exported", str(self.next[name] - 1)])
+        if what not in ("token", "length", "stop"):
+            return _delta([] if what == "nothing" else [what])
+        self.next[name] += 1
+        handle = ["kv"] if name == "p" and what == "length" else []
+        finish = [] if what == "token" else [what]
+        return _delta([str(self.next[name] - 1), *finish, *handle])
 
-    def perform(self, actions: object) -> None:
-        for action in actions:  # type: ignore[attr-defined]
+    def perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
             assert self.end is None, "nothing follows an end"
             match action:
                 case StreamDelta():

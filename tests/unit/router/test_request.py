@@ -25,13 +25,15 @@ from pdserve.errors import (
     WorkerFailed,
 )
 from pdserve.types import FinishReason, HandoffStyle, Role, SamplingParams, TransferReport, Usage
-from router.admission import AdmissionLimits, Tenants
+from router.admission import Tenants
 from router.answer import AnswerDelta
 from tests.fakes import Reader, ScriptedWorker, running_stack
 from tests.patience import WAIT_S
 from tests.unit.router.asking import PROMPT, request
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from tests.fakes import Stack
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -49,11 +51,17 @@ def decode() -> ScriptedWorker:
     return ScriptedWorker("d", Role.DECODE)
 
 
+@pytest.fixture
+async def stack(prefill: ScriptedWorker, decode: ScriptedWorker) -> AsyncIterator[Stack]:
+    async with running_stack(prefill, decode) as stack:
+        yield stack
+
+
 class TestAnswer:
     async def test_both_workers_get_the_request_and_the_client_one_answer(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
-        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
+        async with stack.ask(request()) as answer:
             to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
             assert tuple(to_prefill.prompt_token_ids) == tuple(to_decode.prompt_token_ids) == PROMPT
             assert to_prefill.request_id == to_decode.request_id == "r1"
@@ -85,9 +93,9 @@ class TestAnswer:
             assert receipt.queue_s >= 0.25
 
     async def test_an_answer_that_ends_with_the_first_token_cancels_decode(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
-        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
+        async with stack.ask(request()) as answer:
             submit = await decode.submitted()
             prefill.send(await prefill.submitted(), 7, finish=STOP)
             last = await answer.rest()
@@ -97,10 +105,10 @@ class TestAnswer:
             assert await decode.cancelled() == submit.stream_id
 
     async def test_one_token_is_made_by_the_prefill_worker_alone(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         one = request(sampling=SamplingParams(max_tokens=1))
-        async with running_stack(prefill, decode) as stack, stack.ask(one) as answer:
+        async with stack.ask(one) as answer:
             submit = await prefill.submitted()
             assert submit.WhichOneof("phase") == "aggregated"
             prefill.send(submit, 7, finish=LENGTH)
@@ -166,10 +174,10 @@ class TestAnswer:
 
 class TestParallelSampling:
     async def test_children_start_on_the_decode_worker_once_it_has_the_kv(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         three = request(sampling=SamplingParams(max_tokens=8, n=3, seed=5))
-        async with running_stack(prefill, decode) as stack, stack.ask(three) as answer:
+        async with stack.ask(three) as answer:
             parent = await decode.submitted()
             prefill.send(await prefill.submitted(), 7, finish=LENGTH)
             assert not decode.has_submissions
@@ -189,10 +197,10 @@ class TestParallelSampling:
             assert not prefill.has_submissions
 
     async def test_an_error_of_one_child_ends_all(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         two = request(sampling=SamplingParams(max_tokens=8, n=2))
-        async with running_stack(prefill, decode) as stack, stack.ask(two) as answer:
+        async with stack.ask(two) as answer:
             parent = await decode.submitted()
             prefill.send(await prefill.submitted(), 7, finish=LENGTH)
             decode.send(parent, 8)
@@ -204,9 +212,9 @@ class TestParallelSampling:
 
 class TestRetry:
     async def test_a_failed_transfer_is_tried_again_without_repeating_a_token(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
-        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
+        async with stack.ask(request()) as answer:
             first = await prefill.submitted()
             prefill.send(first, 7, finish=LENGTH)
             decode.fail(await decode.submitted(), TransferFailed("no blocks"))
@@ -288,9 +296,9 @@ class TestRetry:
             assert last.receipt.fallbacks == ("aggregated:worker_failed",)
 
     async def test_if_no_worker_comes_the_error_says_when_to_retry(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
-        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
+        async with stack.ask(request()) as answer:
             await prefill.submitted()
             await decode.submitted()
             stack.fleet.deregister("d", "e1")
@@ -298,15 +306,6 @@ class TestRetry:
             with pytest.raises(Unavailable, match="no worker is ready for model demo") as caught:
                 await answer.rest()
             assert caught.value.retry_after_s > 0
-
-    async def test_an_error_that_a_retry_would_meet_again_reaches_the_client(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        async with running_stack(prefill, decode) as stack, stack.ask(request()) as answer:
-            await decode.submitted()
-            prefill.fail(await prefill.submitted(), InvalidRequest("no such grammar", field="g"))
-            with pytest.raises(InvalidRequest, match="no such grammar"):
-                await answer.rest()
 
     async def test_over_the_retry_budget_a_request_fails(
         self, prefill: ScriptedWorker, decode: ScriptedWorker
@@ -328,26 +327,6 @@ class TestRetry:
 
 
 class TestDamagedKv:
-    async def aggregated(self, stack: Stack, decode: ScriptedWorker) -> None:
-        """Answer one request with the decode worker alone."""
-        async with stack.ask(request()) as answer:
-            submit = await decode.submitted()
-            assert submit.WhichOneof("phase") == "aggregated"
-            decode.send(submit, 7, 8, finish=STOP)
-            await answer.rest()
-
-    async def corrupted(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> AnswerDelta:
-        async with stack.ask(request()) as answer:
-            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
-            decode.fail(await decode.submitted(), CORRUPTED)
-            again = await decode.submitted()
-            assert again.WhichOneof("phase") == "aggregated"
-            assert list(again.resume_token_ids) == [7]
-            decode.send(again, 8, finish=STOP)
-            return await answer.rest()
-
     async def test_another_prefill_worker_computes_it_again(
         self, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
@@ -406,36 +385,22 @@ class TestRefusals:
                 stack.requests.check_ready()
 
     async def test_a_request_waits_for_room_and_is_placed_when_another_ends(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         large = request(sampling=SamplingParams(max_tokens=1000))
-        async with running_stack(prefill, decode) as stack:
-            async with stack.ask(large) as first:
-                submit = await decode.submitted()
-                prefill.send(await prefill.submitted(), 7, finish=LENGTH)
-                await first.next()
-                second = stack.ask(large)
-                await asyncio.sleep(0)
-                assert stack.requests.queued_requests == 1
-                assert not prefill.has_submissions
-                decode.send(submit, 8, finish=STOP)
-                await first.rest()
-            async with second:
-                prefill.send(await prefill.submitted(), 7, finish=STOP)
-                assert (await second.rest()).token_ids == (7,)
-
-    async def test_over_the_queue_a_request_is_refused(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        async with (
-            running_stack(prefill, decode, limits=AdmissionLimits(1, 0)) as stack,
-            stack.ask(request()),
-        ):
-            await prefill.submitted()
-            async with stack.ask(request()) as answer:
-                with pytest.raises(Overloaded) as caught:
-                    await answer.rest()
-            assert caught.value.retry_after_s > 0
+        async with stack.ask(large) as first:
+            submit = await decode.submitted()
+            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
+            await first.next()
+            second = stack.ask(large)
+            await asyncio.sleep(0)
+            assert stack.requests.queued_requests == 1
+            assert not prefill.has_submissions
+            decode.send(submit, 8, finish=STOP)
+            await first.rest()
+        async with second:
+            prefill.send(await prefill.submitted(), 7, finish=STOP)
+            assert (await second.rest()).token_ids == (7,)
 
     async def test_a_worker_is_given_few_prompts_ahead(
         self, prefill: ScriptedWorker, decode: ScriptedWorker
@@ -481,34 +446,32 @@ class TestRefusals:
 class TestEnds:
     @pytest.mark.parametrize("tokens", [0, 1, 2])
     async def test_a_deadline_ends_the_answer_on_both_workers(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker, tokens: int
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker, tokens: int
     ) -> None:
-        async with running_stack(prefill, decode) as stack:
-            deadline = asyncio.get_running_loop().time() + 0.3
-            async with stack.ask(request(deadline=deadline)) as answer:
-                to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
-                if tokens:
-                    prefill.send(to_prefill, 7, finish=LENGTH)
-                    await answer.next()
-                if tokens > 1:
-                    decode.send(to_decode, 8)
-                    await answer.next()
-                with pytest.raises(DeadlineExceeded, match=f"after {tokens} tokens"):
-                    await answer.rest()
-                assert await decode.cancelled() == to_decode.stream_id
-                if not tokens:
-                    assert await prefill.cancelled() == to_prefill.stream_id
-            assert b'outcome="deadline_exceeded"} 1.0' in stack.metrics.render()
+        deadline = asyncio.get_running_loop().time() + 0.3
+        async with stack.ask(request(deadline=deadline)) as answer:
+            to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
+            if tokens:
+                prefill.send(to_prefill, 7, finish=LENGTH)
+                await answer.next()
+            if tokens > 1:
+                decode.send(to_decode, 8)
+                await answer.next()
+            with pytest.raises(DeadlineExceeded, match=f"after {tokens} tokens"):
+                await answer.rest()
+            assert await decode.cancelled() == to_decode.stream_id
+            if not tokens:
+                assert await prefill.cancelled() == to_prefill.stream_id
+        assert b'outcome="deadline_exceeded"} 1.0' in stack.metrics.render()
 
     async def test_a_client_that_leaves_cancels_both_workers(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
+        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
-        async with running_stack(prefill, decode) as stack:
-            async with stack.ask(request()):
-                to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
-            assert await decode.cancelled() == to_decode.stream_id
-            assert await prefill.cancelled() == to_prefill.stream_id
-            assert b'outcome="cancelled"} 1.0' in stack.metrics.render()
+        async with stack.ask(request()):
+            to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
+        assert await decode.cancelled() == to_decode.stream_id
+        assert await prefill.cancelled() == to_prefill.stream_id
+        assert b'outcome="cancelled"} 1.0' in stack.metrics.render()
 
     async def test_a_client_that_does_not_read_is_cut_off(
         self, prefill: ScriptedWorker, decode: ScriptedWorker
