@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError
@@ -61,14 +61,7 @@ class KvGeometry:
         return replace(self, page_bytes=size, offset_bytes=self.offset_bytes + start)
 
     def to_list(self) -> list[int]:
-        return [
-            self.num_layers,
-            self.num_blocks,
-            self.page_bytes,
-            self.layer_stride_bytes,
-            self.block_stride_bytes,
-            self.offset_bytes,
-        ]
+        return list(astuple(self))
 
     @classmethod
     def from_list(cls, values: list[int]) -> KvGeometry:

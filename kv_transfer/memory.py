@@ -43,6 +43,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PEER_PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", re.ASCII)
 ROW_BYTES, _LANES = 16, 2
+DIGEST_BYTES = 8
 
 
 def prefault(address: int, size: int, *, writable: bool = True) -> None:

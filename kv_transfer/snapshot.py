@@ -96,11 +96,12 @@ def take(peers: Peers) -> KvSnapshot:
         totals["expired_leases"] = peers.producer.expired_leases
         totals["refused_subscriptions"] = peers.producer.refused_subscriptions
         totals["receive_timeouts"] = peers.consumer.timeouts
+        totals["digest_mismatches"] = peers.consumer.digest_mismatches
         return KvSnapshot(
             taken_at=now,
             transfers=(*_sent(peers, now), *_received(peers, now)),
             links=tuple(_links(peers, now)),
-            quarantined_slots=sum(t.lost_slots for t in peers.transports.values()),
+            quarantined_slots=sum(account.lost_slots for account in accounts),
             held_bytes=sum(account.held_bytes for account in accounts),
             totals=totals,
         )

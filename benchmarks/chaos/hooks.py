@@ -19,8 +19,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from msgspec.structs import replace
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
@@ -139,8 +137,7 @@ def _patch_producer(class_name: str, module: Any) -> None:
         if order == "delay":
             time.sleep(DELAY_S)
         if order == "corrupt":
-            first, rest = chunk.digests[0], chunk.digests[1:]
-            chunk = replace(chunk, digests=bytes([first ^ 0x40]) + rest)
+            block_ids = [0, *block_ids[1:]]  # vLLM's unused block
         send(self, chunk, block_ids, part)
 
     producer.send = faulty_send

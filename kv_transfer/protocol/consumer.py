@@ -1,7 +1,7 @@
 """Receiving transfers: a state machine without I/O. It returns the messages to send.
 
-    RECEIVING --Done from every producer rank--> Received
-        |-- digest mismatch --> Nack, once; what was sent before the repeat is discarded
+    RECEIVING --Done from every producer rank, digests match--> Received
+        |-- Done, a digest does not match --> Nack, once
         `-- Fail, Cancel, timeout, second mismatch, link down --> Failed
 
 Only this worker writes into its blocks: a chunk is put in place between `begin_chunk` and
@@ -15,10 +15,12 @@ from another producer rank over its own link, into other heads of the same block
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic
 
 from kv_transfer.errors import ProtocolError
+from kv_transfer.memory import DIGEST_BYTES
 from kv_transfer.protocol.messages import (
     Ack,
     Cancel,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kv_transfer.layout import PagePart
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,9 @@ class Part(Generic[LinkT]):
     received_bytes: int = 0
     receive_s: float = 0.0
     last_receive_s: float = 0.0
-    digest_mismatches: int = 0
+    digests: bytearray = field(default_factory=bytearray)  # of the received blocks
+    was_nacked: bool = False
     is_writing: bool = False
-    awaits_repeat: bool = False
     is_done: bool = False
 
 
@@ -104,6 +108,7 @@ class Consumer(Generic[LinkT]):
 
     receive_timeout_s: float
     timeouts: int = 0
+    digest_mismatches: int = 0
     _transfers: dict[str, Transfer[LinkT]] = field(default_factory=dict)
     _outcomes: list[Received | Failed] = field(default_factory=list)
 
@@ -162,29 +167,27 @@ class Consumer(Generic[LinkT]):
     def begin_chunk(self, link: LinkT, chunk: ChunkReady) -> Place | None:
         """Return where to write the chunk, or None to discard it.
 
-        A producer whose blocks were preempted starts again at an earlier block. A later block than
-        the expected one is discarded while a repeat is due; else it raises ProtocolError.
+        A producer whose blocks were preempted, or that was sent a Nack, starts again at an earlier
+        block. Raises ProtocolError for a later one than the expected.
         """
         transfer, part = self._find(link, chunk.transfer_id)
         if transfer is None or part is None or transfer.failure is not None or part.is_done:
             return None
         end = chunk.first + chunk.count
         is_valid = chunk.count and end <= len(part.subscription.block_ids)
-        if is_valid and chunk.first > part.received_blocks and part.awaits_repeat:
-            return None
         if not is_valid or chunk.first > part.received_blocks:
             raise ProtocolError(
                 f"chunk of blocks {chunk.first}-{end - 1}, expected block {part.received_blocks}"
             )
         part.received_blocks = chunk.first
-        part.awaits_repeat = False
+        del part.digests[DIGEST_BYTES * chunk.first :]
         part.is_writing = True
         return Place(part.subscription.block_ids[chunk.first : end], part.page_part)
 
     def end_chunk(
-        self, link: LinkT, chunk: ChunkReady, now: float, seconds: float, *, intact: bool
+        self, link: LinkT, chunk: ChunkReady, now: float, seconds: float, digests: bytes
     ) -> list[Send[LinkT]]:
-        """Record that the chunk was written. `intact` is False if its digest did not match."""
+        """Record that the chunk was written. `digests` are those of what was read."""
         transfer, part = self._find(link, chunk.transfer_id)
         if transfer is None or part is None or not part.is_writing:
             return []
@@ -192,19 +195,12 @@ class Consumer(Generic[LinkT]):
         part.progress_at = now
         part.receive_s += seconds
         part.last_receive_s = seconds
-        part.digest_mismatches += not intact
         if transfer.failure is not None:
             return self._fail(transfer, transfer.failure.reason)
-        if intact:
-            part.received_blocks = chunk.first + chunk.count
-            part.received_bytes += chunk.size
-            return []
-        if part.digest_mismatches == 1:
-            part.awaits_repeat = True
-            return [Send(link, Nack(chunk.transfer_id, chunk.first))]
-        last = chunk.first + chunk.count - 1
-        reason = f"KV digest mismatch in blocks {chunk.first}-{last}, also after one retry"
-        return self._fail(transfer, reason, code=TransferCorrupted.code)
+        part.digests += digests
+        part.received_blocks = chunk.first + chunk.count
+        part.received_bytes = part.received_blocks * (chunk.size // chunk.count)
+        return []
 
     def abort_chunk(self, link: LinkT, chunk: ChunkReady, reason: str) -> list[Send[LinkT]]:
         """Record that writing the chunk failed."""
@@ -220,14 +216,14 @@ class Consumer(Generic[LinkT]):
             part.progress_at = now
 
     def done(self, link: LinkT, done: Done, transport: str, *, is_pull: bool) -> list[Send[LinkT]]:
-        """Record that a producer rank has sent everything.
+        """Record that a producer rank has sent everything, and compare the digests.
 
         If this worker copies by itself (`is_pull`), the producer does not know how long the last
         chunk took.
         """
         transfer, part = self._find(link, done.transfer_id)
-        if transfer is None or part is None or transfer.failure is not None or part.awaits_repeat:
-            return []  # sent before the producer had read our Nack
+        if transfer is None or part is None or transfer.failure is not None:
+            return []
         missing = len(part.subscription.block_ids) - part.received_blocks
         if missing:
             return self._fail(transfer, f"{missing} blocks are missing at the end", but=link)
@@ -235,6 +231,8 @@ class Consumer(Generic[LinkT]):
             return self._fail(transfer, "the producer sampled no token", but=link)
         if transfer.token_ids not in ((), tuple(done.token_ids)):
             return self._fail(transfer, "the producer's ranks sampled different tokens", but=link)
+        if damaged := _differing(part.digests, done.digests):
+            return self._repeat(transfer, part, damaged)
         part.is_done = True
         report = TransferReport(
             max(done.transfer_s, part.receive_s),
@@ -242,7 +240,7 @@ class Consumer(Generic[LinkT]):
             part.received_bytes,
             part.received_blocks,
             transport,
-            part.digest_mismatches,
+            int(part.was_nacked),
         )
         transfer.token_ids = tuple(done.token_ids)
         transfer.report = report if transfer.report is None else transfer.report.beside(report)
@@ -291,6 +289,19 @@ class Consumer(Generic[LinkT]):
             return None, None
         return transfer, next((part for part in transfer.parts if part.link is link), None)
 
+    def _repeat(
+        self, transfer: Transfer[LinkT], part: Part[LinkT], damaged: list[int]
+    ) -> list[Send[LinkT]]:
+        """Ask for damaged blocks again, once."""
+        self.digest_mismatches += 1
+        reason = f"KV digest mismatch in blocks {damaged[0]}-{damaged[-1]}"
+        if part.was_nacked:
+            reason += ", also after one retry"
+            return self._fail(transfer, reason, code=TransferCorrupted.code)
+        logger.warning("transfer %s: %s", part.transfer_id, reason)
+        part.was_nacked = True
+        return [Send(part.link, Nack(part.transfer_id, damaged[0]))]
+
     def _fail(
         self,
         transfer: Transfer[LinkT],
@@ -313,3 +324,12 @@ class Consumer(Generic[LinkT]):
             del self._transfers[transfer_id]
             self._outcomes.append(transfer.failure)
         return sends
+
+
+def _differing(ours: bytes | bytearray, theirs: bytes) -> list[int]:
+    """Return the blocks whose digests differ."""
+    if ours == theirs:
+        return []
+    step = DIGEST_BYTES
+    starts = range(0, len(ours), step)
+    return [n // step for n in starts if ours[n : n + step] != theirs[n : n + step]]

@@ -6,15 +6,14 @@ One thread reads; one at a time writes (peers.py). Any thread may `post`.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from kv_transfer.errors import LinkClosed
+from kv_transfer.errors import LinkClosed, ProtocolError
 from kv_transfer.protocol.messages import (
     HEADER,
     MAX_HANDSHAKE_BYTES,
@@ -37,46 +36,49 @@ READ_AHEAD_BYTES = 4 << 10
 _IOV_MAX = 512
 
 
-class ProducerChannel(Protocol):
-    """The sending end of one link."""
+class Channel:
+    """A transport's end of one link."""
 
     name: str
+
+    def told(self, body: bytes) -> None:
+        """Handle an Inner message that came outside of `receive`. Must not block."""
+        raise ProtocolError(f"{self.name} has no messages of its own")
+
+    def close(self) -> None:
+        """Release what the end holds."""
+
+
+class ProducerChannel(Channel):
+    """The sending end."""
+
     # Whether `send` neither copies nor waits, so that any thread may call it.
-    is_quick: bool
+    is_quick = False
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
         """Announce the chunk and send the blocks, `part` of each page (None: all of it).
 
         It returns when the blocks may be overwritten. A transport whose consumer copies by itself
-        returns at once: the chunk's digests prove that what was copied is what was announced.
+        returns at once: the digests prove that what was copied is what was computed.
         """
-        ...
-
-    def close(self) -> None: ...
+        raise NotImplementedError
 
 
-class ConsumerChannel(Protocol):
-    """The receiving end of one link."""
+class ConsumerChannel(Channel):
+    """The receiving end."""
 
-    name: str
     # Whether `receive` starts to copy when the chunk is announced.
-    is_pull: bool
+    is_pull = False
 
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
     ) -> bytes:
-        """Put the chunk into these blocks and return the digests of what was received, NO_DIGESTS
-        if none can be made. With None, discard it.
+        """Put the chunk into these blocks and return the digests of what was received. With None,
+        discard it.
 
         Runs on the link's reader thread. When it returns or raises, nothing writes any more.
         """
-        ...
-
-    def told(self, body: bytes) -> None:
-        """Handle an Inner message that came outside of `receive`. Must not block."""
-        ...
-
-    def close(self) -> None: ...
+        raise NotImplementedError
 
 
 class Link:
@@ -247,14 +249,6 @@ class Link:
         body = bytearray(body_length(header, limit))
         self.fill([memoryview(body)])
         return decode(body)
-
-    def can_read(self, timeout_s: float) -> bool:
-        """Reader thread: return whether a byte comes within the time."""
-        if self._ahead:
-            return True
-        waiting = select.poll()
-        waiting.register(self.sock, select.POLLIN)
-        return bool(waiting.poll(timeout_s * 1000))
 
     def fill(self, pieces: Sequence[memoryview]) -> None:
         """Reader thread: fill the pieces in order."""

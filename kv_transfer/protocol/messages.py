@@ -22,12 +22,11 @@ import msgspec
 
 from kv_transfer.errors import ProtocolError
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_HANDSHAKE_BYTES = 64 << 10
 HEADER = struct.Struct("<I")
 _CRC = struct.Struct("<I")
-NO_DIGESTS = b""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # the upper bound excludes infinity
@@ -95,7 +94,7 @@ class Subscribe(Message, frozen=True):
 
 
 class Nack(Message, frozen=True):
-    """Ask once for block `first` and all blocks after it again: its digest did not match."""
+    """Ask once for block `first` and all after it again: after Done, its digest did not match."""
 
     transfer_id: str
     first: Count
@@ -116,26 +115,27 @@ class Ack(Message, frozen=True):
 class ChunkReady(Message, frozen=True):
     """Announce `count` blocks from block `first` of the subscription: `size` bytes.
 
-    `digests` has eight bytes for each block (memory.py). `block_ids` are the producer's blocks, for
-    a transport that lets the consumer copy by itself.
+    `block_ids` are the producer's blocks, for a transport that lets the consumer copy by itself.
     """
 
     transfer_id: str
     first: Count
     count: Count
     size: Count
-    digests: bytes = NO_DIGESTS
     block_ids: list[Count] = []
 
 
 class Done(Message, frozen=True):
     """End a transfer that is complete. `token_ids` are the tokens that the producer sampled.
 
-    `transfer_s` is the time in which bytes moved, `exposed_s` the time since the end of prefill.
+    `digests` has eight bytes for each block of the subscription (memory.py), made while the blocks
+    moved. `transfer_s` is the time in which bytes moved, `exposed_s` the time since the end of
+    prefill.
     """
 
     transfer_id: str
     token_ids: list[Count]
+    digests: bytes
     transfer_s: Seconds
     exposed_s: Seconds
 
@@ -180,21 +180,7 @@ def kinds_of(*classes: type[Message]) -> Kinds:
     return msgspec.msgpack.Decoder(union)
 
 
-_KINDS = kinds_of(
-    Hello,
-    Welcome,
-    Select,
-    Refusal,
-    Subscribe,
-    Nack,
-    Cancel,
-    Ack,
-    ChunkReady,
-    Done,
-    Fail,
-    Heartbeat,
-    Inner,
-)
+_KINDS = kinds_of(*Message.__subclasses__())  # those above; transports make more of their own
 _ENCODER = msgspec.msgpack.Encoder()
 
 

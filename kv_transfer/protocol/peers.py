@@ -12,10 +12,10 @@ import logging
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from kv_transfer.counters import TransferCounters
 from kv_transfer.errors import HandshakeRefused, KvTransferError, ProtocolError
 from kv_transfer.protocol.auth import LinkAuth
 from kv_transfer.protocol.consumer import Consumer
@@ -60,8 +60,18 @@ MAX_STRANGERS = 256
 _TICK_S = 0.5
 
 
-def _nothing() -> None:
-    pass
+@dataclass(slots=True)
+class TransferCounters:
+    """Totals since the worker started."""
+
+    pushed_bytes: int = 0
+    pushed_blocks: int = 0
+    push_s: float = 0.0
+    received_bytes: int = 0
+    digest_s: float = 0.0  # spent by the producer on digests
+    failures: int = 0
+    downgrades: int = 0  # transports that were preferred and could not be used
+    dropped_links: int = 0  # connections without a valid handshake, or that broke the protocol
 
 
 class Peers:
@@ -75,7 +85,7 @@ class Peers:
         self.counters = TransferCounters()
         self.links: set[Link] = set()
         # Called on any thread when the engine should look for results.
-        self.wake: Callable[[], None] = _nothing
+        self.wake: Callable[[], None] = lambda: None
         self.consumer: Consumer[Link] = Consumer(settings.receive_timeout_s)
         self._producer: Producer[Link] | None = None
         self._settings = settings
@@ -93,7 +103,7 @@ class Peers:
         host, port = self._listener.getsockname()[:2]
         self.address = f"{host}:{port}"
         self._acceptor = threading.Thread(target=self._accept, daemon=True, name="kv-accept")
-        self._digester = threading.Thread(target=self._digest_ahead, daemon=True, name="kv-digest")
+        self._digester = threading.Thread(target=self._digest, daemon=True, name="kv-digest")
 
     @property
     def producer(self) -> Producer[Link]:
@@ -123,8 +133,7 @@ class Peers:
         )
         self._listener.settimeout(_TICK_S)
         self._acceptor.start()
-        if local.region.is_host:
-            self._digester.start()
+        self._digester.start()
 
     def close(self) -> None:
         """End every link and the listener. Idempotent."""
@@ -315,8 +324,7 @@ class Peers:
             link.write_pieces([])
         while (item := link.take()) is not None:
             if isinstance(item, SendChunk):
-                is_quick = item.digests and link.producer is not None and link.producer.is_quick
-                if not (may_wait or is_quick):
+                if not (may_wait or (link.producer is not None and link.producer.is_quick)):
                     link.put_back(item)
                     return
                 self._send_chunk(link, item)
@@ -458,10 +466,8 @@ class Peers:
             self._receive_chunk(link, message)
         elif isinstance(message, Inner):
             channel = link.consumer or link.producer
-            told = getattr(channel, "told", None)
-            if told is None:
-                raise ProtocolError(f"transport {link.transport} has no messages of its own")
-            told(message.body)
+            assert channel is not None, "the handshake is over"
+            channel.told(message.body)
             return
         else:
             with self.lock:
@@ -476,8 +482,10 @@ class Peers:
 
     def _from_consumer(self, link: Link, message: Message, now: float) -> list[Action[Link]]:
         match message:
-            case Subscribe():
-                return self.producer.subscribe(link, message, now)
+            case Subscribe(transfer_id):
+                actions = self.producer.subscribe(link, message, now)
+                self._undigested.put(transfer_id)
+                return actions
             case Nack(transfer_id, first):
                 return self.producer.nack(link, transfer_id, first, now)
             case Cancel(transfer_id):
@@ -501,22 +509,31 @@ class Peers:
 
     # -- chunks
 
-    def _digest_ahead(self) -> None:
-        """Make digests of transfers that nobody reads yet, while nobody waits for them."""
+    def _digest(self) -> None:
+        """Make the digests of blocks that are computed, while they move."""
         while (transfer_id := self._undigested.get()) is not None:
-            with self.lock:
-                found = None if self._is_closing else self.producer.undigested(transfer_id)
-                generation = found[0].generation if found else 0
-            if found is None:
-                continue
-            transfer, first, block_ids = found
-            digests = self.local.region.digests(block_ids)
-            with self.lock:
-                if transfer.generation == generation and len(transfer.digests) == 8 * first:
-                    transfer.digests += digests
+            while not self._is_closing:
+                with self.lock:
+                    found = self.producer.undigested(transfer_id)
+                if found is None:
+                    break
+                begun = time.monotonic()
+                digests = b""
+                try:
+                    region = self.local.region
+                    if found.part is not None:
+                        region = region.narrowed(found.part.source_start, found.part.size)
+                    digests = region.digests(found.block_ids)
+                except Exception:
+                    logger.exception("cannot make the digests of transfer %s", transfer_id)
+                now = time.monotonic()
+                with self.lock:
+                    self.counters.digest_s += now - begun
+                    self.perform(self.producer.digested(found, digests, now))
+                self.flush()
 
     def _send_chunk(self, link: Link, chunk: SendChunk[Link]) -> None:
-        """Send a chunk with its digests, if it is still wanted."""
+        """Send a chunk, if it is still wanted."""
         channel = link.producer
         if channel is None:
             raise KvTransferError("this end of the link receives")
@@ -524,17 +541,13 @@ class Peers:
             if not self.producer.begin_copy(chunk):
                 return
         copied, size = False, 0
-        begun = digested = time.monotonic()
+        begun = time.monotonic()
         try:
             region = self.local.region
             if chunk.part is not None:
                 region = region.narrowed(chunk.part.source_start, chunk.part.size)
             size = region.size_bytes(len(chunk.block_ids))
-            digests = chunk.digests or region.digests(chunk.block_ids)
-            digested = time.monotonic()
-            message = ChunkReady(
-                chunk.transfer_id, chunk.first, len(chunk.block_ids), size, digests
-            )
+            message = ChunkReady(chunk.transfer_id, chunk.first, len(chunk.block_ids), size)
             channel.send(message, chunk.block_ids, chunk.part)
             copied = True
         finally:
@@ -544,13 +557,12 @@ class Peers:
                 self.perform(actions)
                 self._copies.notify_all()
                 if copied:
-                    self.counters.digest_s += digested - begun
                     self.counters.pushed_bytes += size
                     self.counters.pushed_blocks += len(chunk.block_ids)
                     self.counters.push_s += now - begun
 
     def _receive_chunk(self, link: Link, chunk: ChunkReady) -> None:
-        """Reader thread: put a chunk in place and compare its digest."""
+        """Reader thread: put a chunk in place."""
         channel = link.consumer
         if channel is None:
             raise ProtocolError("unexpected ChunkReady from a consumer")
@@ -571,18 +583,6 @@ class Peers:
             with self.lock:
                 self.perform(self.consumer.abort_chunk(link, chunk, str(error)))
             raise
-        intact = not chunk.digests or chunk.digests == digests
         now = time.monotonic()
         with self.lock:
-            self.counters.digest_mismatches += not intact
-            actions = self.consumer.end_chunk(link, chunk, now, now - begun, intact=intact)
-            self.perform(actions)
-        if not intact:
-            logger.warning(
-                "transfer %s: KV digest mismatch in blocks %d-%d from %s over %s",
-                chunk.transfer_id,
-                chunk.first,
-                chunk.first + chunk.count - 1,
-                link.peer,
-                link.transport,
-            )
+            self.perform(self.consumer.end_chunk(link, chunk, now, now - begun, digests))

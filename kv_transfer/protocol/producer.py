@@ -1,7 +1,7 @@
 """Sending transfers: a state machine without I/O. It returns what to send and to release.
 
-    EXPECTED --Subscribe--> SENDING --all blocks sent and prefill ended: Done--> SENT --Ack--> gone
-        |                      ^----------------------- Nack ---------------------|
+    EXPECTED --Subscribe--> SENDING --blocks and digests complete: Done--> SENT --Ack--> gone
+        |                      ^-------------------- Nack ------------------|
         `-- abort, Cancel, Fail, link down, end of the lease --> gone
 
 A transfer is known once the engine expects it; a subscription may come earlier. The engine's blocks
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic
 
 from kv_transfer.errors import KvTransferError
+from kv_transfer.memory import DIGEST_BYTES
 from kv_transfer.protocol.messages import Done, Fail, Heartbeat, LinkT, Send
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ class SendChunk(Generic[LinkT]):
     first: int
     block_ids: list[int]
     part: PagePart | None
-    digests: bytes = b""  # of these blocks, if they are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,31 @@ class Reader(Generic[LinkT]):
 
 
 @dataclass(slots=True)
+class Digests:
+    """Digests of the blocks from `first` on, of a part of their pages."""
+
+    first: int
+    made: bytes = b""
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.made) // DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Undigested(Generic[LinkT]):
+    """Blocks whose digests are to be made: `block_ids`, the first of which is block `first`."""
+
+    transfer: Transfer[LinkT]
+    generation: int
+    part: PagePart | None
+    first: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
 class Transfer(Generic[LinkT]):
-    """`digests` are those of the first blocks, made ahead; `generation` counts preemptions."""
+    """`generation` counts preemptions."""
 
     transfer_id: str
     request_id: str
@@ -92,7 +115,7 @@ class Transfer(Generic[LinkT]):
     block_ids: list[int] = field(default_factory=list)
     ready_tokens: int = 0
     generation: int = 0
-    digests: bytes = b""
+    digests: dict[PagePart | None, Digests] = field(default_factory=dict)
     readers: list[Reader[LinkT]] = field(default_factory=list)
     num_readers: int = 0  # as the subscriptions say; 0 before the first
     acknowledged: int = 0
@@ -192,16 +215,31 @@ class Producer(Generic[LinkT]):
         transfer.lease_end = now + self._lease_s
         return self._pump(transfer, now)
 
-    def undigested(self, transfer_id: str) -> tuple[Transfer[LinkT], int, list[int]] | None:
-        """Return a transfer that nobody reads yet, and its complete blocks without digests: the
-        index of the first one and the ids. Their digests can be made ahead."""
+    def undigested(self, transfer_id: str) -> Undigested[LinkT] | None:
+        """Return complete blocks without digests, no more than a chunk; whole pages while nobody
+        has subscribed."""
         transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.is_closed or transfer.num_readers:
+        if transfer is None or transfer.is_closed:
             return None
         size, ready = self._shard.block_size, transfer.ready_tokens
         count = ready // size if transfer.ended_at is None else -(-ready // size)
-        first = len(transfer.digests) // 8
-        return (transfer, first, transfer.block_ids[first:count]) if first < count else None
+        wanted = {reader.part: reader.subscription.first_block for reader in transfer.readers}
+        for part, start in wanted.items() if transfer.num_readers else [(None, 0)]:
+            first = transfer.digests.setdefault(part, Digests(start)).end
+            if first < count:
+                block_ids = transfer.block_ids[first : min(count, first + self._chunk_blocks)]
+                return Undigested(transfer, transfer.generation, part, first, block_ids)
+        return None
+
+    def digested(self, of: Undigested[LinkT], digests: bytes, now: float) -> list[Action[LinkT]]:
+        """The digests have been made, or cannot be: then they are empty."""
+        if not digests:
+            return self._close(of.transfer, "the digests cannot be made")
+        made = of.transfer.digests.get(of.part)
+        if made is None or of.generation != of.transfer.generation or made.end != of.first:
+            return []
+        made.made += digests
+        return self._pump(of.transfer, now)
 
     def preempt(self, transfer_id: str) -> None:
         """The engine takes the request's blocks away and will compute them again. The caller waits
@@ -210,7 +248,7 @@ class Producer(Generic[LinkT]):
         if transfer is not None:
             transfer.ready_tokens = 0
             transfer.generation += 1
-            transfer.digests = b""
+            transfer.digests.clear()
             for reader in transfer.readers:
                 reader.rewind(0)
 
@@ -407,25 +445,19 @@ class Producer(Generic[LinkT]):
                 reader.next_block = min(first + self._chunk_blocks, ready)
                 start = subscription.first_block
                 block_ids = transfer.block_ids[start + first : start + reader.next_block]
-                digests = b""
-                if reader.part is None:
-                    digests = transfer.digests[
-                        8 * (start + first) : 8 * (start + reader.next_block)
-                    ]
                 reader.queued = SendChunk(
-                    reader.link,
-                    transfer.transfer_id,
-                    first,
-                    block_ids,
-                    reader.part,
-                    digests if len(digests) == 8 * len(block_ids) else b"",
+                    reader.link, transfer.transfer_id, first, block_ids, reader.part
                 )
                 actions.append(reader.queued)
             elif reader.sent_blocks == total and transfer.ended_at is not None:
+                digests = _digests_of(transfer, reader)
+                if len(digests) < DIGEST_BYTES * total:
+                    continue
                 reader.is_done = True
                 done = Done(
                     transfer.transfer_id,
                     list(transfer.token_ids),
+                    digests,
                     reader.transfer_s,
                     max(0.0, now - transfer.ended_at),
                 )
@@ -467,3 +499,12 @@ class Producer(Generic[LinkT]):
         self._tombstones[transfer_id] = reason
         while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
+
+
+def _digests_of(transfer: Transfer[LinkT], reader: Reader[LinkT]) -> bytes:
+    """Return the digests of the reader's blocks, as far as they are made."""
+    made = transfer.digests.get(reader.part)
+    if made is None:
+        return b""
+    start = DIGEST_BYTES * (reader.subscription.first_block - made.first)
+    return made.made[start : start + DIGEST_BYTES * len(reader.subscription.block_ids)]

@@ -13,7 +13,7 @@ Errors: OSError and KvTransferError end the link.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kv_transfer.errors import KvTransferError
 
@@ -38,38 +38,35 @@ class LocalKv:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a transport holds beside the KV cache, and what it has counted, by name."""
+    """What a transport holds beside the KV cache, and its counts by name. `lost_slots` are staging
+    slots that may still be written to and are not used again."""
 
     held_bytes: int = 0
+    lost_slots: int = 0
     totals: Mapping[str, float] = field(default_factory=dict)
 
 
-class Transport(Protocol):
+class Transport:
     """One way to move bytes."""
 
     name: str
 
-    @property
-    def lost_slots(self) -> int:
-        """Staging slots that may still be written to and are not used again."""
-        ...
-
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
         """Producer: return what the consumer needs, or None if this cache cannot be sent so."""
-        ...
+        raise NotImplementedError
 
     def consumer(
         self, local: LocalKv, offer: dict[str, Any], link: Link
     ) -> tuple[ConsumerChannel, dict[str, Any]]:
         """Consumer: open its end; return it and the details for the producer."""
-        ...
+        raise NotImplementedError
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
         """Producer: open its end."""
-        ...
+        raise NotImplementedError
 
-    def account(self) -> Account: ...
+    def account(self) -> Account:
+        return Account()
 
     def close(self) -> None:
         """Release what the channels share, when no link is left. Idempotent."""
-        ...

@@ -16,21 +16,13 @@ import torch
 
 from kv_transfer.device.region import DeviceRegion
 from kv_transfer.memory import boot_id
-from kv_transfer.transport.base import Account, TransportUnavailable
+from kv_transfer.transport.base import Transport, TransportUnavailable
 from kv_transfer.transport.mapped import MappedConsumer, MappedProducer
 
 if TYPE_CHECKING:
     from kv_transfer.memory import KvRegion
     from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
     from kv_transfer.transport.base import LocalKv
-
-
-class CudaIpcProducer(MappedProducer):
-    name = "cuda_ipc"
-
-
-class CudaIpcConsumer(MappedConsumer):
-    name = "cuda_ipc"
 
 
 class PeerGpuMemory:
@@ -43,11 +35,10 @@ class PeerGpuMemory:
         del self.region
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(Transport):
     """Works between GPUs of one host that reach each other's memory."""
 
     name = "cuda_ipc"
-    lost_slots = 0
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
         region = local.region
@@ -90,16 +81,10 @@ class CudaIpcTransport:
             raise TransportUnavailable(f"cannot map the producer's memory: {error}") from error
         if len(views) != len(region.views) or int(offer["split"]) != region.split:
             raise TransportUnavailable("the two KV caches differ in layers or blocks")
-        return CudaIpcConsumer(region, peer), {}
+        return MappedConsumer(region, peer, self.name), {}
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
-        return CudaIpcProducer(link)
-
-    def account(self) -> Account:
-        return Account()
-
-    def close(self) -> None:
-        pass
+        return MappedProducer(link, self.name)
 
 
 def _export(view: torch.Tensor) -> list[Any]:

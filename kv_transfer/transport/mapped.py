@@ -1,7 +1,8 @@
 """KV between processes of one host: the consumer maps the producer's cache and copies by itself.
 
 Nothing is written into another process's memory. The producer may take its blocks back while the
-consumer copies them; then the digest does not match that of the announced chunk.
+consumer copies them; then it announces them again, or ends the transfer, or the digests do not
+match.
 """
 
 from __future__ import annotations
@@ -13,29 +14,26 @@ from msgspec.structs import replace
 from kv_transfer.errors import ProtocolError, UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import PeerMemory, boot_id
-from kv_transfer.protocol.messages import NO_DIGESTS
-from kv_transfer.transport.base import Account, TransportUnavailable
+from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
+from kv_transfer.transport.base import Transport, TransportUnavailable
 
 if TYPE_CHECKING:
     from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion
-    from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
+    from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.transport.base import LocalKv
 
 
-class MappedProducer:
-    name = "shm"
+class MappedProducer(ProducerChannel):
     is_quick = True
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, name: str) -> None:
         self._link = link
+        self.name = name
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
         self._link.write(replace(chunk, block_ids=block_ids))
-
-    def close(self) -> None:
-        pass
 
 
 class PeerCache(Protocol):
@@ -46,39 +44,35 @@ class PeerCache(Protocol):
     def close(self) -> None: ...
 
 
-class MappedConsumer:
-    name = "shm"
+class MappedConsumer(ConsumerChannel):
     is_pull = True
 
-    def __init__(self, local: KvRegion, peer: PeerCache) -> None:
+    def __init__(self, local: KvRegion, peer: PeerCache, name: str) -> None:
         self._local = local
         self._peer = peer
+        self.name = name
 
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
     ) -> bytes:
         if block_ids is None:
-            return NO_DIGESTS
-        if not chunk.digests or len(chunk.block_ids) != len(block_ids):
-            raise ProtocolError("a chunk of mapped memory without its digests or its blocks")
+            return b""
+        if len(chunk.block_ids) != len(block_ids):
+            raise ProtocolError("a chunk of mapped memory without its blocks")
         local, peer = self._local, self._peer.region
         if part is not None:
             local = local.narrowed(part.target_start, part.size)
             peer = peer.narrowed(part.source_start, part.size)
         return local.copy_from(peer, chunk.block_ids, block_ids)
 
-    def told(self, body: bytes) -> None:
-        raise ProtocolError("mapped memory has no messages of its own")
-
     def close(self) -> None:
         self._peer.close()
 
 
-class MappedTransport:
+class MappedTransport(Transport):
     """Works between processes of one user on one running kernel."""
 
     name = "shm"
-    lost_slots = 0
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
         if local.shared is None:
@@ -112,13 +106,7 @@ class MappedTransport:
             UnsupportedLayout,
         ) as error:
             raise TransportUnavailable(f"cannot map the producer's memory: {error}") from error
-        return MappedConsumer(local.region, peer), {}
+        return MappedConsumer(local.region, peer, self.name), {}
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
-        return MappedProducer(link)
-
-    def account(self) -> Account:
-        return Account()
-
-    def close(self) -> None:
-        pass
+        return MappedProducer(link, self.name)

@@ -41,9 +41,10 @@ from typing import TYPE_CHECKING, Any
 from kv_transfer.device.gpu import POLL_S, Slot, SlotLost, Staging, until
 from kv_transfer.device.region import DeviceRegion
 from kv_transfer.errors import KvTransferError, LinkClosed, ProtocolError
-from kv_transfer.protocol.messages import NO_DIGESTS, Count, Inner, Message, decode, kinds_of, pack
+from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
+from kv_transfer.protocol.messages import Count, Inner, Message, decode, kinds_of, pack
 from kv_transfer.settings import SLOT_BYTES, SLOTS
-from kv_transfer.transport.base import Account, TransportUnavailable
+from kv_transfer.transport.base import Account, Transport, TransportUnavailable
 from kv_transfer.transport.nccl_binding import Result
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
     from kv_transfer.device.gpu import Gpu
     from kv_transfer.layout import PagePart
-    from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
+    from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.settings import KvSettings
     from kv_transfer.transport.base import LocalKv
@@ -121,7 +122,7 @@ def limits_from(settings: KvSettings) -> Limits:
     )
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """One a process. Memory of a direction is allocated with the first link that needs it."""
 
     name = "nccl"
@@ -195,19 +196,16 @@ class NcclTransport:
                 self._staging[rank] = made
             return self._staging[rank]
 
-    @property
-    def lost_slots(self) -> int:
-        return sum(staging.lost for staging in tuple(self._staging.values()))
-
     def account(self) -> Account:
         """Return the memory held beside the KV cache, communicators by the budget's reckoning."""
-        held = sum(staging.held_bytes for staging in tuple(self._staging.values()))
+        stagings = tuple(self._staging.values())
+        held = sum(staging.held_bytes for staging in stagings)
         totals = {"nccl_made": 0.0, "nccl_evicted": 0.0, "nccl_aborted": 0.0}
         for rank, each in self.communicators.items():
             held += CHANNEL_BYTES[rank] * self.limits.max_ctas * len(each)
             for name in totals:
                 totals[name] += getattr(each, name.removeprefix("nccl_"))
-        return Account(held, totals)
+        return Account(held, sum(staging.lost for staging in stagings), totals)
 
 
 class Communicators:
@@ -344,11 +342,10 @@ class _End:
             raise SlotLost(f"{error}; {stuck}") from error
 
 
-class NcclProducer(_End):
+class NcclProducer(_End, ProducerChannel):
     """The sending end."""
 
     rank = SENDER
-    is_quick = False
 
     def __init__(
         self, transport: NcclTransport, local: LocalKv, link: Link, slot_bytes: int
@@ -430,11 +427,10 @@ class NcclProducer(_End):
                 self._answered.wait(0.02)
 
 
-class NcclConsumer(_End):
+class NcclConsumer(_End, ConsumerChannel):
     """The receiving end. Only its scatter writes to the KV cache."""
 
     rank = RECEIVER
-    is_pull = False
 
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
@@ -458,7 +454,7 @@ class NcclConsumer(_End):
                 ids = None if block_ids is None else block_ids[done : done + count]
                 if self._take(offer, region, ids):
                     done += count
-        return NO_DIGESTS if block_ids is None else region.digests(block_ids)
+        return b"" if block_ids is None else region.digests(block_ids)
 
     def told(self, body: bytes) -> None:
         """Take a message of the producer outside of a chunk; on the link's reader thread."""

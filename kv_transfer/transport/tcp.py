@@ -5,22 +5,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.errors import ProtocolError
-from kv_transfer.protocol.messages import NO_DIGESTS, encode
-from kv_transfer.transport.base import Account
+from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
+from kv_transfer.protocol.messages import encode
+from kv_transfer.transport.base import Transport
 
 if TYPE_CHECKING:
     from kv_transfer.layout import PagePart
-    from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
+    from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.transport.base import LocalKv
 
 _DISCARD_BYTES = 1 << 20
 
 
-class TcpProducer:
+class TcpProducer(ProducerChannel):
     name = "tcp"
-    is_quick = False
 
     def __init__(self, local: LocalKv, link: Link) -> None:
         self._region = local.region
@@ -32,13 +31,9 @@ class TcpProducer:
             region = region.narrowed(part.source_start, part.size)
         self._link.write_pieces([memoryview(encode(chunk)), *region.pages(block_ids)])
 
-    def close(self) -> None:
-        pass
 
-
-class TcpConsumer:
+class TcpConsumer(ConsumerChannel):
     name = "tcp"
-    is_pull = False
 
     def __init__(self, local: LocalKv, link: Link) -> None:
         self._region = local.region
@@ -52,25 +47,18 @@ class TcpConsumer:
             while rest:
                 self._link.fill([scratch[:rest]])
                 rest -= len(scratch[:rest])
-            return NO_DIGESTS
+            return b""
         region = self._region
         if part is not None:
             region = region.narrowed(part.target_start, part.size)
         self._link.fill(region.pages(block_ids))
         return region.digests(block_ids)
 
-    def told(self, body: bytes) -> None:
-        raise ProtocolError("tcp has no messages of its own")
 
-    def close(self) -> None:
-        pass
-
-
-class TcpTransport:
+class TcpTransport(Transport):
     """Works between any two hosts."""
 
     name = "tcp"
-    lost_slots = 0
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
         return {} if local.region.is_host else None
@@ -82,9 +70,3 @@ class TcpTransport:
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
         return TcpProducer(local, link)
-
-    def account(self) -> Account:
-        return Account()
-
-    def close(self) -> None:
-        pass

@@ -84,7 +84,7 @@ class PdConnector(KVConnectorBase_V1):
         self._num_blocks = kv_cache_config.num_blocks
         self._shared: SharedMemory | None = None
         self._handshake: PdHandshake | None = None
-        self._on_layer: Callable[[], None] = _nothing
+        self._on_layer: Callable[[], None] = lambda: None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 vllm_config.cache_config.block_size, self._kv_transfer_config.engine_id
@@ -242,10 +242,6 @@ class PdConnector(KVConnectorBase_V1):
         self._scheduler_half().addresses = tuple(
             metadata[rank].address for rank in sorted(metadata)
         )
-
-
-def _nothing() -> None:
-    """Default of `tick_with`."""
 
 
 def snapshot_in(_worker: Any) -> KvSnapshot:

@@ -1,9 +1,8 @@
 """Loaded into a prefill engine's process: damages or delays the KV that it announces, as a file
 orders. What it damages once, it takes out of the file.
 
-A consumer on the same host reads the producer's memory itself. So the damage is done to the digests
-("flip": they do not match what is read) or to the blocks that are announced ("swap", "repeat":
-another block is announced, with its digest).
+"flip" sends other bytes than the digests were made of: those of vLLM's unused block 0. "swap" and
+"repeat" take wrong blocks for the request's, digests and all.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
+from kv_transfer.protocol.producer import Producer
 from kv_transfer.transport.mapped import MappedProducer
 from kv_transfer.transport.tcp import TcpProducer
 
@@ -44,19 +42,25 @@ def _damaged(
     if order.startswith("flip"):
         if order == "flip once":
             _ORDERS.write_text("", encoding="ascii")
-        chunk = replace(chunk, digests=bytes([chunk.digests[0] ^ 0x40]) + chunk.digests[1:])
-    moved = list(range(len(block_ids)))
-    if order == "swap":
+        block_ids = [0, *block_ids[1:]]
+    _sends[type(self)](self, chunk, block_ids, part)  # type: ignore[arg-type]
+
+
+_progress = Producer.progress
+
+
+def _moved(self: Any, transfer_id: str, block_ids: list[int], *rest: Any) -> Any:
+    ids = list(block_ids)
+    if (order := _order()) == "swap":
         # With the last, partly filled block. Two full blocks of one request may change places
         # unseen: keys carry their positions, and attention sums over them in any order.
-        moved[0], moved[-1] = moved[-1], moved[0]
+        ids[0], ids[-1] = ids[-1], ids[0]
     elif order == "repeat":
-        moved[0] = moved[1]
-    digests = [chunk.digests[8 * n : 8 * n + 8] for n in moved]
-    chunk = replace(chunk, digests=b"".join(digests))
-    _sends[type(self)](self, chunk, [block_ids[n] for n in moved], part)  # type: ignore[arg-type]
+        ids[0] = ids[1]
+    return _progress(self, transfer_id, ids, *rest)
 
 
+Producer.progress = _moved  # type: ignore[method-assign]
 for _producer in _sends:
     _producer.send = _damaged  # type: ignore[method-assign]
     _producer.is_quick = False  # a copy that is held must not hold the engine's step

@@ -326,7 +326,7 @@ def test_a_gpu_that_does_not_come_to_rest_costs_the_slot(
     world.fabric.error = Result.INTERNAL_ERROR
     monkeypatch.setattr(pair.producer, "_abort", lambda: setattr(world.gpus[0], "is_stuck", True))
     pair.fails("the GPU's rest took longer than")
-    assert world.producer.lost_slots == 1
+    assert world.producer.account().lost_slots == 1
     monkeypatch.undo()
     world.fabric.error, world.gpus[0].is_stuck = None, False
     world.pair().move()  # over the slot that is left

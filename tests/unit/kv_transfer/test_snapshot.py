@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kv_transfer.snapshot import CONSUMER, PRODUCER, KvSnapshot, KvState, LinkView
+from kv_transfer.transport.base import Account
 from pdserve.types import KvLedger
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, settle, until
@@ -86,7 +87,7 @@ def test_a_lease_counts_down_and_its_end_is_counted(tcp_rig: Rig) -> None:
 
 def test_staging_that_a_transport_has_lost_stays_quarantined(shm_rig: Rig) -> None:
     worker = shm_rig.worker()
-    worker.transports[0].lost_slots = 2  # type: ignore[misc]
+    worker.transports[0].account = lambda: Account(lost_slots=2)  # type: ignore[method-assign]
     assert look(worker).quarantined_slots == 2
 
 

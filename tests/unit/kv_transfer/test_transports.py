@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 class Named:
     """A transport with a name and nothing else."""
 
-    lost_slots = 0
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_closed = False
