@@ -221,6 +221,13 @@ def settle(*workers: Worker) -> None:
         worker.collect()
 
 
+def transfer(source: Worker, target: Worker, name: str = "t") -> None:
+    """Move FROM to TO, from the subscription to the end."""
+    target.start(source, name, TO, N)
+    source.prefill(name, FROM, N)
+    settle(source, target)
+
+
 def check_exact(source: Worker, target: Worker, before: list[list[bytes]]) -> None:
     """The subscribed blocks hold the producer's, the others what they held."""
     want = list(before)

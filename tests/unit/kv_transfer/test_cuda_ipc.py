@@ -65,7 +65,7 @@ def test_the_consumer_copies_announced_blocks_from_the_producers_cache(is_apart:
     producer = transport.producer(producing, details, link)  # type: ignore[arg-type]
     digest = producing.region.digests([4, 2])
     size = producing.region.size_bytes(2)
-    producer.send(ChunkReady("t", 0, 2, size, digest), [4, 2], None)
+    producer.send(ChunkReady("t", 0, 2, size), [4, 2], None)
     want = target.clone()
     want[:, [0, 5]] = source[:, [4, 2]]
     assert consumer.receive(link.written[0], [0, 5], None) == digest

@@ -24,21 +24,7 @@ BY_TYPE = {
     "list[dict[str, typing.Any]]": st.lists(st.dictionaries(TEXT, COUNT, max_size=2), max_size=2),
     "dict[str, typing.Any]": st.dictionaries(TEXT, COUNT, max_size=2),
 }
-KINDS = [
-    m.Hello,
-    m.Welcome,
-    m.Select,
-    m.Refusal,
-    m.Subscribe,
-    m.Nack,
-    m.Cancel,
-    m.Ack,
-    m.ChunkReady,
-    m.Done,
-    m.Fail,
-    m.Heartbeat,
-    m.Inner,
-]
+KINDS = [kind for kind in m.Message.__subclasses__() if kind.__module__ == m.__name__]
 
 
 def made(kind: type[m.Message]) -> st.SearchStrategy[m.Message]:

@@ -24,7 +24,7 @@ from pdserve.errors import TransferCorrupted
 from tests.patience import WAIT_S
 from tests.pki import Ca
 from tests.unit.kv_transfer.caches import geometry
-from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, check_exact, settle, until
+from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, check_exact, settle, transfer, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,9 +66,7 @@ def test_a_damaged_chunk_is_sent_again_once(rig: Rig, monkeypatch: pytest.Monkey
     source, target = rig.pair(chunk_bytes=geometry().block_bytes)
     before = target.cache.blocks()
     Damage(monkeypatch, 1)
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
-    settle(source, target)
+    transfer(source, target)
     check_exact(source, target, before)
     assert target.arrivals["d-t"].report.digest_mismatches == 1
     assert target.look().totals["digest_mismatches"] == 1
@@ -79,9 +77,7 @@ def test_damage_twice_fails_the_transfer_by_its_own_code(
 ) -> None:
     source, target = rig.pair()
     Damage(monkeypatch, 2)
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
-    settle(source, target)
+    transfer(source, target)
     assert target.failures == {
         "d-t": "KV digest mismatch in blocks 0-0, also after one retry",
     }
@@ -159,9 +155,7 @@ def test_a_stranger_is_dropped_and_counted(tcp_rig: Rig, data: bytes) -> None:
         stranger.shutdown(socket.SHUT_WR)
         until(lambda: source.peers.counters.dropped_links == 1, source)
         assert stranger.recv(1) == b""
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
-    settle(source, target)
+    transfer(source, target)
     assert target.arrivals.keys() == {"d-t"}
 
 
@@ -193,9 +187,7 @@ def token_file(path: Path, text: str) -> str:
 def test_workers_with_one_token_exchange_kv(rig: Rig, tmp_path: Path) -> None:
     source, target = rig.pair(token_file=token_file(tmp_path / "token", "s" * 40))
     before = target.cache.blocks()
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
-    settle(source, target)
+    transfer(source, target)
     check_exact(source, target, before)
 
 
@@ -285,9 +277,7 @@ def test_mutual_tls_lets_workers_in_and_others_not(rig: Rig, tmp_path: Path) -> 
     own = tls(ca.issue("worker", role="worker"))
     source, target = rig.pair(**own)
     before = target.cache.blocks()
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
-    settle(source, target)
+    transfer(source, target)
     check_exact(source, target, before)
     router = rig.worker(**tls(ca.issue("router", role="router")))
     plain = rig.worker(handshake_timeout_s=1.0)

@@ -187,10 +187,3 @@ def test_ranks_in_the_wrong_order_are_found_out(rig: Rig) -> None:
     source.step(ended=[ProducerEnded("t", TOKENS, True)])
     settle_all(source, target)
     assert [rank.cache.snapshot() for rank in target.ranks] == before
-
-
-def test_a_number_of_ranks_that_fits_no_plan_is_refused(tcp_rig: Rig) -> None:
-    target = pool(tcp_rig, 1, "t")
-    addresses = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
-    target.step(starts=[ConsumerStart("t", "d-t", addresses, "e", 0, N, TO)])
-    assert target.ranks[0].failures == {"d-t": "4 KV heads cannot be split over 3 ranks"}

@@ -10,7 +10,7 @@ from kv_transfer.snapshot import CONSUMER, PRODUCER, KvSnapshot, KvState, LinkVi
 from kv_transfer.transport.base import Account
 from pdserve.types import KvLedger
 from tests.patience import WAIT_S
-from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, settle, until
+from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, settle, transfer, until
 
 if TYPE_CHECKING:
     from tests.unit.kv_transfer.rig import Worker
@@ -55,9 +55,7 @@ def test_a_transfer_is_seen_from_both_sides_until_it_is_over(rig: Rig) -> None:
 def test_links_are_seen_with_their_transport_and_their_peer(rig: Rig) -> None:
     source, target = rig.pair()
     assert look(source).links == look(target).links == ()
-    source.prefill("t", FROM, N)
-    target.start(source, "t", TO, N)
-    settle(source, target)
+    transfer(source, target)
     (served,), (dialled,) = look(source).links, look(target).links
     assert (served.side, dialled.side) == (PRODUCER, CONSUMER)
     assert (served.state, dialled.state) == ("up", "up")

@@ -9,7 +9,17 @@ import pytest
 from kv_transfer.transport.mapped import MappedTransport
 from kv_transfer.transport.tcp import TcpTransport
 from tests.unit.kv_transfer.caches import geometry
-from tests.unit.kv_transfer.rig import FROM, TO, TOKENS, N, Rig, check_exact, settle, until
+from tests.unit.kv_transfer.rig import (
+    FROM,
+    TO,
+    TOKENS,
+    N,
+    Rig,
+    check_exact,
+    settle,
+    transfer,
+    until,
+)
 
 if TYPE_CHECKING:
     from kv_transfer.transport.base import LocalKv
@@ -83,27 +93,6 @@ def test_many_transfers_share_a_link_and_stay_apart(rig: Rig) -> None:
     assert sorted(source.sent) == [f"p-t{i}" for i in range(8)]
     assert target.cache.blocks() == list(reversed(source.cache.blocks()))
     assert len(source.links) == len(target.links) == 1
-
-
-def test_workers_serve_each_other_at_once(rig: Rig) -> None:
-    first, second = rig.pair()
-    first.start(second, "a", [0, 1], 8)
-    second.start(first, "b", [2, 3], 8)
-    first.prefill("b", [10, 11], 8)
-    second.prefill("a", [12, 13], 8)
-    settle(first, second)
-    assert first.cache.block(0) == second.cache.block(12)
-    assert second.cache.block(3) == first.cache.block(11)
-
-
-def test_pages_need_not_lie_alike(rig: Rig) -> None:
-    source = rig.worker(shape=geometry(blocks=24))
-    target = rig.worker(shape=geometry(blocks=40, layers_inside=True, gap=16))
-    before = target.cache.blocks()
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
-    settle(source, target)
-    check_exact(source, target, before)
 
 
 @pytest.mark.parametrize("moment", ["before expect", "before blocks", "between chunks", "sent"])
@@ -208,9 +197,7 @@ def test_blocks_outside_the_cache_are_not_written(rig: Rig, block: int) -> None:
     assert target.failed == ["d-t"]
     assert source.sent == ["p-t"]
     assert target.cache.snapshot() == before
-    target.start(source, "u", TO, N)
-    source.prefill("u", FROM, N)
-    settle(source, target)
+    transfer(source, target, "u")
     assert target.arrivals.keys() == {"d-u"}
 
 
@@ -280,28 +267,8 @@ def test_a_link_that_broke_is_made_again_for_the_next_transfer(rig: Rig) -> None
     for link in list(source.links):
         source.peers._drop(link, "broken by the test")
     until(lambda: target.failed, source, target)
-    target.start(source, "u", TO, N)
-    source.prefill("u", FROM, N)
-    settle(source, target)
+    transfer(source, target, "u")
     assert target.arrivals.keys() == {"d-u"}
-
-
-def test_a_closed_worker_is_closed_again_without_effect(rig: Rig) -> None:
-    source, target = rig.pair()
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
-    settle(source, target)
-    for worker in (source, target, source, target):
-        worker.close()
-
-
-def test_the_consumer_selects_the_first_transport_that_it_can_use(tcp_rig: Rig) -> None:
-    both = [MappedTransport(), TcpTransport()]
-    source, target = tcp_rig.worker(transports=both, shared=False), tcp_rig.worker(transports=both)
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
-    settle(source, target)
-    assert target.arrivals["d-t"].report.transport == "tcp"
 
 
 def test_a_transport_that_cannot_be_used_is_counted_and_the_next_one_selected(
@@ -315,8 +282,31 @@ def test_a_transport_that_cannot_be_used_is_counted_and_the_next_one_selected(
         return {**(real(self, local) or {}), "boot_id": "another host"}
 
     monkeypatch.setattr(MappedTransport, "offer", elsewhere)
-    target.start(source, "t", TO, N)
-    source.prefill("t", FROM, N)
-    settle(source, target)
+    transfer(source, target)
     assert target.arrivals["d-t"].report.transport == "tcp"
     assert source.peers.counters.downgrades == 1
+
+
+@pytest.mark.parametrize("who", ["source", "target", "cancel"])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_memory_that_was_given_back_is_not_written_again(rig: Rig, who: str, blocks: int) -> None:
+    """The link breaks at either end, or the target gives up, somewhere among the chunks."""
+    source, target = rig.pair(chunk_bytes=blocks * geometry().block_bytes)
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    source.compute("t", FROM[:3], 12)
+    until(lambda: target.links and source.links, source, target)
+    if who == "cancel":
+        target.cancel("t")
+    for link in {"source": source.links, "target": target.links}.get(who, []):
+        (source if who == "source" else target).peers._drop(link, "broken by the test")
+    until(lambda: target.ended, source, target)
+    given_back = target.cache.snapshot()
+    for block in range(geometry().num_blocks):
+        source.cache.write(block, seed=1000 + block)
+    source.compute("t", FROM, N)
+    source.finish("t")
+    # A source whose target never reached it holds its blocks until somebody says no.
+    source.step(released=["t"])
+    settle(source, target)
+    assert target.cache.snapshot() == given_back
