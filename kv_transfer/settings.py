@@ -44,15 +44,14 @@ class KvSettings:
     lease_s: float = 30.0
     # How long a consumer waits without progress before it fails a transfer.
     receive_timeout_s: float = 30.0
-    # How long two workers may take from connecting to agreeing on a transport. An engine that
-    # compiles in its first step answers late.
+    # How long two workers may take from connecting to agreeing on a transport: milliseconds, but
+    # a peer whose engine compiles in its first step lets its other threads run seldom.
     handshake_timeout_s: float = 15.0
     # How long a peer may read nothing before its link is closed.
     send_timeout_s: float = 20.0
     # How long a step waits for copies of preempted blocks before their links are closed.
     preempt_timeout_s: float = 2.0
-    # Blocks are sent in chunks of about this size. While the consumer copies one from mapped
-    # memory, the producer computes the digest of the next.
+    # Blocks are sent, and digested, in chunks of about this size.
     chunk_bytes: int = 16 << 20
     # Credentials of links, as in `access` (protocol/auth.py): TLS files and the worker token.
     tls_cert_file: str = ""

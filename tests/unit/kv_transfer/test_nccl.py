@@ -200,19 +200,16 @@ def until(condition: Any) -> None:
         time.sleep(0.001)
 
 
-def test_blocks_arrive_over_a_communicator_made_on_demand(world: World) -> None:
+def test_a_chunk_is_one_send_a_slot_whatever_its_layers(world: World) -> None:
+    """5 blocks of 3 layers, 2 blocks a slot; the communicator is made on demand."""
     pair = world.pair()
     assert not world.nccls[0].live
     pair.move()
     assert world.is_exact()
+    assert world.fabric.posts.count(0) == world.fabric.posts.count(1) == 3
     pair.move()
     assert len(world.nccls[0].comms) == 1  # one serves many chunks
-
-
-def test_a_chunk_is_one_send_a_slot_whatever_its_layers(world: World) -> None:
-    """5 blocks of 3 layers, with room for 2 blocks in a slot."""
-    world.pair().move()
-    assert world.fabric.posts.count(0) == world.fabric.posts.count(1) == 3
+    assert world.nccls[0].max_ctas == world.nccls[1].max_ctas == [LIMITS.max_ctas]
 
 
 def test_nothing_is_posted_before_the_other_end_posts_too(world: World) -> None:
@@ -367,11 +364,6 @@ def test_an_offer_over_a_communicator_that_the_consumer_has_freed_is_made_again(
     pair.move()
     assert world.is_exact()
     assert len(world.nccls[0].comms) == 2
-
-
-def test_thread_blocks_are_limited_for_each_communicator(world: World) -> None:
-    world.pair().move()
-    assert world.nccls[0].max_ctas == world.nccls[1].max_ctas == [LIMITS.max_ctas]
 
 
 def test_what_nccl_cannot_join_goes_over_the_next_transport(

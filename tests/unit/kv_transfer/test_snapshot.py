@@ -10,7 +10,7 @@ from kv_transfer.snapshot import CONSUMER, PRODUCER, KvSnapshot, KvState, LinkVi
 from kv_transfer.transport.base import Account
 from pdserve.types import KvLedger
 from tests.patience import WAIT_S
-from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, settle, transfer, until
+from tests.unit.kv_transfer.rig import FROM, TO, N, Rig, settle, until
 
 if TYPE_CHECKING:
     from tests.unit.kv_transfer.rig import Worker
@@ -22,7 +22,7 @@ def look(worker: Worker) -> KvSnapshot:
     return snapshot
 
 
-def test_a_transfer_is_seen_from_both_sides_until_it_is_over(rig: Rig) -> None:
+def test_a_transfer_and_its_link_are_seen_from_both_sides_until_it_is_over(rig: Rig) -> None:
     source, target = rig.pair()
     target.start(source, "t", TO, N)
     until(lambda: [t for t in look(source).transfers if t.state == "subscribed early"], target)
@@ -43,6 +43,13 @@ def test_a_transfer_is_seen_from_both_sides_until_it_is_over(rig: Rig) -> None:
     assert sending.age_s is not None
     assert sending.age_s >= 0
 
+    (served,), (dialled,) = look(source).links, look(target).links
+    assert (served.side, dialled.side) == (PRODUCER, CONSUMER)
+    assert served.state == dialled.state == "up"
+    assert served.transport == dialled.transport == sending.transport
+    assert (served.peer, dialled.peer) == (target.instance_id, source.instance_id)
+    assert dialled.address == source.address
+
     source.compute("t", FROM, N)
     source.finish("t")
     settle(source, target)
@@ -50,22 +57,6 @@ def test_a_transfer_is_seen_from_both_sides_until_it_is_over(rig: Rig) -> None:
         assert look(worker).transfers == ()
     assert look(source).totals["pushed_blocks"] == 4
     assert look(target).totals["received_bytes"] == look(source).totals["pushed_bytes"] > 0
-
-
-def test_links_are_seen_with_their_transport_and_their_peer(rig: Rig) -> None:
-    source, target = rig.pair()
-    assert look(source).links == look(target).links == ()
-    transfer(source, target)
-    (served,), (dialled,) = look(source).links, look(target).links
-    assert (served.side, dialled.side) == (PRODUCER, CONSUMER)
-    assert (served.state, dialled.state) == ("up", "up")
-    assert served.transport == dialled.transport
-    assert (served.peer, dialled.peer) == (
-        target.instance_id,
-        source.instance_id,
-    )
-    assert dialled.address == source.address
-
     target.half.close()
     until(lambda: look(source).links == ())
 

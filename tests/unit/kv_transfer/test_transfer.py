@@ -157,13 +157,6 @@ def test_blocks_that_nobody_needs_are_freed_as_prefill_ends(rig: Rig, early: boo
     assert source.sent == ["p-t"]
 
 
-def test_a_grant_for_a_transfer_that_never_comes_fails(rig: Rig) -> None:
-    source, target = rig.pair(lease_s=0.05)
-    target.start(source, "t", TO, N)
-    settle(source, target)
-    assert target.failures == {"d-t": "unknown transfer"}
-
-
 @pytest.mark.parametrize(
     ("to", "tokens", "first", "reason"),
     [
