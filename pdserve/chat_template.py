@@ -1,8 +1,5 @@
-"""Chat templates: jinja2, sandboxed, with the helpers that published templates count on.
-
-The helpers and the environment's settings follow `apply_chat_template` of transformers, because
-templates are written against it.
-"""
+"""Chat templates: sandboxed jinja2 with the settings and helpers of `apply_chat_template` in
+transformers, which published templates need."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class _RefusedByTemplateError(jinja2.TemplateError):
-    """The template called raise_exception."""
+    """Raised by a template that calls raise_exception."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for training; here its body is only text."""
+    """The tag `{% generation %}`, which matters only in training. Its body is plain text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -48,13 +45,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes for HTML and sorts the keys.
+    # The filter of jinja2 escapes HTML and sorts keys.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
@@ -80,21 +73,14 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is broken: {error}", field="model") from error
-        # A plain dict: the library's chain of dicts is gone through in Python for each rendering.
-        self._template.globals = {
-            **self._template.globals,
-            **special_tokens,
-            "tools": None,
-            "documents": None,
-        }
+        # A plain dict is faster than the chain of dicts that jinja2 makes.
+        more = {"tools": None, "documents": None}
+        self._template.globals = {**self._template.globals, **special_tokens, **more}
         self._knows_developer = "developer" in source
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """Raises InvalidRequest (field `messages`) where the template refuses the messages.
-
-        `developer` is the newer name of `system`: a template that does not know it gets the old
-        one.
-        """
+        """Return the conversation as text. Raises InvalidRequest (field `messages`) if the template
+        rejects it. A template that does not know the role `developer` gets `system`."""
         plain: list[dict[str, Any]] = [dict(message) for message in messages]
         for message in plain:
             if message["role"] == "developer" and not self._knows_developer:

@@ -478,7 +478,6 @@ class UpConfig(_Section, frozen=True):
     aggregated: Workers that run both phases.
     routers: Routers. The first has the ports of `router`, each further one ports 10 higher.
     cores_per_worker: CPU cores of each worker. 0: an equal share.
-    gpus_per_worker: GPUs of each worker. 0: its tensor_parallel_size, shared if there are too few.
     start_timeout_s: Seconds until all processes must be ready.
     max_restarts: Restarts of a process that dies before `up` gives up.
     ready_file: JSON file written once all are ready: addresses, process ids and roles.
@@ -490,7 +489,6 @@ class UpConfig(_Section, frozen=True):
     aggregated: Annotated[int, Meta(ge=0, le=1024)] = 0
     routers: Annotated[int, Meta(ge=1, le=16)] = 1
     cores_per_worker: Count = 0
-    gpus_per_worker: Count = 0
     start_timeout_s: Annotated[float, Meta(ge=1, le=_DAY_S)] = 300.0
     max_restarts: Count = 5
     ready_file: str = ""

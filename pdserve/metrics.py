@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -24,33 +25,17 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _PREFIX = "pdserve_worker_kv_"
 _LABELS = ("model", "role", "worker")
-_GAUGES: tuple[tuple[str, str, Callable[[KvReport], float]], ...] = (
-    (
-        "pinned_blocks",
-        "Blocks pinned for transfers: in flight or leased.",
-        lambda report: report.ledger.pinned_blocks,
-    ),
-    (
-        "in_flight_blocks",
-        "Blocks that a transfer is filling.",
-        lambda report: report.ledger.in_flight_blocks,
-    ),
+_GAUGES = (
+    ("pinned_blocks", "ledger.pinned_blocks", "Blocks pinned for transfers: in flight or leased."),
+    ("in_flight_blocks", "ledger.in_flight_blocks", "Blocks that a transfer is filling."),
     (
         "leased_blocks",
+        "ledger.leased_blocks",
         "Blocks kept for a consumer that has not taken them.",
-        lambda report: report.ledger.leased_blocks,
     ),
-    ("transfers", "Transfers that hold blocks.", lambda report: report.ledger.transfers),
-    (
-        "quarantined_slots",
-        "Memory given up because a peer may still write to it.",
-        lambda report: report.quarantined_slots,
-    ),
-    (
-        "transport_bytes",
-        "Memory of transports beside the KV cache.",
-        lambda report: report.held_bytes,
-    ),
+    ("transfers", "ledger.transfers", "Transfers that hold blocks."),
+    ("quarantined_slots", "quarantined_slots", "Memory given up: a peer may still write to it."),
+    ("transport_bytes", "held_bytes", "Memory of transports beside the KV cache."),
 )
 
 
@@ -84,10 +69,10 @@ class KvCollector(Collector):
             ((info.model.name, info.role.value, info.worker_id), report)
             for info, report in self._reports()
         ]
-        for name, text, read in _GAUGES:
+        for name, path, text in _GAUGES:
             gauge = GaugeMetricFamily(_PREFIX + name, text, labels=_LABELS)
             for labels, report in rows:
-                gauge.add_metric(labels, read(report))
+                gauge.add_metric(labels, attrgetter(path)(report))
             yield gauge
         links = GaugeMetricFamily(
             _PREFIX + "links", "Links that are up.", labels=(*_LABELS, "transport")

@@ -1,7 +1,7 @@
-"""gRPC plumbing in one place: channel and server options, and errors to statuses and back.
+"""Options of gRPC channels and servers, and errors as statuses.
 
-An error travels as its status and, in the trailing metadata, as a serialised `pdserve.v1.Error`,
-so that a caller gets back the class, the field at fault and the seconds after which to retry.
+An error is sent as a status with a serialised `pdserve.v1.Error` in the trailing metadata, from
+which the caller restores its class, field and retry time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ERROR_METADATA_KEY = "pdserve-error-bin"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-# On one connection; a client has more by opening another.
+# On one connection.
 MAX_STREAMS = 4096
 HANDSHAKE_S = 15.0
 KEEPALIVE_S = 10.0
@@ -53,20 +53,19 @@ def _common_options(keepalive_s: float) -> Options:
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
-        # The default of 2 stops the pings of a stream without data, so that a dead peer is
-        # noticed only by the kernel.
+        # The default of 2 stops the pings of an idle stream.
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
 def channel_options(*, keepalive_s: float = KEEPALIVE_S) -> Options:
-    """Options of every channel that we open."""
+    """Return the options of every channel that we open."""
     return [
         *_common_options(keepalive_s),
-        # A channel of its own connection: closing it ends what the peer sees of us.
+        # Closing a channel must close its connection.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        # Despite its name the time that one attempt may take: on a busy machine a handshake can.
+        # Despite its name this is the timeout of one attempt.
         ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_http_proxy", 0),
@@ -74,21 +73,20 @@ def channel_options(*, keepalive_s: float = KEEPALIVE_S) -> Options:
 
 
 def server_options(*, keepalive_s: float = KEEPALIVE_S) -> Options:
-    """Options of every server that we start. A server with gRPC's defaults answers the pings of an
-    idle stream with GOAWAY too_many_pings; this one accepts twice the rate that our channels use.
-    """
+    """Return the options of every server that we start. With gRPC's defaults a server answers the
+    pings of an idle stream with GOAWAY; this one accepts twice the rate of our channels."""
     return [
         *_common_options(keepalive_s),
         ("grpc.http2.min_ping_interval_without_data_ms", int(keepalive_s * 500)),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
-        # Two processes on one port would share its connections in silence.
+        # Otherwise two processes could share one port by mistake.
         ("grpc.so_reuseport", 0),
     ]
 
 
 def authorization(api_key: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that names who calls; none without a key."""
+    """Return the metadata that authenticates the caller; none without a key."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
@@ -107,11 +105,11 @@ class Dialer:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """To be sent with each RPC that is not for everyone."""
+        """Metadata of calls that require a role."""
         return authorization(self.token)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """A channel to `address` (host:port); the caller closes it."""
+        """Return a channel to `address` (host:port), which the caller closes."""
         options = channel_options()
         if self.credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
@@ -124,7 +122,7 @@ PLAIN = Dialer()
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel without TLS or token; the caller closes it."""
+    """Return a channel without TLS or token, which the caller closes."""
     return PLAIN.open_channel(address)
 
 
@@ -133,7 +131,7 @@ def make_server(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
-    """A server without ports or services yet; the caller starts and stops it."""
+    """Return a server without ports or services, which the caller starts and stops."""
     limit = "grpc.max_receive_message_length"
     options = [(key, value) for key, value in server_options() if key != limit]
     options.append((limit, max_message_bytes))
@@ -143,7 +141,7 @@ def make_server(
 def listen(
     server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None
 ) -> int:
-    """The port that `server` got. Raises RuntimeError where it cannot have the address."""
+    """Return the port of `server`. Raises RuntimeError if it cannot listen at `address`."""
     if credentials is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, credentials)
@@ -166,12 +164,12 @@ async def abort(
 
 
 def has_error(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the peer said what went wrong; else the connection did."""
+    """Return True if the peer sent one of our errors, so that the connection did not fail."""
     return any(key == ERROR_METADATA_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.PdserveError:
-    """The error that the peer raised; without our metadata, the one nearest to its status."""
+    """Return the error that the peer raised, or without our metadata the closest to its status."""
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_METADATA_KEY and isinstance(value, bytes):
             try:

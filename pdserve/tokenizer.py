@@ -1,5 +1,4 @@
-"""A model's tokenizer and chat template, read from its directory; needs neither transformers nor
-torch."""
+"""The tokenizer and chat template of a model, without transformers or torch."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# Up to here a text takes less time than a thread takes to wake.
+# Encoding a text of this length takes less time than waking a thread.
 SHORT_CHARS = 2048
 
 
 @dataclass(slots=True)
 class ChatMessage:
-    """One message of a conversation; `name` is passed to the template where it is set."""
+    """One message of a conversation. The template gets `name` if it is set."""
 
     role: str
     content: str
@@ -31,16 +30,13 @@ class ChatMessage:
 
 
 class Tokenizer:
-    """Text to token ids and back, as the model's own files say.
-
-    Texts get the special tokens of `tokenizer.json`'s post-processor. Conversations get those of
-    the chat template and no others, so that a template that writes BOS does not lead to two.
-    """
+    """Converts text to token ids and back. Plain text gets the special tokens of `tokenizer.json`,
+    a conversation only those that its template writes, so that there are not two BOS tokens."""
 
     def __init__(
         self, fast: FastTokenizer, *, template: ChatTemplate | None, eos_token: str | None
     ) -> None:
-        # Files saved after training may cut or pad; a prompt must stay what it is.
+        # Files saved after training may enable truncation and padding.
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
@@ -49,8 +45,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Read `tokenizer.json`, `tokenizer_config.json` and, before the config's own template,
-        `chat_template.jinja`. Raises ConfigError naming the file at fault."""
+        """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`, which overrides
+        the template in the configuration. Raises ConfigError naming the file."""
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{path} does not exist", field="model")
@@ -71,12 +67,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that have a token, added ones included. A model may have more rows than that."""
+        """Number of token ids with a token. The model may have more embedding rows."""
         return self._fast.get_vocab_size(with_added_tokens=True)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the configured end of sequence, where there is one."""
+        """The configured end-of-sequence token, if any."""
         return None if self._eos_token is None else self._fast.token_to_id(self._eos_token)
 
     @property
@@ -84,29 +80,23 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of `text`. Lets other threads run meanwhile where it is a long one.
-
-        Raises InvalidRequest for text that is not Unicode (a lone surrogate).
-        """
+        """Return the token ids of `text`. Releases the GIL for long texts. Raises InvalidRequest
+        for text that is not Unicode (a lone surrogate)."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequest("the text holds half a surrogate pair", field="prompt") from error
         if len(text) <= SHORT_CHARS:
             return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
-        # The batch call gives up the interpreter lock, encode() of one text does not; but it hands
-        # even one text to a thread of its own, and waits for that.
+        # Only the batch call releases the GIL; it starts a thread even for one text.
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return tuple(encoding.ids)
 
     def render_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as the model was trained to read it.
-
-        Raises InvalidRequest (field `messages`) where the model has no template or its template
-        refuses the messages.
-        """
+        """Return the conversation as text. Raises InvalidRequest (field `messages`) if the model
+        has no template or the template rejects the messages."""
         if self._template is None:
             raise InvalidRequest(
                 "the model has no chat template; send a prompt instead", field="messages"
@@ -117,7 +107,7 @@ class Tokenizer:
         )
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """Token ids of the conversation, up to where the answer begins."""
+        """Return the token ids of the conversation, up to the start of the answer."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -150,7 +140,7 @@ def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
             raise ConfigError(f"cannot read {path}: {error}", field="model") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        # Older files name several; "default" is the one for plain conversations.
+        # Older files have several templates; "default" is the one for plain conversations.
         named = {item.get("name"): item.get("template") for item in template}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
@@ -159,7 +149,7 @@ def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def _token(value: object) -> str | None:
-    """A special token is text, or an object with its text as `content`."""
+    """Return the text of a special token, which may be an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

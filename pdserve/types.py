@@ -88,7 +88,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for value, (name, low, high) in zip(_RANGED(self), RANGES, strict=True):
-            # A NaN fails both comparisons, so the test is for being inside, not for being outside.
+            # A NaN fails both comparisons.
             if value is not None and not low <= value <= high:
                 _refuse(name, f"must be between {low:g} and {high:g}, not {value}")
         if self.top_p <= 0:
@@ -169,7 +169,7 @@ class TransferReport:
     digest_mismatches: int = 0
 
     def beside(self, other: TransferReport) -> TransferReport:
-        """Of a transfer that moved in two shares at the same time, into the same blocks."""
+        """Return the report of a transfer whose two halves filled the same blocks concurrently."""
         return TransferReport(
             max(self.transfer_s, other.transfer_s),
             max(self.exposed_s, other.exposed_s),
@@ -258,7 +258,7 @@ class GenerateRequest:
     resume: tuple[int, ...] = ()
 
     def under(self, traceparent: str) -> GenerateRequest:
-        """The same, as part of another span. Written out: `replace` takes three times as long."""
+        """Return a copy within another span. `dataclasses.replace` takes three times as long."""
         return GenerateRequest(
             self.request_id,
             self.model,

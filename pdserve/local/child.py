@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import signal
 import sys
@@ -75,11 +74,3 @@ def served_process(args: argparse.Namespace) -> Iterator[Reports]:
     except Exception as error:
         reports.failed(f"{type(error).__name__}: {error}")
         raise
-
-
-def set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )

@@ -97,23 +97,18 @@ def is_cpu_build() -> bool:
 
 
 def share_gpus(
-    workers: int, gpus: Sequence[int], *, per_worker: int = 0, tensor_parallel: int = 1
+    workers: int, gpus: Sequence[int], tensor_parallel: int = 1
 ) -> list[tuple[int, ...]]:
-    """Return the GPUs of each worker. No GPU is used twice while there are enough for `per_worker`
-    (0: `tensor_parallel`) each. With fewer, and `per_worker` 0, workers share groups. Raises
-    ConfigError."""
+    """Return the GPUs of each worker, `tensor_parallel` each. If there are too few, workers share
+    them in groups. Raises ConfigError if there are not enough for one."""
     if not gpus:
         return [()] * workers
-    share = per_worker or tensor_parallel
-    if share > len(gpus):
-        key = "up.gpus_per_worker" if per_worker else "worker.engine_args.tensor_parallel_size"
-        refuse(key, f"a worker needs {share} GPUs; this process may use {len(gpus)}")
-    groups = len(gpus) // share
-    if per_worker and groups < workers:
-        needs = f"{workers} workers with {per_worker} GPUs each need {workers * per_worker}"
-        refuse("up.gpus_per_worker", f"{needs}; this process may use {len(gpus)}")
-    at = [i % groups * share for i in range(workers)]
-    return [tuple(gpus[first : first + share]) for first in at]
+    if tensor_parallel > len(gpus):
+        reason = f"a worker needs {tensor_parallel} GPUs; this process may use {len(gpus)}"
+        refuse("worker.engine_args.tensor_parallel_size", reason)
+    groups = len(gpus) // tensor_parallel
+    at = [i % groups * tensor_parallel for i in range(workers)]
+    return [tuple(gpus[first : first + tensor_parallel]) for first in at]
 
 
 def memory_share(mine: tuple[int, ...], shares: Sequence[tuple[int, ...]]) -> float | None:

@@ -89,33 +89,19 @@ def worker_configs(
     }
     named = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
     shares = share_cores(len(named), cores, config.up.cores_per_worker)
-    cards = _gpu_shares(config, len(named), gpus)
-    return {
-        name: replace(
-            worker,
-            worker_id=name,
-            role=role,
-            cores=share,
-            gpus=mine,
-            engine_args=_with_memory_share(worker.engine_args, memory_share(mine, cards)),
+    args = worker.engine_args
+    asked = args.get("tensor_parallel_size", 1)  # the engine rejects other types than integers
+    cards = share_gpus(len(named), gpus, asked if isinstance(asked, int) and asked > 0 else 1)
+    found = {}
+    for (name, role), share, mine in zip(named, shares, cards, strict=True):
+        memory = memory_share(mine, cards)
+        own = args
+        if memory is not None and not any(key in args for key in _OF_MEMORY):
+            own = {**args, "gpu_memory_utilization": memory}
+        found[name] = replace(
+            worker, worker_id=name, role=role, cores=share, gpus=mine, engine_args=own
         )
-        for (name, role), share, mine in zip(named, shares, cards, strict=True)
-    }
-
-
-def _gpu_shares(config: Config, workers: int, gpus: Sequence[int]) -> list[tuple[int, ...]]:
-    asked = config.worker.engine_args.get("tensor_parallel_size", 1)
-    # The engine rejects other types.
-    tensor_parallel = asked if isinstance(asked, int) and asked > 0 else 1
-    return share_gpus(
-        workers, gpus, per_worker=config.up.gpus_per_worker, tensor_parallel=tensor_parallel
-    )
-
-
-def _with_memory_share(args: dict[str, object], share: float | None) -> dict[str, object]:
-    if share is None or any(name in args for name in _OF_MEMORY):
-        return args
-    return {**args, "gpu_memory_utilization": share}
+    return found
 
 
 def worker_spec(config: WorkerConfig, routers: Sequence[str]) -> ProcessSpec:

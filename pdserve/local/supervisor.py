@@ -30,7 +30,7 @@ from pdserve.security.tls import dialer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Coroutine, Mapping, Sequence
+    from collections.abc import Collection, Coroutine
 
     from pdserve.config import Config
     from pdserve.local.display import Display
@@ -46,6 +46,24 @@ _POLL_S = 0.05
 _SPINNER_S = 0.25
 _LIST_TIMEOUT_S = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Restarts:
+    """The restarts of one process. Counts its deaths in close succession."""
+
+    def __init__(self, most: int) -> None:
+        self.deaths = 0
+        self._most = most
+
+    def pause_s(self, served_s: float) -> float | None:
+        """Return the pause before a process that died after serving for `served_s` is restarted,
+        or None after too many deaths."""
+        if served_s >= FORGIVEN_AFTER_S:
+            self.deaths = 0
+        self.deaths += 1
+        if self.deaths > self._most:
+            return None
+        return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.deaths - 1)))
 
 
 class Supervisor:
@@ -190,7 +208,7 @@ class Supervisor:
             # Workers are told the routers' addresses, which are known when those listen.
             for router_ready in self._router_ready.values():
                 await router_ready.wait()
-        deaths = 0
+        restarts = Restarts(self._config.up.max_restarts)
         while not self._stopping.is_set():
             forkserver = self._forkserver if name in self._workers else None
             spec = self._spec(name)
@@ -215,14 +233,12 @@ class Supervisor:
             self._display.died(name, code, child.failure, child.tail(), child.log_path)
             if not self._serving.is_set():
                 return self._fail(BAD_CONFIG if code == BAD_CONFIG else FAILED)
-            if child.ready.is_set() and time.monotonic() - child.ready_at >= FORGIVEN_AFTER_S:
-                deaths = 0
-            deaths += 1
-            if deaths > self._config.up.max_restarts:
-                times = "once" if deaths == 1 else f"{deaths} times"
+            served_s = time.monotonic() - child.ready_at if child.ready.is_set() else 0.0
+            pause_s = restarts.pause_s(served_s)
+            if pause_s is None:
+                times = "once" if restarts.deaths == 1 else f"{restarts.deaths} times"
                 self._display.tell(f"{name} died {times}; giving up", is_error=True)
                 return self._fail(FAILED)
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (deaths - 1))
             self._display.tell(f"{name} is restarted in {pause_s:g} s")
             await asyncio.sleep(pause_s)
         return None
@@ -274,13 +290,43 @@ class Supervisor:
                     task.cancel()
 
     def _announce(self) -> None:
-        """Write the ready file."""
-        if self._ready_file is not None:
-            routers, workers = (
-                [self._children[name] for name in names] for names in (self._routers, self._workers)
-            )
-            content = ready_content(routers, workers, self._facts, self._model, self._run_dir)
-            write_ready_file(self._ready_file, content)
+        """Write the ready file, atomically. Roles are those at start."""
+        if self._ready_file is None:
+            return
+        routers = [
+            {
+                "http": self._facts[name]["http"],
+                "grpc": self._facts[name]["grpc"],
+                "pid": self._children[name].pid,
+                "log": str(self._children[name].log_path),
+            }
+            for name in self._routers
+        ]
+        workers = [
+            {
+                "worker_id": name,
+                "role": config.role.value,
+                "pid": self._children[name].pid,
+                "address": self._facts[name]["address"],
+                "debug": self._facts[name]["debug"],
+                "log": str(self._children[name].log_path),
+            }
+            for name, config in self._workers.items()
+        ]
+        first = routers[0]
+        content = {
+            "pid": os.getpid(),
+            "http": first["http"],
+            "grpc": first["grpc"],
+            "model": self._model,
+            "run_dir": str(self._run_dir),
+            "router": {"pid": first["pid"], "log": first["log"]},
+            "routers": routers,
+            "workers": workers,
+        }
+        partial = self._ready_file.with_name(f".{self._ready_file.name}.{os.getpid()}")
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(self._ready_file)
 
     def _forget_ready_file(self) -> None:
         if self._ready_file is not None:
@@ -300,51 +346,3 @@ def _make_run_dir(configured: str) -> Path:
     except OSError as error:
         refuse("up.run_dir", f"cannot create {configured}: {error}")
     return path
-
-
-def ready_content(
-    routers: Sequence[ChildProcess],
-    workers: Sequence[ChildProcess],
-    facts: Mapping[str, Mapping[str, str]],
-    model: str,
-    run_dir: Path,
-) -> dict[str, object]:
-    """Return the content of the ready file. `facts` has what each process reported when it became
-    ready. `http`, `grpc` and `router` are those of the first router; roles are those at start."""
-    listed = [
-        {
-            "http": facts[router.spec.name]["http"],
-            "grpc": facts[router.spec.name]["grpc"],
-            "pid": router.pid,
-            "log": str(router.log_path),
-        }
-        for router in routers
-    ]
-    first = listed[0]
-    return {
-        "pid": os.getpid(),
-        "http": first["http"],
-        "grpc": first["grpc"],
-        "model": model,
-        "run_dir": str(run_dir),
-        "router": {"pid": first["pid"], "log": first["log"]},
-        "routers": listed,
-        "workers": [
-            {
-                "worker_id": worker.spec.name,
-                "role": worker.spec.name.rpartition("-")[0],
-                "pid": worker.pid,
-                "address": facts[worker.spec.name]["address"],
-                "debug": facts[worker.spec.name]["debug"],
-                "log": str(worker.log_path),
-            }
-            for worker in workers
-        ],
-    }
-
-
-def write_ready_file(path: Path, content: Mapping[str, object]) -> None:
-    """Write the file atomically."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)

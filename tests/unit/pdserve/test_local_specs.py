@@ -15,6 +15,7 @@ from pdserve.local.specs import (
     worker_configs,
     worker_spec,
 )
+from pdserve.local.supervisor import FORGIVEN_AFTER_S, Restarts
 from pdserve.types import Role
 
 
@@ -72,42 +73,25 @@ def test_what_is_chosen_by_up_is_refused_in_its_file(key: str, worker: WorkerCon
 
 
 @pytest.mark.parametrize(
-    ("workers", "gpus", "per_worker", "tensor_parallel", "shares"),
+    ("workers", "gpus", "tensor_parallel", "shares"),
     [
-        (2, [], 0, 1, [(), ()]),
-        (2, [0, 1], 0, 1, [(0,), (1,)]),
-        (2, [4, 5, 6, 7], 0, 2, [(4, 5), (6, 7)]),
-        (2, [4, 5, 6, 7], 1, 2, [(4,), (5,)]),
-        (2, [3], 0, 1, [(3,), (3,)]),
-        (3, [0, 1], 0, 1, [(0,), (1,), (0,)]),
+        (2, [], 1, [(), ()]),
+        (2, [0, 1], 1, [(0,), (1,)]),
+        (2, [4, 5, 6, 7], 2, [(4, 5), (6, 7)]),
+        (2, [3], 1, [(3,), (3,)]),
+        (3, [0, 1], 1, [(0,), (1,), (0,)]),
     ],
 )
 def test_gpus_are_shared_out(
-    workers: int,
-    gpus: list[int],
-    per_worker: int,
-    tensor_parallel: int,
-    shares: list[tuple[int, ...]],
+    workers: int, gpus: list[int], tensor_parallel: int, shares: list[tuple[int, ...]]
 ) -> None:
-    assert (
-        share_gpus(workers, gpus, per_worker=per_worker, tensor_parallel=tensor_parallel) == shares
-    )
+    assert share_gpus(workers, gpus, tensor_parallel) == shares
 
 
-@pytest.mark.parametrize(
-    ("per_worker", "tensor_parallel", "key"),
-    [
-        (1, 1, "up.gpus_per_worker"),
-        (3, 1, "up.gpus_per_worker"),
-        (0, 3, "worker.engine_args.tensor_parallel_size"),
-    ],
-)
-def test_more_gpus_than_there_are_cannot_be_had(
-    per_worker: int, tensor_parallel: int, key: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        share_gpus(3, [0, 1], per_worker=per_worker, tensor_parallel=tensor_parallel)
-    assert caught.value.field == key
+def test_a_worker_cannot_have_more_gpus_than_there_are() -> None:
+    with pytest.raises(ConfigError, match="a worker needs 3 GPUs") as caught:
+        share_gpus(1, [0, 1], 3)
+    assert caught.value.field == "worker.engine_args.tensor_parallel_size"
 
 
 def test_workers_on_one_gpu_share_its_memory_unless_they_are_told_how_much() -> None:
@@ -174,3 +158,14 @@ def test_routers_side_by_side_have_ports_of_their_own() -> None:
 )
 def test_a_server_on_every_address_is_reached_on_the_loopback(address: str, seen: str) -> None:
     assert reachable(address) == seen
+
+
+def test_a_process_that_dies_is_restarted_after_growing_pauses_until_up_gives_up() -> None:
+    restarts = Restarts(7)
+    pauses = [restarts.pause_s(0.0) for _ in range(8)]
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, None]
+
+
+def test_a_process_that_served_for_long_starts_again_with_the_first_pause() -> None:
+    restarts = Restarts(1)
+    assert [restarts.pause_s(x) for x in (0.0, FORGIVEN_AFTER_S, 1.0)] == [1.0, 1.0, None]
