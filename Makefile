@@ -27,7 +27,7 @@ HEADERS := $(wildcard kv_transfer/*.h)
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
 CODE := pdserve router workers kv_transfer benchmarks
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
 .PHONY: help install run test test-all test-gpu lint format typecheck proto proto-check size \
 	docs check bench clean

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-# In the process of the tests that use the tiny model.
-pytestmark = pytest.mark.xdist_group("engines")
 TEXTS = {
     "plain": "the quick brown fox jumps over the lazy dog",
     "accents": "café naïve über jalapeño",
