@@ -163,20 +163,13 @@ class Service:
             except grpc.aio.AioRpcError as error:
                 raise BenchError(f"{self.name} does not list its workers: {error.code()}") from None
         found = [wire.worker_from_pb(entry.info) for entry in listed.workers]
+        of_model = ("max_model_len", "vocab_size", "dtype")
+        own = ("engine", "block_size", "total_blocks", "max_num_seqs")
         return [
-            {
-                "role": info.role.value,
-                "engine": info.engine,
-                "model": info.model.name,
-                "model_path": info.model.path,
-                "max_model_len": info.model.max_model_len,
-                "vocab_size": info.model.vocab_size,
-                "dtype": info.model.dtype,
-                "block_size": info.block_size,
-                "total_blocks": info.total_blocks,
-                "max_num_seqs": info.max_num_seqs,
-                "settings": dict(info.settings),
-            }
+            {"role": info.role.value, "model": info.model.name, "model_path": info.model.path}
+            | {name: getattr(info.model, name) for name in of_model}
+            | {name: getattr(info, name) for name in own}
+            | {"settings": dict(info.settings)}
             for info in found
         ]
 

@@ -12,7 +12,6 @@ import asyncio
 import os
 import sys
 import time
-from contextlib import suppress
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
@@ -78,7 +77,7 @@ class _Importer(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        patch = _PATCHES.get(fullname)
+        patch = PATCHES.get(fullname)
         spec = PathFinder.find_spec(fullname, path, target) if patch is not None else None
         if spec is None or spec.loader is None:
             return None
@@ -87,15 +86,13 @@ class _Importer(MetaPathFinder):
         def execute_and_patch(module: ModuleType) -> None:
             execute(module)
             assert patch is not None
-            # Where a name is gone, the fault does not take place, and the matrix says so.
-            with suppress(AttributeError):
-                patch(module)
+            patch(module)
 
         spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec
 
 
-def _patch_supervision(module: Any) -> None:
+def _patch_supervisor(module: Any) -> None:
     # A process that is killed on purpose is restarted at once, however often.
     module.LONGEST_PAUSE_S = module.FIRST_PAUSE_S
 
@@ -143,9 +140,8 @@ def _patch_producer(class_name: str, module: Any) -> None:
     producer.send = faulty_send
 
 
-_PATCHES: Final[Mapping[str, Callable[[ModuleType], None]]] = {
-    "pdserve.local.supervision": _patch_supervision,
-    "pdserve.up.supervision": _patch_supervision,
+PATCHES: Final[Mapping[str, Callable[[ModuleType], None]]] = {
+    "pdserve.local.supervisor": _patch_supervisor,
     "workers.registration": _patch_registration,
     "workers.fake.link": _patch_fake_link,
     "kv_transfer.transport.mapped": partial(_patch_producer, "MappedProducer"),

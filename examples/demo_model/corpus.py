@@ -35,19 +35,6 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-UNKNOWN_ANSWER = (
-    "Sorry, I do not know that. I am only a small demo model, and my subjects are prefill, decode, "
-    "the KV cache and pdserve."
-)
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "You are the demo model of pdserve.",
-    "You are a helpful assistant. Answer briefly.",
-    "You answer questions about serving language models.",
-    "Be friendly and short.",
-    "You are a careful expert for inference systems. Answer in plain English.",
-    "",
-)
 
 
 def _table(name: str) -> dict:
@@ -63,32 +50,22 @@ _ALTERNATIVES = re.compile(r"\(([^()]*\|[^()]*)\)")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A piece of rendered text. `learned`: the model is trained to write it."""
-
-    text: str
-    learned: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Document:
     """One training text: (role, text) messages of a chat, or prose."""
 
     messages: tuple[tuple[str, str], ...] = ()
     prose: str = ""
 
-    def spans(self) -> tuple[Span, ...]:
-        """The text in order. Each span is tokenized by itself."""
+    def spans(self) -> list[tuple[str, bool]]:
+        """Return the text in order, and whether the model learns to write it. Each span is
+        tokenized by itself."""
         if not self.messages:
-            return (Span(self.prose + END, learned=True),)
-        out: list[Span] = []
-        for role, text in self.messages:
-            out.append(Span(ROLE_TOKENS[role], learned=False))
-            out.append(Span(text + END, learned=role == "assistant"))
-        return tuple(out)
-
-    def text(self) -> str:
-        return "".join(span.text for span in self.spans())
+            return [(self.prose + END, True)]
+        return [
+            span
+            for role, text in self.messages
+            for span in ((ROLE_TOKENS[role], False), (text + END, role == "assistant"))
+        ]
 
 
 def chat(question: str, answer: str) -> Document:
@@ -170,23 +147,12 @@ def person_json(rng: Random) -> Document:
 def worker_json(rng: Random) -> Document:
     role = rng.choice(("prefill", "decode", "aggregated"))
     port = rng.randint(8000, 8999)
-    worker = {"role": role, "port": port}
+    worker, phases = {"role": role, "port": port}, ["prefill", "decode"]
     status = {"status": "ok", "model": "demo", "ready": True}
-    question, value = rng.choice(
-        (
-            (f"Describe a {role} worker on port {port} as JSON", worker),
-            (f"JSON for a {role} worker with port {port}", worker),
-            (f"Give me the {role} worker at port {port} in JSON", worker),
-            ("List the phases as JSON", ["prefill", "decode"]),
-            ("Give me the two phases as a JSON list", ["prefill", "decode"]),
-            ("Return the roles as a JSON array", ["prefill", "decode", "aggregated"]),
-            ("What is your status in JSON?", status),
-            ("Return your status as JSON", status),
-            ("Give me some JSON", status),
-            ("Answer with a JSON object", status),
-        )
-    )
-    return chat(question, json.dumps(value))
+    answers = [worker] * 3 + [phases] * 2 + [[*phases, "aggregated"]] + [status] * 4
+    pairs = list(zip(_FORMS["worker_json"], answers, strict=True))
+    question, value = rng.choice(pairs)
+    return chat(question.format(role=role, port=port), json.dumps(value))
 
 
 def repeat(rng: Random, words: Sequence[str]) -> Document:
@@ -195,7 +161,7 @@ def repeat(rng: Random, words: Sequence[str]) -> Document:
         said = " ".join(str(rng.randint(0, 9)) for _ in range(rng.randint(3, 12)))
     else:
         said = " ".join(rng.sample(words, rng.randint(2, 20)))
-    ask = rng.choice(("Repeat", "Repeat after me", "Say", "Copy this", "Please repeat", "Echo"))
+    ask = rng.choice(_FORMS["repeat"])
     return chat(f"{ask}:{rng.choice((' ', chr(10)))}{said}", said)
 
 
@@ -210,9 +176,7 @@ def recall(rng: Random, filler: Callable[[], str], gaps: int) -> Document:
     for _ in range(gaps):
         lines.insert(rng.randint(0, len(lines)), filler())
     wanted = rng.randrange(count)
-    question = rng.choice(
-        ("What is the code of the {}?", "Which code has the {}?", "Tell me the code of the {}.")
-    ).format(things[wanted])
+    question = rng.choice(_FORMS["recall"]).format(things[wanted])
     return chat(" ".join((*lines, question)), facts[wanted])
 
 
@@ -273,7 +237,7 @@ class Corpus:
             question = expand(self._rng.choice(ask["q"]), self._rng)
             return chat(sloppy(question, self._rng), ask["a"])
         if draw < 0.86:
-            return chat(sloppy(unknown_question(self._rng), self._rng), UNKNOWN_ANSWER)
+            return chat(sloppy(unknown_question(self._rng), self._rng), _FORMS["unknown_answer"][0])
         return self._rng.choice(SHORT_SKILLS)(self._rng)
 
     def _about_topic(self) -> Document:
@@ -310,7 +274,7 @@ class Corpus:
     def _with_system(self, document: Document) -> Document:
         if self._rng.random() < 0.8:
             return document
-        return Document((("system", self._rng.choice(SYSTEM_PROMPTS)), *document.messages))
+        return Document((("system", self._rng.choice(_FORMS["system"])), *document.messages))
 
     def _prose(self) -> Document:
         """A paragraph, sometimes from a later sentence on, or all that is known of a topic."""

@@ -55,22 +55,15 @@ def train_tokenizer(seed: int, vocab_size: int) -> Tokenizer:
     )
     markers = (END, *ROLE_TOKENS.values())
     texts = (
-        span.text.removesuffix(END)
+        text.removesuffix(END)
         for document in islice(Corpus(seed).documents(), TOKENIZER_DOCUMENTS)
-        for span in document.spans()
-        if span.text not in markers
+        for text, _ in document.spans()
+        if text not in markers
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(f"vocab_size: the corpus gives only {tokenizer.get_vocab_size()} tokens")
     return tokenizer
-
-
-def token_id(tokenizer: Tokenizer, token: str) -> int:
-    found = tokenizer.token_to_id(token)
-    if found is None:
-        raise ValueError(f"token: the tokenizer has no {token!r}")
-    return found
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path, max_length: int) -> None:
@@ -142,10 +135,10 @@ class Batches:
     def _encode(self, document: Document) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         weights: list[float] = []
-        for span in document.spans():
-            ids = self._tokenizer.encode(span.text, add_special_tokens=False).ids
+        for text, is_learned in document.spans():
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
             tokens += ids
-            weights += [1.0 if span.learned else QUESTION_WEIGHT] * len(ids)
+            weights += [1.0 if is_learned else QUESTION_WEIGHT] * len(ids)
         return tokens, weights
 
 
@@ -240,23 +233,10 @@ def train(model: LlamaForCausalLM, batches: Batches, recipe: Recipe) -> None:
         loss_sum += loss.item()
         if (step + 1) % recipe.report_every_steps == 0:
             mean_loss, loss_sum = loss_sum / recipe.report_every_steps, 0.0
-            elapsed_s = time.monotonic() - started
-            _log.info(
-                "step %d/%d  loss %.4f  %d tokens  %.0f s",
-                step + 1,
-                recipe.steps,
-                mean_loss,
-                tokens,
-                elapsed_s,
-            )
+            seconds = time.monotonic() - started
+            values = (step + 1, recipe.steps, mean_loss, tokens, seconds)
+            _log.info("step %d/%d  loss %.4f  %d tokens  %.0f s", *values)
     model.eval()
-
-
-def save(model: LlamaForCausalLM, out: Path, *, eos_token_id: int, pad_token_id: int) -> None:
-    model.generation_config = GenerationConfig(
-        eos_token_id=eos_token_id, pad_token_id=pad_token_id, do_sample=False
-    )
-    model.to(torch.bfloat16).save_pretrained(out)
 
 
 def main() -> None:
@@ -275,11 +255,12 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(SEED, VOCAB_SIZE)
     save_tokenizer(tokenizer, args.out, MAX_POSITIONS)
-    eos, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
+    eos, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
     model = LlamaForCausalLM(model_config(eos, pad))
     _log.info("%d parameters", sum(p.numel() for p in model.parameters()))
     train(model, Batches(tokenizer, SEED, MAX_POSITIONS), replace(recipe, steps=args.steps))
-    save(model, args.out, eos_token_id=eos, pad_token_id=pad)
+    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, do_sample=False)
+    model.to(torch.bfloat16).save_pretrained(args.out)
     _log.info("saved to %s", args.out)
 
 

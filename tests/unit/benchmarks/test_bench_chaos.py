@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from benchmarks.chaos.hooks import PATCHES
 from benchmarks.chaos.load import (
     KINDS,
     REPEATED,
@@ -132,3 +134,15 @@ def test_every_configuration_is_valid(engine: str, name: str, tmp_path: Path) ->
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(config))
         assert load_config(path, {}).worker.engine == engine
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_every_fault_finds_what_it_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module(name)
+    changed = {**vars(module)}
+    for cls in [x for x in changed.values() if isinstance(x, type) and x.__module__ == name]:
+        for attribute in vars(cls).keys() & {"send", "_pause"}:
+            monkeypatch.setattr(cls, attribute, getattr(cls, attribute))
+    for attribute in changed.keys() & {"_answer", "LONGEST_PAUSE_S"}:
+        monkeypatch.setattr(module, attribute, changed[attribute])
+    PATCHES[name](module)
