@@ -163,4 +163,4 @@ class RetryBudget:
     def give_back(self, model: str, tokens: int) -> None:
         """Return tokens that were taken and not computed."""
         if model in self._buckets:
-            self._buckets[model].give_back(tokens)
+            self._buckets[model].take(-tokens)

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pdserve.types import ServiceClass
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 INTERACTIVE_RUN = 8
 RATE_WINDOW = 64
 RATE_MIN_SAMPLES = 8
+
+_rank = attrgetter("rank")
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -52,111 +55,83 @@ class QueuedRequest:
 Q = TypeVar("Q", bound=QueuedRequest)
 
 
-class _TenantQueue(Generic[Q]):
-    """`start` and `finish` are the tenant's virtual times."""
+class _Line(Generic[Q]):
+    """A tenant's requests of one class, by rank. `start` and `finish` are its virtual times."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
-        self.start = 0.0
-        self.finish = 0.0
-        self.requests: list[Q] = []  # by rank
-
-
-class _FairQueue(Generic[Q]):
-    """Rules 2 and 3, for one class."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._virtual = 0.0
-        self._tenants: dict[str, _TenantQueue[Q]] = {}
-
-    def push(self, request: Q) -> None:
-        queue = self._tenants.get(request.tenant)
-        if queue is None:
-            queue = self._tenants[request.tenant] = _TenantQueue(request.weight)
-        if not queue.requests:
-            # A tenant earns no credit while it has nothing queued.
-            queue.start = max(self._virtual, queue.finish)
-        insort(queue.requests, request, key=_rank)
-        self.size += 1
-
-    def remove(self, request: Q) -> None:
-        requests = self._tenants[request.tenant].requests
-        del requests[bisect_left(requests, request.rank, key=_rank)]
-        self.size -= 1
-        if not self.size:
-            self._virtual = max(queue.finish for queue in self._tenants.values())
-
-    def admitted(self, request: Q) -> None:
-        queue = self._tenants[request.tenant]
-        self._virtual = max(self._virtual, min(q.start for q in self._waiting()))
-        queue.finish = queue.start + request.work_tokens / queue.weight
-        queue.start = queue.finish
-        self.remove(request)
-
-    def in_order(self) -> Iterator[Q]:
-        for queue in sorted(self._waiting(), key=lambda q: q.start):
-            yield from queue.requests
-
-    def work_before(self, request: Q) -> float:
-        """Return the tokens that are admitted before `request` if it came now."""
-        mine = self._tenants.get(request.tenant)
-        if mine is None:
-            return 0.0
-        position = bisect_left(mine.requests, (request.priority, request.due, 0), key=_rank)
-        own = sum(r.work_tokens for r in mine.requests[:position])
-        others = sum(
-            min(sum(r.work_tokens for r in queue.requests), own * queue.weight / mine.weight)
-            for queue in self._waiting()
-            if queue is not mine
-        )
-        return own + others
-
-    def _waiting(self) -> list[_TenantQueue[Q]]:
-        return [queue for queue in self._tenants.values() if queue.requests]
+        self.start = self.finish = 0.0
+        self.requests: list[Q] = []
 
 
 class ModelQueue(Generic[Q]):
     """Queue of one model."""
 
     def __init__(self) -> None:
-        self._interactive = _FairQueue[Q]()
-        self._batch = _FairQueue[Q]()
+        self._size = 0
         self._run = 0  # interactive requests admitted since the last batch request
         self._arrivals = count()
+        self._virtual = dict.fromkeys(ServiceClass, 0.0)
+        self._lines: dict[ServiceClass, dict[str, _Line[Q]]] = {x: {} for x in ServiceClass}
 
     def __len__(self) -> int:
-        return self._interactive.size + self._batch.size
+        return self._size
+
+    def _waiting(self, service_class: ServiceClass) -> list[_Line[Q]]:
+        lines = [line for line in self._lines[service_class].values() if line.requests]
+        return sorted(lines, key=attrgetter("start"))
 
     def push(self, request: Q) -> None:
         request.arrival = next(self._arrivals)
-        self._of(request).push(request)
+        lines = self._lines[request.service_class]
+        line = lines.setdefault(request.tenant, _Line(request.weight))
+        if not line.requests:
+            # A tenant earns no credit while it has nothing queued.
+            line.start = max(self._virtual[request.service_class], line.finish)
+        insort(line.requests, request, key=_rank)
+        self._size += 1
 
     def remove(self, request: Q) -> None:
         """Remove a request that gave up or was rejected."""
-        self._of(request).remove(request)
+        lines = self._lines[request.service_class]
+        requests = lines[request.tenant].requests
+        del requests[bisect_left(requests, request.rank, key=_rank)]
+        self._size -= 1
+        if not self._waiting(request.service_class):
+            self._virtual[request.service_class] = max(line.finish for line in lines.values())
 
     def admitted(self, request: Q) -> None:
         """Remove a request that was admitted, and charge its tenant."""
-        self._of(request).admitted(request)
-        if request.service_class is ServiceClass.BATCH:
+        kind, first = request.service_class, self._waiting(request.service_class)[0]
+        line = self._lines[kind][request.tenant]
+        self._virtual[kind] = max(self._virtual[kind], first.start)
+        line.start = line.finish = line.start + request.work_tokens / line.weight
+        self.remove(request)
+        if kind is ServiceClass.BATCH:
             self._run = 0
-        elif self._batch.size:
+        elif self._waiting(ServiceClass.BATCH):
             self._run += 1
 
     def in_order(self, *, with_batch: bool = True) -> Iterator[Q]:
-        classes = [self._interactive]
+        classes = [ServiceClass.INTERACTIVE]
         if with_batch:
-            classes.insert(0 if self._run >= INTERACTIVE_RUN else 1, self._batch)
-        for queue in classes:
-            yield from queue.in_order()
+            classes.insert(0 if self._run >= INTERACTIVE_RUN else 1, ServiceClass.BATCH)
+        for service_class in classes:
+            for line in self._waiting(service_class):
+                yield from line.requests
 
     def work_before(self, request: Q) -> float:
         """Return the tokens of its class that are admitted before `request` if it came now."""
-        return self._of(request).work_before(request)
-
-    def _of(self, request: Q) -> _FairQueue[Q]:
-        return self._batch if request.service_class is ServiceClass.BATCH else self._interactive
+        mine = self._lines[request.service_class].get(request.tenant)
+        if mine is None:
+            return 0.0
+        position = bisect_left(mine.requests, (request.priority, request.due, 0), key=_rank)
+        own = sum(r.work_tokens for r in mine.requests[:position])
+        return own + sum(
+            min(sum(r.work_tokens for r in line.requests), own * line.weight / mine.weight)
+            for line in self._waiting(request.service_class)
+            if line is not mine
+        )
 
 
 class AdmissionRate:
@@ -199,7 +174,3 @@ class AdmissionRate:
         if len(self._admissions) < RATE_MIN_SAMPLES:
             return None
         return max(self._busy(now) - self._admissions[0][0], 1e-6)
-
-
-def _rank(request: QueuedRequest) -> tuple[int, float, int]:
-    return request.rank

@@ -41,23 +41,30 @@ class TokenBucket:
         return retry - now
 
     def take(self, amount: float) -> None:
-        self.level -= amount
-
-    def give_back(self, amount: float) -> None:
-        self.level = min(self.size, self.level + amount)
+        """Take `amount`, or give it back if it is negative."""
+        self.level = min(self.size, self.level - amount)
 
 
 class _Account:
+    """`buckets` are of requests and of tokens, with what a request over their rate is told."""
+
     def __init__(self, tenant: TenantConfig) -> None:
         self.tenant = tenant
-        self.requests = _bucket(tenant.requests_per_minute)
-        self.tokens = _bucket(tenant.tokens_per_minute)
         self.concurrent = 0
         self.mean_duration_s = 0.0
+        limits = (
+            (tenant.requests_per_minute, "send {:g} requests", Refusal.TENANT_REQUEST_RATE),
+            (tenant.tokens_per_minute, "use {:g} tokens", Refusal.TENANT_TOKEN_RATE),
+        )
+        self.buckets = [
+            (TokenBucket(rate) if rate else None, told.format(rate), reason)
+            for rate, told, reason in limits
+        ]
 
-
-def _bucket(per_minute: float) -> TokenBucket | None:
-    return TokenBucket(per_minute) if per_minute else None
+    def take(self, *amounts: float) -> None:
+        for (bucket, _, _), amount in zip(self.buckets, amounts, strict=True):
+            if bucket is not None:
+                bucket.take(amount)
 
 
 class TenantUsage:
@@ -80,13 +87,9 @@ class TenantUsage:
     def refund(self) -> None:
         """The request was rejected: it costs the tenant nothing."""
         account, self._account = self._account, None
-        if account is None:
-            return
-        account.concurrent -= 1
-        if account.requests is not None:
-            account.requests.give_back(1.0)
-        if account.tokens is not None:
-            account.tokens.give_back(self._tokens)
+        if account is not None:
+            account.concurrent -= 1
+            account.take(-1, -self._tokens)
 
 
 class Tenants:
@@ -124,24 +127,15 @@ class Tenants:
                 account.mean_duration_s / limit,
                 Refusal.TENANT_CONCURRENCY,
             )
-        if account.requests is not None and account.requests.wait_s(1.0, now):
-            raise _exceeded(
-                f"tenant {name} may send {tenant.requests_per_minute:g} requests a minute",
-                account.requests.retry_after_s(1.0, now),
-                Refusal.TENANT_REQUEST_RATE,
-            )
-        if account.tokens is not None and account.tokens.wait_s(tokens, now):
-            raise _exceeded(
-                f"tenant {name} may use {tenant.tokens_per_minute:g} tokens a minute, and this "
-                f"request counts as {tokens}",
-                account.tokens.retry_after_s(tokens, now),
-                Refusal.TENANT_TOKEN_RATE,
-            )
+        for (bucket, told, reason), amount in zip(account.buckets, (1, tokens), strict=True):
+            if bucket is not None and bucket.wait_s(amount, now):
+                raise _exceeded(
+                    f"tenant {name} may {told} a minute, and this request counts as {amount}",
+                    bucket.retry_after_s(amount, now),
+                    reason,
+                )
         account.concurrent += 1
-        if account.requests is not None:
-            account.requests.take(1.0)
-        if account.tokens is not None:
-            account.tokens.take(tokens)
+        account.take(1, tokens)
         return TenantUsage(account, tokens, now)
 
 
