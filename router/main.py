@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -183,8 +182,7 @@ class RouterServer:
                 preprocessor,
                 self._open_requests,
                 metrics.render,
-                started=int(time.time()),
-                keys=keys,
+                keys,
             )
         )
         return RouterAddresses(http=http_address, grpc=grpc_address)

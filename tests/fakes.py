@@ -7,6 +7,7 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, cast
+from unittest.mock import patch
 
 from msgspec import structs
 
@@ -27,7 +28,7 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from router.admission import AdmissionController, AdmissionLimits
 from router.background import background
-from router.fleet.connection import ConnectionSettings
+from router.fleet import connection
 from router.fleet.registry import Fleet
 from router.metrics import RouterMetrics
 from router.placement.cost import CostModel
@@ -39,6 +40,7 @@ from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
+    from contextlib import AbstractContextManager
 
     import grpc.aio
 
@@ -344,6 +346,13 @@ class Clock:
         return self.now
 
 
+def fast_reconnects() -> AbstractContextManager[object]:
+    """Let routers wait long for a worker, and little before they connect again."""
+    return patch.multiple(
+        connection, ATTACH_TIMEOUT_S=WAIT_S, BACKOFF_MIN_S=0.005, BACKOFF_MAX_S=0.02
+    )
+
+
 @asynccontextmanager
 async def running_stack(
     *workers: ScriptedWorker,
@@ -356,9 +365,9 @@ async def running_stack(
     decisions: DecisionLog | None = None,
 ) -> AsyncIterator[Stack]:
     """By default the fleet finds no stalls. Ends by asserting that nothing leaked."""
-    settings = ConnectionSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
     retry = retry or RetryConfig()
     async with AsyncExitStack() as exits:
+        exits.enter_context(fast_reconnects())
         for worker in workers:
             await exits.enter_async_context(worker.serving())
         # A lease that no test outlives, unless it asks for its end.
@@ -366,7 +375,6 @@ async def running_stack(
             router_id="router-1",
             lease_s=3600.0,
             health=health or HealthConfig(stall_s=0.0),
-            settings=settings,
         )
         await exits.enter_async_context(fleet)
         metrics = RouterMetrics()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,7 +58,7 @@ _ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
 class HttpApi:
-    """Routes and handlers. `started` is the Unix time that models are said to be created at."""
+    """Routes and handlers. Models are said to be created when the router started."""
 
     def __init__(
         self,
@@ -65,8 +66,6 @@ class HttpApi:
         preprocessor: Preprocessor,
         open_requests: OpenRequests,
         render_metrics: Callable[[], bytes],
-        *,
-        started: int,
         keys: Keys = EVERYONE,
     ) -> None:
         self._generator = generator
@@ -74,7 +73,7 @@ class HttpApi:
         self._open_requests = open_requests
         self._render_metrics = render_metrics
         self._keys = keys
-        self._started = started
+        self._started = int(time.time())
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", partial(self._generate, openai.ChatRequest)),
             "/v1/completions": ("POST", partial(self._generate, openai.CompletionRequest)),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from pdserve import framing, rpc, wire
@@ -28,6 +27,10 @@ if TYPE_CHECKING:
     Connect = Callable[[WorkerInfo, Callable[[], asyncio.Protocol]], Awaitable[object]]
 
 logger = logging.getLogger(__name__)
+
+ATTACH_TIMEOUT_S = 5.0
+BACKOFF_MIN_S = 0.05
+BACKOFF_MAX_S = 2.0
 
 
 class DeltaSink(Protocol):
@@ -47,16 +50,6 @@ class ConnectionObserver(Protocol):
     def detached(self, member: Member) -> None: ...
     def reported(self, member: Member, load: WorkerLoad) -> None: ...
     def cache_changed(self, member: Member, update: w.CacheUpdate) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionSettings:
-    """`max_unsent_bytes` of commands may wait for a worker that does not read."""
-
-    attach_timeout_s: float = 5.0
-    backoff_min_s: float = 0.05
-    backoff_max_s: float = 2.0
-    max_unsent_bytes: int = framing.MAX_UNSENT_BYTES
 
 
 def connect_over_tcp(dialer: rpc.Dialer) -> Connect:
@@ -85,7 +78,6 @@ class WorkerConnection:
         observer: ConnectionObserver,
         connect: Connect,
         token: str = "",
-        settings: ConnectionSettings | None = None,
         gaps: Histogram | None = None,
     ) -> None:
         """`gaps` observes for each token the time since the last frame with tokens."""
@@ -95,7 +87,6 @@ class WorkerConnection:
         self._hello = w.Hello(router_id=router_id, instance_id=member.info.instance_id, token=token)
         self._observer = observer
         self._connect = connect
-        self._settings = settings or ConnectionSettings()
         self._sinks: dict[int, DeltaSink] = {}
         self._last_stream_id = 0
         self._session: _Session | None = None
@@ -167,7 +158,7 @@ class WorkerConnection:
     def _send(self, command: w.Command) -> None:
         if self._session is None:
             raise WorkerFailed(f"worker {self._member.worker_id} is not attached")
-        if self._session.unsent_bytes > self._settings.max_unsent_bytes:
+        if self._session.unsent_bytes > framing.MAX_UNSENT_BYTES:
             raise Overloaded(f"worker {self._member.worker_id} does not read its commands")
         self._session.send(command)
 
@@ -181,18 +172,17 @@ class WorkerConnection:
             sink.on_lost(error)
 
     async def _run(self) -> None:
-        settings, name = self._settings, f"worker {self._member.worker_id}"
-        pause_s = settings.backoff_min_s
+        name, pause_s = f"worker {self._member.worker_id}", BACKOFF_MIN_S
         while True:
             session = _Session(self._hello, self._on_frame)
             try:
-                async with asyncio.timeout(settings.attach_timeout_s):
+                async with asyncio.timeout(ATTACH_TIMEOUT_S):
                     await self._connect(self._member.info, lambda session=session: session)  # type: ignore[misc]
                     await session.welcomed
                 await session.ended
                 error = f"{name} closed the connection"
             except TimeoutError:
-                error = f"{name} did not answer in {settings.attach_timeout_s:g} s"
+                error = f"{name} did not answer in {ATTACH_TIMEOUT_S:g} s"
             except OSError as cause:
                 error = f"{name} cannot be reached: {cause}"
             except PdserveError as cause:
@@ -204,8 +194,8 @@ class WorkerConnection:
                 session.abort()
             logger.log(logging.WARNING if session.is_welcome else logging.DEBUG, "%s", error)
             self._detach(WorkerFailed(error))
-            pause_s = settings.backoff_min_s if session.is_welcome else pause_s * 2
-            pause_s = min(pause_s, settings.backoff_max_s)
+            pause_s = BACKOFF_MIN_S if session.is_welcome else pause_s * 2
+            pause_s = min(pause_s, BACKOFF_MAX_S)
             # Jitter, so that routers do not all return to a worker at the same moment.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pdserve.rpc import Dialer
     from pdserve.types import KvReport, ModelInfo, WorkerInfo, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
-    from router.fleet.connection import Connect, ConnectionSettings
+    from router.fleet.connection import Connect
     from router.placement.values import Candidate
     from router.prefix import PrefixWatcher
 
@@ -60,7 +60,6 @@ class Fleet:
         lease_s: float = 5.0,
         watches: PrefixWatcher | None = None,
         health: HealthConfig | None = None,
-        settings: ConnectionSettings | None = None,
         dialer: Dialer = PLAIN,
         connect: Connect | None = None,
         token_gaps: Callable[[str], Histogram] | None = None,
@@ -77,7 +76,6 @@ class Fleet:
         self._watches = watches
         self._token_gaps = token_gaps
         self._router_id = router_id
-        self._settings = settings
         self._by_model: dict[str, list[Member]] = {}
         self._models: dict[str, ModelInfo] = {}
         self._links: dict[Member, WorkerConnection] = {}
@@ -274,7 +272,6 @@ class Fleet:
                 member,
                 router_id=self._router_id,
                 observer=self,
-                settings=self._settings,
                 connect=self._connect,
                 token=self.dialer.token,
                 gaps=None if gaps is None else gaps(member.info.model.name),

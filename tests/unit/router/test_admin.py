@@ -94,7 +94,6 @@ async def test_figures_that_are_none_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("worker", "field", "message"),
     [
-        (worker_info("x", Role.DECODE, kv=None), "worker.kv", "needs a kv endpoint"),
         (
             worker_info("x", Role.DECODE, model=replace(MODEL, vocab_size=7)),
             "worker.model.vocab_size",

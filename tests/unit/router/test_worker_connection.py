@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from pdserve import rpc
+from pdserve import framing, rpc
 from pdserve.errors import Overloaded, PdserveError, WorkerFailed
 from pdserve.types import FinishReason, Role, StreamDelta, WorkerLoad
 from pdserve.v1 import worker_pb2 as w
-from router.fleet.connection import ConnectionSettings, WorkerConnection, connect_over_tcp
+from router.fleet.connection import WorkerConnection, connect_over_tcp
 from router.fleet.member import Member
-from tests.fakes import WAIT_S, ScriptedWorker
+from tests.fakes import WAIT_S, ScriptedWorker, fast_reconnects
 
 LOAD = WorkerLoad(1, 2, 0.5, 50)
-FAST = ConnectionSettings(attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02)
 
 
 def submit_of(**fields: Any) -> w.Command:
@@ -77,20 +76,20 @@ class Observer:
 class Attached:
     """A link to a scripted worker, closed at the end."""
 
-    def __init__(self, worker: ScriptedWorker, settings: ConnectionSettings = FAST) -> None:
+    def __init__(self, worker: ScriptedWorker) -> None:
         self.worker = worker
         self.observer = Observer()
-        self._settings = settings
+        self._patches = fast_reconnects()
         self._serving = worker.serving()
 
     async def __aenter__(self) -> Attached:
+        self._patches.__enter__()
         await self._serving.__aenter__()
         self.link = WorkerConnection(
             Member(self.worker.info, lease_end=0.0),
             router_id="router-1",
             observer=self.observer,
             connect=connect_over_tcp(rpc.PLAIN),
-            settings=self._settings,
         )
         self.link.start()
         return self
@@ -101,6 +100,7 @@ class Attached:
             await asyncio.wait([task])
         assert self.link.open_streams == 0
         await self._serving.__aexit__(None, None, None)
+        self._patches.__exit__(None, None, None)
 
 
 @pytest.fixture
@@ -228,12 +228,10 @@ async def test_what_cannot_be_handled_ends_the_stream_and_not_the_link(
 
 
 async def test_commands_that_wait_are_bounded_and_a_cancel_is_never_lost(
-    worker: ScriptedWorker,
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ConnectionSettings(
-        attach_timeout_s=WAIT_S, backoff_min_s=0.005, backoff_max_s=0.02, max_unsent_bytes=1000
-    )
-    async with Attached(worker, settings) as attached:
+    async with Attached(worker) as attached:
+        monkeypatch.setattr(framing, "MAX_UNSENT_BYTES", 1000)
         await attached.observer.next()
         sinks = [Sink(), Sink()]
         large = submit_of(prompt_token_ids=[1 << 20] * 400)

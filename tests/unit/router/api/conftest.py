@@ -13,7 +13,6 @@ from scripted import (
     MAX_BODY_BYTES,
     MAX_MODEL_LEN,
     MODEL,
-    STARTED,
     TEMPLATE,
     TIMEOUT_S,
     VOCAB_SIZE,
@@ -82,14 +81,7 @@ async def apis(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Apis]:
     async with AsyncExitStack() as stack:
         open_requests = OpenRequests()
         preprocessor = Preprocessor(generator.models, timeout_s=TIMEOUT_S)
-        api = HttpApi(
-            generator,
-            preprocessor,
-            open_requests,
-            lambda: b"pdserve_up 1\n",
-            started=STARTED,
-            keys=keys,
-        )
+        api = HttpApi(generator, preprocessor, open_requests, lambda: b"pdserve_up 1\n", keys)
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()
         web = HttpServer(api.handle, sock, max_body_bytes=MAX_BODY_BYTES)

@@ -32,7 +32,6 @@ VOCAB_SIZE = 300
 MAX_BODY_BYTES = 64 * 1024
 # The deadline of requests that name none.
 TIMEOUT_S = 30.0
-STARTED = 1_700_000_000
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
