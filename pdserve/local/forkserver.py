@@ -24,6 +24,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from pathlib import Path
@@ -197,6 +198,7 @@ def _become(job: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         os.set_inheritable(fd, True)
     os.environ.clear()
     os.environ.update(job["env"])
+    tempfile.tempdir = None  # TMPDIR may be another
     job["args"] += map(str, handed)
     return job
 

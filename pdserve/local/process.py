@@ -37,7 +37,12 @@ class ChildProcess:
     """
 
     def __init__(
-        self, spec: ProcessSpec, run_dir: Path, display: Display, forkserver: ForkServer | None
+        self,
+        spec: ProcessSpec,
+        run_dir: Path,
+        temporary_dir: str,
+        display: Display,
+        forkserver: ForkServer | None,
     ) -> None:
         self.spec = spec
         self.log_path = run_dir / f"{spec.name}.log"
@@ -46,6 +51,7 @@ class ChildProcess:
         self.ready = asyncio.Event()
         self.ended = asyncio.Event()
         self.ready_at = 0.0
+        self._environment = {**os.environ, "TMPDIR": temporary_dir}
         self._config_path = run_dir / f"{spec.name}.yaml"
         self._display = display
         self._forkserver = forkserver
@@ -118,7 +124,7 @@ class ChildProcess:
                 # Parent 0: the parent is the fork server, whatever its pid.
                 return await self._forkserver.start(
                     *("pdserve", *words, "--parent-pid", "0", "--report-fd"),
-                    env=os.environ,
+                    env=self._environment,
                     out=log_fd,
                     err=log_fd,
                     fds=(report_fd,),
@@ -128,6 +134,7 @@ class ChildProcess:
                     return None
         return await asyncio.create_subprocess_exec(
             *(*PROGRAM, *words, "--parent-pid", str(os.getpid()), "--report-fd", str(report_fd)),
+            env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,

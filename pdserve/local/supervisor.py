@@ -82,6 +82,8 @@ class Supervisor:
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
         self._run_dir = _make_run_dir(config.up.run_dir)
+        # vLLM leaves files in the temporary folder when it is killed.
+        self._temporary_dir = tempfile.TemporaryDirectory(prefix="pdserve-tmp-")
         self._addresses = {
             name: _address(router.grpc_host, router.grpc_port)
             for name, router in self._routers.items()
@@ -125,6 +127,7 @@ class Supervisor:
             if self._forkserver is not None:
                 self._forkserver.kill()
                 self._forkserver.close()
+            self._temporary_dir.cleanup()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
@@ -212,7 +215,9 @@ class Supervisor:
         while not self._stopping.is_set():
             forkserver = self._forkserver if name in self._workers else None
             spec = self._spec(name)
-            child = ChildProcess(spec, self._run_dir, self._display, forkserver)
+            child = ChildProcess(
+                *(spec, self._run_dir, self._temporary_dir.name, self._display, forkserver)
+            )
             self._children[name] = child
             running = asyncio.create_task(child.run())
             await self._first(running, child.ready.wait())
