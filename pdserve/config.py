@@ -82,37 +82,10 @@ def _check_otlp(endpoint: str) -> None:
         _invalid("otlp_endpoint", f"must begin with http:// or https://, not {endpoint!r}")
 
 
-class TlsConfig(_Section, frozen=True):
-    """TLS of gRPC and of sessions between routers and workers. Enabled by `cert_file`.
-
-    cert_file: PEM file: this process's certificate and its chain. Empty: no TLS.
-    key_file: PEM file: the private key of `cert_file`, not encrypted.
-    ca_file: PEM file: CAs that sign the peers' certificates. Empty: public CAs.
-    require_client_cert: With `ca_file`: accept only clients with a certificate that it signed. A
-        URI in the certificate gives the role: `urn:pdserve:role:worker`, `...:router` or
-        `...:admin`. Without one the caller is a client.
-    peer_name: Name in the peers' certificates. Empty: the host that is dialled.
-    """
-
-    cert_file: str = ""
-    key_file: str = ""
-    ca_file: str = ""
-    require_client_cert: bool = True
-    peer_name: str = ""
-
-    def __post_init__(self) -> None:
-        _check_tls_files(self)
-
-    @property
-    def is_mutual(self) -> bool:
-        """True if every caller must present a certificate."""
-        return bool(self.ca_file) and self.require_client_cert
-
-
 class HttpTlsConfig(_Section, frozen=True):
     """TLS of HTTP. Enabled by `cert_file`.
 
-    cert_file: PEM file: the server's certificate and its chain. Empty: no TLS.
+    cert_file: PEM file: the certificate of this process and its chain. Empty: no TLS.
     key_file: PEM file: the private key of `cert_file`, not encrypted.
     ca_file: PEM file: CAs. If set, clients must present a certificate of theirs.
     """
@@ -122,15 +95,30 @@ class HttpTlsConfig(_Section, frozen=True):
     ca_file: str = ""
 
     def __post_init__(self) -> None:
-        _check_tls_files(self)
+        if bool(self.cert_file) != bool(self.key_file):
+            missing = "key_file" if self.cert_file else "cert_file"
+            _invalid(missing, "cert_file and key_file must be set together")
+        if self.ca_file and not self.cert_file:
+            _invalid("cert_file", "is required because ca_file is set")
 
 
-def _check_tls_files(tls: TlsConfig | HttpTlsConfig) -> None:
-    if bool(tls.cert_file) != bool(tls.key_file):
-        missing = "key_file" if tls.cert_file else "cert_file"
-        _invalid(missing, "cert_file and key_file must be set together")
-    if tls.ca_file and not tls.cert_file:
-        _invalid("cert_file", "is required because ca_file is set")
+class TlsConfig(HttpTlsConfig, frozen=True):
+    """TLS of gRPC and of sessions between routers and workers. Enabled by `cert_file`.
+
+    ca_file: PEM file: CAs that sign the peers' certificates. Empty: public CAs.
+    require_client_cert: With `ca_file`: accept only clients with a certificate that it signed. A
+        URI in the certificate gives the role: `urn:pdserve:role:worker`, `...:router` or
+        `...:admin`. Without one the caller is a client.
+    peer_name: Name in the peers' certificates. Empty: the host that is dialled.
+    """
+
+    require_client_cert: bool = True
+    peer_name: str = ""
+
+    @property
+    def is_mutual(self) -> bool:
+        """True if every caller must present a certificate."""
+        return bool(self.ca_file) and self.require_client_cert
 
 
 class AccessConfig(_Section, frozen=True):

@@ -79,11 +79,10 @@ class Span:
 class Tracing:
     """Starts spans and exports them over OTLP, in a thread of the SDK.
 
-    `share` of the requests without a `traceparent` are traced. OpenTelemetry's environment
-    variables decide the rest: resource, headers, sampler (with `share` 1), and batching.
+    OpenTelemetry's environment variables set resource, headers, sampler and batching.
     """
 
-    def __init__(self, endpoint: str, *, service: str, instance: str, share: float = 1.0) -> None:
+    def __init__(self, endpoint: str, *, service: str, instance: str) -> None:
         """Raises ConfigError if OpenTelemetry is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -91,7 +90,6 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-            from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
             from opentelemetry.trace.propagation import tracecontext
         except ImportError as error:
             raise ConfigError(
@@ -110,8 +108,7 @@ class Tracing:
                 return 1 + self._bits(127)
 
         resource = Resource.create({"service.name": service, "service.instance.id": instance})
-        sampler = None if share == 1.0 else ParentBasedTraceIdRatio(share)
-        self._provider = TracerProvider(sampler=sampler, resource=resource, id_generator=Ids())
+        self._provider = TracerProvider(resource=resource, id_generator=Ids())
         exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("pdserve")
@@ -128,8 +125,6 @@ class Tracing:
         self._provider.shutdown()
 
 
-def open_tracing(
-    endpoint: str, *, service: str, instance: str, share: float = 1.0
-) -> Tracing | None:
+def open_tracing(endpoint: str, *, service: str, instance: str) -> Tracing | None:
     """Return None without an endpoint. Raises ConfigError as Tracing does."""
-    return Tracing(endpoint, service=service, instance=instance, share=share) if endpoint else None
+    return Tracing(endpoint, service=service, instance=instance) if endpoint else None

@@ -23,50 +23,47 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_UP = {
-    "--prefill": "up.prefill",
-    "--decode": "up.decode",
-    "--aggregated": "up.aggregated",
-    "--routers": "up.routers",
-    "--model": "worker.model",
-    "--model-name": "worker.model_name",
-    "--engine": "worker.engine",
+_LISTENERS = {
     "--http-host": "router.http_host",
     "--http-port": "router.http_port",
     "--shared-http-port": "router.shared_http_port",
     "--grpc-host": "router.grpc_host",
     "--grpc-port": "router.grpc_port",
+    "--require-auth": "router.access.require_auth",
+}
+_ENGINE = {
+    "--model": "worker.model",
+    "--model-name": "worker.model_name",
+    "--engine": "worker.engine",
     "--kv-connector": "worker.kv.connector",
     "--kv-transport": "worker.kv.transports",
-    "--require-auth": "router.access.require_auth",
+}
+_UP = {
+    "--prefill": "up.prefill",
+    "--decode": "up.decode",
+    "--aggregated": "up.aggregated",
+    "--routers": "up.routers",
+    **_ENGINE,
+    **_LISTENERS,
     "--cores-per-worker": "up.cores_per_worker",
     "--ready-file": "up.ready_file",
     "--run-dir": "up.run_dir",
     "--start-timeout": "up.start_timeout_s",
 }
 _ROUTER = {
-    "--http-host": "router.http_host",
-    "--http-port": "router.http_port",
-    "--shared-http-port": "router.shared_http_port",
-    "--grpc-host": "router.grpc_host",
-    "--grpc-port": "router.grpc_port",
-    "--require-auth": "router.access.require_auth",
+    **_LISTENERS,
     "--otlp-endpoint": "router.otlp_endpoint",
     "--log-level": "router.log_level",
 }
 _WORKER = {
     "--worker-id": "worker.worker_id",
     "--role": "worker.role",
-    "--engine": "worker.engine",
-    "--model": "worker.model",
-    "--model-name": "worker.model_name",
     "--host": "worker.host",
     "--port": "worker.port",
     "--router": "worker.routers",
     "--cores": "worker.cores",
-    "--kv-connector": "worker.kv.connector",
+    **_ENGINE,
     "--kv-host": "worker.kv.host",
-    "--kv-transport": "worker.kv.transports",
     "--require-auth": "worker.access.require_auth",
     "--otlp-endpoint": "worker.otlp_endpoint",
     "--log-level": "worker.log_level",

@@ -112,21 +112,16 @@ def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> Row:
     from pdserve import wire
 
     info = entry.info
+    same = ("worker_id", "instance_id", "address", "pid", "engine", "total_blocks", "max_num_seqs")
     row: Row = {
-        "worker_id": info.worker_id,
+        **{name: getattr(info, name) for name in same},
         "role": wire.role_from_pb(info.role).value,
         "state": entry.state,
         "answers": answer is not None,
-        "instance_id": info.instance_id,
-        "address": info.address,
         "debug_address": info.debug_address or None,
-        "pid": info.pid,
-        "engine": info.engine,
         "model": info.model.name,
         "compatibility": info.kv.compatibility if info.HasField("kv") else None,
         "transports": list(info.kv.transports),
-        "total_blocks": info.total_blocks,
-        "max_num_seqs": info.max_num_seqs,
         "outstanding_requests": entry.outstanding_requests,
         "outstanding_tokens": entry.outstanding_tokens,
         "lease_remaining_s": round(entry.lease_remaining_s, 3),

@@ -41,15 +41,6 @@ def test_what_is_not_sampled_has_no_span(tracing: Tracing) -> None:
     assert tracing.begin("request", UNTRACED, {}) is None
 
 
-@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0, 0), (0.25, 100, 400)])
-def test_a_share_of_the_requests_without_a_trace_has_one(share: float, low: int, high: int) -> None:
-    opened = Tracing(NOWHERE, service="s", instance="i", share=share)
-    begun = sum(opened.begin("request", "", {}) is not None for _ in range(1000))
-    assert low <= begun <= high
-    assert opened.begin("request", f"00-{TRACE}-{CALLER}-01", {}) is not None
-    opened.close()
-
-
 def test_engines_that_seed_alike_make_different_ids(tracing: Tracing) -> None:
     made = set()
     for _ in range(2):
