@@ -15,6 +15,7 @@ import platform
 import random
 import time
 from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -165,10 +166,9 @@ async def run_replay(
     for number, (index, row) in enumerate(workload.rows[: settings.warmup], start=1):
         # It shares no prefix with the others.
         record, request = planned(f"warmup-{index}", index, replace(row, hash_ids=None), 0.0)
-        await asyncio.wait(
-            [asyncio.create_task(follow(target, request, record, clock))],
-            timeout=settings.drain_timeout_s,
-        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(settings.drain_timeout_s):
+                await follow(target, request, record, clock)
         if record.status != "ok":
             raise WarmupFailed(f"warm-up request {number} failed: {record.error}")
     created = datetime.now(UTC).isoformat(timespec="seconds")
