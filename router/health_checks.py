@@ -91,14 +91,13 @@ def _request(worker: Member) -> GenerateRequest:
 class ActiveHealthChecks:
     """Sends the probes of `run`."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics, *, period_s: float = PERIOD_S) -> None:
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
         self._fleet = fleet
         self._metrics = metrics
-        self._period_s = period_s
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(PERIOD_S)
             worker, pair = self.half_open_worker(), self.half_open_pair()
             if worker is not None:
                 await self._probe_worker(worker)

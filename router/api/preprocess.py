@@ -85,13 +85,12 @@ class Preprocessor:
         models: Callable[[], Mapping[str, ModelInfo]],
         *,
         timeout_s: float,
-        tokenizers: TokenizerCache | None = None,
         why_none: Callable[[], str] = lambda: "no worker has registered yet",
     ) -> None:
         self._models = models
         self._why_none = why_none
         self._timeout_s = timeout_s
-        self._tokenizers = tokenizers or TokenizerCache()
+        self._tokenizers = TokenizerCache()
 
     async def prepare(
         self, parsed: ParsedRequest, *, tenant: str = "", traceparent: str = ""

@@ -13,8 +13,7 @@ import pytest
 from pdserve.config import HealthConfig
 from pdserve.errors import DeadlineExceeded
 from pdserve.types import Role
-from router.background import background
-from router.health_checks import ActiveHealthChecks
+from router import health_checks
 from tests.cluster import Cluster
 from tests.integration.test_cluster import PLAIN, PROMPT, assert_same
 from tests.patience import WAIT_S
@@ -34,7 +33,8 @@ async def ask(cluster: Cluster) -> Answer:
     return answer
 
 
-async def test_only_a_probe_brings_an_ejected_pair_back() -> None:
+async def test_only_a_probe_brings_an_ejected_pair_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_checks, "PERIOD_S", 0.001)
     async with Cluster(
         prefill=1,
         decode=1,
@@ -43,18 +43,16 @@ async def test_only_a_probe_brings_an_ejected_pair_back() -> None:
         fleet = cluster.router.fleet
         cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))
         fleet.outliers.corrupted(PAIR, fleet.now(), "for the test")
-        checks = ActiveHealthChecks(fleet, cluster.router.metrics, period_s=0.001)
-        async with background("checks", checks.run):
-            # However often the pair is half open meanwhile, no client's request uses it.
-            while (await cluster.probes())[1] < 3:
-                answer = await ask(cluster)
-                assert answer.receipt is not None
-                assert answer.receipt.prefill_worker == "decode-0"
-            cluster.faults("prefill-0", FakeFaults())
-            await cluster.until(lambda: not fleet.outliers.ejected(fleet.now()))
+        # However often the pair is half open meanwhile, no client's request uses it.
+        while (await cluster.probes())[1] < 3:
             answer = await ask(cluster)
             assert answer.receipt is not None
-            assert answer.receipt.prefill_worker == "prefill-0"
+            assert answer.receipt.prefill_worker == "decode-0"
+        cluster.faults("prefill-0", FakeFaults())
+        await cluster.until(lambda: not fleet.outliers.ejected(fleet.now()))
+        answer = await ask(cluster)
+        assert answer.receipt is not None
+        assert answer.receipt.prefill_worker == "prefill-0"
         passed, _ = await cluster.probes()
         assert passed >= 1
         lines = cluster.router.metrics.render().decode().splitlines()
@@ -62,24 +60,23 @@ async def test_only_a_probe_brings_an_ejected_pair_back() -> None:
         assert [float(x.split()[-1]) for x in counted if 'outcome="passed"' in x] == [passed]
 
 
-async def test_only_probes_try_a_suspended_worker() -> None:
+async def test_only_probes_try_a_suspended_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_checks, "PERIOD_S", 0.001)
     health = HealthConfig(stall_s=1.0, eject_s=0.05)
     async with Cluster(prefill=1, decode=2, router={"health": health}) as cluster:
         fleet = cluster.router.fleet
         member = fleet.members["decode-0"]
         cluster.faults("decode-0", FakeFaults(stalled=True))
-        checks = ActiveHealthChecks(fleet, cluster.router.metrics, period_s=0.001)
-        async with background("checks", checks.run):
-            fleet.stalled(member, "for the test")
-            await cluster.until(lambda: cluster.busy("decode-0"))
-            # A probe hangs there; meanwhile the other worker serves.
-            for _ in range(10):
-                answer = await ask(cluster)
-                assert answer.receipt is not None
-                assert answer.receipt.decode_worker == "decode-1"
-            await cluster.until(lambda: "no engine step" in member.breaker.reason)
-            cluster.faults("decode-0", FakeFaults())
-            await cluster.until(lambda: not member.suspended)
+        fleet.stalled(member, "for the test")
+        await cluster.until(lambda: cluster.busy("decode-0"))
+        # A probe hangs there; meanwhile the other worker serves.
+        for _ in range(10):
+            answer = await ask(cluster)
+            assert answer.receipt is not None
+            assert answer.receipt.decode_worker == "decode-1"
+        await cluster.until(lambda: "no engine step" in member.breaker.reason)
+        cluster.faults("decode-0", FakeFaults())
+        await cluster.until(lambda: not member.suspended)
         lines = cluster.router.metrics.render().decode().splitlines()
         assert any(
             x.startswith("pdserve_worker_probes_total{") and 'outcome="failed"' in x for x in lines
