@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -21,17 +23,31 @@ if TYPE_CHECKING:
 
     M = TypeVar("M", bound=Message)
 
-UINT32 = st.integers(0, (1 << 32) - 1)
-UINT64 = st.integers(0, (1 << 64) - 1)
-FLOAT = st.floats(allow_nan=False)
-SECONDS = st.floats(0, 1e9)
-TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
-NAME = TEXT.filter(bool)
-TOKENS = st.lists(UINT32, max_size=5).map(tuple)
+COUNT = st.integers(1, (1 << 31) - 1)
+TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+TOKENS = st.lists(COUNT, max_size=5).map(tuple)
+PLAIN = {int: COUNT, float: st.floats(0, 1e9), str: TEXT, bytes: st.binary(max_size=8)}
+
+
+def made(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a type of `pdserve.types`, with numbers that a message can hold."""
+    args = [x for x in get_args(hint) if x is not type(None)]
+    if hint in PLAIN:
+        return PLAIN[hint]
+    if is_dataclass(hint):
+        hints = get_type_hints(hint, localns={"Mapping": Mapping})
+        return st.builds(hint, **{x.name: made(hints[x.name]) for x in fields(hint)})  # type: ignore[arg-type]
+    if get_origin(hint) is tuple:
+        return st.lists(made(args[0]), min_size=1, max_size=3).map(tuple)
+    if get_origin(hint) is Mapping:
+        return st.dictionaries(made(args[0]), made(args[1]), max_size=3)
+    if args:
+        return st.none() | st.one_of(*map(made, args))
+    return st.sampled_from(hint) if issubclass(hint, Enum) else st.from_type(hint)
 
 
 def texts(**bounds: int) -> st.SearchStrategy[tuple[str, ...]]:
-    return st.lists(NAME, **bounds).map(tuple)  # type: ignore[arg-type]
+    return st.lists(TEXT, **bounds).map(tuple)  # type: ignore[arg-type]
 
 
 STRUCTURED = st.one_of(
@@ -60,7 +76,7 @@ ONE_ANSWER = st.builds(
     frequency_penalty=st.floats(-2, 2),
     repetition_penalty=st.floats(0.01, 100),
     logprobs=st.none() | st.integers(0, t.MAX_LOGPROBS),
-    logit_bias=st.dictionaries(UINT32, st.floats(-100, 100), max_size=3),
+    logit_bias=st.dictionaries(COUNT, st.floats(-100, 100), max_size=3),
     structured_output=st.none() | STRUCTURED,
     skip_special_tokens=st.booleans(),
 )
@@ -71,67 +87,9 @@ SAMPLING = ONE_ANSWER | st.builds(
     st.integers(2, 128),
     st.none() | st.integers(0, t.MAX_SEED - 128),
 )
-TOKEN_LOGPROB = st.builds(t.TokenLogprob, UINT32, TEXT, FLOAT, st.integers(-1, 1 << 30))
-LOGPROBS = st.lists(
-    st.builds(t.PositionLogprobs, TOKEN_LOGPROB, st.lists(TOKEN_LOGPROB, max_size=2).map(tuple)),
-    max_size=2,
-).map(tuple)
-TRANSFER = st.builds(t.TransferReport, SECONDS, SECONDS, UINT64, UINT32, TEXT)
-REPORT = st.builds(t.PhaseReport, SECONDS, SECONDS, SECONDS, UINT32, st.none() | TRANSFER)
-ERROR = st.builds(t.ErrorInfo, TEXT, TEXT, TEXT, SECONDS)
-DELTA = st.one_of(
-    st.builds(t.StreamDelta, UINT64, TOKENS, TEXT, LOGPROBS),
-    st.builds(
-        t.StreamDelta,
-        UINT64,
-        TOKENS,
-        TEXT,
-        LOGPROBS,
-        st.sampled_from(t.FinishReason),
-        st.none() | TEXT | UINT32,
-        st.none() | REPORT,
-        st.none() | ERROR,
-        st.binary(max_size=8),
-    ),
-)
-MODEL = st.builds(t.ModelInfo, NAME, TEXT, st.integers(1, 1 << 31), st.integers(1, 1 << 31), TEXT)
-KV = st.builds(
-    t.KvEndpoint,
-    st.lists(NAME, min_size=1, max_size=3).map(tuple),
-    TEXT,
-    st.dictionaries(TEXT, TEXT, max_size=3),
-    texts(max_size=2),
-    st.sampled_from(t.HandoffStyle),
-)
-COUNT = st.integers(1, (1 << 32) - 1)
-WORKER = st.builds(
-    t.WorkerInfo,
-    worker_id=NAME,
-    instance_id=NAME,
-    role=st.sampled_from(t.Role),
-    model=MODEL,
-    address=NAME,
-    kv=st.none() | KV,
-    block_size=COUNT,
-    total_blocks=COUNT,
-    max_num_seqs=COUNT,
-    pid=UINT32,
-    engine=TEXT,
-    settings=st.dictionaries(TEXT, TEXT, max_size=3),
-)
-LOAD = st.builds(t.WorkerLoad, UINT32, UINT32, FLOAT, UINT32)
-BLOCKS = st.integers(0, 2**31 - 1)
-LEDGER = st.builds(t.KvLedger, BLOCKS, BLOCKS, UINT32, UINT32)
-USAGE = st.builds(t.Usage, UINT32, UINT32, UINT32)
-RECEIPT = st.builds(
-    t.Receipt,
-    *([SECONDS] * 5),
-    UINT64,
-    UINT32,
-    *([TEXT] * 3),
-    UINT32,
-    TEXT,
-    texts(max_size=2),
+# Only the last delta of a stream has more than tokens.
+DELTA = made(t.StreamDelta).map(
+    lambda x: x if x.finish_reason else t.StreamDelta(x.stream_id, x.token_ids, x.text, x.logprobs)
 )
 
 
@@ -151,12 +109,12 @@ def test_delta(value: t.StreamDelta) -> None:
     assert wire.delta_from_pb(travelled(wire.delta_to_pb(value))) == value
 
 
-@given(WORKER)
+@given(made(t.WorkerInfo))
 def test_worker(value: t.WorkerInfo) -> None:
     assert wire.worker_from_pb(travelled(wire.worker_to_pb(value))) == value
 
 
-@given(LOAD, LEDGER)
+@given(made(t.WorkerLoad), made(t.KvLedger))
 def test_load_and_ledger(load: t.WorkerLoad, ledger: t.KvLedger) -> None:
     assert wire.load_from_pb(travelled(wire.load_to_pb(load))) == load
     message = travelled(wire.ledger_to_pb(ledger))
@@ -164,13 +122,13 @@ def test_load_and_ledger(load: t.WorkerLoad, ledger: t.KvLedger) -> None:
     assert wire.ledger_from_pb(message) == ledger
 
 
-@given(USAGE, RECEIPT)
+@given(made(t.Usage), made(t.Receipt))
 def test_usage_and_receipt(usage: t.Usage, receipt: t.Receipt) -> None:
     assert wire.usage_from_pb(travelled(wire.usage_to_pb(usage))) == usage
     assert wire.receipt_from_pb(travelled(wire.receipt_to_pb(receipt))) == receipt
 
 
-@given(REPORT, ERROR)
+@given(made(t.PhaseReport), made(t.ErrorInfo))
 def test_report_and_error(report: t.PhaseReport, error: t.ErrorInfo) -> None:
     assert wire.report_from_pb(travelled(wire.report_to_pb(report))) == report
     assert wire.error_from_pb(travelled(wire.error_to_pb(error))) == error
