@@ -36,17 +36,8 @@ class Out(Protocol):
 
 
 class Generates(Protocol):
-    """What the API uses of `router/request.py`."""
+    """What the API uses of RequestServer, which explains it (router/request.py)."""
 
-    async def serve(self, request: t.GenerateRequest, out: Out) -> None:
-        """Write the answer to `request` to `out`. Raises PdserveError, before or after some deltas
-        were written."""
-        ...
-
-    def models(self) -> Mapping[str, t.ModelInfo]:
-        """The models of the registered workers, by name."""
-        ...
-
-    def check_ready(self) -> None:
-        """Raises Unavailable unless every model can be served now."""
-        ...
+    async def serve(self, request: t.GenerateRequest, out: Out) -> None: ...
+    def models(self) -> Mapping[str, t.ModelInfo]: ...
+    def check_ready(self) -> None: ...

@@ -106,8 +106,7 @@ class Reservation:
         leave_backlog: Callable[[], None] | None = None,
     ) -> None:
         self.decode, self.prefill, self.producer = decode, prefill, producer
-        self.cached = cached
-        self.prediction = prediction
+        self.cached, self.prediction = cached, prediction
         self.prefill_charge: Charge | None = None
         self.children_charge: Charge | None = None
         if decode.info.role is Role.PREFILL:
@@ -128,10 +127,9 @@ class Reservation:
         return None if producer is None else (producer.worker_id, self.decode.worker_id)
 
     def release(self) -> None:
-        self.decode_charge.release()
-        if self.prefill_charge is not None:
-            self.prefill_charge.release()
-        self.release_children()
+        for charge in (self.decode_charge, self.prefill_charge, self.children_charge):
+            if charge is not None:
+                charge.release()
 
     def release_children(self) -> None:
         """The children reserve for themselves now."""

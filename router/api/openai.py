@@ -552,24 +552,29 @@ class EventWriter(_Writer):
 
     def write(self, delta: AnswerDelta) -> bytes:
         """Return the events of `delta`, empty if the client would see nothing new."""
-        around = self._around.get(delta.index)
-        if around is None:
-            chunk = self._full(AnswerDelta(text=_HOLE, index=delta.index))
-            self._around[delta.index] = chunk.split(encode(_HOLE))
-            self._unfinished.add(delta.index)
+        index = delta.index
+        if index not in self._offsets:  # the first of its choice
+            self._offsets[index] = 0
+            self._unfinished.add(index)
             return self._full(delta, "assistant")
-        if delta.finish_reason is None and not (delta.logprobs or self._token_ids):
-            return around[0] + encode(delta.text) + around[1] if delta.text else b""
-        return self._full(delta)
+        if delta.finish_reason is not None or delta.logprobs or self._token_ids:
+            return self._full(delta)
+        if not delta.text:
+            return b""
+        around = self._around.get(index)
+        if around is None:
+            chunk = self._full(AnswerDelta(text=_HOLE, index=index))
+            around = self._around[index] = chunk.split(encode(_HOLE))
+        return around[0] + encode(delta.text) + around[1]
 
     def end(self) -> bytes:
         """Raises InternalError if a choice has no finish reason."""
-        if not self._around or self._unfinished:
+        if not self._offsets or self._unfinished:
             raise InternalError("the answer ended without a finish reason")
         return DONE
 
     def _full(self, delta: AnswerDelta, role: str | UnsetType = UNSET) -> bytes:
-        offset = self._offsets.get(delta.index, 0)
+        offset = self._offsets[delta.index]
         self._offsets[delta.index] = offset + sum(len(x.sampled.text) for x in delta.logprobs)
         choice = self._choice(delta, offset)
         if self._is_chat:
