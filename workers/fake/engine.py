@@ -15,7 +15,10 @@ import time
 from collections import OrderedDict, deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from kv_transfer.snapshot import PRODUCER, KvSnapshot, KvState, TransferView
 from pdserve import prefix_hash
@@ -50,7 +53,7 @@ from workers.engine import (
 )
 from workers.fake import link, model
 from workers.fake.link import Handoff
-from workers.fake.settings import FakeFaults, FakeSettings, matches
+from workers.fake.settings import FakeSettings, matches
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -58,9 +61,10 @@ if TYPE_CHECKING:
     from pdserve.step_moments import StepMoments
     from pdserve.types import ModelInfo, PositionLogprobs
     from workers.engine import CacheCallback, FailureCallback, StepCallback, Work
+    from workers.fake.settings import FakeFaults
 
-_KILLED = "a scripted fault killed the engine"
 _MAX_REMEMBERED = 4096
+_BLOCK_BYTES = 4096  # as transfers report it
 logger = logging.getLogger(__name__)
 
 # The started engines of this process by KV address: they fetch from one another without a socket.
@@ -160,26 +164,34 @@ class Sequence:
         return replace(last, text=text, finish_reason=reason, report=report)
 
 
-@dataclass(slots=True)
 class _Transfer:
-    """Blocks for a decode engine: leased once `handoff` is there, then in flight."""
+    """Blocks for a consumer: `handoff` is what was computed, and `gone` why the transfer ended.
+    Until the prefill is submitted, only the consumer is known."""
 
-    stream_id: int
-    request_id: str
-    handoff: Handoff | None = None
-    is_in_flight: bool = False
-    lease: asyncio.TimerHandle | None = None
-    travel: asyncio.Timeout | None = None
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.work: Work | None = None
+        self.handoff: asyncio.Future[Handoff] = loop.create_future()
+        self.gone: asyncio.Future[str] = loop.create_future()
+        self.is_in_flight = False
+        self.lease: asyncio.TimerHandle | None = None
 
     @property
     def blocks(self) -> int:
-        return 0 if self.handoff is None else self.handoff.blocks
+        return self.handoff.result().blocks if self.handoff.done() else 0
 
     @property
     def state(self) -> str:
-        if self.handoff is None:
+        if not self.handoff.done():
             return "computing"
         return "in_flight" if self.is_in_flight else "leased"
+
+    async def unless_gone(self, seconds: float, what: asyncio.Future[Handoff] | None) -> None:
+        """Wait for `what`, or for the time. Raises TransferFailed if the transfer ends first."""
+        futures: set[asyncio.Future[Any]] = {self.gone, *([what] if what else ())}
+        await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if self.gone.done():
+            raise TransferFailed(self.gone.result())
 
 
 class PrefixCache:
@@ -243,7 +255,7 @@ class FakeEngine:
         self._model = info
         self._settings = settings = settings or FakeSettings()
         self._kv = settings.kv
-        self._faults = settings.faults
+        self._faults: FakeFaults = settings
         self._free = settings.total_blocks
         self._waiting: deque[Sequence] = deque()
         self._receiving: dict[int, Sequence] = {}
@@ -259,10 +271,8 @@ class FakeEngine:
         self._recorder = StepRecorder()
         self._is_over = False
         self._wake = asyncio.Event()
-        self._changed = asyncio.Event()  # replaced whenever a transfer changes
         self._stepper: asyncio.Task[None] | None = None
         self._fetches: dict[int, asyncio.Task[None]] = {}
-        self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._address = ""
         self._on_cache: CacheCallback = ignore_cache
@@ -280,7 +290,8 @@ class FakeEngine:
         if self._kv is not None:
             self._address = f"local:{self._kv.instance_id}"
             if self._kv.host:
-                self._server = await link.listen(self._kv.host, self.lend, self._connections)
+                serve = partial(link.serve, self.lend)
+                self._server = await asyncio.start_server(serve, self._kv.host, 0)
                 port = self._server.sockets[0].getsockname()[1]
                 self._address = f"{self._kv.host}:{port}"
             _local[self._address] = self
@@ -330,13 +341,13 @@ class FakeEngine:
         if fetch := self._fetches.get(stream_id):
             fetch.cancel()
         for transfer_id, transfer in list(self._transfers.items()):
-            if transfer.stream_id == stream_id:
+            if transfer.work is not None and transfer.work.stream_id == stream_id:
                 self._drop(transfer_id, "the prefill was cancelled")
         sequence = self._receiving.pop(stream_id, None) or self._running.pop(stream_id, None)
         if sequence is not None:
             self._free += sequence.blocks
         self._waiting = deque(x for x in self._waiting if x.work.stream_id != stream_id)
-        self._pulse()
+        self._wake.set()
 
     def export(self, stream_id: int, transfer_id: str) -> None:
         sequence = self._running.get(stream_id)
@@ -372,7 +383,7 @@ class FakeEngine:
     def ledger(self) -> KvLedger:
         if self._is_over:
             return KvLedger()
-        held = [x for x in self._transfers.values() if x.handoff is not None]
+        held = [x for x in self._transfers.values() if x.handoff.done()]
         in_flight = sum(x.blocks for x in held if x.is_in_flight)
         return KvLedger(
             in_flight_blocks=in_flight + sum(x.blocks for x in self._receiving.values()),
@@ -385,8 +396,9 @@ class FakeEngine:
         if self._kv is None:
             return None
         views = [
-            TransferView(x, t.request_id, PRODUCER, t.state, "", "fake", t.blocks, 0, 0)
+            TransferView(x, t.work.request_id, PRODUCER, t.state, "", "fake", t.blocks, 0, 0)
             for x, t in self._transfers.items()
+            if t.work is not None
         ]
         return KvState(self.ledger(), (KvSnapshot(time.monotonic(), tuple(views)),))
 
@@ -396,20 +408,20 @@ class FakeEngine:
     async def close(self) -> None:
         self._end(WorkerFailed("the engine was closed"))
         self._ended.clear()
-        tasks = [*self._fetches.values(), *self._connections]
+        tasks = list(self._fetches.values())
         if self._stepper is not None:
             self._stepper.cancel()
             tasks.append(self._stepper)
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def crash(self, error: BaseException | None = None) -> None:
+    def crash(self) -> None:
         """The engine dies: its streams end with an error, its transfers fail."""
         if self._is_over or self._stepper is None:
             return
         self._stepper.cancel()
         self._end(WorkerFailed("the engine died"))
         self._report_ended()
-        self._on_failure(error or WorkerFailed(_KILLED))
+        self._on_failure(WorkerFailed("the fake engine died"))
 
     def _end(self, error: PdserveError) -> None:
         if not self._is_over:
@@ -418,13 +430,12 @@ class FakeEngine:
         _local.pop(self._address, None)
         if self._server is not None:
             self._server.close()
-        for task in (*self._fetches.values(), *self._connections):
+        for task in self._fetches.values():
             task.cancel()
         for table in (self._waiting, self._receiving, self._running):
             table.clear()
         for transfer_id in list(self._transfers):
             self._drop(transfer_id, error.message)
-        self._pulse()
 
     def _report_ended(self) -> None:
         ended, self._ended = self._ended, []
@@ -449,9 +460,9 @@ class FakeEngine:
                 self._wake.clear()
                 while not self._faults.stalls(self._steps + 1) and await self._step():
                     pass
-        except Exception as error:
+        except Exception:
             logger.exception("the fake engine failed")
-            self.crash(error)
+            self.crash()
 
     async def _step(self) -> bool:
         """Make one step. Return False if there is nothing to do until something happens."""
@@ -468,7 +479,7 @@ class FakeEngine:
         self._step_s = 0.0
         self._steps += 1
         if self._steps == self._faults.crash_at_step:
-            raise WorkerFailed(_KILLED)
+            raise WorkerFailed("a scripted fault killed the engine")
         deltas, self._ended = self._ended, []
         for stream_id in planned:
             if stream_id in self._running:
@@ -542,13 +553,16 @@ class FakeEngine:
         """Return the blocks that `work` holds at its end. Raises the error that refuses it."""
         check_work(work, self._model, has_kv=self._kv is not None)
         sampling, prompt = work.sampling, len(work.prompt_token_ids)
-        is_prefill = isinstance(work.phase, PrefillPhase)
-        if isinstance(work.phase, PrefillPhase) and work.phase.transfer_id in self._transfers:
+        transfer = None
+        if isinstance(work.phase, PrefillPhase):
+            transfer = self._transfers.get(work.phase.transfer_id)
+        if transfer is not None and transfer.work is not None:
             raise InvalidRequest("this transfer exists already", field="transfer_id")
         if sampling.structured_output is not None:
             raise UnsupportedField(
                 "structured_output is not supported by the fake engine", field="structured_output"
             )
+        is_prefill = isinstance(work.phase, PrefillPhase)
         generated = len(work.resume_token_ids) if is_prefill else sampling.max_tokens
         blocks = -(-(prompt + generated) // self._settings.block_size)
         if blocks > self._settings.total_blocks:
@@ -562,7 +576,7 @@ class FakeEngine:
 
     def _open_transfer(self, transfer_id: str, work: Work) -> None:
         if transfer_id not in self._gone:  # its consumer may have given up before
-            self._transfers[transfer_id] = _Transfer(work.stream_id, work.request_id)
+            self._transfers.setdefault(transfer_id, _Transfer()).work = work
 
     def _lease(self, transfer_id: str, handoff: Handoff) -> None:
         """Hold computed blocks for the consumer until the lease ends."""
@@ -570,15 +584,10 @@ class FakeEngine:
         if transfer is None or self._kv is None:
             self._free += handoff.blocks
             return
-        transfer.handoff = handoff
-        transfer.lease = asyncio.get_running_loop().call_later(
-            self._kv.lease_s, self._expire, transfer_id
-        )
-        self._pulse()
-
-    def _expire(self, transfer_id: str) -> None:
-        if not self._transfers[transfer_id].is_in_flight:
-            self._drop(transfer_id, "its lease has ended")
+        transfer.handoff.set_result(handoff)
+        reason = "its lease has ended"
+        loop = asyncio.get_running_loop()
+        transfer.lease = loop.call_later(self._kv.lease_s, self._drop, transfer_id, reason)
 
     def _drop(self, transfer_id: str, reason: str) -> None:
         """End a transfer in any state, also one that is not open yet."""
@@ -588,17 +597,10 @@ class FakeEngine:
         transfer = self._transfers.pop(transfer_id, None)
         if transfer is not None:
             self._free += transfer.blocks
+            transfer.gone.set_result(f"transfer {transfer_id}: {reason}")
             if transfer.lease is not None:
                 transfer.lease.cancel()
-            if transfer.travel is not None:
-                transfer.travel.reschedule(self._now())
-        self._pulse()
-
-    def _pulse(self) -> None:
-        """Wake the step task and everything that waits for a transfer to change."""
         self._wake.set()
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     @asynccontextmanager
     async def lend(self, transfer_id: str, instance_id: str) -> AsyncIterator[Handoff]:
@@ -606,38 +608,29 @@ class FakeEngine:
         the end, whatever the end is. Raises TransferFailed."""
         if self._kv is None or instance_id != self._kv.instance_id:
             raise TransferFailed("the prefill worker was restarted")
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None and transfer.is_in_flight:
+        if transfer_id in self._gone:
+            raise TransferFailed(f"transfer {transfer_id}: {self._gone[transfer_id]}")
+        transfer = self._transfers.setdefault(transfer_id, _Transfer())
+        if transfer.is_in_flight:
             raise TransferFailed(f"transfer {transfer_id} is in flight already")
         try:
-            async with asyncio.timeout(self._kv.pairing_s):
-                while transfer is None or transfer.handoff is None:
-                    if transfer_id in self._gone:
-                        raise TransferFailed(f"transfer {transfer_id}: {self._gone[transfer_id]}")
-                    await self._changed.wait()
-                    transfer = self._transfers.get(transfer_id)
+            await transfer.unless_gone(self._kv.pairing_s, transfer.handoff)
+            if transfer.work is None or not transfer.handoff.done():
+                raise TransferFailed(f"transfer {transfer_id}: it is not known")
             transfer.is_in_flight = True
-            began = self._now()
-            async with asyncio.timeout(None) as transfer.travel:
-                await self.travel(transfer.request_id)
-            transfer.travel = None
-            handoff = replace(transfer.handoff, exposed_s=self._now() - began)
-            if matches(self._faults.corrupt_transfer, transfer.request_id):
-                handoff = replace(handoff, kv=bytes(x ^ 1 for x in handoff.kv))
+            if transfer.lease is not None:
+                transfer.lease.cancel()
+            request_id, began = transfer.work.request_id, self._now()
+            if matches(self._faults.drop_transfer, request_id):
+                raise TransferFailed("a scripted fault dropped the transfer")
+            travel_s = self._settings.transfer_s + self._faults.delay_transfer_s
+            await transfer.unless_gone(travel_s, None)
+            handoff = structs.replace(transfer.handoff.result(), exposed_s=self._now() - began)
+            if matches(self._faults.corrupt_transfer, request_id):
+                handoff = structs.replace(handoff, kv=bytes(x ^ 1 for x in handoff.kv))
             yield handoff
-        except TimeoutError:
-            reason = self._gone.get(transfer_id, "it is not known")
-            raise TransferFailed(f"transfer {transfer_id}: {reason}") from None
         finally:
-            if transfer is not None:
-                transfer.travel = None
             self._drop(transfer_id, "the consumer has it, or gave it up")
-
-    async def travel(self, request_id: str) -> None:
-        """Take the time of a transfer. Raises TransferFailed if the link is to break."""
-        if matches(self._faults.drop_transfer, request_id):
-            raise TransferFailed("a scripted fault dropped the transfer")
-        await asyncio.sleep(self._settings.transfer_s + self._faults.delay_transfer_s)
 
     # Transfers, as the consumer.
 
@@ -655,7 +648,7 @@ class FakeEngine:
             self._fail_transfer(stream_id, TransferFailed(reason))
         else:
             sequence = self._receiving.pop(stream_id)
-            size, took_s = handoff.blocks * self._settings.block_bytes, self._now() - began
+            size, took_s = handoff.blocks * _BLOCK_BYTES, self._now() - began
             report = TransferReport(took_s, handoff.exposed_s, size, handoff.blocks, "fake")
             sequence.receive(handoff, report)
             if self._cache is not None:
@@ -674,8 +667,7 @@ class FakeEngine:
 async def _fetch(address: str, phase: DecodePhase) -> Handoff:
     """Raises TransferFailed, OSError, ValueError."""
     transfer_id, instance_id = phase.transfer_id, phase.producer_instance_id
-    producer = _local.get(address)
-    if producer is not None:
+    if producer := _local.get(address):
         async with producer.lend(transfer_id, instance_id) as handoff:
             return handoff
-    return Handoff(**await link.fetch(address, transfer_id, instance_id))
+    return await link.fetch(address, transfer_id, instance_id)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
+from msgspec import structs
 
 from pdserve import framing, rpc, wire
 from pdserve.config import KvConfig, WorkerConfig
@@ -112,7 +113,7 @@ def worker_config(role: Role = Role.AGGREGATED, *, router: str, **values: Any) -
 
 
 def fake_engine(instance_id: str, *, timing: FakeSettings | None = None) -> FakeEngine:
-    settings = replace(timing or FakeSettings(), kv=FakeKv(instance_id, **PATIENT_KV))
+    settings = structs.replace(timing or FakeSettings(), kv=FakeKv(instance_id, **PATIENT_KV))
     return FakeEngine(MODEL, settings)
 
 

@@ -208,17 +208,18 @@ class TestFaults:
         assert (await pair.decode.finish(decoding)).error.code == "transfer_failed"
 
 
-class TestSettings:
-    @pytest.mark.parametrize(
-        "args", [{"nonsense": 1}, {"total_blocks": "9"}, {"stalled": 1}, {"step_s": True}]
-    )
-    def test_an_argument_that_is_none_is_refused_by_name(self, args: dict[str, Any]) -> None:
-        with pytest.raises(ConfigError) as caught:
-            settings_from_args(args, kv=None)
-        assert caught.value.field == f"engine_args.{next(iter(args))}"
-
-    @pytest.mark.parametrize("args", [{"total_blocks": 0}, {"step_s": -1.0}])
-    def test_an_argument_out_of_range_is_refused_by_name(self, args: dict[str, Any]) -> None:
-        with pytest.raises(ConfigError) as caught:
-            settings_from_args(args, kv=None)
-        assert caught.value.field == next(iter(args))
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"nonsense": 1},
+        {"total_blocks": "9"},
+        {"stalled": 1},
+        {"step_s": True},
+        {"total_blocks": 0},
+        {"step_s": -1.0},
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_by_name(args: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_from_args(args, kv=None)
+    assert caught.value.field == f"engine_args.{next(iter(args))}"
