@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds for a worker to export a request: one engine step, and the way there and back.
 EXPORT_TIMEOUT_S = 5.0
-# A deadline that has just passed must not be sent as 0, which means none.
-MIN_DEADLINE_S = 0.001
 
 
 @dataclass(slots=True, eq=False)
@@ -248,8 +246,6 @@ class Attempt:
         submit.traceparent = request.traceparent
         submit.probe = self._is_probe
         submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
-        if request.deadline is not None:
-            submit.deadline_s = max(request.deadline - self._loop.time(), MIN_DEADLINE_S)
         return command
 
     def _submit_decode(

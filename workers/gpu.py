@@ -69,8 +69,7 @@ async def watch_gpus(
     Return at once if there is no GPU."""
     reported = ""
     while gpus := await asyncio.to_thread(look):  # NVML can be slow
-        fault = fault_of(gpus)
-        if fault != reported:
+        if (fault := fault_of(gpus)) != reported:
             logger.warning("%s", fault or "the GPUs are healthy again")
             reported = fault
             report(fault)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 import grpc.aio
@@ -20,10 +20,13 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from pdserve.types import KvReport, WorkerInfo, WorkerLoad
+    from pdserve.types import WorkerInfo
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
+
+    # Returns a renewal with the worker's state; its ids are set here.
+    State = Callable[[], w.RenewRequest]
 
 logger = logging.getLogger(__name__)
 
@@ -42,56 +45,67 @@ class RegistrationRefused(ConfigError):
     """A router refused this worker; the message has its reason."""
 
 
-class StateSource(Protocol):
-    """What a renewal reports."""
-
-    @property
-    def is_draining(self) -> bool: ...
-
-    @property
-    def is_moving(self) -> bool: ...
-
-    @property
-    def unhealthy(self) -> str: ...
-
-    def load(self) -> WorkerLoad | None: ...
-
-    def kv_report(self) -> KvReport | None: ...
-
-
 class Registration:
-    """One worker at one router. State: whether the router knows it, and as what."""
+    """One worker at one router. State: as what the router knows it, if it does."""
 
-    def __init__(
-        self,
-        address: str,
-        info: WorkerInfo,
-        source: StateSource,
-        *,
-        dialer: rpc.Dialer,
-    ) -> None:
+    def __init__(self, address: str, info: WorkerInfo, state: State, *, dialer: rpc.Dialer) -> None:
         self.address = address
         self.registered = asyncio.Event()
         self._dialer = dialer
-        self._info = self._registered_info = info
-        self._source = source
+        self._info = info
+        self._known_info: WorkerInfo | None = None
+        self._state = state
         self._due = asyncio.Event()
         self._is_reachable = False
         self._waiters: list[asyncio.Future[None]] = []
-        self._pause_s = 0.0  # before the next try, doubled after each failure
 
     async def run(self) -> NoReturn:
         """Register and renew until cancelled. Raises RegistrationRefused."""
+        pause_s = 0.0
         async with self._dialer.open_channel(self.address) as channel:
             stub = RegistryStub(channel)
             while True:
-                lease_s = await self._register(stub)
-                self.registered.set()
-                logger.info("registered with router %s", self.address)
+                waiters, self._waiters = self._waiters, []
                 try:
-                    await self._renew(stub, lease_s)
+                    lease_s = await self._tell(stub)
+                except grpc.aio.AioRpcError as error:
+                    self._is_reachable = False
+                    if self._known_info is None and error.code() in _REFUSALS:
+                        reason = rpc.error_from_rpc(error)
+                        raise RegistrationRefused(
+                            f"router {self.address} refused this worker: {reason.message}",
+                            field=reason.field,
+                        ) from error
+                    if self._known_info is not None and error.code() is grpc.StatusCode.NOT_FOUND:
+                        logger.info("router %s does not know us: registering again", self.address)
+                        self._known_info = None
+                        continue
+                    pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, pause_s * 2))
+                    await self._back_off(error, pause_s)
+                else:
+                    self._is_reachable, pause_s = True, 0.0
                 finally:
-                    self.registered.clear()
+                    for waiter in waiters:
+                        if not waiter.done():
+                            waiter.set_result(None)
+                if self._is_reachable:
+                    await self._pause(lease_s / 3)
+
+    async def _tell(self, stub: RegistryAsyncStub) -> float:
+        """Register, or renew if the router knows this info. Return the lease in seconds."""
+        info, state, metadata = self._info, self._state(), self._dialer.metadata
+        if self._known_info is info:
+            state.worker_id, state.instance_id = info.worker_id, info.instance_id
+            renewed = await stub.Renew(state, timeout=_RPC_S, metadata=metadata)
+            return renewed.lease_s
+        self._known_info = None
+        self.registered.clear()
+        request = w.RegisterRequest(worker=wire.worker_to_pb(info), draining=state.draining)
+        reply = await stub.Register(request, timeout=_RPC_S, metadata=metadata)
+        self._known_info = info
+        self.registered.set()
+        logger.info("registered with router %s", self.address)
+        return reply.lease_s
 
     def renew(self) -> None:
         """Renew now."""
@@ -99,7 +113,7 @@ class Registration:
 
     async def renewed(self) -> None:
         """Renew and wait for the answer or the failure; return at once if the router is away."""
-        if self.registered.is_set() and self._is_reachable:
+        if self._is_reachable:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             self.renew()
@@ -108,7 +122,7 @@ class Registration:
     def change_info(self, info: WorkerInfo) -> None:
         """Register again, as `info`."""
         self._info = info
-        self._due.set()
+        self.renew()
 
     async def deregister(self) -> None:
         """Leave the router, once `run` has ended. If that fails, the lease ends by itself."""
@@ -123,67 +137,6 @@ class Registration:
             except grpc.aio.AioRpcError as error:
                 logger.warning("leaving router %s failed: %s", self.address, error.code().name)
 
-    async def _register(self, stub: RegistryAsyncStub) -> float:
-        """Try until the router accepts; return the lease in seconds."""
-        while True:
-            info = self._info
-            request = w.RegisterRequest(worker=wire.worker_to_pb(info))
-            request.draining = self._source.is_draining
-            try:
-                reply = await stub.Register(request, timeout=_RPC_S, metadata=self._dialer.metadata)
-            except grpc.aio.AioRpcError as error:
-                if error.code() in _REFUSALS:
-                    reason = rpc.error_from_rpc(error)
-                    raise RegistrationRefused(
-                        f"router {self.address} refused this worker: {reason.message}",
-                        field=reason.field,
-                    ) from error
-                await self._back_off(error)
-            else:
-                self._pause_s = 0.0
-                self._registered_info = info
-                return reply.lease_s
-
-    async def _renew(self, stub: RegistryAsyncStub, lease_s: float) -> None:
-        """Keep the lease; return when the worker has to register again."""
-        self._is_reachable = True
-        while True:
-            if self._is_reachable:
-                await self._pause(lease_s / 3)
-            if self._registered_info is not self._info:
-                return
-            waiters, self._waiters = self._waiters, []
-            try:
-                reply = await stub.Renew(
-                    self._renewal(), timeout=_RPC_S, metadata=self._dialer.metadata
-                )
-            except grpc.aio.AioRpcError as error:
-                self._is_reachable = False
-                if error.code() is grpc.StatusCode.NOT_FOUND:
-                    logger.info("router %s does not know us: registering again", self.address)
-                    return
-                await self._back_off(error)
-            else:
-                self._is_reachable = True
-                lease_s = reply.lease_s
-                self._pause_s = 0.0
-            finally:
-                for waiter in waiters:
-                    if not waiter.done():
-                        waiter.set_result(None)
-
-    def _renewal(self) -> w.RenewRequest:
-        load, kv = self._source.load(), self._source.kv_report()
-        return w.RenewRequest(
-            worker_id=self._info.worker_id,
-            instance_id=self._info.instance_id,
-            load=None if load is None else wire.load_to_pb(load),
-            draining=self._source.is_draining,
-            moving=self._source.is_moving,
-            unhealthy=self._source.unhealthy,
-            kv=None if kv is None else wire.kv_report_to_pb(kv),
-        )
-
     async def _pause(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
@@ -192,16 +145,12 @@ class Registration:
             return
         self._due.clear()
 
-    async def _back_off(self, error: grpc.aio.AioRpcError) -> None:
-        self._pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, self._pause_s * 2))
+    async def _back_off(self, error: grpc.aio.AioRpcError, pause_s: float) -> None:
         # Jitter, so that workers do not all return to a router at the same moment.
-        pause_s = self._pause_s * random.uniform(0.5, 1.0)
+        pause_s *= random.uniform(0.5, 1.0)
         logger.warning(
             "router %s: %s (%s); next try in %.1f s",
-            self.address,
-            error.code().name,
-            error.details(),
-            pause_s,
+            *(self.address, error.code().name, error.details(), pause_s),
         )
         await asyncio.sleep(pause_s)
 
@@ -209,28 +158,20 @@ class Registration:
 class Registrations:
     """One worker at all its routers. `refused` gets the error of the first router that refuses."""
 
-    def __init__(
-        self,
-        addresses: Iterable[str],
-        *,
-        dialer: rpc.Dialer = rpc.PLAIN,
-    ) -> None:
+    def __init__(self, addresses: Iterable[str], *, dialer: rpc.Dialer = rpc.PLAIN) -> None:
         self.refused: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._dialer = dialer
         self._addresses = tuple(addresses)
         self._all: list[Registration] = []
         self._tasks: list[asyncio.Task[NoReturn]] = []
 
-    def start(self, info: WorkerInfo, source: StateSource) -> None:
+    def start(self, info: WorkerInfo, state: State) -> None:
         """Register in the background."""
-        self._all = [
-            Registration(address, info, source, dialer=self._dialer) for address in self._addresses
-        ]
-        for registration in self._all:
-            task = asyncio.create_task(
-                registration.run(), name=f"registration-{registration.address}"
-            )
+        for address in self._addresses:
+            registration = Registration(address, info, state, dialer=self._dialer)
+            task = asyncio.create_task(registration.run(), name=f"registration-{address}")
             task.add_done_callback(self._ended)
+            self._all.append(registration)
             self._tasks.append(task)
 
     async def registered(self) -> None:
@@ -258,7 +199,7 @@ class Registrations:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
+        self._all.clear()
         await asyncio.gather(*(x.deregister() for x in known))
 
     def _ended(self, task: asyncio.Task[NoReturn]) -> None:

@@ -1,4 +1,5 @@
-"""A worker: its engine, its listeners and its registrations, started and stopped in order."""
+"""A worker: its engine, its listeners and its registrations, started and stopped in order, and the
+gRPC service that controls it."""
 
 from __future__ import annotations
 
@@ -7,45 +8,47 @@ import logging
 import os
 import time
 import uuid
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve import framing, rpc
-from pdserve.errors import ConfigError, Unavailable
+from pdserve import framing, rpc, wire
+from pdserve.errors import ConfigError, InvalidRequest, PdserveError, Unavailable
 from pdserve.http_server import HttpServer, bind
 from pdserve.security.roles import Party, make_guard
 from pdserve.security.tls import dialer, server_context, server_credentials
 from pdserve.telemetry import open_tracing
 from pdserve.types import Role, WorkerInfo
-from pdserve.v1 import worker_pb2
-from pdserve.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from workers.control import ControlService
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from workers.debug import DebugApp
 from workers.engines import make_engine
-from workers.gpu import watch_gpus
+from workers.gpu import gpu_health, watch_gpus
 from workers.registration import Registrations
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
-    import socket
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator
 
     from pdserve.config import WorkerConfig
     from workers.engine import Engine, EngineInfo
+
+    Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
 GRPC_STOP_S = 2.0
 # A role change that nobody settles in this time is undone: the router that asked for it is gone.
 SETTLE_S = 60.0
-_SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+_MAX_DRAIN_S = 86400.0
+_SERVICE = w.DESCRIPTOR.services_by_name["Worker"].full_name
 
 
-class WorkerServer:
+class WorkerServer(WorkerServicer):
     """Owns everything of a worker. Call `start` once, then `stop`, in one event loop.
 
     `instance_id` changes at every start. Tests give `engine` and `instance_id`.
@@ -69,9 +72,9 @@ class WorkerServer:
         self._health = health.aio.HealthServicer()
         self._unsettled: asyncio.TimerHandle | None = None
         self._is_stopping = False
-        self._dialer = dialer(config.access)
+        self._began = time.monotonic()
         self._guard = make_guard(config.access, shared_with=Party.ROUTER)
-        self._registrations = Registrations(config.routers, dialer=self._dialer)
+        self._registrations = Registrations(config.routers, dialer=dialer(config.access))
         self._tracing = open_tracing(
             config.otlp_endpoint, service="pdserve-worker", instance=self.worker_id
         )
@@ -111,11 +114,16 @@ class WorkerServer:
             raise ConfigError(
                 f"cannot listen on {config.host} port {config.port}", field="port"
             ) from error
-        debug = self._bind_debug()
-        self.info = self._describe(
-            engine, _join(config.host, port), session_address, _address_of(debug)
+        debug = (
+            bind(host, config.debug_port, key="debug_port") if (host := config.debug_host) else None
         )
-        add_WorkerServicer_to_server(ControlService(self.service, self), server)
+        self.info = self._describe(
+            engine,
+            address=_join(config.host, port),
+            session_address=session_address,
+            debug_address=_join(*debug.getsockname()[:2]) if debug else "",
+        )
+        add_WorkerServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
@@ -126,7 +134,7 @@ class WorkerServer:
             web = HttpServer(DebugApp(self.service, lambda: self.info).handle, debug)
             self._stack.push_async_callback(web.stop)
             await web.start()
-        self._registrations.start(self.info, self.service)
+        self._registrations.start(self.info, self.service.state)
         self._stack.push_async_callback(self._registrations.stop)
         watch = asyncio.create_task(watch_gpus(self.service.set_unhealthy), name="gpu-watch")
         self._stack.push_async_callback(_cancel, watch)
@@ -142,7 +150,7 @@ class WorkerServer:
                 f"cannot listen on {host}: {error.strerror or error}", field="host"
             ) from error
         self._stack.callback(server.close)
-        return _address_of(server.sockets[0])
+        return _join(*server.sockets[0].getsockname()[:2])
 
     async def registered(self) -> None:
         """Wait until every router knows this worker."""
@@ -227,44 +235,95 @@ class WorkerServer:
         self.service.close_sessions()
         await self._stack.aclose()
 
-    def _bind_debug(self) -> socket.socket | None:
-        host = self._config.debug_host
-        return bind(host, self._config.debug_port, key="debug_port") if host else None
-
-    def _describe(
-        self, engine: EngineInfo, address: str, session_address: str, debug_address: str
-    ) -> WorkerInfo:
+    def _describe(self, engine: EngineInfo, **addresses: str) -> WorkerInfo:
+        gpus = self._config.gpus
+        machine = {"cores": str(len(os.sched_getaffinity(0)))}
+        if gpus:
+            machine["gpus"] = ",".join(map(str, gpus))
         return WorkerInfo(
             worker_id=self.worker_id,
             instance_id=self.instance_id,
             role=self.service.role,
             model=engine.model,
-            address=address,
-            session_address=session_address,
             kv=engine.kv,
             block_size=engine.block_size,
             total_blocks=engine.total_blocks,
             max_num_seqs=engine.max_num_seqs,
             pid=os.getpid(),
             engine=engine.name,
-            settings={**_share_of_machine(self._config.gpus), **engine.settings},
-            debug_address=debug_address,
+            settings={**machine, **engine.settings},
+            **addresses,
         )
+
+    # The gRPC service.
+
+    async def GetStatus(  # noqa: N802
+        self, request: w.GetStatusRequest, context: Context
+    ) -> w.WorkerStatus:
+        load, kv = self.service.load(), self.service.kv_report()
+        return w.WorkerStatus(
+            info=wire.worker_to_pb(self.info),
+            load=None if load is None else wire.load_to_pb(load),
+            ledger=wire.ledger_to_pb(self.service.ledger()),
+            draining=self.service.is_draining,
+            # NVML can be slow on a machine with many GPUs.
+            gpus=await asyncio.to_thread(gpu_health),
+            open_streams=self.service.open_streams,
+            kv=None if kv is None else wire.kv_report_to_pb(kv),
+            uptime_s=time.monotonic() - self._began,
+        )
+
+    async def Drain(  # noqa: N802
+        self, request: w.DrainRequest, context: Context
+    ) -> w.DrainResponse:
+        async with _refusing(context):
+            _check_range("timeout_s", request.timeout_s)
+        drained, moved = await self.drain(request.timeout_s, stop=request.stop)
+        ledger = wire.ledger_to_pb(self.service.ledger())
+        return w.DrainResponse(drained=drained, ledger=ledger, moved_streams=moved)
+
+    async def Undrain(  # noqa: N802
+        self, request: w.UndrainRequest, context: Context
+    ) -> w.UndrainResponse:
+        async with _refusing(context, grpc.StatusCode.FAILED_PRECONDITION):
+            await self.undrain()
+        return w.UndrainResponse()
+
+    async def SetRole(  # noqa: N802
+        self, request: w.SetRoleRequest, context: Context
+    ) -> w.SetRoleResponse:
+        async with _refusing(context):
+            _check_range("drain_timeout_s", request.drain_timeout_s)
+            role = wire.role_from_pb(request.role)
+            drain_s, moved = await self.set_role(role, request.drain_timeout_s)
+        return w.SetRoleResponse(drain_s=drain_s, moved_streams=moved)
+
+    async def SettleRole(  # noqa: N802
+        self, request: w.SettleRoleRequest, context: Context
+    ) -> w.SettleRoleResponse:
+        async with _refusing(context, grpc.StatusCode.FAILED_PRECONDITION):
+            if not self.settle_role(request.keep):
+                raise Unavailable("this worker has no role change to settle")
+        return w.SettleRoleResponse()
+
+
+@asynccontextmanager
+async def _refusing(context: Context, status: grpc.StatusCode | None = None) -> AsyncIterator[None]:
+    """End the RPC with the error that is raised inside."""
+    try:
+        yield
+    except PdserveError as error:
+        await rpc.abort(context, error, status=status)
+
+
+def _check_range(name: str, seconds: float) -> None:
+    if not 0 <= seconds <= _MAX_DRAIN_S:  # NaN too
+        raise InvalidRequest(f"{name} must be between 0 and {_MAX_DRAIN_S:g}", field=name)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
-
-
-def _share_of_machine(gpus: Sequence[int]) -> dict[str, str]:
-    """Return the cores of this worker, and its GPUs if some are its own."""
-    named = {"gpus": ",".join(map(str, gpus))} if gpus else {}
-    return {"cores": str(len(os.sched_getaffinity(0))), **named}
-
-
-def _address_of(sock: socket.socket | None) -> str:
-    return "" if sock is None else _join(*sock.getsockname()[:2])
 
 
 def _join(host: str, port: int) -> str:

@@ -20,7 +20,6 @@ from pdserve import framing, wire
 from pdserve.config import MOVE_S, UNPIN_S
 from pdserve.errors import (
     Cancelled,
-    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     PdserveError,
@@ -32,9 +31,9 @@ from pdserve.types import Role, StreamDelta
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 from pdserve.wire import moments_to_pb
-from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase
+from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase, ended_by
 from workers.registration import Registrations
-from workers.submissions import deadline_s, work_from_pb
+from workers.submissions import work_from_pb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
     from pdserve.security.roles import Guard
     from pdserve.telemetry import Span, Tracing
-    from pdserve.types import KvLedger, KvReport, PhaseReport, WorkerLoad
+    from pdserve.types import KvLedger, KvReport, WorkerLoad
     from workers.engine import CacheChange, Engine, EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,6 @@ class _Stream:
     session: Session
     router_stream_id: int
     is_prefill: bool
-    timer: asyncio.TimerHandle | None
     span: Span | None
 
 
@@ -114,8 +112,8 @@ class WorkerService:
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.cached_blocks: dict[int, None] = {}  # chain hashes, each after its parent
         self.exported = 0  # streams that another worker took over with their KV
-        self.is_moving = False  # routers should move the open streams to other workers
-        self.unhealthy = ""  # what is wrong with the machine
+        self._is_moving = False  # routers should move the open streams to other workers
+        self._unhealthy = ""  # what is wrong with the machine
         self.guard = guard
         self.max_unsent_bytes = max_unsent_bytes
         self.connections: set[Session] = set()  # open, also those without a hello
@@ -169,9 +167,20 @@ class WorkerService:
         state = self.kv_state()
         return None if state is None else state.report()
 
+    def state(self) -> w.RenewRequest:
+        """Return what routers are told with each renewal of the lease."""
+        load, kv = self.load(), self.kv_report()
+        return w.RenewRequest(
+            load=None if load is None else wire.load_to_pb(load),
+            draining=self.is_draining,
+            moving=self._is_moving,
+            unhealthy=self._unhealthy,
+            kv=None if kv is None else wire.kv_report_to_pb(kv),
+        )
+
     def set_unhealthy(self, reason: str) -> None:
         """Tell routers what is wrong with this machine; "" if it is well again."""
-        self.unhealthy = reason
+        self._unhealthy = reason
         self._routers.renew()
 
     # Sessions.
@@ -229,14 +238,10 @@ class WorkerService:
                 raise InvalidRequest("stream_id is in use in this session", field="stream_id")
             self._check_accepts(submit)
             work = work_from_pb(submit, stream_id, role=self.role, has_kv=self._has_kv)
-            seconds = deadline_s(submit)
         except PdserveError as error:
             self._refuse(session, submit.stream_id, error)
             return
-        timer = span = None
-        if seconds is not None:
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(seconds, self._expire, stream_id, seconds)
+        span = None
         if self._tracing is not None:
             span = self._tracing.begin(
                 _SPAN_NAMES[type(work.phase)],
@@ -249,7 +254,7 @@ class WorkerService:
             )
         session.engine_ids[submit.stream_id] = stream_id
         is_prefill = isinstance(work.phase, PrefillPhase)
-        self._streams[stream_id] = _Stream(session, submit.stream_id, is_prefill, timer, span)
+        self._streams[stream_id] = _Stream(session, submit.stream_id, is_prefill, span)
         self._idle.clear()
         try:
             self._engine.submit(work)
@@ -311,7 +316,7 @@ class WorkerService:
                 if stream.is_prefill or delta.exported_tokens:
                     session.hold(stream.router_stream_id)
                 self.exported += delta.exported_tokens > 0
-                self._forget(delta.stream_id, last=delta)
+                self._forget(delta.stream_id, delta)
         for session, frame in frames.items():
             session.reported_load = load
             if session in plain:
@@ -340,31 +345,16 @@ class WorkerService:
         self._is_draining = True
         failure = WorkerFailed("the worker's engine died")
         for stream_id, stream in list(self._streams.items()):
-            self._forget(stream_id, error=failure)
+            self._forget(stream_id, ended_by(stream_id, failure))
             stream.session.send(_error_frame(stream.router_stream_id, failure))
         if not self.failed.done():
             self.failed.set_result(error)
 
-    def _expire(self, stream_id: int, seconds: float) -> None:
-        stream = self._streams[stream_id]
-        error = DeadlineExceeded(f"the request did not end within its {seconds:.3g} s")
-        self._forget(stream_id, error=error)
-        self._engine.cancel(stream_id)
-        stream.session.send(_error_frame(stream.router_stream_id, error))
-
-    def _forget(
-        self,
-        stream_id: int,
-        *,
-        last: StreamDelta | None = None,
-        error: PdserveError | None = None,
-    ) -> None:
+    def _forget(self, stream_id: int, last: StreamDelta | None = None) -> None:
         stream = self._streams.pop(stream_id)
         if stream.span is not None:
-            _end_span(stream.span, last, error)
+            _end_span(stream.span, last)
         del stream.session.engine_ids[stream.router_stream_id]
-        if stream.timer is not None:
-            stream.timer.cancel()
         if not self._streams:
             self._idle.set()
 
@@ -460,14 +450,14 @@ class WorkerService:
         """Ask routers to move all open streams; return whether nothing is left in time."""
         now = asyncio.get_running_loop().time
         until = now() + MOVE_S
-        self.is_moving = True
+        self._is_moving = True
         try:
             while now() < until:
                 self._routers.renew()
                 if await self._is_empty_by(now() + _MOVE_PERIOD_S):
                     return True
         finally:
-            self.is_moving = False
+            self._is_moving = False
         return False
 
     async def _is_empty_by(self, until: float) -> bool:
@@ -654,19 +644,14 @@ _SPAN_NAMES = {
 }
 
 
-def _end_span(span: Span, last: StreamDelta | None, error: PdserveError | None) -> None:
-    """`last` is the engine's last delta; without one, `error` ended the stream, or a cancel."""
-    if last is None:
-        span.end(error or Cancelled("the router cancelled it"))
+def _end_span(span: Span, last: StreamDelta | None) -> None:
+    """End a span with a child for each phase. Without the engine's last delta the stream was
+    cancelled. Reports have durations only: phases follow one another from the start, and decoding
+    ends with the span."""
+    report = None if last is None else last.report
+    if last is None or report is None:
+        span.end(Cancelled("the router cancelled it") if last is None else last.error)
         return
-    if last.report is not None:
-        _add_phases(span, last.report)
-    span.end(last.error)
-
-
-def _add_phases(span: Span, report: PhaseReport) -> None:
-    """Add a child span for each phase. Reports have durations only: phases follow one another from
-    the start, and decoding ends with the span."""
     at_s = 0.0
     transfer_s = 0.0 if report.transfer is None else report.transfer.transfer_s
     phases = (("queue", report.queue_s), ("prefill", report.prefill_s), ("kv_transfer", transfer_s))
@@ -676,3 +661,4 @@ def _add_phases(span: Span, report: PhaseReport) -> None:
             at_s += seconds
     if report.decode_s:
         span.phase("decode", max(at_s, span.elapsed_s() - report.decode_s), report.decode_s)
+    span.end(last.error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from pdserve import wire
@@ -36,14 +35,6 @@ def work_from_pb(submit: w.Submit, stream_id: int, *, role: Role, has_kv: bool) 
         phase=phase,
         resume_token_ids=tuple(submit.resume_token_ids),
     )
-
-
-def deadline_s(submit: w.Submit) -> float | None:
-    """Return the seconds that the request has left, or None."""
-    seconds = submit.deadline_s
-    if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidRequest(f"deadline_s must not be {seconds:g}", field="deadline_s")
-    return seconds or None
 
 
 def _phase(submit: w.Submit, role: Role, *, has_kv: bool) -> Phase:

@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kv_transfer.vllm.connector import handshake_in, snapshot_in
 from kv_transfer.vllm.continuation import patch_runner_v1
@@ -48,8 +47,6 @@ from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.steps import StepWatch
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.step_moments import StepMoments
     from pdserve.types import TransferReport
@@ -81,9 +78,8 @@ class VllmCore:
         """Load the model. Raises ConfigError, or what vLLM raises."""
         if settings.kv is None:
             patch_runner_v1()  # else the connector does, in each process that runs the model
-        self.load: WorkerLoad | None = None  # after the last step; any thread may read it
         self._engine = LLMEngine.from_engine_args(
-            engine_args(settings), stat_loggers=[self._make_logger], enable_multiprocessing=False
+            engine_args(settings), enable_multiprocessing=False
         )
         warn_of_cut_context(self._engine.vllm_config)
         core = self._engine.engine_core.engine_core
@@ -101,6 +97,7 @@ class VllmCore:
         )
         try:
             self.info = self._describe(settings)
+            self.load = self._read_load()  # after the last step; any thread may read it
             kv = self.info.kv
             self._handoff = HandoffStyle.CONCURRENT if kv is None else kv.handoff
         except BaseException:
@@ -120,7 +117,7 @@ class VllmCore:
                 dtype=str(model.dtype).removeprefix("torch."),
             ),
             block_size=config.cache_config.block_size,
-            total_blocks=_usable_blocks(config),
+            total_blocks=int(config.cache_config.num_gpu_blocks) - 1,  # less the null block
             max_num_seqs=config.scheduler_config.max_num_seqs,
             kv=self._endpoint(),
             settings=settings_in_effect(config),
@@ -138,8 +135,10 @@ class VllmCore:
             handoff=first.handoff,
         )
 
-    def _make_logger(self, config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
-        return _LoadLogger(self, _usable_blocks(config))
+    def _read_load(self) -> WorkerLoad:
+        running, waiting = self._scheduler.get_request_counts()
+        usage, total = self._scheduler.get_kv_cache_usage(), self.info.total_blocks
+        return WorkerLoad(waiting, running, usage, round((1.0 - usage) * total))
 
     def on_executor_death(self, callback: Callable[[], None]) -> None:
         """Call `callback`, on a thread of vLLM's, if a process of the executor dies."""
@@ -277,6 +276,7 @@ class VllmCore:
         outputs = self._engine.step()
         deltas = [self._delta(output) for output in outputs]
         deltas += self._take_arrivals()
+        self.load = self._read_load()
         # With nothing running, a step only looks after transfers.
         self.is_idle = not outputs and not self._scheduler.running
         return deltas
@@ -363,38 +363,6 @@ class VllmCore:
         self._streams.clear()
         self._keys.clear()
         self._engine.engine_core.shutdown()
-
-
-def _usable_blocks(config: VllmConfig) -> int:
-    return int(config.cache_config.num_gpu_blocks) - 1  # vLLM keeps the null block
-
-
-class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
-    """Sets the load of a core after each step."""
-
-    def __init__(self, core: VllmCore, total_blocks: int) -> None:
-        self._core = core
-        self._total = total_blocks
-
-    def log_engine_initialized(self) -> None:
-        self._core.load = WorkerLoad(0, 0, 0.0, self._total)
-
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        stats = scheduler_stats
-        if stats is not None:
-            self._core.load = WorkerLoad(
-                # vLLM calls a request "skipped" that waits for remote KV or for its grammar.
-                num_waiting_reqs=stats.num_waiting_reqs + stats.num_skipped_waiting_reqs,
-                num_running_reqs=stats.num_running_reqs,
-                kv_cache_usage=stats.kv_cache_usage,
-                free_blocks=round((1.0 - stats.kv_cache_usage) * self._total),
-            )
 
 
 def _finish_reason(reason: str) -> FinishReason:

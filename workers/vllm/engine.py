@@ -102,8 +102,9 @@ class VllmEngine:
         return True
 
     def load(self) -> WorkerLoad | None:
-        load = None if self._core is None else self._core.load
-        return None if load is None else self._progress.add_to(load, has_more=bool(self._inbox))
+        if self._core is None:
+            return None
+        return self._progress.add_to(self._core.load, has_more=bool(self._inbox))
 
     def step_moments(self) -> StepMoments | None:
         return None if self._core is None else self._core.step_moments()

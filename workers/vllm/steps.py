@@ -9,7 +9,7 @@ the order in which they were scheduled.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pdserve.step_moments import StepShape
@@ -83,15 +83,10 @@ def shape_of(output: Any) -> StepShape:
 
 
 # In these first steps code may still be compiled, so they may take this long; so may a step with
-# more tokens than any measured one.
+# more tokens than any before it, and every step of an engine that cannot report its layers.
 _COLD_STEPS = 16
 _UNKNOWN_S = 60.0
-# A step may take this many times as long as the longest one of its size, unless layers report.
-_SLACK = 4.0
-# One slow step is a pause of the machine; lasting changes raise the bound step by step.
-_OUTLIER = 4.0
-_FADE = 0.97
-_REACH = 4  # powers of two of tokens over which a smaller step predicts a larger one
+_FADE = 0.97  # of the longest step, at each step: a pause of the machine is forgotten
 
 
 @dataclass(slots=True)
@@ -107,21 +102,18 @@ class Progress:
     allowance_s: float = 0.0
     has_work: bool = False
     _steps: int = 0
-    _tokens: int = 0
+    _most_tokens: int = 0
+    _longest_s: float = 0.0
     _began: float = 0.0
-    _longest: dict[int, float] = field(default_factory=dict)  # by bit length of a step's tokens
 
     def begin(self, now: float, *, has_work: bool) -> None:
         self.has_work, self._began = has_work, now
 
     def sized(self, tokens: int) -> None:
         """The step computes so many tokens."""
-        self._tokens = tokens
-        longest_s = self._longest_like(tokens)
-        if longest_s is None or self._steps < _COLD_STEPS:
-            self.allowance_s = _UNKNOWN_S
-        else:
-            self.allowance_s = longest_s if self.sees_layers else _SLACK * longest_s
+        is_known = self._steps >= _COLD_STEPS and tokens <= self._most_tokens
+        self._most_tokens = max(tokens, self._most_tokens)
+        self.allowance_s = self._longest_s if is_known and self.sees_layers else _UNKNOWN_S
 
     def tick(self) -> None:
         """A layer of the step has been computed."""
@@ -130,22 +122,10 @@ class Progress:
     def end(self, now: float, *, computed: bool, has_work: bool) -> None:
         """The step is over; `computed` is False if it only looked after transfers."""
         self.has_work, self.allowance_s = has_work, 0.0
-        if not computed:
-            return
-        self.count += 1
-        self._steps += 1
-        size, seconds = self._tokens.bit_length(), now - self._began
-        known = self._longest.get(size)
-        if known is not None:
-            seconds = max(min(seconds, _OUTLIER * known), _FADE * known)
-        self._longest[size] = seconds
-
-    def _longest_like(self, tokens: int) -> float | None:
-        size = tokens.bit_length()
-        for smaller in range(size, size - _REACH, -1):
-            if smaller in self._longest:
-                return self._longest[smaller] * float(2 ** (size - smaller))
-        return None
+        if computed:
+            self.count += 1
+            self._steps += 1
+            self._longest_s = max(now - self._began, _FADE * self._longest_s)
 
     def add_to(self, load: WorkerLoad, *, has_more: bool) -> WorkerLoad:
         """Return `load` with the progress; `has_more` if requests wait for their first step."""

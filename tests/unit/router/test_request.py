@@ -69,7 +69,6 @@ class TestAnswer:
             assert to_prefill.prefill.transfer_id == to_decode.decode.transfer_id != ""
             assert to_decode.decode.producer_addresses == ["kv-p"]
             assert to_decode.decode.producer_instance_id == "e1"
-            assert 0 < to_decode.deadline_s <= 600
             assert stack.member(decode).reserved_blocks == 3, "40 + 8 tokens in blocks of 16"
             assert stack.member(prefill).outstanding_tokens == 40
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pdserve import wire
-from pdserve.types import KvLedger, KvReport, ModelInfo, Role, WorkerInfo, WorkerLoad
+from pdserve.types import ModelInfo, Role, WorkerInfo
+from pdserve.v1 import worker_pb2 as w
 from tests.unit.workers.router_side import WAIT_S, FakeRegistry
 from workers.registration import RegistrationRefused, Registrations
 
@@ -20,33 +21,16 @@ MODEL = ModelInfo(name="m", path="", max_model_len=64, vocab_size=64, dtype="non
 INFO = WorkerInfo("d0", "e1", Role.DECODE, MODEL, "127.0.0.1:1", None, 16, 8, 4)
 
 
-class Source:
-    """A worker's load as the test says."""
-
-    def __init__(self) -> None:
-        self.is_draining = False
-        self.unhealthy = ""
-        self.is_moving = False
-        self.known: WorkerLoad | None = None
-        self.kv: KvReport | None = None
-
-    def load(self) -> WorkerLoad | None:
-        return self.known
-
-    def kv_report(self) -> KvReport | None:
-        return self.kv
-
-
 @pytest.fixture
 async def stack() -> AsyncIterator[AsyncExitStack]:
     async with AsyncExitStack() as stack:
         yield stack
 
 
-async def begin(stack: AsyncExitStack, source: Source, *addresses: str) -> Registrations:
+async def begin(stack: AsyncExitStack, state: w.RenewRequest, *addresses: str) -> Registrations:
     registrations = Registrations(addresses)
     stack.push_async_callback(registrations.stop)
-    registrations.start(INFO, source)
+    registrations.start(INFO, lambda: state)
     return registrations
 
 
@@ -55,55 +39,46 @@ async def test_it_registers_with_every_router_and_leaves_every_router(
 ) -> None:
     routers = [FakeRegistry(), FakeRegistry()]
     addresses = [await stack.enter_async_context(x.serving()) for x in routers]
-    registrations = await begin(stack, Source(), *addresses)
+    registrations = await begin(stack, w.RenewRequest(), *addresses)
     await registrations.registered()
     assert [wire.worker_from_pb(x.registered[0]) for x in routers] == [INFO, INFO]
     await registrations.stop()
     assert [x.left for x in routers] == [["d0"], ["d0"]]
 
 
-async def test_it_renews_with_the_figures_of_its_kv_plane(stack: AsyncExitStack) -> None:
-    router, source = FakeRegistry(lease_s=0.03), Source()
-    await begin(stack, source, await stack.enter_async_context(router.serving()))
-    await router.until(lambda: router.renewals)
-    assert not router.renewals[0].HasField("kv")
-    source.kv = KvReport(KvLedger(2, 1, 2, 2), 1, {"shm": 1}, {"pushed_bytes": 7.0})
-    await router.until(lambda: router.renewals[-1].HasField("kv"))
-    assert wire.kv_report_from_pb(router.renewals[-1].kv) == source.kv
-
-
-async def test_it_renews_with_its_load_and_without_one_it_does_not_know(
-    stack: AsyncExitStack,
-) -> None:
-    router, source = FakeRegistry(lease_s=0.03), Source()
-    await begin(stack, source, await stack.enter_async_context(router.serving()))
+async def test_it_renews_with_its_state(stack: AsyncExitStack) -> None:
+    router, state = FakeRegistry(lease_s=0.03), w.RenewRequest()
+    await begin(stack, state, await stack.enter_async_context(router.serving()))
     await router.until(lambda: router.renewals)
     assert not router.renewals[0].HasField("load")
-    source.known = WorkerLoad(1, 2, 0.5, 3)
-    await router.until(lambda: router.renewals[-1].HasField("load"))
-    assert wire.load_from_pb(router.renewals[-1].load) == source.known
+    assert not router.renewals[0].HasField("kv")
+    state.load.num_running_reqs = 3
+    state.kv.held_bytes = 7
+    await router.until(lambda: router.renewals[-1].HasField("kv"))
+    assert router.renewals[-1].load.num_running_reqs == 3
     assert (router.renewals[-1].worker_id, router.renewals[-1].instance_id) == ("d0", "e1")
 
 
 async def test_a_change_is_reported_at_once(stack: AsyncExitStack) -> None:
-    router, source = FakeRegistry(lease_s=3000.0), Source()
+    router, state = FakeRegistry(lease_s=3000.0), w.RenewRequest()
     address = await stack.enter_async_context(router.serving())
-    registrations = await begin(stack, source, address)
+    registrations = await begin(stack, state, address)
     await registrations.registered()
-    source.is_draining = True
+    state.draining = True
     registrations.renew()
     await router.until(lambda: router.renewals)
     assert router.renewals[0].draining
 
 
 async def test_routers_are_told_once_they_have_answered_or_are_away(stack: AsyncExitStack) -> None:
-    routers, source = [FakeRegistry(lease_s=3000.0), FakeRegistry(lease_s=3000.0)], Source()
+    routers = [FakeRegistry(lease_s=3000.0), FakeRegistry(lease_s=3000.0)]
+    state = w.RenewRequest()
     addresses = [await stack.enter_async_context(routers[0].serving())]
     async with routers[1].serving() as leaves:
-        registrations = await begin(stack, source, *addresses, leaves)
+        registrations = await begin(stack, state, *addresses, leaves)
         await registrations.registered()
     routers[0].answers.clear()
-    source.is_draining = True
+    state.draining = True
     telling = asyncio.create_task(registrations.renewed())
     await routers[0].until(lambda: routers[0].renewals)
     assert routers[0].renewals[0].draining
@@ -117,7 +92,7 @@ async def test_routers_are_told_once_they_have_answered_or_are_away(stack: Async
 
 async def test_it_registers_again_with_a_router_that_forgot_it(stack: AsyncExitStack) -> None:
     router = FakeRegistry(lease_s=0.03)
-    await begin(stack, Source(), await stack.enter_async_context(router.serving()))
+    await begin(stack, w.RenewRequest(), await stack.enter_async_context(router.serving()))
     await router.until(lambda: router.renewals)
     router.forget = True
     await router.until(lambda: len(router.registered) == 2)
@@ -126,7 +101,7 @@ async def test_it_registers_again_with_a_router_that_forgot_it(stack: AsyncExitS
 async def test_it_registers_with_a_router_that_was_started_anew(stack: AsyncExitStack) -> None:
     older, newer = FakeRegistry(lease_s=0.03), FakeRegistry(lease_s=0.03, forget=True)
     async with older.serving() as address:
-        await begin(stack, Source(), address)
+        await begin(stack, w.RenewRequest(), address)
         await older.until(lambda: older.renewals)
     await stack.enter_async_context(newer.serving(int(address.rpartition(":")[2])))
     await newer.until(lambda: newer.registered)
@@ -136,7 +111,7 @@ async def test_it_waits_for_a_router_that_is_not_there_yet(stack: AsyncExitStack
     placeholder = FakeRegistry()
     async with placeholder.serving() as address:
         port = int(address.rpartition(":")[2])
-    registrations = await begin(stack, Source(), address)
+    registrations = await begin(stack, w.RenewRequest(), address)
     router = FakeRegistry()
     await stack.enter_async_context(router.serving(port))
     async with asyncio.timeout(WAIT_S):
@@ -147,7 +122,7 @@ async def test_it_waits_for_a_router_that_is_not_there_yet(stack: AsyncExitStack
 async def test_a_refusal_is_fatal_and_has_the_reason(stack: AsyncExitStack) -> None:
     router = FakeRegistry(refusal="another model is served here")
     address = await stack.enter_async_context(router.serving())
-    registrations = await begin(stack, Source(), address)
+    registrations = await begin(stack, w.RenewRequest(), address)
     async with asyncio.timeout(WAIT_S):
         error = await asyncio.shield(registrations.refused)
     assert isinstance(error, RegistrationRefused)

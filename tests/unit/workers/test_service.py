@@ -1,4 +1,4 @@
-"""A worker over its session: streams, refusals, deadlines, drain, failures."""
+"""A worker over its session: streams, refusals, drain, failures."""
 
 from __future__ import annotations
 
@@ -228,8 +228,6 @@ class TestRefusals:
             ({"sampling": c.SamplingParams(max_tokens=4, top_p=7.0)}, "top_p"),
             ({"sampling": c.SamplingParams(max_tokens=4, temperature=float("nan"))}, "temperature"),
             ({"sampling": c.SamplingParams(max_tokens=4, stop=[""])}, "stop"),
-            ({"deadline_s": -1.0}, "deadline_s"),
-            ({"deadline_s": float("nan")}, "deadline_s"),
         ],
     )
     async def test_a_malformed_request_ends_alone_and_by_name(
@@ -274,19 +272,6 @@ class TestRefusals:
                 assert error_of(await router.finish(1)) == ("internal_error", "")
             await router.submit(2)
             assert (await router.finish(2))[-1].error is None
-
-
-class TestDeadline:
-    async def test_a_request_over_its_deadline_ends_with_that_error(self) -> None:
-        async with (
-            a_worker(timing=FakeSettings(step_s=0.01)) as server,
-            RouterSide(server) as router,
-        ):
-            await router.submit(1, LONG, deadline_s=0.05)
-            await router.submit(2, deadline_s=1000.0)
-            assert error_of(await router.finish(1)) == ("deadline_exceeded", "")
-            assert (await router.finish(2))[-1].finish_reason is FinishReason.LENGTH
-            await router.until_empty()
 
 
 class TestStatusAndDrain:
@@ -389,12 +374,6 @@ class TestFailures:
             assert server.failed.done()
             await router.submit(2)
             assert error_of(await router.finish(2))[0] == "unavailable"
-
-    async def test_a_stalled_engine_is_cancelled_like_any_other(self) -> None:
-        async with a_worker() as server, RouterSide(server) as router:
-            engine_of(server).faults = FakeFaults(stalled=True)
-            await router.submit(1, deadline_s=0.05)
-            assert error_of(await router.finish(1))[0] == "deadline_exceeded"
 
     async def test_a_router_that_does_not_read_is_dropped_and_its_work_cancelled(self) -> None:
         async with a_worker(max_unsent_bytes=1 << 14) as server:

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
-from tests.patience import WAIT_S, skip
+from tests.patience import WAIT_S
 from tests.unit.workers.router_side import (
     LONG,
     PLAIN,
@@ -18,7 +18,6 @@ from tests.unit.workers.router_side import (
     RouterSide,
     a_worker,
     engine_of,
-    error_of,
     token_ids,
 )
 from workers.fake.settings import FakeFaults, FakeSettings
@@ -96,27 +95,6 @@ async def test_a_cancel_after_the_last_delta_of_a_prefill_frees_what_it_holds() 
         assert (await router.status()).ledger.leased_blocks == 1
         await router.cancel(1)
         await router.until_empty()
-
-
-async def test_a_deadline_in_mid_transfer_frees_both_sides() -> None:
-    async with (
-        a_worker(Role.PREFILL) as prefill,
-        a_worker(Role.DECODE) as decode,
-        RouterSide(prefill) as to_prefill,
-        RouterSide(decode) as to_decode,
-    ):
-        engine_of(prefill).faults = FakeFaults(delay_transfer_s=1000.0)
-        await to_decode.submit(1, decode=decode_phase(prefill), deadline_s=10.0)
-        await to_prefill.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
-        await to_prefill.finish(1)
-        async with asyncio.timeout(WAIT_S):
-            while not (await to_prefill.status()).ledger.in_flight_blocks:
-                pass
-        # Not as far as the lease, which would free the blocks too.
-        skip(10.0)
-        assert error_of(await to_decode.finish(1))[0] == "deadline_exceeded"
-        await to_prefill.until_empty()
-        await to_decode.until_empty()
 
 
 async def test_a_worker_that_stops_with_work_open_ends_the_streams() -> None:
