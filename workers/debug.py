@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -12,73 +12,65 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pdserve.metrics import CONTENT_TYPE, KvCollector, watch_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Awaitable, Callable
 
-    from kv_transfer.snapshot import KvSnapshot
-    from pdserve.metrics import Labelled
     from pdserve.types import WorkerInfo
     from workers.service import WorkerService
 
-    Handler = Callable[[], web.Response]
 
+def debug_handler(
+    service: WorkerService, describe: Callable[[], WorkerInfo]
+) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
+    """Return the handler of the pages. They read state and change nothing."""
+    registry = CollectorRegistry()
+    registry.register(KvCollector(lambda: ((describe(), x) for x in [service.kv_report()] if x)))
+    watch_tasks(registry)
 
-class DebugApp:
-    """Handlers of the pages. They read state and change nothing."""
+    def health() -> web.Response:
+        if service.failed.done():
+            return web.json_response({"status": "failed"}, status=503)
+        return web.json_response({"status": "draining" if service.is_draining else "ok"})
 
-    def __init__(self, service: WorkerService, describe: Callable[[], WorkerInfo]) -> None:
-        self._service = service
-        self._describe = describe
-        self._registry = CollectorRegistry()
-        self._registry.register(KvCollector(self._reports))
-        watch_tasks(self._registry)
-        self._pages: dict[str, Handler] = {
-            "/debug/kv": self._kv,
-            "/metrics": self._metrics,
-            "/healthz": self._health,
-        }
+    def metrics() -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE})
 
-    async def handle(self, request: web.BaseRequest) -> web.Response:
-        page = self._pages.get(request.path)
+    pages = {
+        "/debug/kv": lambda: web.json_response(_kv_state(service, describe())),
+        "/metrics": metrics,
+        "/healthz": health,
+    }
+
+    async def handle(request: web.BaseRequest) -> web.Response:
+        page = pages.get(request.path)
         if page is None:
             text = f"there is no page {request.path}"
-            return web.json_response({"error": text, "paths": [*self._pages]}, status=404)
+            return web.json_response({"error": text, "paths": [*pages]}, status=404)
         if request.method != "GET":
             text, allow = f"{request.path} takes GET only", {"allow": "GET"}
             return web.json_response({"error": text}, status=405, headers=allow)
         return page()
 
-    def _health(self) -> web.Response:
-        if self._service.failed.done():
-            return web.json_response({"status": "failed"}, status=503)
-        return web.json_response({"status": "draining" if self._service.is_draining else "ok"})
-
-    def _metrics(self) -> web.Response:
-        body = generate_latest(self._registry)
-        return web.Response(body=body, headers={"content-type": CONTENT_TYPE})
-
-    def _reports(self) -> Iterator[Labelled]:
-        report = self._service.kv_report()
-        if report is not None:
-            yield self._describe(), report
-
-    def _kv(self) -> web.Response:
-        """The state of KV transfers; `ranks` is empty for a worker that moves no KV."""
-        info, state, report = self._describe(), self._service.kv_state(), self._service.kv_report()
-        ledger = self._service.ledger() if state is None else state.ledger
-        values = {
-            "worker_id": info.worker_id,
-            "instance_id": info.instance_id,
-            "role": info.role,
-            "kv": None if info.kv is None else asdict(info.kv),
-            "ledger": {"pinned_blocks": ledger.pinned_blocks, **asdict(ledger)},
-            "quarantined_slots": 0 if report is None else report.quarantined_slots,
-            "totals": {} if report is None else report.totals,
-            "ranks": [] if state is None else [_rank(x) for x in state.ranks],
-        }
-        return web.json_response(values)
+    return handle
 
 
-def _rank(snapshot: KvSnapshot) -> dict[str, Any]:
-    # Its age: a reader knows nothing of our clock.
-    plain = asdict(replace(snapshot, taken_at=time.monotonic() - snapshot.taken_at))
-    return {"seen_s_ago": plain.pop("taken_at"), **plain}
+def _kv_state(service: WorkerService, info: WorkerInfo) -> dict[str, object]:
+    """Return the state of KV transfers; `ranks` is empty for a worker that moves no KV."""
+    state, ledger, ranks = service.kv_state(), service.ledger(), []
+    report = None if state is None else state.report()
+    if state is not None:
+        ledger = state.ledger
+        for snapshot in state.ranks:
+            plain = asdict(snapshot)
+            # Its age: a reader knows nothing of our clock.
+            age_s = time.monotonic() - plain.pop("taken_at")
+            ranks.append({"seen_s_ago": age_s, **plain})
+    return {
+        "worker_id": info.worker_id,
+        "instance_id": info.instance_id,
+        "role": info.role,
+        "kv": None if info.kv is None else asdict(info.kv),
+        "ledger": {"pinned_blocks": ledger.pinned_blocks, **asdict(ledger)},
+        "quarantined_slots": 0 if report is None else report.quarantined_slots,
+        "totals": {} if report is None else report.totals,
+        "ranks": ranks,
+    }

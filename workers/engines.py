@@ -13,8 +13,6 @@ from pdserve.errors import ConfigError
 from pdserve.types import ModelInfo, Role
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pdserve.config import AccessConfig, KvConfig, WorkerConfig
     from workers.engine import Engine
 
@@ -23,10 +21,6 @@ def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
     """Make the configured engine, not started. Raises ConfigError naming the key at fault."""
     if config.engine == "fake":
         return _make_fake(config, instance_id)
-    return _make_vllm(config, instance_id)
-
-
-def _make_vllm(config: WorkerConfig, instance_id: str) -> Engine:
     from workers.vllm.engine import VllmEngine
     from workers.vllm.settings import KvSettings, VllmSettings
 
@@ -74,28 +68,19 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
             f"kv.connector: the fake engine has no {config.kv.connector}", field="kv.connector"
         )
     if config.role is not Role.AGGREGATED:
-        kv = FakeKv(
-            instance_id,
-            host=config.kv.host,
-            lease_s=config.kv.lease_s,
-        )
-    model = _model_info(config.model_path, config.served_model_name)
-    return FakeEngine(model, settings_from_args(config.engine_args, kv=kv))
-
-
-def _model_info(path: Path, name: str) -> ModelInfo:
-    """Read the model's config.json: the fake engine serves its vocabulary."""
+        kv = FakeKv(instance_id, host=config.kv.host, lease_s=config.kv.lease_s)
+    path = config.model_path / "config.json"
     try:
-        values: dict[str, Any] = json.loads((path / "config.json").read_text())
-        return ModelInfo(
-            name=name,
-            path=str(path),
+        values: dict[str, Any] = json.loads(path.read_text())
+        model = ModelInfo(
+            name=config.served_model_name,
+            path=str(config.model_path),
             max_model_len=int(values["max_position_embeddings"]),
             vocab_size=int(values["vocab_size"]),
             dtype=str(values.get("dtype", values.get("torch_dtype", "auto"))),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"model: {path / 'config.json'} has no vocab_size or max_position_embeddings",
-            field="model",
+            f"model: {path} has no vocab_size or max_position_embeddings", field="model"
         ) from error
+    return FakeEngine(model, settings_from_args(config.engine_args, kv=kv))

@@ -25,7 +25,7 @@ from pdserve.telemetry import open_tracing
 from pdserve.types import Role, WorkerInfo
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
-from workers.debug import DebugApp
+from workers.debug import debug_handler
 from workers.engines import make_engine
 from workers.gpu import gpu_health, watch_gpus
 from workers.registration import Registrations
@@ -131,7 +131,7 @@ class WorkerServer(WorkerServicer):
         self._stack.push_async_callback(server.stop, GRPC_STOP_S)
         await self._report_health(is_serving=True)
         if debug is not None:
-            web = HttpServer(DebugApp(self.service, lambda: self.info).handle, debug)
+            web = HttpServer(debug_handler(self.service, lambda: self.info), debug)
             self._stack.push_async_callback(web.stop)
             await web.start()
         self._registrations.start(self.info, self.service.state)

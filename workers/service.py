@@ -112,7 +112,7 @@ class WorkerService:
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.cached_blocks: dict[int, None] = {}  # chain hashes, each after its parent
         self.exported = 0  # streams that another worker took over with their KV
-        self._is_moving = False  # routers should move the open streams to other workers
+        self.is_moving = False  # routers should move the open streams to other workers
         self._unhealthy = ""  # what is wrong with the machine
         self.guard = guard
         self.max_unsent_bytes = max_unsent_bytes
@@ -173,7 +173,7 @@ class WorkerService:
         return w.RenewRequest(
             load=None if load is None else wire.load_to_pb(load),
             draining=self.is_draining,
-            moving=self._is_moving,
+            moving=self.is_moving,
             unhealthy=self._unhealthy,
             kv=None if kv is None else wire.kv_report_to_pb(kv),
         )
@@ -450,14 +450,14 @@ class WorkerService:
         """Ask routers to move all open streams; return whether nothing is left in time."""
         now = asyncio.get_running_loop().time
         until = now() + MOVE_S
-        self._is_moving = True
+        self.is_moving = True
         try:
             while now() < until:
                 self._routers.renew()
                 if await self._is_empty_by(now() + _MOVE_PERIOD_S):
                     return True
         finally:
-            self._is_moving = False
+            self.is_moving = False
         return False
 
     async def _is_empty_by(self, until: float) -> bool:

@@ -329,9 +329,7 @@ class VllmCore:
             stream_id=work.stream_id,
             token_ids=tuple(made.token_ids),
             text=text,
-            logprobs=sampling.from_vllm_logprobs(
-                made.token_ids, made.logprobs, work.sampling.logprobs or 0
-            ),
+            logprobs=sampling.from_vllm_logprobs(made.logprobs, work.sampling.logprobs or 0),
             finish_reason=finish,
             stop_reason=made.stop_reason,
             report=report,

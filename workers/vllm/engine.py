@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.snapshot import KvState
 from pdserve.errors import Unavailable, WorkerFailed
-from pdserve.types import ErrorInfo, FinishReason, KvLedger, StreamDelta
-from workers.engine import ignore_cache
+from pdserve.types import KvLedger
+from workers.engine import ended_by, ignore_cache
 from workers.vllm.settings import apply_environment
 from workers.vllm.steps import Progress
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kv_transfer.snapshot import KvSnapshot
+    from pdserve.errors import PdserveError
     from pdserve.step_moments import StepMoments
-    from pdserve.types import WorkerLoad
+    from pdserve.types import StreamDelta, WorkerLoad
     from workers.engine import CacheCallback, EngineInfo, FailureCallback, StepCallback, Work
     from workers.vllm.core import KvLook, VllmCore
     from workers.vllm.settings import VllmSettings
@@ -48,7 +49,7 @@ class VllmEngine:
         self._settings = settings
         self._lock = threading.Lock()
         self._inbox: deque[tuple[_Action, int | None]] = deque()  # with the id of a new stream
-        self._end: ErrorInfo | None = None
+        self._end: PdserveError | None = None
         self._wake = threading.Event()
         self._closing = False
         self._executor_died = False
@@ -84,7 +85,7 @@ class VllmEngine:
         submitted = time.monotonic()
         if not self._put(lambda core: core.add(work, submitted), work.stream_id):
             assert self._end is not None
-            self._loop.call_soon(self._on_step, [_ended(work.stream_id, self._end)])
+            self._loop.call_soon(self._on_step, [ended_by(work.stream_id, self._end)])
 
     def cancel(self, stream_id: int) -> None:
         self._put(lambda core: core.cancel(stream_id))
@@ -137,16 +138,17 @@ class VllmEngine:
         try:
             core = self._load()
         except BaseException as error:  # noqa: BLE001 - raised by `start`
-            self._stop(ErrorInfo(WorkerFailed.code, "the engine did not start"), [])
-            self._call(_fail, started, error)
+            self._stop(WorkerFailed("the engine did not start"), [])
+            self._call(_settle, started, error)
             return
-        self._call(_resolve, started, core.info)
-        end, failure = ErrorInfo(Unavailable.code, "the worker is closing"), None
+        self._call(_settle, started, core.info)
+        end: PdserveError = Unavailable("the worker is closing")
+        failure = None
         try:
             self._serve(core)
         except Exception as error:  # noqa: BLE001 - top of the thread: it ends the engine
             _log.exception("the engine failed")
-            end, failure = ErrorInfo(WorkerFailed.code, "the engine failed"), error
+            end, failure = WorkerFailed("the engine failed"), error
         self._stop(end, core.open_streams)
         if failure is not None:
             self._call(self._on_failure, failure)
@@ -211,13 +213,13 @@ class VllmEngine:
     def _look_at_ranks(self, core: VllmCore) -> None:
         self._kv_ranks, self._is_looking = core.kv_ranks(), False
 
-    def _stop(self, end: ErrorInfo, open_streams: Sequence[int]) -> None:
+    def _stop(self, end: PdserveError, open_streams: Sequence[int]) -> None:
         """End all streams with `end`, also those submitted later."""
         with self._lock:
             self._end = end
             waiting = [stream_id for _, stream_id in self._inbox if stream_id is not None]
             self._inbox.clear()
-        self._emit([_ended(stream_id, end) for stream_id in [*open_streams, *waiting]])
+        self._emit([ended_by(stream_id, end) for stream_id in [*open_streams, *waiting]])
 
     def _emit(self, deltas: Sequence[StreamDelta]) -> None:
         if deltas:
@@ -230,15 +232,10 @@ class VllmEngine:
             _log.debug("the event loop ended before the engine")
 
 
-def _ended(stream_id: int, error: ErrorInfo) -> StreamDelta:
-    return StreamDelta(stream_id, finish_reason=FinishReason.ERROR, error=error)
-
-
-def _resolve(future: asyncio.Future[EngineInfo], info: EngineInfo) -> None:
-    if not future.done():
-        future.set_result(info)
-
-
-def _fail(future: asyncio.Future[EngineInfo], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _settle(future: asyncio.Future[EngineInfo], result: EngineInfo | BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:
     """Return the request's `kv_transfer_params`, which may be empty. Raises InvalidRequest."""
     if style is HandoffStyle.CONCURRENT:
-        return _at_once(work)
+        part: ProducerParams | ConsumerParams | None = None
+        match work.phase:
+            case PrefillPhase(transfer_id):
+                part = ProducerParams(transfer_id)
+            case DecodePhase(transfer_id, addresses, instance_id, live=live):
+                part = ConsumerParams(transfer_id, addresses, instance_id, live=live)
+        ours = TransferParams(part, work.resume_token_ids).to_dict()
+        parse(ours)
+        return ours
     params: dict[str, Any] = {}
     match work.phase:
         case PrefillPhase():
@@ -38,18 +46,6 @@ def params_for(work: Work, style: HandoffStyle) -> dict[str, Any]:
 def handle_of(params: Mapping[str, Any] | None) -> bytes:
     """Return the handle for the KV that a prefill's output reports, or b""."""
     return json.dumps(params).encode() if params else b""
-
-
-def _at_once(work: Work) -> dict[str, Any]:
-    part: ProducerParams | ConsumerParams | None = None
-    match work.phase:
-        case PrefillPhase(transfer_id):
-            part = ProducerParams(transfer_id)
-        case DecodePhase(transfer_id, addresses, instance_id, live=live):
-            part = ConsumerParams(transfer_id, addresses, instance_id, live=live)
-    params = TransferParams(part, work.resume_token_ids).to_dict()
-    parse(params)
-    return params
 
 
 def _read_handle(handle: bytes) -> dict[str, Any]:

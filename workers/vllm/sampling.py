@@ -24,20 +24,14 @@ if TYPE_CHECKING:
     from workers.engine import Work
 
 
-def token_limits(work: Work) -> tuple[int, int]:
-    """Return minimum and maximum tokens. Resumed tokens count as generated, and a prefill stops one
-    token after them."""
-    sampling, stop_at = work.sampling, len(work.resume_token_ids) + 1
-    if isinstance(work.phase, PrefillPhase):
-        return min(sampling.min_tokens, stop_at), stop_at
-    return sampling.min_tokens, sampling.max_tokens
-
-
 def to_vllm(work: Work, transfer: Mapping[str, Any]) -> VllmSamplingParams:
     """`transfer` are the `kv_transfer_params`. Raises vLLM's validation error for values that it
     does not take."""
     sampling = work.sampling
-    min_tokens, max_tokens = token_limits(work)
+    min_tokens, max_tokens = sampling.min_tokens, sampling.max_tokens
+    if isinstance(work.phase, PrefillPhase):  # it stops one token after the resumed ones
+        max_tokens = len(work.resume_token_ids) + 1
+        min_tokens = min(min_tokens, max_tokens)
     return VllmSamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -68,44 +62,33 @@ def _structured(sampling: SamplingParams) -> StructuredOutputsParams | None:
     wanted: StructuredOutput | None = sampling.structured_output
     if wanted is None:
         return None
-    match wanted.kind:
-        case Constraint.JSON_SCHEMA:
-            return StructuredOutputsParams(json=wanted.value)
-        case Constraint.JSON_OBJECT:
-            return StructuredOutputsParams(json_object=True)
-        case Constraint.REGEX:
-            return StructuredOutputsParams(regex=wanted.value)
-        case Constraint.CHOICE:
-            return StructuredOutputsParams(choice=list(wanted.choices))
-        case Constraint.GRAMMAR:
-            return StructuredOutputsParams(grammar=wanted.value)
+    values: dict[Constraint, dict[str, Any]] = {
+        Constraint.JSON_SCHEMA: {"json": wanted.value},
+        Constraint.JSON_OBJECT: {"json_object": True},
+        Constraint.REGEX: {"regex": wanted.value},
+        Constraint.CHOICE: {"choice": list(wanted.choices)},
+        Constraint.GRAMMAR: {"grammar": wanted.value},
+    }
+    return StructuredOutputsParams(**values[wanted.kind])
 
 
 def from_vllm_logprobs(
-    token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]] | None, count: int
+    positions: Sequence[Mapping[int, Logprob]] | None, count: int
 ) -> tuple[PositionLogprobs, ...]:
     """Return the logprobs of a delta, with `count` alternatives.
 
     vLLM gives one mapping a position: the sampled token first, then the best `count`, which may
     include it.
     """
-    if not positions:
-        return ()
-    return tuple(
-        _position(token_id, entries, count)
-        for token_id, entries in zip(token_ids, positions, strict=True)
-    )
-
-
-def _position(token_id: int, entries: Mapping[int, Any], count: int) -> PositionLogprobs:
-    sampled = _token(token_id, entries[token_id])
-    every = [_token(other, entry) for other, entry in entries.items()]
-    best = every if len(every) <= count else every[1:]
-    return PositionLogprobs(sampled, tuple(sorted(best, key=lambda t: t.rank)))
-
-
-def _token(token_id: int, entry: Any) -> TokenLogprob:
-    return TokenLogprob(token_id, entry.decoded_token or "", entry.logprob, entry.rank)
+    found = []
+    for entries in positions or ():
+        every = [
+            TokenLogprob(token_id, entry.decoded_token or "", entry.logprob, entry.rank)
+            for token_id, entry in entries.items()
+        ]
+        best = every if len(every) <= count else every[1:]
+        found.append(PositionLogprobs(every[0], tuple(sorted(best, key=lambda t: t.rank))))
+    return tuple(found)
 
 
 def feed(state: Any, token_ids: Sequence[int]) -> str | None:
@@ -119,16 +102,13 @@ def feed(state: Any, token_ids: Sequence[int]) -> str | None:
         stopped = stopped or detokenizer.update([token_id], False)
     # This marks the text as sent, except for what the other engine held back too.
     detokenizer.get_next_output_text(finished=False, delta=True)
-    _feed_logprobs(state.logprobs_processor, token_ids)
-    return stopped
-
-
-def _feed_logprobs(processor: Any, token_ids: Sequence[int]) -> None:
     # Later tokens' texts are made from the ids of the last few; vLLM reads nothing else of these
     # entries, and cuts a delta's logprobs from the end of the list.
-    if processor.logprobs is not None:
+    logprobs = state.logprobs_processor.logprobs
+    if logprobs is not None:
         for token_id in token_ids:
-            processor.logprobs.append({token_id: Logprob(logprob=0.0, rank=1, decoded_token="")})
+            logprobs.append({token_id: Logprob(logprob=0.0, rank=1, decoded_token="")})
+    return stopped
 
 
 def held_back(state: Any, text: str) -> str:

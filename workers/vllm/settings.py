@@ -167,24 +167,15 @@ def apply_environment(settings: VllmSettings) -> None:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.kv.host
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-        if is_preloaded:
-            _set_threads(settings.threads)
     if Path(settings.model_path).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"
-    if _is_cpu_build() and settings.engine_args.get("enforce_eager", True):
-        # Eager on CPU: all that is left to compile are a few helpers of the sampler, for which the
-        # first request with logprobs would wait 2 s, or 14 s with a cold cache.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-
-
-def _is_cpu_build() -> bool:
     # torch is imported after the thread count is set: it reads that once.
     import torch
 
-    return torch.version.cuda is None and torch.version.hip is None
-
-
-def _set_threads(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)
+    if settings.threads is not None and is_preloaded:
+        torch.set_num_threads(settings.threads)
+    is_cpu_build = torch.version.cuda is None and torch.version.hip is None
+    if is_cpu_build and settings.engine_args.get("enforce_eager", True):
+        # Eager on CPU: all that is left to compile are a few helpers of the sampler, for which the
+        # first request with logprobs would wait 2 s, or 14 s with a cold cache.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
