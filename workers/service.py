@@ -194,10 +194,7 @@ class WorkerService:
             older.close(Unavailable(f"router {session.router_id} opened another session"))
             self.detach(older)
         self._sessions[session.router_id] = session
-        session.reported_load = load = self.load()
-        frame = w.StepFrame(load=None if load is None else wire.load_to_pb(load))
-        self._add_step_costs(session, frame)
-        session.send(frame)
+        session.send(self._frame(session))
 
     def detach(self, session: Session) -> None:
         """Cancel all requests of a session that has ended. Idempotent."""
@@ -277,8 +274,7 @@ class WorkerService:
     def cancel(self, session: Session, router_stream_id: int) -> None:
         """Stop a request without a last delta, or release what an ended prefill holds. Unknown
         streams are ignored."""
-        stream_id = session.engine_ids.get(router_stream_id)
-        if stream_id is not None:
+        if (stream_id := session.engine_ids.get(router_stream_id)) is not None:
             self._forget(stream_id)
         else:
             stream_id = session.held.pop(router_stream_id, None)
@@ -293,8 +289,6 @@ class WorkerService:
 
     def _on_step(self, deltas: Sequence[StreamDelta]) -> None:
         """Send each router one frame with what this step made for its requests."""
-        load = self._engine.load()
-        load_pb = None if load is None else wire.load_to_pb(load)
         frames: dict[Session, w.StepFrame] = {}
         plain: dict[Session, list[tuple[int, int, str]]] = {}
         for delta in deltas:
@@ -304,7 +298,7 @@ class WorkerService:
             session = stream.session
             frame = frames.get(session)
             if frame is None:
-                frame = frames[session] = w.StepFrame(load=load_pb)
+                frame = frames[session] = self._frame(session)
             if wire.is_plain(delta):
                 row = (stream.router_stream_id, delta.token_ids[0], delta.text)
                 plain.setdefault(session, []).append(row)
@@ -318,28 +312,27 @@ class WorkerService:
                 self.exported += delta.exported_tokens > 0
                 self._forget(delta.stream_id, delta)
         for session, frame in frames.items():
-            session.reported_load = load
             if session in plain:
                 frame.tokens.CopyFrom(wire.plain_to_pb(plain[session]))
-            self._add_step_costs(session, frame)
             session.send(frame)
 
-    def _add_step_costs(self, session: Session, frame: w.StepFrame) -> None:
+    def _frame(self, session: Session) -> w.StepFrame:
+        """Return a frame with the load, and with the costs of steps if they are due."""
+        session.reported_load = load = self.load()
+        frame = w.StepFrame(load=None if load is None else wire.load_to_pb(load))
         now = asyncio.get_running_loop().time()
-        if now - session.steps_reported_at < STEPS_PERIOD_S:
-            return
-        moments = self._engine.step_moments()
-        if moments is not None and (moments.prefill.steps or moments.decode.steps):
-            session.steps_reported_at = now
-            frame.steps.CopyFrom(moments_to_pb(moments))
+        if now - session.steps_reported_at >= STEPS_PERIOD_S:
+            moments = self._engine.step_moments()
+            if moments is not None and (moments.prefill.steps or moments.decode.steps):
+                session.steps_reported_at = now
+                frame.steps.CopyFrom(moments_to_pb(moments))
+        return frame
 
     def beat(self, session: Session) -> None:
         """Send a sign of life if the router waits for requests, or if the load has changed: what a
         router cancelled leaves the engine some time later."""
-        load = self.load()
-        if session.engine_ids or load != session.reported_load:
-            session.reported_load = load
-            session.send(w.StepFrame(load=None if load is None else wire.load_to_pb(load)))
+        if session.engine_ids or self.load() != session.reported_load:
+            session.send(self._frame(session))
 
     def _on_failure(self, error: BaseException) -> None:
         self._is_draining = True
@@ -425,8 +418,8 @@ class WorkerService:
         taken. Then streams may end by themselves for `timeout_s`. Then routers move those that are
         left. What they did not move ends with an error, on which they go on elsewhere.
         """
-        before = self.exported
-        until = asyncio.get_running_loop().time() + timeout_s
+        before, now = self.exported, asyncio.get_running_loop().time
+        until = now() + timeout_s
         if announce:
             self._is_announcing = True
             try:
@@ -441,24 +434,22 @@ class WorkerService:
         if not self.is_draining:  # the drain was ended meanwhile
             return False, 0
         moved = self.exported - before + self.open_streams
-        if await self._moved():
-            return True, moved
-        self.end_streams(Unavailable(reason))
-        return await self._is_empty_by(asyncio.get_running_loop().time() + UNPIN_S), moved
-
-    async def _moved(self) -> bool:
-        """Ask routers to move all open streams; return whether nothing is left in time."""
-        now = asyncio.get_running_loop().time
         until = now() + MOVE_S
         self.is_moving = True
         try:
             while now() < until:
                 self._routers.renew()
                 if await self._is_empty_by(now() + _MOVE_PERIOD_S):
-                    return True
+                    return True, moved
         finally:
             self.is_moving = False
-        return False
+        for stream in list(self._streams.values()):
+            self._refuse(stream.session, stream.router_stream_id, Unavailable(reason))
+        for session in self._sessions.values():
+            for stream_id in session.held.values():
+                self._engine.cancel(stream_id)
+            session.held.clear()
+        return await self._is_empty_by(now() + UNPIN_S), moved
 
     async def _is_empty_by(self, until: float) -> bool:
         try:
@@ -469,15 +460,6 @@ class WorkerService:
         except TimeoutError:
             return not self._streams and self.ledger().is_empty
         return True
-
-    def end_streams(self, error: Unavailable) -> None:
-        """End all open streams with `error`, and release what ended prefills hold."""
-        for stream in list(self._streams.values()):
-            self._refuse(stream.session, stream.router_stream_id, error)
-        for session in self._sessions.values():
-            for stream_id in session.held.values():
-                self._engine.cancel(stream_id)
-            session.held.clear()
 
     def close_sessions(self) -> None:
         """Close every session once what is queued for it is sent, and accept no new one."""

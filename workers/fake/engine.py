@@ -42,8 +42,8 @@ from pdserve.types import (
     TransferReport,
     WorkerLoad,
 )
+from workers.cache_mirror import CacheMirror
 from workers.engine import (
-    CacheChange,
     DecodePhase,
     EngineInfo,
     PrefillPhase,
@@ -73,8 +73,8 @@ _local: dict[str, FakeEngine] = {}
 
 @dataclass(slots=True)
 class Sequence:
-    """One request. `kv` covers the prompt and all of `generated`, `kv_before` all but the last
-    token; both are None until they were computed or received."""
+    """One request. `kv` covers the prompt and all of `generated` but the last token; it is None
+    until it was computed or received."""
 
     work: Work
     vocab_size: int
@@ -83,7 +83,6 @@ class Sequence:
     admitted_at: float = 0.0
     first_at: float = 0.0
     kv: bytes | None = None
-    kv_before: bytes | None = None
     generated: list[int] = field(default_factory=list)
     transfer: TransferReport | None = None
     cached_tokens: int = 0
@@ -101,8 +100,8 @@ class Sequence:
     @property
     def handoff(self) -> Handoff:
         """What another engine needs to continue after the last token."""
-        assert self.kv_before is not None
-        return Handoff(self.kv_before, self.blocks, self.generated[-1])
+        assert self.kv is not None
+        return Handoff(self.kv, self.blocks, self.generated[-1])
 
     def receive(self, handoff: Handoff, report: TransferReport) -> None:
         """Take KV and first token from a prefill, or the KV alone from an engine that decoded."""
@@ -110,17 +109,17 @@ class Sequence:
         if not (isinstance(phase, DecodePhase) and phase.live):
             self.generated.append(handoff.token)
             self.text.resume([handoff.token])
-        self.kv_before = handoff.kv
-        self.kv = model.extend(handoff.kv, self.generated[-1:])
-        self.transfer = report
+        self.kv, self.transfer = handoff.kv, report
 
     def advance(self, now: float) -> StreamDelta:
         """Generate one token."""
         sampling, stream_id = self.work.sampling, self.work.stream_id
-        if self.kv is None:
-            self.kv = model.extend(model.kv_of(self.work.prompt_token_ids), self.generated)
         if len(self.generated) >= sampling.max_tokens:
             return self.end(StreamDelta(stream_id), FinishReason.LENGTH, now)
+        if self.kv is None:
+            self.kv = model.extend(model.kv_of(self.work.prompt_token_ids), self.generated)
+        else:
+            self.kv = model.extend(self.kv, self.generated[-1:])
         early = len(self.generated) < sampling.min_tokens
         token = model.next_token(
             self.kv,
@@ -128,7 +127,6 @@ class Sequence:
             vocab_size=self.vocab_size,
             forbidden={model.EOS, *sampling.stop_token_ids} if early else (),
         )
-        self.kv_before, self.kv = self.kv, model.extend(self.kv, [token])
         self.generated.append(token)
         self.first_at = self.first_at or now
         is_eos = token == model.EOS and not sampling.ignore_eos
@@ -194,51 +192,34 @@ class _Transfer:
             raise TransferFailed(self.gone.result())
 
 
-class PrefixCache:
-    """Chain hashes of cached blocks, the least recently used first. As vLLM's cache it evicts the
-    last blocks of a prompt before its first. State: also what changed since `take`."""
+class PrefixCache(CacheMirror):
+    """A prefix cache of `max_blocks`, whose keys are the chain hashes. As vLLM's cache it evicts
+    the least recently used blocks, and the last blocks of a prompt before its first. State: all
+    blocks, the least recently used first."""
 
     def __init__(self, name: str, block_size: int, max_blocks: int) -> None:
-        self._block_size = block_size
+        super().__init__(name, block_size)
         self._max_blocks = max_blocks
-        self._root = prefix_hash.root(name, block_size)
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-        self._stored: dict[int, None] = {}
-        self._removed: dict[int, None] = {}
+        self._recent: OrderedDict[int, None] = OrderedDict()
 
     def hit(self, prompt_token_ids: tuple[int, ...]) -> int:
         """Return how many tokens of the prompt need not be computed."""
         count = prefix_hash.usable_blocks(len(prompt_token_ids), self._block_size)
-        found = 0
-        for chain_hash in self._chain(prompt_token_ids, count):
-            if chain_hash not in self._blocks:
-                break
-            found += 1
-        return found * self._block_size
+        chain = self._chain(prompt_token_ids, count)
+        return sum(x in self._recent for x in chain) * self._block_size
 
-    def store(self, prompt_token_ids: tuple[int, ...]) -> None:
+    def keep(self, prompt_token_ids: tuple[int, ...]) -> None:
         """Cache the blocks of a prompt that was computed or received."""
         chain = self._chain(prompt_token_ids, self._max_blocks)
-        for chain_hash in chain:
-            if chain_hash not in self._blocks:
-                self._blocks[chain_hash] = None
-                if self._removed.pop(chain_hash, chain_hash) is not None:
-                    self._stored[chain_hash] = None
+        self.store(chain, None, prompt_token_ids[: len(chain) * self._block_size])
         for chain_hash in reversed(chain):
-            self._blocks.move_to_end(chain_hash)
-        while len(self._blocks) > self._max_blocks:
-            evicted, _ = self._blocks.popitem(last=False)
-            if self._stored.pop(evicted, evicted) is not None:
-                self._removed[evicted] = None
+            self._recent[chain_hash] = None
+            self._recent.move_to_end(chain_hash)
+        while len(self._recent) > self._max_blocks:
+            self.remove(self._recent.popitem(last=False)[0])
 
     def _chain(self, token_ids: tuple[int, ...], count: int) -> list[int]:
         return prefix_hash.chain(token_ids, self._block_size, self._root, blocks=count)
-
-    def take(self) -> CacheChange:
-        """Return what has changed since the last call."""
-        change = CacheChange(tuple(self._removed), tuple(self._stored))
-        self._stored, self._removed = {}, {}
-        return change
 
 
 class FakeEngine:
@@ -351,8 +332,8 @@ class FakeEngine:
 
     def export(self, stream_id: int, transfer_id: str) -> None:
         sequence = self._running.get(stream_id)
-        has_kv = sequence is not None and sequence.kv_before is not None
-        if sequence is None or not has_kv or isinstance(sequence.work.phase, PrefillPhase):
+        is_prefill = sequence is not None and isinstance(sequence.work.phase, PrefillPhase)
+        if sequence is None or sequence.kv is None or is_prefill:
             if stream_id in self._stream_ids:
                 self.cancel(stream_id)
                 error = Unavailable("the KV of the stream is not complete here")
@@ -531,7 +512,7 @@ class FakeEngine:
             delta = ended_by(work.stream_id, error)
         else:
             if sequence.kv is None and self._cache is not None:
-                self._cache.store(work.prompt_token_ids)
+                self._cache.keep(work.prompt_token_ids)
             delta = sequence.advance(self._now())
         if delta.finish_reason is None:
             return delta
@@ -652,7 +633,7 @@ class FakeEngine:
             report = TransferReport(took_s, handoff.exposed_s, size, handoff.blocks, "fake")
             sequence.receive(handoff, report)
             if self._cache is not None:
-                self._cache.store(sequence.work.prompt_token_ids)
+                self._cache.keep(sequence.work.prompt_token_ids)
                 self._report_cache()
             self._running[stream_id] = sequence
         finally:

@@ -23,7 +23,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from workers.vllm.cache_mirror import CacheMirror
+from workers.cache_mirror import CacheMirror
 
 if TYPE_CHECKING:
     from workers.engine import CacheChange

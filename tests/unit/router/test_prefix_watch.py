@@ -20,9 +20,9 @@ from router.fleet.registry import Fleet
 from router.prefix import PrefixWatcher
 from tests.fakes import MODEL, worker_info
 from tests.patience import WAIT_S
+from workers.cache_mirror import CacheMirror
 from workers.fake.engine import FakeEngine
 from workers.service import WorkerService
-from workers.vllm.cache_mirror import CacheMirror
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

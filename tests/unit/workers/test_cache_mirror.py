@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve import prefix_hash
+from workers.cache_mirror import CacheMirror
 from workers.engine import CacheChange
 from workers.fake.engine import PrefixCache as FakeCache
-from workers.vllm.cache_mirror import CacheMirror
 
 SIZE = 2
 ROOT = prefix_hash.root("m", SIZE)
@@ -117,7 +117,7 @@ def test_the_fake_cache_is_bounded_and_closed(prompts: list[str], room: int) -> 
     cache, reader = FakeCache("m", SIZE, room), Reader()
     for prompt in prompts:
         ids = tuple(tokens(prompt))
-        cache.store(ids)
+        cache.keep(ids)
         reader.read(cache.take() or CacheChange())
         assert len(reader.blocks) <= room
         chain = [hash_of(prompt[: i + 1]) for i in range(len(prompt))]
@@ -125,3 +125,14 @@ def test_the_fake_cache_is_bounded_and_closed(prompts: list[str], room: int) -> 
         assert held == sorted(held, reverse=True)
         # One more token, so that the whole prompt may be taken from the cache.
         assert cache.hit((*ids, 0)) == sum(held) * SIZE == min(len(prompt), room) * SIZE
+
+
+def test_a_block_that_stays_keeps_nothing_of_those_after_it() -> None:
+    mirror = CacheMirror("m", SIZE)
+    store(mirror, "0", 0)
+    for _ in range(3):
+        store(mirror, "012", 1)
+        mirror.remove(key("012"))
+        mirror.remove(key("01"))
+    assert not mirror._children
+    assert not mirror._parents

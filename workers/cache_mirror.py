@@ -8,6 +8,7 @@ cached when its parent comes back is not shown again.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from pdserve import prefix_hash
@@ -16,7 +17,7 @@ from workers.engine import CacheChange
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Key = bytes
+Key = Hashable
 
 
 class CacheMirror:
@@ -29,7 +30,8 @@ class CacheMirror:
         self._block_size = block_size
         self._root = prefix_hash.root(model, block_size)
         self._hashes: dict[Key, int] = {}
-        self._children: dict[Key, set[Key]] = {}
+        self._parents: dict[Key, Key] = {}
+        self._children: dict[Key, dict[Key, None]] = {}
         self._stored: dict[int, None] = {}
         self._removed: dict[int, None] = {}
 
@@ -58,7 +60,8 @@ class CacheMirror:
                 self.remove(key)  # it is cached after another parent
             self._hashes[key] = chain_hash
             if parent is not None:
-                self._children.setdefault(parent, set()).add(key)
+                self._parents[key] = parent
+                self._children.setdefault(parent, {})[key] = None
             if self._removed.pop(chain_hash, chain_hash) is not None:
                 self._stored[chain_hash] = None
             parent = key
@@ -66,7 +69,13 @@ class CacheMirror:
     def remove(self, key: Key) -> None:
         """Withdraw a block, if it is known, and all blocks after it."""
         gone = [key] if key in self._hashes else []
+        parent = self._parents.get(key)
+        if parent is not None:
+            del self._children[parent][key]
+            if not self._children[parent]:
+                del self._children[parent]
         for each in gone:
+            self._parents.pop(each, None)
             gone += self._children.pop(each, ())
             chain_hash = self._hashes.pop(each, None)
             if chain_hash is not None and self._stored.pop(chain_hash, chain_hash) is not None:
