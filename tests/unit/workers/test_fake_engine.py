@@ -165,16 +165,6 @@ class TestFaults:
         await pair.until_empty()
         assert (await pair.prefill.run(prompt(20))).last.error is None
 
-    async def test_a_dropped_transfer_fails_the_decode_and_frees_the_prefill(
-        self, pair: Pair
-    ) -> None:
-        fake(pair.prefill).faults = FakeFaults(drop_transfer="*")
-        prefill_phase, decode_phase = pair.phases()
-        decoding = pair.decode.submit(prompt(20), PLAIN, decode_phase)
-        await pair.prefill.run(prompt(20), PLAIN, prefill_phase)
-        assert (await pair.decode.finish(decoding)).error.code == "transfer_failed"
-        await pair.until_empty()
-
     async def test_an_engine_that_stalls_at_a_step_makes_all_before_it(self, pair: Pair) -> None:
         driver = pair.decode
         fake(driver).faults = FakeFaults(stall_at_step=4)

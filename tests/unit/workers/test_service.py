@@ -56,11 +56,6 @@ class TestStreams:
             assert deltas[-1].report is not None
             assert all(frame.HasField("load") for frame in router.frames)
 
-    async def test_the_load_is_known_before_there_is_any_work(self) -> None:
-        async with a_worker() as server, RouterSide(server) as router:
-            await router.until(lambda: router.frames)
-            assert router.frames[0].load.free_blocks == FakeSettings().total_blocks
-
     async def test_a_router_without_streams_hears_of_a_load_that_changed(self) -> None:
         """It may remember what it has cancelled there, and take it for another router's."""
         async with (
@@ -114,36 +109,6 @@ class TestStreams:
             answers = [token_ids(await x.finish(1)) for x in (one, two)]
             assert answers[0] != answers[1]
             assert [len(x) for x in answers] == [PLAIN.max_tokens] * 2
-
-    async def test_prefill_and_decode_over_two_workers_give_one_answer(self) -> None:
-        async with (
-            a_worker(Role.PREFILL) as prefill,
-            a_worker(Role.DECODE) as decode,
-            RouterSide(prefill) as to_prefill,
-            RouterSide(decode) as to_decode,
-        ):
-            assert prefill.info.kv is not None
-            phase = w.DecodePhase(
-                transfer_id="t",
-                producer_addresses=prefill.info.kv.addresses,
-                producer_instance_id=prefill.instance_id,
-            )
-            await to_decode.submit(1, decode=phase)
-            await to_prefill.submit(7, prefill=w.PrefillPhase(transfer_id="t"))
-            apart = token_ids(await to_prefill.finish(7)) + token_ids(await to_decode.finish(1))
-            await to_decode.submit(2)
-            assert apart == token_ids(await to_decode.finish(2))
-
-    async def test_resume_and_logprobs_reach_the_engine_and_come_back(self) -> None:
-        async with a_worker() as server, RouterSide(server) as router:
-            sampling = replace(PLAIN, logprobs=2)
-            await router.submit(1, sampling)
-            whole = await router.finish(1)
-            await router.submit(2, sampling, resume_token_ids=token_ids(whole)[:3])
-            resumed = await router.finish(2)
-            assert token_ids(resumed) == token_ids(whole)[3:]
-            assert [len(d.logprobs[0].top) for d in resumed] == [2] * 5
-
 
 class TestHello:
     async def test_another_instance_id_is_a_failed_precondition(self) -> None:

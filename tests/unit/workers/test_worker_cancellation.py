@@ -88,15 +88,6 @@ async def test_a_decode_that_is_cancelled_in_mid_transfer_frees_both_sides() -> 
         await to_prefill.until_empty()
 
 
-async def test_a_cancel_after_the_last_delta_of_a_prefill_frees_what_it_holds() -> None:
-    async with a_worker(Role.PREFILL) as prefill, RouterSide(prefill) as router:
-        await router.submit(1, prefill=w.PrefillPhase(transfer_id="t"))
-        await router.finish(1)
-        assert (await router.status()).ledger.leased_blocks == 1
-        await router.cancel(1)
-        await router.until_empty()
-
-
 async def test_a_worker_that_stops_with_work_open_ends_the_streams() -> None:
     registry = FakeRegistry()
     async with a_worker(registry=registry, timing=SLOW) as server:
