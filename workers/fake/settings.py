@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated
 
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, Struct, ValidationError, convert, structs
 
-from pdserve.config import parse
+from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,4 +80,9 @@ class FakeSettings(FakeFaults, frozen=True, kw_only=True):
 
 def settings_from_args(args: Mapping[str, object], *, kv: FakeKv | None) -> FakeSettings:
     """Read a worker's `engine_args`. Raises ConfigError."""
-    return structs.replace(parse(FakeSettings, dict(args), "engine_args"), kv=kv)
+    try:
+        return structs.replace(convert(dict(args), FakeSettings), kv=kv)
+    except ValidationError as error:
+        # "... unknown field `name`", or "... - at `$.name`".
+        field = "engine_args." + re.findall(r"`\$?\.?(\w+)`", str(error))[-1]
+        raise ConfigError(f"{field}: {error}", field=field) from None

@@ -110,6 +110,7 @@ class TestStreams:
             assert answers[0] != answers[1]
             assert [len(x) for x in answers] == [PLAIN.max_tokens] * 2
 
+
 class TestHello:
     async def test_another_instance_id_is_a_failed_precondition(self) -> None:
         async with a_worker() as server:
