@@ -44,8 +44,8 @@ def register(commands: Subparsers) -> None:
         parser.add_argument("worker", metavar="WORKER", help="the worker's id")
     role.add_argument("role", choices=("prefill", "decode"), help="the new role")
     moved = "then move its streams to other workers"
-    add_seconds(drain, "--timeout", 30.0, moved)
-    add_seconds(role, "--drain-timeout", 30.0, moved)
+    add_seconds(drain, "--timeout", 30.0, moved, or_none=True)
+    add_seconds(role, "--drain-timeout", 30.0, moved, or_none=True)
     for flag, text in (
         ("--stop", "end its process once it is drained"),
         ("--force", "also if its model cannot be served without it"),

@@ -51,17 +51,23 @@ def add_command(
 
 
 def add_seconds(
-    parser: argparse._ActionsContainer, flag: str, default: float | None, text: str
+    parser: argparse._ActionsContainer,
+    flag: str,
+    default: float | None,
+    text: str,
+    *,
+    or_none: bool = False,
 ) -> None:
+    """Add an option that takes seconds above 0, or also 0 with `or_none`."""
     note = "" if default is None else " (default: %(default)g)"
-    parser.add_argument(flag, type=_seconds, default=default, metavar="SECONDS", help=text + note)
 
+    def seconds(text: str) -> float:
+        value = float(text)
+        if not 0 <= value < float("inf") or not (value or or_none):
+            raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
+        return value
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text}")
-    return value
+    parser.add_argument(flag, type=seconds, default=default, metavar="SECONDS", help=text + note)
 
 
 def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
