@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 # -- values of options
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def _positive(text: str) -> float:
-    value = _number(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value

@@ -108,20 +108,16 @@ async def alternate(
         yield {name: found[name] for name in variants}
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """One metric of one variant over all rounds. `ratio` is to the baseline, None for itself."""
+def compare(
+    rounds: Sequence[Mapping[str, float]], baseline: str
+) -> dict[str, tuple[float, float | None]]:
+    """Compare one metric, given by variant for each round.
 
-    median: float
-    ratio: float | None
-
-
-def compare(rounds: Sequence[Mapping[str, float]], baseline: str) -> dict[str, Comparison]:
-    """Compare one metric, given by variant for each round."""
+    Return by variant the median, and the median ratio to the baseline (None for itself).
+    """
     found = {}
     for name in rounds[0]:
         quotient = ratio([(each[name], each[baseline]) for each in rounds], name)
-        is_known = name != baseline and quotient is not None
         median = percentile([each[name] for each in rounds], 50)
-        found[name] = Comparison(median, quotient.value if is_known and quotient else None)
+        found[name] = (median, quotient.value if quotient and name != baseline else None)
     return found

@@ -80,10 +80,9 @@ async def run(
             row: dict[str, Any] = {"router": name, "streams": streams}
             for metric in rounds[0][name][streams]:
                 values = [{n: x[n][streams][metric] for n in names} for x in rounds]
-                found = compare(values, baseline)[name]
-                row[metric] = found.median
+                row[metric], ratio = compare(values, baseline)[name]
                 if metric in _RATIOS:
-                    row[f"{metric}_ratio"] = found.ratio
+                    row[f"{metric}_ratio"] = ratio
             rows.append(row)
     return rows, [*notes, f"ratios are to {baseline}, round by round"]
 
