@@ -6,6 +6,8 @@ import ctypes
 import mmap
 import random
 
+import numpy as np
+
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory
 from kv_transfer.transport.base import LocalKv
@@ -47,9 +49,7 @@ class Cache:
 
     def block(self, block: int) -> list[bytes]:
         """The block's pages, by layer."""
-        g = self.region.geometry
-        starts = [g.page_offset(layer, block) for layer in range(g.num_layers)]
-        return [bytes(self._memory[start : start + g.page_bytes]) for start in starts]
+        return [page.tobytes() for page in self.region._array()[:, block]]
 
     def blocks(self) -> list[list[bytes]]:
         """All of them."""
@@ -62,15 +62,12 @@ class Cache:
 
     def fill(self, block: int, pages: list[bytes]) -> None:
         """These pages for a block, by layer."""
-        g = self.region.geometry
         for layer, page in enumerate(pages):
-            start = g.page_offset(layer, block)
-            self._memory[start : start + g.page_bytes] = page
+            self.put(block, layer, page)
 
     def put(self, block: int, layer: int, page: bytes) -> None:
         """One page's content."""
-        start = self.region.geometry.page_offset(layer, block)
-        self._memory[start : start + len(page)] = page
+        self.region._array()[layer, block] = np.frombuffer(page, np.uint8)
 
     def close(self) -> None:
         """Idempotent; when nobody touches the region any more."""
