@@ -12,7 +12,7 @@ from msgspec import structs
 from pdserve.errors import ContextLengthExceeded, Unavailable
 from pdserve.types import HandoffStyle, Role
 from router.decisions import DecisionLog
-from router.placement.filters import check_known, with_states
+from router.placement.filters import no_workers, with_states
 from router.placement.policies import place_aggregated, place_live, place_or_aggregate
 from router.placement.values import (
     NO_CONTEXT,
@@ -171,7 +171,7 @@ class Placer:
         if prompt and one token fit none of them.
         """
         if not self._fleet.of_model(request.model):
-            check_known((), request.model, others=self._fleet.models())
+            raise no_workers(request.model, self._fleet.models())
         token_ids = request.prompt_token_ids + request.resume
         prompt_tokens = len(token_ids)
         max_tokens = request.sampling.max_tokens - len(request.resume)

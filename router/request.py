@@ -28,7 +28,7 @@ from pdserve.telemetry import UNTRACED
 from pdserve.types import FinishReason, Receipt, Role, StreamDelta, TransferReport, Usage
 from router.answer import AnswerDelta
 from router.handoff import Failed, Finished, Phase
-from router.placement.filters import check_servable_aggregated
+from router.placement.filters import check_servable
 from router.retry import LIVE_KV, MOVED, RETRYABLE, Constraints, RetryPolicy, RetryStep
 from router.upstream import Answer, Attempt
 
@@ -239,7 +239,7 @@ class RequestServer:
         if not models:
             raise Unavailable("no worker is registered")
         for name in models:
-            check_servable_aggregated(self._services.fleet.candidates(name), name)
+            check_servable(self._services.fleet.candidates(name), name, aggregated=True)
 
     @property
     def running_requests(self) -> int:

@@ -110,15 +110,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """State of one model: average needs, the role that should have more workers and since when,
-    and the role changes that failed, the last one for `failure`."""
+    """State of one model: average needs of the workers that there were at `changed_at`, the role
+    that should have more workers and since when, and the role changes that failed, the last one for
+    `failure`."""
 
     changed_at: float
     seen_at: float
-    prefill_workers: int
-    decode_workers: int
-    prefill_need: float
-    decode_need: float
+    mean: Loads
     wanted: Role | None = None
     wanted_since: float = 0.0
     paused_until: float = -math.inf
@@ -130,31 +128,16 @@ def decide(
     state: RoleState | None, loads: Loads, now: float, config: RolesConfig
 ) -> tuple[RoleState, Verdict]:
     """Take another look at a model's loads."""
-    if state is None or _changed(state, loads):
-        before = state
-        state = RoleState(
-            now,
-            now,
-            loads.prefill_workers,
-            loads.decode_workers,
-            loads.prefill_need,
-            loads.decode_need,
-        )
-        if before is not None:
-            state = replace(
-                state,
-                paused_until=before.paused_until,
-                failed=before.failed,
-                failure=before.failure,
-            )
-    kept = math.exp(-(now - state.seen_at) / config.window_s)
-    state = replace(
-        state,
-        seen_at=now,
-        prefill_need=kept * state.prefill_need + (1 - kept) * loads.prefill_need,
-        decode_need=kept * state.decode_need + (1 - kept) * loads.decode_need,
-    )
-    loads = replace(loads, prefill_need=state.prefill_need, decode_need=state.decode_need)
+    if state is None:
+        state = RoleState(now, now, loads)
+    elif _changed(state.mean, loads):
+        state = replace(state, changed_at=now, seen_at=now, mean=loads, wanted=None)
+    kept, mean = math.exp(-(now - state.seen_at) / config.window_s), state.mean
+    prefill_need = kept * mean.prefill_need + (1 - kept) * loads.prefill_need
+    decode_need = kept * mean.decode_need + (1 - kept) * loads.decode_need
+    mean = replace(mean, prefill_need=prefill_need, decode_need=decode_need)
+    state = replace(state, seen_at=now, mean=mean)
+    loads = replace(loads, prefill_need=prefill_need, decode_need=decode_need)
     wanted, role = loads.best(), None
     enough = wanted.highest <= loads.highest * (1.0 - MIN_IMPROVEMENT)
     if loads.highest > config.min_load and enough and wanted != loads:
@@ -189,12 +172,11 @@ def moved(
     return replace(state, paused_until=now + pause_s, failed=failed, failure=failure)
 
 
-def _changed(state: RoleState, loads: Loads) -> bool:
-    pairs = (
-        (state.prefill_workers, loads.prefill_workers),
-        (state.decode_workers, loads.decode_workers),
+def _changed(before: Loads, after: Loads) -> bool:
+    prefill = abs(after.prefill_workers - before.prefill_workers) > CHANGED * before.prefill_workers
+    return prefill or abs(after.decode_workers - before.decode_workers) > (
+        CHANGED * before.decode_workers
     )
-    return any(abs(after - before) > CHANGED * before for before, after in pairs)
 
 
 def loads_of(

@@ -66,10 +66,6 @@ class AdmissionLimits:
     queue_timeout_s: float = 30.0
     max_ttft_s: float = 0.0
 
-    @property
-    def max_running_batch(self) -> int:
-        return max(1, int(self.max_running_requests * BATCH_SHARE))
-
 
 class LatencyEstimate(NamedTuple):
     """Predicted times of a request once it is admitted: until its prefill starts, of its prefill,
@@ -215,8 +211,8 @@ class AdmissionController:
             raise self._expired(model, entry, loop.time()) from None
         except BaseException:
             if granted.cancelled():
+                entry.usage.release(loop.time())  # it costs the tenant what was asked for
                 self._leave(model, entry, loop.time())
-                entry.usage.release(loop.time())
             elif granted.exception() is None:
                 self._release(entry, granted.result())  # granted and cancelled at the same moment
             raise
@@ -298,7 +294,8 @@ class AdmissionController:
 
     @property
     def _has_batch_slot(self) -> bool:
-        return self._running_batch < self._limits.max_running_batch
+        most = max(1, int(self._limits.max_running_requests * BATCH_SHARE))
+        return self._running_batch < most
 
     def _check_queue(self, model: _Model, entry: _Entry, now: float) -> None:
         """Raise an error if the queue is full, or so long that the request would be late."""
@@ -336,16 +333,12 @@ class AdmissionController:
 
     def _late(self, model: _Model, entry: _Entry, late_s: float, now: float) -> PdserveError:
         retry_after_s = max(self._retry_after_s(model, entry, now), float(math.ceil(late_s)))
+        kind: type[PdserveError] = Unavailable
+        told = f"the answer is predicted {late_s:.2f} s after its deadline"
         if entry.late_reason is Refusal.SLO_UNREACHABLE:
-            return Overloaded(
-                f"the predicted TTFT is {late_s:.2f} s over the limit; retry in "
-                f"{retry_after_s:.0f} s",
-                retry_after_s=retry_after_s,
-                reason=entry.late_reason,
-            )
-        return Unavailable(
-            f"the answer is predicted {late_s:.2f} s after its deadline; retry in "
-            f"{retry_after_s:.0f} s",
+            kind, told = Overloaded, f"the predicted TTFT is {late_s:.2f} s over the limit"
+        return kind(
+            f"{told}; retry in {retry_after_s:.0f} s",
             retry_after_s=retry_after_s,
             reason=entry.late_reason,
         )
@@ -361,7 +354,8 @@ class AdmissionController:
             self._advance(model)
 
     def _leave(self, model: _Model, entry: _Entry, now: float) -> None:
-        """Take an entry that was not admitted out of the queue."""
+        """Take an entry that was not admitted out of the queue, and refund what it holds."""
+        entry.usage.refund()
         model.queue.remove(entry)
         self._dequeued(model, entry, now)
         if entry in model.blocked:
@@ -375,7 +369,6 @@ class AdmissionController:
 
     def _expired(self, model: _Model, entry: _Entry, now: float) -> PdserveError:
         self._leave(model, entry, now)
-        entry.usage.refund()
         if now >= entry.deadline:
             return DeadlineExceeded("the deadline passed while the request was queued")
         return self._late(model, entry, max(0.0, now - entry.latest_start), now)
@@ -448,7 +441,6 @@ class AdmissionController:
 
     def _reject(self, model: _Model, entry: _Entry, error: PdserveError, now: float) -> None:
         self._leave(model, entry, now)
-        entry.usage.refund()
         entry.granted.set_exception(error)
 
     def _admitted(self, entry: _Entry) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.errors import ModelNotFound, Unavailable
+from pdserve.errors import ModelNotFound, PdserveError, Unavailable
 from pdserve.kv_pairs import exchange, unpaired
 from pdserve.types import Role
 from router.placement.values import MemberState
@@ -87,33 +87,26 @@ def prefer(candidates: list[Candidate], avoid: frozenset[str]) -> list[Candidate
     return kept + [c for c in candidates if c.worker_id in avoid and c.role not in kept_roles]
 
 
-def check_known(candidates: Sequence[object], model: str, *, others: Iterable[str]) -> None:
-    """Raise ModelNotFound if only other models are served, Unavailable if there is no worker."""
-    if candidates:
-        return
-    names = ", ".join(sorted(others))
-    if names:
-        raise ModelNotFound(f"model {model} is not served here; served are: {names}", field="model")
-    raise Unavailable("no worker is registered")
+def no_workers(model: str, others: Iterable[str]) -> PdserveError:
+    """Return the error for a model without workers; `others` are the models that have some."""
+    if names := ", ".join(sorted(others)):
+        text = f"model {model} is not served here; served are: {names}"
+        return ModelNotFound(text, field="model")
+    return Unavailable("no worker is registered")
 
 
-def check_servable(candidates: Sequence[Candidate], model: str) -> None:
+def check_servable(
+    candidates: Sequence[Candidate], model: str, *, aggregated: bool = False
+) -> None:
     """Raise Unavailable, naming what is missing, unless an idle pool of the ready workers could
-    serve `model` with prefill and decode on the workers of those roles."""
+    serve `model`: with `aggregated` on one worker of any role."""
     ready = [c for c in candidates if c.state is MemberState.READY]
-    if any(c.role is Role.AGGREGATED for c in ready):
+    if (ready and aggregated) or any(c.role is Role.AGGREGATED for c in ready):
         return
     prefills = [c for c in ready if c.role is Role.PREFILL]
     decodes = [c for c in ready if c.role is Role.DECODE]
     if not any(exchange(p.kind, d.kind) for p in prefills for d in decodes):
         raise Unavailable(what_is_missing(model, prefills, decodes))
-
-
-def check_servable_aggregated(candidates: Sequence[Candidate], model: str) -> None:
-    """Raise Unavailable, naming what is missing, unless a worker of `model` is ready: every worker
-    can do both phases."""
-    if not any(c.state is MemberState.READY for c in candidates):
-        check_servable(candidates, model)
 
 
 def with_states(error: Unavailable, candidates: Iterable[Candidate]) -> Unavailable:

@@ -29,31 +29,27 @@ def room(
     candidates: Sequence[Candidate], _demand: Demand, _cached: Mapping[str, int]
 ) -> list[float]:
     """Share of KV blocks that are neither reserved by this router nor reported as used."""
-    reported = _fill(
-        [None if c.load is None else c.load.free_blocks / c.info.total_blocks for c in candidates]
+    placed = [1 - c.reserved_blocks / c.info.total_blocks for c in candidates]
+    return _lower(
+        placed,
+        [None if c.load is None else c.load.free_blocks / c.info.total_blocks for c in candidates],
     )
-    return [
-        max(0.0, min(1 - c.reserved_blocks / c.info.total_blocks, free))
-        for c, free in zip(candidates, reported, strict=True)
-    ]
 
 
 def slots(
     candidates: Sequence[Candidate], _demand: Demand, _cached: Mapping[str, int]
 ) -> list[float]:
     """Share of slots (max_num_seqs) without a request, running or waiting."""
-    reported = _fill(
+    placed = [1 - c.outstanding_requests / c.info.max_num_seqs for c in candidates]
+    return _lower(
+        placed,
         [
             None
             if c.load is None
             else 1 - (c.load.num_running_reqs + c.load.num_waiting_reqs) / c.info.max_num_seqs
             for c in candidates
-        ]
+        ],
     )
-    return [
-        max(0.0, min(1 - c.outstanding_requests / c.info.max_num_seqs, free))
-        for c, free in zip(candidates, reported, strict=True)
-    ]
 
 
 def outstanding(
@@ -82,6 +78,10 @@ def cached_share(
     """Share of the prompt that the worker has cached."""
     tokens = max(1, demand.prompt_tokens)
     return [min(1.0, cached.get(c.worker_id, 0) / tokens) for c in candidates]
+
+
+def _lower(placed: list[float], reported: list[float | None]) -> list[float]:
+    return [max(0.0, min(pair)) for pair in zip(placed, _fill(reported), strict=True)]
 
 
 def _fill(known: list[float | None]) -> list[float]:

@@ -11,9 +11,8 @@ from pdserve.errors import ModelNotFound, Unavailable
 from pdserve.types import Role, WorkerLoad
 from router.fleet.member import Member
 from router.placement.filters import (
-    check_known,
     check_servable,
-    check_servable_aggregated,
+    no_workers,
     why_not,
 )
 from router.placement.policies import (
@@ -248,7 +247,7 @@ def test_without_a_pair_one_worker_does_both(
     else:
         assert names(decision.placement) == expected
     if any(m.state is READY for m in members):
-        check_servable_aggregated(seen, "demo")
+        check_servable(seen, "demo", aggregated=True)
 
 
 def test_without_any_worker_that_is_ready_the_policy_says_what_is_missing() -> None:
@@ -257,7 +256,7 @@ def test_without_any_worker_that_is_ready_the_policy_says_what_is_missing() -> N
     with pytest.raises(Unavailable, match=message):
         place_or_aggregate(LEAST_LOADED, seen, DEMAND, 0, NO_CONTEXT)
     with pytest.raises(Unavailable, match=message):
-        check_servable_aggregated(seen, "demo")
+        check_servable(seen, "demo", aggregated=True)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +303,7 @@ def test_live_kv_goes_to_a_decode_worker_that_can_have_it() -> None:
 
 
 def test_an_unknown_model_is_not_a_missing_worker() -> None:
-    with pytest.raises(ModelNotFound, match="served are: demo"):
-        check_known([], "other", others=["demo"])
-    with pytest.raises(Unavailable, match="no worker is registered"):
-        check_known([], "other", others=[])
+    unknown, missing = no_workers("other", ["demo"]), no_workers("other", [])
+    assert isinstance(unknown, ModelNotFound)
+    assert "served are: demo" in unknown.message
+    assert isinstance(missing, Unavailable)
