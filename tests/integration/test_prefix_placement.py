@@ -34,7 +34,7 @@ async def figures(cluster: Cluster) -> dict[str, float]:
 
 async def until_indexed(cluster: Cluster, *prompts: list[int]) -> None:
     """The router knows of every worker what its cache holds of these prompts."""
-    watches = cluster.router.fleet.watches
+    watches = cluster.router.fleet._watches
     assert watches is not None
 
     def is_indexed() -> bool:
@@ -89,7 +89,7 @@ async def test_what_a_worker_had_is_gone_with_it() -> None:
     ) as cluster:
         for _ in range(2):
             await ask(cluster, prompt(1))
-        watches = cluster.router.fleet.watches
+        watches = cluster.router.fleet._watches
         assert watches is not None
         assert len(watches.index) == 8
         await cluster.kill("prefill-0")
