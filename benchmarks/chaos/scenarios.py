@@ -59,10 +59,14 @@ class Run:
             await asyncio.sleep(LOOK_S)
 
     async def until_open(self, count: int) -> None:
-        """Wait until so many answers have begun."""
+        """Wait until so many answers have begun. A fast service gets more requests than the rate
+        brings, or it would never have so many open."""
 
         def begun() -> bool:
-            return sum(answer.pieces > 0 for answer in self.load.open()) >= count
+            answers = self.load.open()
+            if self.load.answers and len(answers) < 2 * count:
+                self.load.send(self.rng.choice(sorted(self.load.answers)))
+            return sum(answer.pieces > 0 for answer in answers) >= count
 
         await self.until(begun, f"{count} open answers")
 
