@@ -38,13 +38,13 @@ from router.admission import LatencyEstimate
 from router.placement.values import Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from pdserve.config import SloConfig
     from pdserve.step_moments import Moments
     from pdserve.types import Receipt, Usage
     from router.fleet.registry import Fleet
-    from router.placement.values import Candidate, Decision, Demand
+    from router.placement.values import Cached, Candidate, Decision, Demand
 
 EARLY = 0.1
 SPREAD = 0.3
@@ -59,8 +59,7 @@ PRIOR_STEPS = 16.0  # up to this many steps, other workers' measurements fill in
 MAX_EXTRAPOLATION = 8.0  # longest prompt predicted, over the longest measured
 RIDGE = 1e-4  # keeps features that never varied apart from each other
 REFIT_S = 2.0
-PRIOR_S = 5.0
-LEARNING_S = 0.1  # instead of both while prefill is unknown
+LEARNING_S = 0.1  # instead of it while prefill is unknown
 MIN_SAMPLES = 5.0
 REMEMBERED = 64.0
 MAX_PAIRS = 4096
@@ -74,11 +73,6 @@ class PromptWork(Struct, frozen=True):
     tokens: int = 0
     pairs: float = 0.0
     end: int = 0
-
-    def __add__(self, other: PromptWork) -> PromptWork:
-        return PromptWork(
-            self.tokens + other.tokens, self.pairs + other.pairs, max(self.end, other.end)
-        )
 
 
 def prompt_work(tokens: int, cached: int = 0) -> PromptWork:
@@ -101,15 +95,14 @@ def decode_batch(candidate: Candidate) -> Batch:
     """Return what a worker decodes now: as it reported, otherwise as this router placed."""
     info, load = candidate.info, candidate.load
     if candidate.role is Role.PREFILL:
-        return Batch()
+        return _NO_BATCH
     if load is None:
         return Batch(candidate.outstanding_requests, candidate.reserved_blocks * info.block_size)
     used = max(0, info.total_blocks - load.free_blocks)
     return Batch(load.num_running_reqs, used * info.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class StepModel:
+class StepModel(Struct, frozen=True):
     """Duration of an engine step, linear in the features of pdserve/step_moments.py."""
 
     coefficients: tuple[float, ...]
@@ -132,27 +125,23 @@ class StepModel:
             step + request * batch.reqs / DECODE_REQS + context * batch.kv_tokens / DECODE_KV_TOKENS
         )
 
-    def prompt_s(self, work: PromptWork) -> float:
+    def prompt_s(self, tokens: int, pairs: float) -> float:
         """Return what computing a prompt adds to the steps that it takes part in."""
         _, token, pair, _, _ = self.coefficients
-        return token * work.tokens / PREFILL_TOKENS + pair * work.pairs / PREFILL_PAIRS
+        return token * tokens / PREFILL_TOKENS + pair * pairs / PREFILL_PAIRS
 
     def prefill_s(self, work: PromptWork, beside: Batch = _NO_BATCH) -> float | None:
         """Return the time to the first token while `beside` decodes in the same steps, None if it
         cannot be predicted."""
         if not self.knows_prefill or work.end > MAX_EXTRAPOLATION * self.prefill_end:
             return None
-        if not work.tokens:
-            return 0.0
         steps = math.ceil(work.tokens / self.chunk_tokens) if self.chunk_tokens else 1
-        return steps * self.decode_step_s(beside) + self.prompt_s(work)
+        return steps * self.decode_step_s(beside) + self.prompt_s(work.tokens, work.pairs)
 
 
 def fit_steps(own: StepMoments, prior: StepMoments, chunk_tokens: int = 0) -> StepModel:
     """Fit a worker's steps; `prior`, of all workers of the model, fills in for missing ones."""
-    prefill = _filled(own.prefill, prior.prefill)
-    decode = _filled(own.decode, prior.decode)
-    sums = total((prefill, decode))
+    sums = total((_filled(own.prefill, prior.prefill), _filled(own.decode, prior.decode)))
     matrix = np.zeros((FEATURES, FEATURES))
     for (i, j), value in zip(PAIRS, sums.xx, strict=True):
         matrix[i, j] = matrix[j, i] = value
@@ -200,17 +189,27 @@ class Ticket:
 
 @dataclass(slots=True)
 class _PromptQueue:
-    """Prompts that this router placed on a worker, in order. `head_since` is when the first one's
-    turn began."""
+    """Prompts that this router placed on a worker, in order, and their sums. `head_since` is when
+    the first one's turn began."""
 
     head_since: float
     tickets: dict[Ticket, None] = field(default_factory=dict)
     tokens: int = 0
     pairs: float = 0.0
 
-    def add(self, ticket: Ticket, sign: int) -> None:
-        self.tokens += sign * ticket.work.tokens
-        self.pairs += sign * ticket.work.pairs
+    def change(self, work: PromptWork, sign: int) -> None:
+        self.tokens += sign * work.tokens
+        self.pairs += sign * work.pairs
+
+
+@dataclass(slots=True)
+class _Fits:
+    """Step models of a model's workers, as they had measured at `at`. `moments` are of all."""
+
+    at: float
+    moments: StepMoments
+    pooled: StepModel
+    by_worker: dict[str, StepModel] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -238,10 +237,6 @@ class RequestMeans:
     transfer_s: _Mean = field(default_factory=_Mean)
 
     @property
-    def is_known(self) -> bool:
-        return self.gaps.count >= MIN_SAMPLES
-
-    @property
     def decoding_share(self) -> float:
         """Share of a request's time on its decode worker in which it decodes."""
         return self.decode_s.value / max(self.first_s.value + self.decode_s.value, 1e-9)
@@ -255,11 +250,9 @@ class CostModel:
         self.slo = slo
         self._fleet = fleet
         self._clock = clock
-        self._fitted: dict[str, tuple[StepModel, float]] = {}
-        self._priors: dict[str, tuple[StepMoments, StepModel, float]] = {}
-        self._queues: dict[str, _PromptQueue] = {}
-        self._stalls: dict[str, tuple[float, float]] = {}
-        self._means: dict[str, RequestMeans] = {}
+        self._fits: dict[str, _Fits] = {}  # by model
+        self._queues: dict[str, _PromptQueue] = {}  # by worker
+        self._means: dict[str, RequestMeans] = {}  # by model
         self._transfers: dict[tuple[str, str], _Mean] = {}
 
     def step_model(self, worker_id: str) -> StepModel | None:
@@ -267,45 +260,34 @@ class CostModel:
         member = self._fleet.members.get(worker_id)
         if member is None:
             return None
-        now = self._clock()
-        known = self._fitted.get(worker_id)
-        if known is not None:
-            fresh_s = REFIT_S if known[0].knows_prefill else LEARNING_S
-            if now - known[1] < fresh_s:
-                return known[0]
-        prior, _ = self._prior(member.info.model.name, now)
-        chunk = member.info.settings.get("max_num_batched_tokens", "")
-        own = member.steps or StepMoments()
-        model = fit_steps(own, prior, int(chunk) if chunk.isdecimal() else 0)
-        self._fitted[worker_id] = model, now
+        fits = self._fits_of(member.info.model.name)
+        model = fits.by_worker.get(worker_id)
+        if model is None:
+            told = member.info.settings.get("max_num_batched_tokens", "")
+            chunk_tokens = int(told) if told.isdecimal() else 0
+            model = fit_steps(member.steps or StepMoments(), fits.moments, chunk_tokens)
+            fits.by_worker[worker_id] = model
         return model
 
-    def _prior(self, model: str, now: float) -> tuple[StepMoments, StepModel]:
-        """Return the measurements of all workers of a model, and the step model of them."""
-        known = self._priors.get(model)
-        if known is not None:
-            fresh_s = PRIOR_S if known[1].knows_prefill else LEARNING_S
-        if known is None or now - known[2] >= fresh_s:
-            for gone in self._fitted.keys() - self._fleet.members.keys():
-                del self._fitted[gone]
-            for gone in self._stalls.keys() - self._fleet.members.keys():
-                del self._stalls[gone]
+    def _fits_of(self, model: str) -> _Fits:
+        now, fits = self._clock(), self._fits.get(model)
+        fresh_s = REFIT_S if fits is not None and fits.pooled.knows_prefill else LEARNING_S
+        if fits is None or now - fits.at >= fresh_s:
             moments = pooled(m.steps for m in self._fleet.of_model(model) if m.steps is not None)
-            known = self._priors[model] = moments, fit_steps(moments, StepMoments()), now
-        return known[0], known[1]
+            fits = self._fits[model] = _Fits(now, moments, fit_steps(moments, StepMoments()))
+        return fits
 
     def means(self, model: str) -> RequestMeans | None:
         """Return the means over the answered requests of a model, None if there are too few."""
         means = self._means.get(model)
-        return means if means is not None and means.is_known else None
+        return means if means is not None and means.gaps.count >= MIN_SAMPLES else None
 
     def estimate(self, model: str, prompt_tokens: int, max_tokens: int) -> LatencyEstimate | None:
         """Predict the latency of a request of a model, for admission."""
         means = self.means(model)
         if means is None:
             return None
-        _, steps = self._prior(model, self._clock())
-        prefill_s = steps.prefill_s(prompt_work(prompt_tokens))
+        prefill_s = self._fits_of(model).pooled.prefill_s(prompt_work(prompt_tokens))
         if prefill_s is None:
             return None
         wait_s = max(0.0, means.first_s.value - means.prefill_s.value)
@@ -313,51 +295,32 @@ class CostModel:
         return LatencyEstimate(wait_s, prefill_s, decode_s)
 
     def predict(
-        self,
-        demand: Demand,
-        prefill: Candidate | None,
-        decode: Candidate,
-        cached: Mapping[str, int],
+        self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
     ) -> Prediction | None:
         """Predict a placement, aggregated on `decode` without `prefill`. Return None while too
         little was measured."""
-        decode_model = self.step_model(decode.worker_id)
-        if decode_model is None or not decode_model.knows_decode:
+        steps, batch = self.step_model(decode.worker_id), decode_batch(decode)
+        if steps is None or not steps.knows_decode:
             return None
-        batch, gaps = decode_batch(decode), self._gaps(demand.model)
-        itl_s = decode_model.decode_step_s(batch)
-        work = _work(demand, prefill or decode, cached)
+        if prefill is None and batch.reqs >= decode.info.max_num_seqs:
+            return None  # it would wait for a slot, for an unknown time
+        worker, beside = (decode, batch) if prefill is None else (prefill, _NO_BATCH)
+        work = _work(demand, worker, cached)
+        first = self._first_token_s(worker.worker_id, work, beside)
+        transfer_s: float | None = 0.0
         if prefill is not None:
-            model = self.step_model(prefill.worker_id)
-            first = self._first_token_s(prefill.worker_id, work, model, Batch())
             transfer_s = self._transfer_s(demand.model, (prefill.worker_id, decode.worker_id))
-            if first is None or transfer_s is None:
-                return None
-            harm_s = harm_cost_s = 0.0
-        else:
-            if batch.reqs >= decode.info.max_num_seqs:
-                return None  # it would wait for a slot, for an unknown time
-            first, transfer_s = (
-                self._first_token_s(decode.worker_id, work, decode_model, batch),
-                0.0,
-            )
-            if first is None:
-                return None
-            stall_s = decode_model.prompt_s(work)
-            waiting = self._queues.get(decode.worker_id)
-            streams = batch.reqs + (0 if waiting is None else len(waiting.tickets))
-            harm_s = streams * stall_s
-            before_s = itl_s + self._stalled_s(decode.worker_id, gaps * itl_s) / gaps
-            harm_cost_s = streams * (
-                self._tpot_cost_s(before_s + stall_s / gaps) - self._tpot_cost_s(before_s)
-            )
-            # While the worker is crowded, each stream gives up its slot that much later.
-            crowded = min(1.0, max(0.0, (decode.used - CROWDED) / (1.0 - CROWDED)))
-            steepest = EARLY + (1.0 - EARLY) / (2.0 * SPREAD)
-            harm_cost_s += crowded * decode.outstanding_requests * stall_s * steepest
+        if first is None or transfer_s is None:
+            return None
         queue_s, prefill_s = first
-        cost_s = self._ttft_cost_s(queue_s + prefill_s) + harm_cost_s
-        cost_s += self._tpot_cost_s(itl_s + transfer_s / gaps)
+        itl_s, gaps = steps.decode_step_s(batch), self._gaps(demand.model)
+        cost_s = self._ttft_cost_s(queue_s + prefill_s) + self._tpot_cost_s(
+            itl_s + transfer_s / gaps
+        )
+        harm_s = 0.0
+        if prefill is None:
+            harm_s, harm_cost_s = self._harm(decode, steps, work, batch, gaps)
+            cost_s += harm_cost_s
         return Prediction(
             None if prefill is None else prefill.worker_id,
             decode.worker_id,
@@ -368,6 +331,23 @@ class CostModel:
             itl_s,
             cost_s,
         )
+
+    def _harm(
+        self, decode: Candidate, steps: StepModel, work: PromptWork, batch: Batch, gaps: float
+    ) -> tuple[float, float]:
+        """Return the delay of the streams of `decode` by a prompt there, and what it costs."""
+        delay_s, before_s = steps.prompt_s(work.tokens, work.pairs), steps.decode_step_s(batch)
+        streams = batch.reqs
+        if queue := self._queues.get(decode.worker_id):
+            streams += len(queue.tickets)
+            before_s += steps.prompt_s(queue.tokens, queue.pairs) / gaps
+        after_s = before_s + delay_s / gaps
+        cost_s = streams * (self._tpot_cost_s(after_s) - self._tpot_cost_s(before_s))
+        # While the worker is crowded, each stream gives up its slot that much later.
+        crowded = min(1.0, max(0.0, (decode.used - CROWDED) / (1.0 - CROWDED)))
+        steepest = EARLY + (1.0 - EARLY) / (2.0 * SPREAD)
+        cost_s += crowded * decode.outstanding_requests * delay_s * steepest
+        return streams * delay_s, cost_s
 
     def has_capacity(self, demand: Demand, decode: Candidate) -> bool:
         """Return False if the predicted TPOT of `decode` with one more request exceeds
@@ -391,21 +371,18 @@ class CostModel:
         placement, demand = decision.placement, decision.demand
         assert placement is not None, "the request was placed"
         decode, prefill = placement.decode, placement.prefill
-        worker = prefill or decode
-        work, now = _work(demand, worker, decision.cached), self._clock()
         prediction = None
         if not demand.prefill_only:
             names = (None if prefill is None else prefill.worker_id, decode.worker_id)
             made = {(p.prefill, p.decode): p for p in decision.predictions}
             prediction = made.get(names) or self.predict(demand, prefill, decode, decision.cached)
-        if prefill is None and decode.role is Role.DECODE:
-            self._add_stall(demand.model, decode, work, now)
-        ticket = Ticket(worker.worker_id, work)
+        worker = prefill or decode
+        ticket = Ticket(worker.worker_id, _work(demand, worker, decision.cached))
         queue = self._queues.get(ticket.worker_id)
         if queue is None:
-            queue = self._queues[ticket.worker_id] = _PromptQueue(now)
+            queue = self._queues[ticket.worker_id] = _PromptQueue(self._clock())
         queue.tickets[ticket] = None
-        queue.add(ticket, 1)
+        queue.change(ticket.work, 1)
         return prediction, ticket
 
     def computed(self, ticket: Ticket) -> None:
@@ -416,7 +393,7 @@ class CostModel:
         if next(iter(queue.tickets)) is ticket:
             queue.head_since = self._clock()
         del queue.tickets[ticket]
-        queue.add(ticket, -1)
+        queue.change(ticket.work, -1)
         if not queue.tickets:
             del self._queues[ticket.worker_id]
 
@@ -432,56 +409,42 @@ class CostModel:
         exposed_s = receipt.exposed_transfer_s if receipt.transport else 0.0
         means.decode_s.add(max(0.0, e2e_s - ttft_s - exposed_s))
         if receipt.transport:
+            means.transfer_s.add(exposed_s)
             pair = (receipt.prefill_worker, receipt.decode_worker)
-            transfers = self._transfers.pop(pair, None) or _Mean()
-            self._transfers[pair] = transfers
+            self._transfers[pair] = self._transfers.pop(pair, None) or _Mean()
+            self._transfers[pair].add(exposed_s)
             if len(self._transfers) > MAX_PAIRS:
                 del self._transfers[next(iter(self._transfers))]
-            transfers.add(exposed_s)
-            means.transfer_s.add(exposed_s)
 
     def _first_token_s(
-        self, worker_id: str, work: PromptWork, model: StepModel | None, beside: Batch
+        self, worker_id: str, work: PromptWork, beside: Batch
     ) -> tuple[float, float] | None:
         """Return the wait behind the prompts ahead, and the time from there to the first token. An
         engine computes prompts in order, several in a step if they fit."""
-        alone_s = None if model is None else model.prefill_s(work, beside)
-        queue = self._queues.get(worker_id)
-        if model is None or alone_s is None or queue is None:
+        steps, queue = self.step_model(worker_id), self._queues.get(worker_id)
+        alone_s = None if steps is None else steps.prefill_s(work, beside)
+        if steps is None or alone_s is None or queue is None:
             return None if alone_s is None else (0.0, alone_s)
-        together_s = model.prefill_s(PromptWork(queue.tokens, queue.pairs) + work, beside)
+        ahead = PromptWork(queue.tokens + work.tokens, queue.pairs + work.pairs, work.end)
         head = next(iter(queue.tickets)).work
-        head_s = model.prefill_s(PromptWork(head.tokens, head.pairs), beside)
+        together_s = steps.prefill_s(ahead, beside)
+        head_s = steps.prefill_s(PromptWork(head.tokens, head.pairs), beside)
         if together_s is None or head_s is None:
             return None
         done_s = min(self._clock() - queue.head_since, head_s)
         return max(0.0, together_s - done_s - alone_s), alone_s
 
     def _transfer_s(self, model: str, pair: tuple[str, str]) -> float | None:
-        own, means = self._transfers.get(pair), self._means.get(model)
-        if own is not None and own.count >= MIN_SAMPLES:
-            return own.value
-        if means is None or means.transfer_s.count < MIN_SAMPLES:
-            return None
-        return means.transfer_s.value
+        """Return the mean wait for KV between two workers, or of the model."""
+        means = self._means.get(model)
+        for mean in (self._transfers.get(pair), None if means is None else means.transfer_s):
+            if mean is not None and mean.count >= MIN_SAMPLES:
+                return mean.value
+        return None
 
     def _gaps(self, model: str) -> float:
         means = self._means.get(model)
         return FIRST_GAPS if means is None or not means.gaps.count else max(1.0, means.gaps.value)
-
-    def _add_stall(self, model: str, decode: Candidate, work: PromptWork, now: float) -> None:
-        """A prompt was placed on a decode worker: it delays the streams there."""
-        steps = self.step_model(decode.worker_id)
-        if steps is not None:
-            life_s = self._gaps(model) * steps.decode_step_s(decode_batch(decode))
-            stalled_s = self._stalled_s(decode.worker_id, life_s) + steps.prompt_s(work)
-            self._stalls[decode.worker_id] = stalled_s, now
-
-    def _stalled_s(self, worker_id: str, life_s: float) -> float:
-        """Return by how much prompts delay a stream that lives for `life_s` on this worker."""
-        stalled_s, since = self._stalls.get(worker_id, (0.0, 0.0))
-        passed_s = max(0.0, self._clock() - since)
-        return stalled_s * math.exp(-passed_s / life_s) if life_s > 0 else 0.0
 
     def _ttft_cost_s(self, ttft_s: float) -> float:
         return self.slo.ttft_s * _cost(ttft_s / self.slo.ttft_s)
@@ -500,5 +463,5 @@ def beats(aggregated_s: float, disaggregated_s: float) -> bool:
     return aggregated_s < disaggregated_s * (1.0 - MARGIN) - EARLY * MARGIN_S
 
 
-def _work(demand: Demand, worker: Candidate, cached: Mapping[str, int]) -> PromptWork:
+def _work(demand: Demand, worker: Candidate, cached: Cached) -> PromptWork:
     return prompt_work(demand.prompt_tokens, cached.get(worker.worker_id, 0))

@@ -63,12 +63,11 @@ class Eligible:
 
 
 def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
-    kept = prefer(able(candidates, demand), demand.avoid)
+    roles: dict[Role, list[Candidate]] = {role: [] for role in Role}
+    for candidate in prefer(able(candidates, demand), demand.avoid):
+        roles[candidate.role].append(candidate)
     return Eligible(
-        [c for c in kept if c.role is Role.PREFILL],
-        [c for c in kept if c.role is Role.DECODE],
-        [c for c in kept if c.role is Role.AGGREGATED],
-        demand.excluded,
+        roles[Role.PREFILL], roles[Role.DECODE], roles[Role.AGGREGATED], demand.excluded
     )
 
 
@@ -82,9 +81,8 @@ def prefer(candidates: list[Candidate], avoid: frozenset[str]) -> list[Candidate
     """Remove the workers to avoid, except from roles that would have no worker left."""
     if not avoid:
         return candidates
-    kept = [c for c in candidates if c.worker_id not in avoid]
-    kept_roles = {c.role for c in kept}
-    return kept + [c for c in candidates if c.worker_id in avoid and c.role not in kept_roles]
+    kept_roles = {c.role for c in candidates if c.worker_id not in avoid}
+    return [c for c in candidates if c.worker_id not in avoid or c.role not in kept_roles]
 
 
 def no_workers(model: str, others: Iterable[str]) -> PdserveError:
@@ -109,29 +107,31 @@ def check_servable(
         raise Unavailable(what_is_missing(model, prefills, decodes))
 
 
+def what_is_missing(model: str, prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> str:
+    """Say why no pair of these workers can serve `model`."""
+    if prefills and decodes:
+        reasons = [pair.reason for pair in unpaired(c.info for c in (*prefills, *decodes))]
+        text = _some(reasons, " | ", "{} more pairs")
+        return f"no decode worker for model {model} can receive KV from a prefill worker: {text}"
+    roles = [role for role, found in (("prefill", prefills), ("decode", decodes)) if not found]
+    return f"no {' and no '.join(f'{role} worker' for role in roles)} is ready for model {model}"
+
+
 def with_states(error: Unavailable, candidates: Iterable[Candidate]) -> Unavailable:
     """Return `error` with the states of the workers that are not ready."""
     others = [c for c in candidates if c.state is not MemberState.READY]
     if not others:
         return error
-    said = ", ".join(f"{c.worker_id} is {c.state}" for c in others[:_MAX_REASONS])
-    more = len(others) - _MAX_REASONS
-    text = f"{error.message}: {said}" + (f" and {more} more are not ready" if more > 0 else "")
+    states = [f"{c.worker_id} is {c.state}" for c in others]
+    text = f"{error.message}: {_some(states, ', ', '{} more are not ready')}"
     return Unavailable(text, retry_after_s=error.retry_after_s, reason=error.reason)
 
 
-def what_is_missing(model: str, prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> str:
-    """Say why no pair of these workers can serve `model`."""
-    if prefills and decodes:
-        pairs = list(unpaired(c.info for c in (*prefills, *decodes)))
-        reasons = " | ".join(pair.reason for pair in pairs[:_MAX_REASONS])
-        more = len(pairs) - _MAX_REASONS
-        return (
-            f"no decode worker for model {model} can receive KV from a prefill worker: {reasons}"
-            + (f" | and {more} more pairs" if more > 0 else "")
-        )
-    roles = [role for role, found in (("prefill", prefills), ("decode", decodes)) if not found]
-    return f"no {' and no '.join(f'{role} worker' for role in roles)} is ready for model {model}"
+def _some(parts: list[str], separator: str, rest: str) -> str:
+    """Join the first parts, and say how many more there are."""
+    text, more = separator.join(parts[:_MAX_REASONS]), len(parts) - _MAX_REASONS
+    glue = " " if separator == ", " else separator
+    return text if more <= 0 else f"{text}{glue}and {rest.format(more)}"
 
 
 _NOT_TRIED = {
@@ -142,64 +142,45 @@ _NOT_TRIED = {
 
 def why_not(decision: Decision) -> dict[str, str]:
     """Say, by worker id, why each candidate that was not scored was not."""
-    demand = decision.demand
     boards = (decision.prefill, decision.decode)
     scored = {c for board in boards if board is not None for c in board.candidates}
-    preferred = set(prefer(able(decision.candidates, demand), demand.avoid))
-    found = eligible(decision.candidates, demand)
-    reasons = {}
-    for candidate in decision.candidates:
-        if candidate in scored:
-            continue
-        reason = _not_able(candidate, demand)
-        if not reason and candidate not in preferred:
-            reason = "to be avoided"
-        if not reason and decision.policy in _NOT_TRIED:
-            reason = _no_room(candidate, demand)
-        elif not reason:
-            reason = _not_paired(candidate, found, demand)
-        reasons[candidate.worker_id] = reason or _NOT_TRIED.get(decision.policy, "not drawn")
-    return reasons
+    found = eligible(decision.candidates, decision.demand)
+    return {
+        c.worker_id: _reason(c, decision, found) for c in decision.candidates if c not in scored
+    }
 
 
-def _not_able(candidate: Candidate, demand: Demand) -> str:
+def _reason(candidate: Candidate, decision: Decision, found: Eligible) -> str:
+    demand, capacity = decision.demand, candidate.capacity_tokens
     if candidate.state is not MemberState.READY:
         return f"{candidate.state}"
-    if candidate.capacity_tokens <= demand.prompt_tokens:
-        return (
-            f"holds {candidate.capacity_tokens} tokens, the prompt alone has {demand.prompt_tokens}"
-        )
-    return ""
-
-
-def _not_paired(candidate: Candidate, found: Eligible, demand: Demand) -> str:
+    if capacity <= demand.prompt_tokens:
+        return f"holds {capacity} tokens, the prompt alone has {demand.prompt_tokens}"
+    if candidate not in (*found.prefills, *found.decodes, *found.aggregated):
+        return "to be avoided"
+    full = ""
+    if candidate.role is not Role.PREFILL and not candidate.has_room(demand.kv_tokens):
+        taken, total = candidate.reserved_blocks, candidate.info.total_blocks
+        full = f"no room: {taken} of {total} blocks are reserved, {demand.kv_tokens} tokens needed"
+    if decision.policy in _NOT_TRIED:
+        return full or _NOT_TRIED[decision.policy]
     if demand.prefill_only:
-        return "one token needs no decode" if candidate.role is Role.DECODE else ""
-    if candidate.role is Role.PREFILL:
-        return _not_producer(candidate, found, demand)
-    if candidate.role is Role.DECODE and not found.producers(candidate):
-        return "no prefill worker can give KV to it"
-    if no_room := _no_room(candidate, demand):
-        return no_room
-    if candidate.role is Role.DECODE and not found.allowed_producers(candidate):
-        return "every pair with it is ejected"
-    return ""
+        return "one token needs no decode" if candidate.role is Role.DECODE else full or "not drawn"
+    return full or _unpaired_reason(candidate, found, demand) or "not drawn"
 
 
-def _not_producer(candidate: Candidate, found: Eligible, demand: Demand) -> str:
-    consumers = [c for c in found.decodes if candidate in found.producers(c)]
-    if not consumers:
-        return "it can give KV to no decode worker"
-    roomy = [c for c in consumers if c.has_room(demand.kv_tokens)]
-    if not roomy:
-        return "no decode worker that it can give KV to has room"
-    if all((candidate.worker_id, c.worker_id) in demand.excluded for c in roomy):
-        return "every pair with it is ejected"
-    return ""
-
-
-def _no_room(candidate: Candidate, demand: Demand) -> str:
-    if candidate.role is Role.PREFILL or candidate.has_room(demand.kv_tokens):
-        return ""
-    taken, total = candidate.reserved_blocks, candidate.info.total_blocks
-    return f"no room: {taken} of {total} blocks are reserved, {demand.kv_tokens} tokens needed"
+def _unpaired_reason(candidate: Candidate, found: Eligible, demand: Demand) -> str:
+    pairs = []
+    if candidate.role is Role.DECODE:
+        pairs = [(c, candidate) for c in found.producers(candidate)]
+        if not pairs:
+            return "no prefill worker can give KV to it"
+    elif candidate.role is Role.PREFILL:
+        pairs = [(candidate, c) for c in found.decodes if candidate in found.producers(c)]
+        if not pairs:
+            return "it can give KV to no decode worker"
+        pairs = [(p, d) for p, d in pairs if d.has_room(demand.kv_tokens)]
+        if not pairs:
+            return "no decode worker that it can give KV to has room"
+    names = {(p.worker_id, d.worker_id) for p, d in pairs}
+    return "every pair with it is ejected" if names and names <= demand.excluded else ""

@@ -4,17 +4,19 @@ A policy filters the workers, scores each phase by weights and picks the best. D
 first: each decode worker is scored together with the best prefill worker that can give it KV; an
 aggregated worker competes with the mean of its own two scores. `turn` counts placements: it breaks
 ties and seeds draws, so that equal arguments give equal decisions.
+
+A scorer gives each worker 0 to 1, the best. A worker's unreported load scores as the mean of the
+reported ones; what this router placed itself is always known.
 """
 
 from __future__ import annotations
 
 import heapq
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING
-
-from msgspec import structs
 
 from pdserve.errors import Unavailable
 from pdserve.kv_pairs import exchange
@@ -28,39 +30,106 @@ from router.placement.filters import (
     prefer,
     what_is_missing,
 )
-from router.placement.scorers import (
-    Draw,
-    Phase,
-    best,
-    cached_share,
-    draw_many,
-    draw_next,
-    draw_two,
-    outstanding,
-    queue_length,
-    room,
-    score,
-    slots,
-)
 from router.placement.values import (
     NO_TOKENS_CACHED,
+    Cached,
     Candidate,
     Decision,
     Demand,
     Placement,
     PlacementContext,
+    Predictor,
     Scoreboard,
     Weights,
 )
 
 if TYPE_CHECKING:
+    from pdserve.types import WorkerInfo, WorkerLoad
     from router.placement.filters import Eligible
 
+# Score of a reported value that no worker has reported yet.
+UNKNOWN = 0.5
+# Scores that differ by less are equal: sums of ratios differ in the last bit.
+_EQUAL = 1e-9
+# Of a larger pool this many workers are scored for each phase. The best of 64 random ones is among
+# the best twentieth of all but once in 27 times (0.95^64), and scoring does not grow with the pool.
+MOST_SCORED = 64
+MOST_CACHED = 16
 # Prefill workers for which a latency is predicted: those with the best scores.
 MOST_PREDICTED = 4
 
-Place = Callable[[Sequence[Candidate], Demand, int, PlacementContext], Decision]
+Workers = Sequence[Candidate]
+Place = Callable[[Workers, Demand, int, PlacementContext], Decision]
 """Raises Unavailable if waiting would not help."""
+
+
+def room(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
+    """Share of KV blocks that are neither reserved by this router nor reported as used."""
+    placed = [1 - c.reserved_blocks / c.info.total_blocks for c in workers]
+    reported = _reported(workers, lambda info, load: load.free_blocks / info.total_blocks)
+    return [max(0.0, min(pair)) for pair in zip(placed, reported, strict=True)]
+
+
+def slots(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
+    """Share of slots (max_num_seqs) without a request, running or waiting."""
+    placed = [1 - c.outstanding_requests / c.info.max_num_seqs for c in workers]
+    reported = _reported(
+        workers,
+        lambda info, load: 1 - (load.num_running_reqs + load.num_waiting_reqs) / info.max_num_seqs,
+    )
+    return [max(0.0, min(pair)) for pair in zip(placed, reported, strict=True)]
+
+
+def outstanding(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
+    """1 without prompt tokens that wait for prefill, 0 at the most there would be with this
+    prompt."""
+    most = max((c.outstanding_tokens for c in workers), default=0) + max(1, demand.prompt_tokens)
+    return [1 - c.outstanding_tokens / most for c in workers]
+
+
+def queue_length(workers: Workers, _demand: Demand, _cached: Cached) -> list[float]:
+    """1 without requests that wait in the engine, 1/2 with one, 1/3 with two."""
+    return _reported(workers, lambda _, load: 1 / (1 + load.num_waiting_reqs))
+
+
+def cached_share(workers: Workers, demand: Demand, cached: Cached) -> list[float]:
+    """Share of the prompt that the worker has cached."""
+    tokens = max(1, demand.prompt_tokens)
+    return [min(1.0, cached.get(c.worker_id, 0) / tokens) for c in workers]
+
+
+def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]) -> list[float]:
+    """Return `value` of each worker's report, and the mean of them for workers without one."""
+    known = [None if c.load is None else value(c.info, c.load) for c in workers]
+    found = [x for x in known if x is not None]
+    if len(found) == len(workers):
+        return found
+    unknown = sum(found) / len(found) if found else UNKNOWN
+    return [unknown if x is None else x for x in known]
+
+
+def score(workers: Workers, weights: Weights, demand: Demand, cached: Cached) -> Scoreboard:
+    totals, columns = dict.fromkeys(workers, 0.0 if weights else 1.0), []
+    for scorer, weight in weights:
+        column = scorer(workers, demand, cached)
+        columns.append(column)
+        for worker, value in zip(workers, column, strict=True):
+            totals[worker] += weight * value
+    return Scoreboard(weights, workers, columns, totals)
+
+
+def best(totals: Mapping[Candidate, float], among: Workers, turn: int) -> Candidate:
+    """Return the candidate with the highest total; equal ones take turns."""
+    highest = max(map(totals.__getitem__, among))
+    equals = [c for c in among if highest - totals[c] < _EQUAL]
+    return equals[turn % len(equals)]
+
+
+class Phase(IntEnum):
+    """Each phase draws its own random numbers."""
+
+    DECODE = 0
+    PREFILL = 1
 
 
 class Prefill(Enum):
@@ -73,44 +142,87 @@ class Prefill(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
+    """A row of the table: the scorers of each phase, the number of workers that are scored, and
+    where prompts are computed. Without scorers, workers take turns."""
+
     name: str
     decode: Weights = ()
     prefill: Weights = ()
-    draw: Draw = draw_many
+    most_scored: int = MOST_SCORED
     uses_prefix: bool = False
     prefill_on: Prefill = Prefill.DISAGGREGATED
 
     def __call__(
-        self,
-        candidates: Sequence[Candidate],
-        demand: Demand,
-        turn: int,
-        context: PlacementContext,
+        self, candidates: Workers, demand: Demand, turn: int, context: PlacementContext
     ) -> Decision:
+        decision = Decision(self.name, candidates, demand, turn)
+        if self.uses_prefix and context.prefix is not None:
+            decision.cached, decision.asked_prefix = context.prefix.cached_tokens(demand), True
         found = eligible(candidates, demand)
-        prefix = context.prefix if self.uses_prefix else None
-        cached = NO_TOKENS_CACHED if prefix is None else prefix.cached_tokens(demand)
-        choose = _choose_prefill if demand.prefill_only else _choose_pair
-        placement, decode, prefill, totals = choose(self, found, demand, turn, cached)
-        decision = Decision(
-            self.name,
-            candidates,
-            demand,
-            turn,
-            placement,
-            decode,
-            prefill,
-            totals,
-            cached,
-            asked_prefix=prefix is not None,
-        )
-        if placement is None or placement.prefill is None:
+        if demand.prefill_only:
+            self._place_prefill(decision, found)
             return decision
-        if self.prefill_on is Prefill.AGGREGATED:
-            return structs.replace(decision, placement=Placement(placement.decode))
-        if self.prefill_on is Prefill.CHEAPER:
-            return _choose_cheaper(decision, placement, found, context)
+        self._place_pair(decision, found)
+        placement = decision.placement
+        if placement is not None and placement.prefill is not None:
+            if self.prefill_on is Prefill.AGGREGATED:
+                decision.placement = Placement(placement.decode)
+            elif self.prefill_on is Prefill.CHEAPER and context.cost is not None:
+                _move_to_cheapest(decision, found, context.cost)
         return decision
+
+    def _place_prefill(self, decision: Decision, found: Eligible) -> None:
+        """Choose a worker for one token: no decode, no transfer."""
+        demand = decision.demand
+        if not found.prefills and not found.aggregated:
+            raise Unavailable(f"no prefill worker is ready for model {demand.model}")
+        roomy = [c for c in found.aggregated if c.has_room(demand.kv_tokens)]
+        if tried := self._draw(found.prefills + roomy, decision, Phase.PREFILL):
+            decision.prefill = score(tried, self.prefill, demand, decision.cached)
+            decision.totals = decision.prefill.totals
+            decision.placement = Placement(best(decision.totals, tried, decision.turn))
+
+    def _place_pair(self, decision: Decision, found: Eligible) -> None:
+        demand, turn, cached = decision.demand, decision.turn, decision.cached
+        if not found.has_pair and not found.aggregated:
+            raise Unavailable(what_is_missing(demand.model, found.prefills, found.decodes))
+        roomy = found.with_room(demand.kv_tokens)
+        producers = {c: found.allowed_producers(c) for c in roomy if c.role is Role.DECODE}
+        reachable = [c for c in roomy if producers.get(c) != []]
+        if not reachable:
+            # Every pair is excluded: a decode worker does both phases.
+            reachable, producers = roomy, {}
+        tried = self._draw(reachable, decision, Phase.DECODE)
+        if not tried:
+            return
+        # Decode workers of one kind share a list of producers, which is drawn from once.
+        lists = {id(producers[c]): producers[c] for c in tried if c in producers}
+        drawn = {key: self._draw(x, decision, Phase.PREFILL) for key, x in lists.items()}
+        prefills = list(dict.fromkeys(c for x in drawn.values() for c in x))
+        prefills += [c for c in tried if c not in producers]
+        prefill = score(prefills, self.prefill, demand, cached)
+        decode = score(tried, self.decode, demand, cached)
+        winners = {key: best(prefill.totals, x, turn) for key, x in drawn.items()}
+        partner = {c: winners[id(producers[c])] if c in producers else c for c in tried}
+        totals = {c: (decode.totals[c] + prefill.totals[partner[c]]) / 2 for c in tried}
+        chosen = best(totals, tried, turn)
+        producer = partner[chosen]
+        decision.decode, decision.prefill, decision.totals = decode, prefill, totals
+        decision.placement = Placement(chosen, None if producer is chosen else producer)
+
+    def _draw(self, workers: list[Candidate], decision: Decision, phase: Phase) -> list[Candidate]:
+        """Return the workers to score: all; of a large pool those with the most cached tokens, and
+        others at random, seeded by the turn."""
+        turn, cached = decision.turn, decision.cached
+        if not self.decode:
+            return workers and [workers[turn % len(workers)]]
+        if len(workers) <= self.most_scored:
+            return workers
+        holders = [c for c in workers if c.worker_id in cached] if cached else []
+        holders = heapq.nlargest(MOST_CACHED, holders, key=lambda c: cached[c.worker_id])
+        chance = random.Random(2 * turn + phase)
+        others = chance.sample(workers, self.most_scored - len(holders))
+        return list(dict.fromkeys(holders + others))
 
 
 _LEAST_LOADED = Policy(
@@ -129,107 +241,48 @@ _PREFIX_AWARE = Policy(
     prefill=((cached_share, 0.3), (outstanding, 0.6), (queue_length, 0.1)),
     uses_prefix=True,
 )
-_POWER_OF_TWO = replace(_LEAST_LOADED, name="power_of_two", draw=draw_two)
-_ALWAYS_AGGREGATED = replace(_PREFIX_AWARE, name="always_aggregated", prefill_on=Prefill.AGGREGATED)
-_SLO_AWARE = replace(_PREFIX_AWARE, name="slo_aware", prefill_on=Prefill.CHEAPER)
-
 POLICIES: Mapping[str, Policy] = {
     policy.name: policy
     for policy in (
-        Policy("round_robin", draw=draw_next),
+        Policy("round_robin"),
         _LEAST_LOADED,
         # The less loaded of two random workers (Mitzenmacher, 2001): many routers that see the same
         # reports do not all choose the same worker.
-        _POWER_OF_TWO,
+        replace(_LEAST_LOADED, name="power_of_two", most_scored=2),
         _PREFIX_AWARE,
-        _ALWAYS_AGGREGATED,
-        _SLO_AWARE,
+        replace(_PREFIX_AWARE, name="always_aggregated", prefill_on=Prefill.AGGREGATED),
+        replace(_PREFIX_AWARE, name="slo_aware", prefill_on=Prefill.CHEAPER),
     )
 }
 least_loaded = _LEAST_LOADED
 
-_Choice = tuple[Placement | None, Scoreboard | None, Scoreboard | None, Mapping[Candidate, float]]
 
-
-def _choose_prefill(
-    policy: Policy, found: Eligible, demand: Demand, turn: int, cached: Mapping[str, int]
-) -> _Choice:
-    """Choose a worker for one token: no decode, no transfer."""
-    if not found.prefills and not found.aggregated:
-        raise Unavailable(f"no prefill worker is ready for model {demand.model}")
-    roomy = [c for c in found.aggregated if c.has_room(demand.kv_tokens)]
-    tried = policy.draw(found.prefills + roomy, turn, Phase.PREFILL, cached)
-    if not tried:
-        return None, None, None, {}
-    board = score(tried, policy.prefill, demand, cached)
-    return Placement(best(board.totals, tried, turn)), None, board, board.totals
-
-
-def _choose_pair(
-    policy: Policy, found: Eligible, demand: Demand, turn: int, cached: Mapping[str, int]
-) -> _Choice:
-    if not found.has_pair and not found.aggregated:
-        raise Unavailable(what_is_missing(demand.model, found.prefills, found.decodes))
-    roomy = found.with_room(demand.kv_tokens)
-    if not roomy:
-        return None, None, None, {}
-    allowed = {c: found.allowed_producers(c) for c in roomy if c.role is Role.DECODE}
-    reachable = [c for c in roomy if allowed.get(c) != []]
-    if not reachable:
-        # Every pair is excluded: a decode worker does both phases.
-        tried = policy.draw(roomy, turn, Phase.DECODE, cached)
-        board = score(tried, policy.decode, demand, cached)
-        return Placement(best(board.totals, tried, turn)), board, None, board.totals
-    tried = policy.draw(reachable, turn, Phase.DECODE, cached)
-    # Decode workers of one kind share a list of producers, which is drawn from once.
-    drawn = {
-        id(allowed[c]): policy.draw(allowed[c], turn, Phase.PREFILL, cached)
-        for c in tried
-        if c in allowed
-    }
-    prefills = list(dict.fromkeys(c for producers in drawn.values() for c in producers))
-    prefills += [c for c in tried if c not in allowed]
-    prefill = score(prefills, policy.prefill, demand, cached)
-    winners = {key: best(prefill.totals, producers, turn) for key, producers in drawn.items()}
-    partner = {c: winners[id(allowed[c])] if c in allowed else c for c in tried}
-    decode = score(tried, policy.decode, demand, cached)
-    totals = {c: (decode.totals[c] + prefill.totals[partner[c]]) / 2 for c in tried}
-    chosen = best(totals, tried, turn)
-    producer = partner[chosen]
-    placement = Placement(chosen, None if producer is chosen else producer)
-    return placement, decode, prefill, totals
-
-
-def _choose_cheaper(
-    decision: Decision, placement: Placement, found: Eligible, context: PlacementContext
-) -> Decision:
+def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> None:
     """Choose the prefill worker with the lowest predicted cost, or the decode worker itself if that
     is clearly cheaper. While nothing is predicted, keep the placement."""
-    if context.cost is None or decision.prefill is None or placement.prefill is None:
-        return decision
-    demand, decode, totals = decision.demand, placement.decode, decision.prefill.totals
-    producers = [c for c in found.allowed_producers(decode) if c in totals]
-    tried = heapq.nlargest(MOST_PREDICTED, producers, key=totals.__getitem__)
-    if placement.prefill not in tried:
-        tried[-1] = placement.prefill
-    predicted = {c: context.cost.predict(demand, c, decode, decision.cached) for c in tried}
+    placement, board = decision.placement, decision.prefill
+    assert placement is not None
+    assert placement.prefill is not None
+    assert board is not None
+    demand, decode, cached = decision.demand, placement.decode, decision.cached
+    producers = [c for c in found.allowed_producers(decode) if c in board.totals]
+    ranked = heapq.nlargest(MOST_PREDICTED, producers, key=board.totals.__getitem__)
+    tried = list(dict.fromkeys((placement.prefill, *ranked)))[:MOST_PREDICTED]
+    predicted = {c: costs.predict(demand, c, decode, cached) for c in tried}
     remote = {c: p for c, p in predicted.items() if p is not None}
     if not remote:
-        return decision
-    aggregated = context.cost.predict(demand, None, decode, decision.cached)
-    prefill: Candidate | None = best(
-        {c: -p.cost_s for c, p in remote.items()}, list(remote), decision.turn
-    )
-    predictions = list(remote.values())
+        return
+    lowest = best({c: -p.cost_s for c, p in remote.items()}, list(remote), decision.turn)
+    decision.placement, decision.predictions = Placement(decode, lowest), list(remote.values())
+    aggregated = costs.predict(demand, None, decode, cached)
     if aggregated is not None:
-        predictions.append(aggregated)
-        if beats(aggregated.cost_s, min(p.cost_s for p in remote.values())):
-            prefill = None
-    return structs.replace(decision, placement=Placement(decode, prefill), predictions=predictions)
+        decision.predictions = [*decision.predictions, aggregated]
+        if beats(aggregated.cost_s, remote[lowest].cost_s):
+            decision.placement = Placement(decode)
 
 
 def place_aggregated(
-    candidates: Sequence[Candidate],
+    candidates: Workers,
     demand: Demand,
     turn: int,
     _context: PlacementContext,
@@ -246,17 +299,11 @@ def place_aggregated(
     if waits_for_room:
         # A prefill worker's engine queues the request instead.
         found = [c for c in found if c.role is Role.PREFILL or c.has_room(demand.kv_tokens)]
-        if not found:
-            return Decision(AGGREGATED, candidates, demand, turn, None)
-    return _least_loaded_of(AGGREGATED, candidates, found, demand, turn)
+    return _least_loaded_of(found, Decision(AGGREGATED, candidates, demand, turn))
 
 
 def place_or_aggregate(
-    policy: Place,
-    candidates: Sequence[Candidate],
-    demand: Demand,
-    turn: int,
-    context: PlacementContext,
+    policy: Place, candidates: Workers, demand: Demand, turn: int, context: PlacementContext
 ) -> Decision:
     """Apply `policy`, or `place_aggregated` if there is no pair of workers."""
     try:
@@ -268,11 +315,7 @@ def place_or_aggregate(
 
 
 def place_live(
-    source: Candidate,
-    candidates: Sequence[Candidate],
-    demand: Demand,
-    turn: int,
-    _context: PlacementContext,
+    source: Candidate, candidates: Workers, demand: Demand, turn: int, _context: PlacementContext
 ) -> Decision:
     """Choose the least loaded decode worker that can continue an answer with the KV of `source`.
     Raises Unavailable if there is none with room."""
@@ -287,16 +330,12 @@ def place_live(
     ]
     if not found:
         raise Unavailable(f"no decode worker can continue with the KV of {source.worker_id}")
-    return _least_loaded_of(LIVE_KV, candidates, found, demand, turn)
+    return _least_loaded_of(found, Decision(LIVE_KV, candidates, demand, turn))
 
 
-def _least_loaded_of(
-    name: str,
-    candidates: Sequence[Candidate],
-    found: list[Candidate],
-    demand: Demand,
-    turn: int,
-) -> Decision:
-    board = score(found, _LEAST_LOADED.decode, demand, NO_TOKENS_CACHED)
-    placement = Placement(best(board.totals, found, turn))
-    return Decision(name, candidates, demand, turn, placement, board, totals=board.totals)
+def _least_loaded_of(found: list[Candidate], decision: Decision) -> Decision:
+    if found:
+        board = score(found, _LEAST_LOADED.decode, decision.demand, NO_TOKENS_CACHED)
+        decision.decode, decision.totals = board, board.totals
+        decision.placement = Placement(best(board.totals, found, decision.turn))
+    return decision

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from pdserve.kv_pairs import KvKind
     from pdserve.types import Role, WorkerInfo, WorkerLoad
 
-NO_TOKENS_CACHED: Mapping[str, int] = MappingProxyType({})
+Cached = Mapping[str, int]
+"""Cached prompt tokens by worker id; workers without any are left out."""
+
+NO_TOKENS_CACHED: Cached = MappingProxyType({})
 
 
 class MemberState(StrEnum):
@@ -57,12 +60,10 @@ class Demand:
         computed once per block size."""
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            hashes = self._hashes[block_size] = prefix_hash.chain(
-                self.token_ids,
-                block_size,
-                prefix_hash.root(self.model, block_size),
-                blocks=prefix_hash.usable_blocks(len(self.token_ids), block_size),
-            )
+            root = prefix_hash.root(self.model, block_size)
+            blocks = prefix_hash.usable_blocks(len(self.token_ids), block_size)
+            hashes = prefix_hash.chain(self.token_ids, block_size, root, blocks=blocks)
+            self._hashes[block_size] = hashes
         return hashes
 
     def without_children(self) -> Demand:
@@ -129,8 +130,8 @@ class Prediction(Struct, frozen=True):
     cost_s: float = 0.0
 
 
-Scorer = Callable[[Sequence[Candidate], Demand, Mapping[str, int]], list[float]]
-"""Scores candidates for a demand, given the cached prompt tokens by worker id: 0 to 1, the best."""
+Scorer = Callable[[Sequence[Candidate], Demand, Cached], list[float]]
+"""Scores candidates for a demand: 0 to 1, the best."""
 
 Weights = tuple[tuple[Scorer, float], ...]
 """Scorers with weights that sum to 1. Without any, all candidates score alike."""
@@ -145,55 +146,39 @@ class Scoreboard(Struct, frozen=True, eq=False):
     totals: dict[Candidate, float]
 
 
-class Decision(Struct, frozen=True, eq=False):
-    """Result of a policy, with its reasons. `placement` is None if the request has to wait for
-    capacity. `totals` is what was compared last; `cached` and `predictions` are what the lookups
-    returned. `filters.why_not` derives why the other candidates lost."""
+class Decision(Struct, eq=False):
+    """Result of a policy, with its reasons; not changed after the policy returned it. `placement`
+    is None if the request has to wait for capacity. `totals` is what was compared last.
+    `filters.why_not` derives why the other candidates lost."""
 
     policy: str
     candidates: Sequence[Candidate]
     demand: Demand
     turn: int
-    placement: Placement | None
+    placement: Placement | None = None
     decode: Scoreboard | None = None
     prefill: Scoreboard | None = None
     totals: Mapping[Candidate, float] = MappingProxyType({})
-    cached: Mapping[str, int] = NO_TOKENS_CACHED
+    cached: Cached = NO_TOKENS_CACHED
     predictions: Sequence[Prediction] = ()
     asked_prefix: bool = False
 
     def without_prompt(self) -> Decision:
         """Return the decision without the prompt's tokens."""
-        demand = self.demand
-        # Written out: `replace` takes three times as long.
-        small = Demand(
-            demand.model,
-            demand.prompt_tokens,
-            demand.kv_tokens,
-            demand.prefill_only,
-            demand.avoid,
-            demand.excluded,
-            demand.request_id,
-            (),
-            demand.children,
-            demand.child_tokens,
-        )
-        return structs.replace(self, demand=small)
+        x = self.demand
+        # Written out: `dataclasses.replace` takes three times as long.
+        sizes = (x.prompt_tokens, x.kv_tokens, x.prefill_only, x.avoid, x.excluded)
+        demand = Demand(x.model, *sizes, x.request_id, (), x.children, x.child_tokens)
+        return structs.replace(self, demand=demand)
 
 
 class PrefixLookup(Protocol):
-    def cached_tokens(self, demand: Demand) -> Mapping[str, int]:
-        """Return the cached prompt tokens by worker id; workers without any are left out."""
-        ...
+    def cached_tokens(self, demand: Demand) -> Cached: ...
 
 
 class Predictor(Protocol):
     def predict(
-        self,
-        demand: Demand,
-        prefill: Candidate | None,
-        decode: Candidate,
-        cached: Mapping[str, int],
+        self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
     ) -> Prediction | None:
         """Return None while too little was measured."""
         ...
