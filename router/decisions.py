@@ -1,8 +1,8 @@
-"""Ring of the latest placement decisions, and what `pdserve explain` shows of them."""
+"""The latest placement decisions, and what `pdserve explain` shows of them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, structs
@@ -25,8 +25,7 @@ _PREDICTED_S = tuple(x for x in Prediction.__struct_fields__ if x.endswith("_s")
 
 class Recorded(Struct, frozen=True):
     """One decision, without the prompt's tokens. `cause` says why the request was placed again,
-    `refused` why it was not placed. It was tried `tried_before` times with the same
-    result."""
+    `refused` why it was not placed. It was tried `tried_before` times with the same result."""
 
     unix_time_s: float
     decision: Decision
@@ -44,7 +43,7 @@ class DecisionLog:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._requests: OrderedDict[str, list[Recorded]] = OrderedDict()
+        self._requests: OrderedDict[str, deque[Recorded]] = OrderedDict()
 
     def record(
         self, decision: Decision, unix_time_s: float, *, cause: str = "", refused: str = ""
@@ -53,13 +52,12 @@ class DecisionLog:
             return
         request_id = decision.demand.request_id
         recorded = Recorded(unix_time_s, decision.without_prompt(), cause, refused)
-        decisions = self._requests.setdefault(request_id, [])
-        self._requests.move_to_end(request_id)
+        decisions = self._requests.pop(request_id, None) or deque(maxlen=MAX_OF_ONE_REQUEST)
         if recorded.waits and decisions and decisions[-1].waits:
             # A request that waits is tried at each end of another: the last try is enough.
             recorded = structs.replace(recorded, tried_before=decisions.pop().tried_before + 1)
         decisions.append(recorded)
-        del decisions[:-MAX_OF_ONE_REQUEST]
+        self._requests[request_id] = decisions
         if len(self._requests) > self._size:
             self._requests.popitem(last=False)
 
@@ -78,88 +76,72 @@ def explained(requests: Iterable[list[Recorded]]) -> Iterator[a.Explained]:
     """Yield each request, and before it the workers that it names for the first time."""
     said: dict[str, WorkerInfo] = {}
     for decisions in requests:
-        for recorded in decisions:
-            for candidate in recorded.decision.candidates:
-                if said.get(candidate.worker_id) != candidate.info:
-                    said[candidate.worker_id] = candidate.info
-                    yield a.Explained(worker=wire.worker_to_pb(candidate.info))
-        yield a.Explained(
-            request=a.ExplainedRequest(
-                request_id=decisions[0].decision.demand.request_id,
-                decisions=[_decision_to_pb(recorded) for recorded in decisions],
-            )
+        for candidate in (c for x in decisions for c in x.decision.candidates):
+            if said.get(candidate.worker_id) != candidate.info:
+                said[candidate.worker_id] = candidate.info
+                yield a.Explained(worker=wire.worker_to_pb(candidate.info))
+        request = a.ExplainedRequest(
+            request_id=decisions[0].decision.demand.request_id,
+            decisions=[_decision_to_pb(recorded) for recorded in decisions],
         )
+        yield a.Explained(request=request)
 
 
 def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
     decision, demand = recorded.decision, recorded.decision.demand
-    reasons = why_not(decision)
-    placement = decision.placement
-    scores, totals = _scores(decision)
-    return a.PlacementDecision(
+    placement, reasons = decision.placement, why_not(decision)
+    found = a.PlacementDecision(
         unix_time_s=recorded.unix_time_s,
         cause=recorded.cause,
+        refused=recorded.refused,
+        tried_before=recorded.tried_before,
         policy=decision.policy,
         turn=decision.turn,
         model=demand.model,
         prompt_tokens=demand.prompt_tokens,
         kv_tokens=demand.kv_tokens,
         prefill_only=demand.prefill_only,
-        avoid=sorted(demand.avoid),
-        excluded=[a.ExcludedPair(prefill=p, decode=d) for p, d in sorted(demand.excluded)],
-        candidates=[
-            a.PlacementCandidate(
-                worker_id=c.worker_id,
-                state=c.state.value,
-                load=None if c.load is None else wire.load_to_pb(c.load),
-                outstanding_requests=c.outstanding_requests,
-                outstanding_tokens=c.outstanding_tokens,
-                reserved_blocks=c.reserved_blocks,
-                cached_tokens=decision.cached.get(c.worker_id, 0),
-                why_not=reasons.get(c.worker_id, ""),
-                scores=scores.get(c, ()),
-                totals=totals.get(c, {}),
-            )
-            for c in decision.candidates
-        ],
-        asked_prefix=decision.asked_prefix,
-        predictions=[_prediction_to_pb(prediction) for prediction in decision.predictions],
-        decode="" if placement is None else placement.decode.worker_id,
-        prefill=""
-        if placement is None or placement.prefill is None
-        else placement.prefill.worker_id,
-        refused=recorded.refused,
-        tried_before=recorded.tried_before,
         children=demand.children,
         child_tokens=demand.child_tokens,
+        avoid=sorted(demand.avoid),
+        excluded=[a.ExcludedPair(prefill=p, decode=d) for p, d in sorted(demand.excluded)],
+        candidates=[_candidate_to_pb(c, decision, reasons) for c in decision.candidates],
+        asked_prefix=decision.asked_prefix,
+        predictions=[
+            a.PlacementPrediction(
+                prefill=prediction.prefill or "",
+                decode=prediction.decode,
+                seconds={name: getattr(prediction, name) for name in _PREDICTED_S},
+            )
+            for prediction in decision.predictions
+        ],
     )
+    if placement is not None:
+        found.decode = placement.decode.worker_id
+        found.prefill = "" if placement.prefill is None else placement.prefill.worker_id
+    return found
 
 
-def _scores(
-    decision: Decision,
-) -> tuple[dict[Candidate, list[a.PlacementScore]], dict[Candidate, dict[str, float]]]:
-    scores: dict[Candidate, list[a.PlacementScore]] = {}
-    totals: dict[Candidate, dict[str, float]] = {}
+def _candidate_to_pb(
+    candidate: Candidate, decision: Decision, reasons: dict[str, str]
+) -> a.PlacementCandidate:
+    found = a.PlacementCandidate(
+        worker_id=candidate.worker_id,
+        state=candidate.state.value,
+        load=None if candidate.load is None else wire.load_to_pb(candidate.load),
+        outstanding_requests=candidate.outstanding_requests,
+        outstanding_tokens=candidate.outstanding_tokens,
+        reserved_blocks=candidate.reserved_blocks,
+        cached_tokens=decision.cached.get(candidate.worker_id, 0),
+        why_not=reasons.get(candidate.worker_id, ""),
+    )
     for phase, board in (("prefill", decision.prefill), ("decode", decision.decode)):
-        if board is None:
+        if board is None or candidate not in board.totals:
             continue
+        found.totals[phase] = board.totals[candidate]
+        row = board.candidates.index(candidate)
         for (scorer, weight), column in zip(board.weights, board.columns, strict=True):
-            for candidate, score in zip(board.candidates, column, strict=True):
-                scores.setdefault(candidate, []).append(
-                    a.PlacementScore(
-                        phase=phase, scorer=scorer.__name__, weight=weight, score=score
-                    )
-                )
-        for candidate, total in board.totals.items():
-            totals.setdefault(candidate, {})[phase] = total
-    for candidate, total in decision.totals.items():
-        totals.setdefault(candidate, {})["total"] = total
-    return scores, totals
-
-
-def _prediction_to_pb(prediction: Prediction) -> a.PlacementPrediction:
-    return a.PlacementPrediction(
-        prefill=prediction.prefill or "",
-        decode=prediction.decode,
-        seconds={name: getattr(prediction, name) for name in _PREDICTED_S},
-    )
+            found.scores.add(phase=phase, scorer=scorer.__name__, weight=weight, score=column[row])
+    if candidate in decision.totals:
+        found.totals["total"] = decision.totals[candidate]
+    return found

@@ -14,9 +14,8 @@ import asyncio
 import logging
 import math
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.types import Role
@@ -45,12 +44,6 @@ DRAIN_TIMEOUT_S = 30.0
 CATCH_UP_S = 10.0
 
 
-class Stance(StrEnum):
-    BALANCED = "balanced"
-    WAITING = "waiting"
-    MOVE = "move"
-
-
 @dataclass(frozen=True, slots=True)
 class Loads:
     """Ready workers of each role, and how many of them the present load keeps busy."""
@@ -75,108 +68,101 @@ class Loads:
 
     def best(self) -> Loads:
         """Return the same need on the split with the lowest load, at least one worker a role."""
-        workers = self.prefill_workers + self.decode_workers
+        workers, before = self.prefill_workers + self.decode_workers, self.prefill_workers
         splits = [
             replace(self, prefill_workers=count, decode_workers=workers - count)
             for count in range(1, workers)
         ]
-        return min(
-            splits,
-            key=lambda x: (x.highest, abs(x.prefill_workers - self.prefill_workers)),
-            default=self,
-        )
+        key = lambda x: (x.highest, abs(x.prefill_workers - before))  # noqa: E731
+        return min(splits, key=key, default=self)
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{count} {role} worker{'' if count == 1 else 's'}"
-            + (f" loaded {load:.2f}" if count else "")
-            for role, count, load in (
-                (Role.PREFILL, self.prefill_workers, self.prefill),
-                (Role.DECODE, self.decode_workers, self.decode),
-            )
-        )
+        parts = []
+        for role, count, load in (
+            (Role.PREFILL, self.prefill_workers, self.prefill),
+            (Role.DECODE, self.decode_workers, self.decode),
+        ):
+            loaded = f" loaded {load:.2f}" if count else ""
+            parts.append(f"{count} {role} worker{'' if count == 1 else 's'}{loaded}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What is wanted, and why. `role` is the role that one worker shall change to now, if any."""
 
-    stance: Stance
+    stance: Literal["balanced", "waiting", "move"]
     loads: Loads
     wanted: Loads
     text: str
     role: Role | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoleState:
-    """State of one model: average needs of the workers that there were at `changed_at`, the role
-    that should have more workers and since when, and the role changes that failed, the last one for
-    `failure`."""
+    """What is remembered of one model: average needs of the workers that there were at
+    `changed_at`, the role that should have more workers and since when, and the role changes that
+    failed in a row, the last one for `failure`."""
 
+    mean: Loads
     changed_at: float
     seen_at: float
-    mean: Loads
     wanted: Role | None = None
     wanted_since: float = 0.0
     paused_until: float = -math.inf
-    failed: tuple[str, ...] = ()
+    failed: list[str] = field(default_factory=list)
     failure: str = ""
 
+    def decide(self, now_loads: Loads, now: float, config: RolesConfig) -> Verdict:
+        """Take another look at the loads."""
+        loads = self._average(now_loads, now, config.window_s)
+        best, role = loads.best(), None
+        is_better = best.highest <= loads.highest * (1.0 - MIN_IMPROVEMENT)
+        if loads.highest > config.min_load and is_better and best != loads:
+            more_prefill = best.prefill_workers > loads.prefill_workers
+            role = Role.PREFILL if more_prefill else Role.DECODE
+        if role is not self.wanted:
+            self.wanted, self.wanted_since = role, now
+        if role is None:
+            return Verdict("balanced", loads, loads, f"{loads}; no change is needed")
+        text = f"{loads}; {best.prefill_workers} and {best.decode_workers} are wanted"
+        waits = {
+            "workers have changed": self.changed_at + config.cooldown_s - now,
+            f"the last role change failed ({self.failure})": self.paused_until - now,
+            "it must stay so": self.wanted_since + config.window_s - now,
+        }
+        why, wait_s = max(waits.items(), key=lambda item: item[1])
+        if wait_s > 0:
+            return Verdict("waiting", loads, best, f"{text}; waits {wait_s:.0f} s: {why}")
+        return Verdict("move", loads, best, f"{text}; one worker becomes a {role} worker", role)
 
-def decide(
-    state: RoleState | None, loads: Loads, now: float, config: RolesConfig
-) -> tuple[RoleState, Verdict]:
-    """Take another look at a model's loads."""
-    if state is None:
-        state = RoleState(now, now, loads)
-    elif _changed(state.mean, loads):
-        state = replace(state, changed_at=now, seen_at=now, mean=loads, wanted=None)
-    kept, mean = math.exp(-(now - state.seen_at) / config.window_s), state.mean
-    prefill_need = kept * mean.prefill_need + (1 - kept) * loads.prefill_need
-    decode_need = kept * mean.decode_need + (1 - kept) * loads.decode_need
-    mean = replace(mean, prefill_need=prefill_need, decode_need=decode_need)
-    state = replace(state, seen_at=now, mean=mean)
-    loads = replace(loads, prefill_need=prefill_need, decode_need=decode_need)
-    wanted, role = loads.best(), None
-    enough = wanted.highest <= loads.highest * (1.0 - MIN_IMPROVEMENT)
-    if loads.highest > config.min_load and enough and wanted != loads:
-        more_prefill = wanted.prefill_workers > loads.prefill_workers
-        role = Role.PREFILL if more_prefill else Role.DECODE
-    if role is not state.wanted:
-        state = replace(state, wanted=role, wanted_since=now)
-    if role is None:
-        return state, Verdict(Stance.BALANCED, loads, loads, f"{loads}; no change is needed")
-    split = f"{wanted.prefill_workers} and {wanted.decode_workers} are wanted"
-    waits = {
-        "workers have changed": state.changed_at + config.cooldown_s - now,
-        f"the last role change failed ({state.failure})": state.paused_until - now,
-        "it must stay so": state.wanted_since + config.window_s - now,
-    }
-    why, wait_s = max(waits.items(), key=lambda item: item[1])
-    if wait_s > 0:
-        text = f"{loads}; {split}; waits {wait_s:.0f} s: {why}"
-        return state, Verdict(Stance.WAITING, loads, wanted, text)
-    text = f"{loads}; {split}; one worker becomes a {role} worker"
-    return state, Verdict(Stance.MOVE, loads, wanted, text, role)
+    def _average(self, loads: Loads, now: float, window_s: float) -> Loads:
+        """Return `loads` with average needs. Averages start anew when the workers changed."""
+        before = self.mean
+        prefill_change = abs(loads.prefill_workers - before.prefill_workers)
+        decode_change = abs(loads.decode_workers - before.decode_workers)
+        if (
+            prefill_change > CHANGED * before.prefill_workers
+            or decode_change > CHANGED * before.decode_workers
+        ):
+            self.changed_at, self.wanted, before = now, None, loads
+        kept = math.exp(-(now - self.seen_at) / window_s)
+        prefill_need = kept * before.prefill_need + (1 - kept) * loads.prefill_need
+        decode_need = kept * before.decode_need + (1 - kept) * loads.decode_need
+        # It keeps the workers of before: small changes add up until they count as one.
+        self.mean = replace(before, prefill_need=prefill_need, decode_need=decode_need)
+        self.seen_at = now
+        return replace(loads, prefill_need=prefill_need, decode_need=decode_need)
 
-
-def moved(
-    state: RoleState, worker_id: str, failure: str, now: float, config: RolesConfig
-) -> RoleState:
-    """Record the end of a role change. The pause doubles with each failure in a row."""
-    if not failure:
-        return replace(state, failed=(), failure="")
-    pause_s = min(MAX_COOLDOWN_S, config.cooldown_s * 2.0 ** min(32, len(state.failed)))
-    failed = (*state.failed, worker_id)[-64:]
-    return replace(state, paused_until=now + pause_s, failed=failed, failure=failure)
-
-
-def _changed(before: Loads, after: Loads) -> bool:
-    prefill = abs(after.prefill_workers - before.prefill_workers) > CHANGED * before.prefill_workers
-    return prefill or abs(after.decode_workers - before.decode_workers) > (
-        CHANGED * before.decode_workers
-    )
+    def moved(self, worker_id: str, failure: str, now: float, config: RolesConfig) -> None:
+        """Record the end of a role change. The pause doubles with each failure in a row."""
+        self.failure = failure
+        if not failure:
+            self.failed = []
+            return
+        pause_s = config.cooldown_s * 2.0 ** min(32, len(self.failed))
+        self.paused_until = now + min(MAX_COOLDOWN_S, pause_s)
+        self.failed = [*self.failed, worker_id][-64:]
 
 
 def loads_of(
@@ -228,10 +214,10 @@ def _occupied(member: Member, model: StepModel | None, tpot_s: float) -> float:
     share = running / (running + (0 if load is None else load.num_waiting_reqs))
     blocks = (member.reserved_blocks + member.foreign_blocks) * share
     used = max(running / info.max_num_seqs, blocks / info.total_blocks)
-    if model is None or not model.knows_decode:
-        return used
-    empty_s = model.decode_step_s(Batch())
-    if empty_s >= tpot_s:
+    empty_s = math.inf
+    if model is not None and model.knows_decode:
+        empty_s = model.decode_step_s(Batch())
+    if model is None or empty_s >= tpot_s:
         return used
     if load is not None:
         blocks = (info.total_blocks - load.free_blocks) * share
@@ -242,17 +228,13 @@ def _occupied(member: Member, model: StepModel | None, tpot_s: float) -> float:
 def spare_for(members: Sequence[Member], role: Role, failed: Collection[str]) -> Member | None:
     """Return the worker of one model that can become a `role` worker at the least cost, if any; one
     of `failed` only if there is no other."""
-    ready = [m for m in members if m.state is MemberState.READY and m.info.role is not role]
-    ready.sort(
-        key=lambda m: (
-            m.worker_id in failed,
-            m.outstanding_tokens,
-            _running(m),
-            m.reserved_blocks,
-            m.worker_id,
-        )
-    )
-    for member in ready:
+
+    def cost(member: Member) -> tuple[bool, int, int, int, str]:
+        has_failed, blocks = member.worker_id in failed, member.reserved_blocks
+        tokens, name = member.outstanding_tokens, member.worker_id
+        return has_failed, tokens, _running(member), blocks, name
+
+    for member in sorted(members, key=cost):
         with suppress(InvalidRequest, Unavailable):
             partner_for(members, member.worker_id, role)
             return member
@@ -288,7 +270,7 @@ class Autoscaler:
                 await self._look(model)
 
     async def _look(self, model: str) -> None:
-        members, config = self._fleet.of_model(model), self._config
+        members, config, now = self._fleet.of_model(model), self._config, self._fleet.now()
         loads = loads_of(
             members,
             queued=self._admission.queued_of(model),
@@ -296,10 +278,10 @@ class Autoscaler:
             step_model=self._costs.step_model,
             tpot_s=self._costs.slo.tpot_s,
         )
-        state, verdict = decide(self._states.get(model), loads, self._fleet.now(), config)
-        before = self.verdicts.get(model)
-        self._states[model], self.verdicts[model] = state, verdict
-        if before is None or before.stance is not verdict.stance:
+        state = self._states.setdefault(model, RoleState(loads, now, now))
+        verdict, before = state.decide(loads, now, config), self.verdicts.get(model)
+        self.verdicts[model] = verdict
+        if before is None or before.stance != verdict.stance:
             logger.info("roles of %s: %s", model, verdict.text)
         if verdict.role is None:
             return
@@ -308,7 +290,7 @@ class Autoscaler:
         failure = await self._change(worker_id, verdict.role)
         if failure:
             logger.warning("roles of %s: %s", model, failure)
-        self._states[model] = moved(state, worker_id, failure, self._fleet.now(), config)
+        state.moved(worker_id, failure, self._fleet.now(), config)
 
     async def _change(self, worker_id: str, role: Role) -> str:
         """Change a worker's role. Return why that failed."""
@@ -338,7 +320,7 @@ def roles_to_pb(verdicts: Mapping[str, Verdict]) -> list[w.ModelRoles]:
         w.ModelRoles(
             model=model,
             text=verdict.text,
-            state=verdict.stance.value,
+            state=verdict.stance,
             prefill_workers=verdict.loads.prefill_workers,
             decode_workers=verdict.loads.decode_workers,
             wanted_prefill_workers=verdict.wanted.prefill_workers,

@@ -1,4 +1,4 @@
-"""Order in which the queued requests of one model are admitted. No I/O, no clock.
+"""Order in which the queued requests of one model are admitted, and how fast. No I/O, no clock.
 
 1. Interactive requests go before batch requests. After INTERACTIVE_RUN interactive requests in a
    row, one batch request goes first.
@@ -9,62 +9,115 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
+from itertools import count, takewhile
 from operator import attrgetter
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
+from pdserve.errors import Refusal
 from pdserve.types import ServiceClass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import asyncio
+    from collections.abc import Callable, Iterator
+
+    from pdserve.types import GenerateRequest
+    from router.admission.tenants import Tenant
 
 INTERACTIVE_RUN = 8
 RATE_WINDOW = 64
 RATE_MIN_SAMPLES = 8
+DEFAULT_RETRY_AFTER_S = 1.0  # while no rate was measured
+MAX_RETRY_AFTER_S = 600.0
+# Retries get this share of the measured rate, new requests the rest.
+RETRY_SHARE = 0.7
+# A place in the queue is kept for a rejected client from a second before until a second after the
+# time that it was told.
+KEPT_S = 1.0
+MAX_PROMISES = 4096
+# A queued request is due this long after its arrival, so that short prompts go first but long ones
+# are not starved.
+DUE_S_PER_PROMPT_TOKEN = 0.001
 
 _rank = attrgetter("rank")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class QueuedRequest:
-    """A request in the queue. `due` is a time, `work_tokens` the tokens it is predicted to compute,
-    `passed` how many requests were admitted before it although it was their turn later."""
+class Reservation(Protocol):
+    """Capacity held by a request. Releasing again does nothing."""
 
-    prompt_tokens: int = 0
-    kv_tokens: int = 0
+    def release(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry:
+    """A request from its arrival until its slot is released.
+
+    `work_tokens` are the tokens it is predicted to compute, `kv_tokens` the most it can come to
+    hold, `passed` how many requests were admitted before it although it was their turn later.
+    Admitted after `latest_start` it would break its deadline or its SLO, which `late_reason` tells
+    apart.
+    """
+
+    request: GenerateRequest
+    account: Tenant
+    arrived: float
+    try_reserve: Callable[[], Reservation | None]
+    granted: asyncio.Future[Reservation]
     work_tokens: int = 1
-    priority: int = 0
-    due: float = 0.0
-    service_class: ServiceClass = ServiceClass.INTERACTIVE
-    tenant: str = ""
-    weight: float = 1.0
+    kv_tokens: int = 0
+    latest_start: float = math.inf
+    late_reason: Refusal = Refusal.DEADLINE_UNREACHABLE
     passed: int = 0
-    arrival: int = -1
+    rank: tuple[int, float, int] = (0, 0.0, 0)
+
+    def __post_init__(self) -> None:
+        self.rank = self.rank_at(-1)
+
+    def rank_at(self, arrival: int) -> tuple[int, float, int]:
+        """Return the order within a tenant. Short prompts are due sooner."""
+        due = self.arrived + DUE_S_PER_PROMPT_TOKEN * self.prompt_tokens
+        return self.request.priority, min(due, self.latest_start), arrival
 
     @property
-    def rank(self) -> tuple[int, float, int]:
-        return self.priority, self.due, self.arrival
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
 
-    def needs_at_least(self, other: QueuedRequest) -> bool:
+    @property
+    def deadline(self) -> float:
+        return math.inf if self.request.deadline is None else self.request.deadline
+
+    @property
+    def is_batch(self) -> bool:
+        return self.request.service_class is ServiceClass.BATCH
+
+    @property
+    def identity(self) -> int:
+        """The same number if a client sends the same request again."""
+        request = self.request
+        return hash((request.tenant, request.prompt_token_ids, request.sampling.max_tokens))
+
+    def needs_at_least(self, other: Entry) -> bool:
         return self.prompt_tokens >= other.prompt_tokens and self.kv_tokens >= other.kv_tokens
 
 
-Q = TypeVar("Q", bound=QueuedRequest)
+@dataclass(slots=True)
+class _Line:
+    """A tenant's requests of one class, by rank. The first one starts at the virtual time
+    `start`."""
+
+    weight: float
+    start: float = 0.0
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def work_tokens(self) -> int:
+        return sum(entry.work_tokens for entry in self.entries)
 
 
-class _Line(Generic[Q]):
-    """A tenant's requests of one class, by rank. `start` and `finish` are its virtual times."""
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.start = self.finish = 0.0
-        self.requests: list[Q] = []
-
-
-class ModelQueue(Generic[Q]):
+class ModelQueue:
     """Queue of one model."""
 
     def __init__(self) -> None:
@@ -72,66 +125,63 @@ class ModelQueue(Generic[Q]):
         self._run = 0  # interactive requests admitted since the last batch request
         self._arrivals = count()
         self._virtual = dict.fromkeys(ServiceClass, 0.0)
-        self._lines: dict[ServiceClass, dict[str, _Line[Q]]] = {x: {} for x in ServiceClass}
+        self._lines: dict[ServiceClass, dict[str, _Line]] = {x: {} for x in ServiceClass}
 
     def __len__(self) -> int:
         return self._size
 
-    def _waiting(self, service_class: ServiceClass) -> list[_Line[Q]]:
-        lines = [line for line in self._lines[service_class].values() if line.requests]
+    def _waiting(self, service_class: ServiceClass) -> list[_Line]:
+        lines = [line for line in self._lines[service_class].values() if line.entries]
         return sorted(lines, key=attrgetter("start"))
 
-    def push(self, request: Q) -> None:
-        request.arrival = next(self._arrivals)
-        lines = self._lines[request.service_class]
-        line = lines.setdefault(request.tenant, _Line(request.weight))
-        if not line.requests:
+    def push(self, entry: Entry) -> None:
+        entry.rank = entry.rank_at(next(self._arrivals))
+        request, lines = entry.request, self._lines[entry.request.service_class]
+        line = lines.setdefault(request.tenant, _Line(entry.account.weight))
+        if not line.entries:
             # A tenant earns no credit while it has nothing queued.
-            line.start = max(self._virtual[request.service_class], line.finish)
-        insort(line.requests, request, key=_rank)
+            line.start = max(self._virtual[request.service_class], line.start)
+        insort(line.entries, entry, key=_rank)
         self._size += 1
 
-    def remove(self, request: Q) -> None:
+    def remove(self, entry: Entry) -> None:
         """Remove a request that gave up or was rejected."""
-        lines = self._lines[request.service_class]
-        requests = lines[request.tenant].requests
-        del requests[bisect_left(requests, request.rank, key=_rank)]
+        kind, lines = entry.request.service_class, self._lines[entry.request.service_class]
+        entries = lines[entry.request.tenant].entries
+        del entries[bisect_left(entries, entry.rank, key=_rank)]
         self._size -= 1
-        if not self._waiting(request.service_class):
-            self._virtual[request.service_class] = max(line.finish for line in lines.values())
+        if not any(line.entries for line in lines.values()):
+            self._virtual[kind] = max(line.start for line in lines.values())
 
-    def admitted(self, request: Q) -> None:
+    def admitted(self, entry: Entry) -> None:
         """Remove a request that was admitted, and charge its tenant."""
-        kind, first = request.service_class, self._waiting(request.service_class)[0]
-        line = self._lines[kind][request.tenant]
-        self._virtual[kind] = max(self._virtual[kind], first.start)
-        line.start = line.finish = line.start + request.work_tokens / line.weight
-        self.remove(request)
-        if kind is ServiceClass.BATCH:
+        kind = entry.request.service_class
+        self._virtual[kind] = max(self._virtual[kind], self._waiting(kind)[0].start)
+        line = self._lines[kind][entry.request.tenant]
+        line.start += entry.work_tokens / line.weight
+        self.remove(entry)
+        if entry.is_batch:
             self._run = 0
         elif self._waiting(ServiceClass.BATCH):
             self._run += 1
 
-    def in_order(self, *, with_batch: bool = True) -> Iterator[Q]:
+    def in_order(self, *, with_batch: bool = True) -> Iterator[Entry]:
         classes = [ServiceClass.INTERACTIVE]
         if with_batch:
             classes.insert(0 if self._run >= INTERACTIVE_RUN else 1, ServiceClass.BATCH)
         for service_class in classes:
             for line in self._waiting(service_class):
-                yield from line.requests
+                yield from line.entries
 
-    def work_before(self, request: Q) -> float:
-        """Return the tokens of its class that are admitted before `request` if it came now."""
-        mine = self._lines[request.service_class].get(request.tenant)
+    def work_before(self, entry: Entry) -> float:
+        """Return the tokens of its class that are admitted before `entry` if it came now."""
+        mine = self._lines[entry.request.service_class].get(entry.request.tenant)
         if mine is None:
             return 0.0
-        position = bisect_left(mine.requests, (request.priority, request.due, 0), key=_rank)
-        own = sum(r.work_tokens for r in mine.requests[:position])
-        return own + sum(
-            min(sum(r.work_tokens for r in line.requests), own * line.weight / mine.weight)
-            for line in self._waiting(request.service_class)
-            if line is not mine
-        )
+        position = bisect_left(mine.entries, entry.rank, key=_rank)
+        own = sum(x.work_tokens for x in mine.entries[:position])
+        others = [x for x in self._waiting(entry.request.service_class) if x is not mine]
+        return own + sum(min(x.work_tokens, own * x.weight / mine.weight) for x in others)
 
 
 class AdmissionRate:
@@ -147,30 +197,60 @@ class AdmissionRate:
         if has_backlog and self._backlog_since is None:
             self._backlog_since = now
         elif not has_backlog:
-            self._busy_s = self._busy(now)
-            self._backlog_since = None
+            self._busy_s, self._backlog_since = self._busy(now), None
 
     def admitted(self, work_tokens: int, now: float) -> None:
         self._admissions.append((self._busy(now), work_tokens))
 
     def interval_s(self, now: float) -> float | None:
         """Return the mean time between two admissions, None if too few were seen."""
-        window_s = self._window(now)
-        return None if window_s is None else window_s / (len(self._admissions) - 1)
+        return self._time_per(len(self._admissions) - 1, now)
 
     def wait_s(self, work_tokens: float, now: float) -> float | None:
         """Return the time to admit `work_tokens`, None if too few admissions were seen."""
-        window_s = self._window(now)
-        if window_s is None:
-            return None
-        done = sum(tokens for _, tokens in self._admissions) - self._admissions[0][1]
-        return work_tokens * window_s / max(1, done)
+        done = sum(tokens for _, tokens in list(self._admissions)[1:])
+        per_token_s = self._time_per(done, now)
+        return None if per_token_s is None else work_tokens * per_token_s
 
     def _busy(self, now: float) -> float:
         since = self._backlog_since
         return self._busy_s + (0.0 if since is None else max(0.0, now - since))
 
-    def _window(self, now: float) -> float | None:
+    def _time_per(self, done: int, now: float) -> float | None:
         if len(self._admissions) < RATE_MIN_SAMPLES:
             return None
-        return max(self._busy(now) - self._admissions[0][0], 1e-6)
+        return max(self._busy(now) - self._admissions[0][0], 1e-6) / max(1, done)
+
+
+class Promises:
+    """Times at which rejected clients were told to retry, by request, the earliest first."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, float] = {}
+        self._last = 0.0
+
+    def make(self, request: int, interval_s: float | None, now: float) -> float:
+        """Return the seconds after which there is a place in the queue for this client after all
+        that were told before. The place is kept."""
+        interval_s = (interval_s or DEFAULT_RETRY_AFTER_S) / RETRY_SHARE
+        self._last = min(max(self._last, now) + interval_s, now + MAX_RETRY_AFTER_S)
+        wait_s = float(max(1, math.ceil(self._last - now)))
+        self._due.pop(request, None)
+        if len(self._due) < MAX_PROMISES:
+            self._due[request] = now + wait_s
+        return wait_s
+
+    def kept_from(self, request: int, now: float) -> int:
+        """Return the places that are kept for others now: none if one is kept for `request`, which
+        uses it up."""
+        for other, due in list(self._due.items()):
+            if due >= now - KEPT_S:
+                break
+            del self._due[other]
+        if self._due.get(request, math.inf) <= now + KEPT_S:
+            del self._due[request]
+            return 0
+        return sum(1 for _ in takewhile(lambda due: due <= now + KEPT_S, self._due.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._due)

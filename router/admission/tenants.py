@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from pdserve.config import TenantConfig
 from pdserve.errors import Overloaded, Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pdserve.config import TenantConfig
-
 BURST_S = 60.0  # a bucket holds what its rate fills in this time
 
 
 class TokenBucket:
-    """Fills at `rate` a second up to `size`. A charge larger than `size` is taken from a full
-    bucket, which is then in debt."""
+    """Fills at `rate` a second up to `size`; a rate of 0 is no limit. A charge larger than `size`
+    is taken from a full bucket, which is then in debt."""
 
     def __init__(self, per_minute: float, burst_s: float = BURST_S) -> None:
         self.rate = per_minute / 60.0
@@ -28,6 +27,8 @@ class TokenBucket:
 
     def wait_s(self, amount: float, now: float) -> float:
         """Return the seconds until `amount` can be taken."""
+        if not self.rate:
+            return 0.0
         if self._filled_at is not None:
             passed_s = max(0.0, now - self._filled_at)
             self.level = min(self.size, self.level + passed_s * self.rate)
@@ -45,98 +46,74 @@ class TokenBucket:
         self.level = min(self.size, self.level - amount)
 
 
-class _Account:
-    """`buckets` are of requests and of tokens, with what a request over their rate is told."""
+class Tenant:
+    """A tenant's limits, and what its open requests use of them."""
 
-    def __init__(self, tenant: TenantConfig) -> None:
-        self.tenant = tenant
-        self.concurrent = 0
-        self.mean_duration_s = 0.0
-        limits = (
-            (tenant.requests_per_minute, "send {:g} requests", Refusal.TENANT_REQUEST_RATE),
-            (tenant.tokens_per_minute, "use {:g} tokens", Refusal.TENANT_TOKEN_RATE),
-        )
-        self.buckets = [
-            (TokenBucket(rate) if rate else None, told.format(rate), reason)
-            for rate, told, reason in limits
-        ]
+    def __init__(self, config: TenantConfig) -> None:
+        self.weight = config.weight
+        self.open_requests = 0
+        self._config = config
+        self._requests = TokenBucket(config.requests_per_minute)
+        self._tokens = TokenBucket(config.tokens_per_minute)
+        self._mean_duration_s = 0.0
 
-    def take(self, *amounts: float) -> None:
-        for (bucket, _, _), amount in zip(self.buckets, amounts, strict=True):
-            if bucket is not None:
-                bucket.take(amount)
-
-
-class TenantUsage:
-    """What one request takes of its tenant's limits, until `release` or `refund`."""
-
-    __slots__ = ("_account", "_arrived", "_tokens")
-
-    def __init__(self, account: _Account | None, tokens: int, arrived: float) -> None:
-        self._account = account
-        self._tokens = tokens
-        self._arrived = arrived
-
-    def release(self, now: float) -> None:
-        """The request ended, or its client left. Releasing again does nothing."""
-        account, self._account = self._account, None
-        if account is not None:
-            account.concurrent -= 1
-            account.mean_duration_s += 0.1 * (now - self._arrived - account.mean_duration_s)
-
-    def refund(self) -> None:
-        """The request was rejected: it costs the tenant nothing."""
-        account, self._account = self._account, None
-        if account is not None:
-            account.concurrent -= 1
-            account.take(-1, -self._tokens)
-
-
-class Tenants:
-    """Accounts of the configured tenants. Without any, every request is accepted."""
-
-    def __init__(self, tenants: Iterable[TenantConfig] = ()) -> None:
-        self._accounts = {tenant.name: _Account(tenant) for tenant in tenants}
-        self._total_weight = sum(a.tenant.weight for a in self._accounts.values())
-
-    def names(self) -> list[str]:
-        return list(self._accounts)
-
-    def weight(self, name: str) -> float:
-        account = self._accounts.get(name)
-        return 1.0 if account is None else account.tenant.weight
-
-    def share(self, name: str) -> float:
-        """Return the tenant's weight over that of all tenants."""
-        return self.weight(name) / self._total_weight if name in self._accounts else 1.0
-
-    def concurrent(self, name: str) -> int:
-        """Return how many requests of a tenant are queued or running."""
-        return self._accounts[name].concurrent
-
-    def enter(self, name: str, tokens: int, now: float) -> TenantUsage:
-        """Charge a request to its tenant. Raises Overloaded, naming the limit it exceeds."""
-        if not self._accounts:
-            return TenantUsage(None, 0, now)
-        account = self._accounts[name]
-        tenant = account.tenant
-        limit = tenant.max_concurrent_requests
-        if limit and account.concurrent >= limit:
+    def enter(self, tokens: int, now: float) -> None:
+        """Charge a request. Raises Overloaded, naming the limit it exceeds."""
+        name, limit = self._config.name, self._config.max_concurrent_requests
+        if limit and self.open_requests >= limit:
             raise _exceeded(
-                f"tenant {name} has {account.concurrent} open requests, the limit is {limit}",
-                account.mean_duration_s / limit,
+                f"tenant {name} has {self.open_requests} open requests, the limit is {limit}",
+                self._mean_duration_s / limit,
                 Refusal.TENANT_CONCURRENCY,
             )
-        for (bucket, told, reason), amount in zip(account.buckets, (1, tokens), strict=True):
-            if bucket is not None and bucket.wait_s(amount, now):
+        for bucket, amount, unit, reason in (
+            (self._requests, 1, "requests", Refusal.TENANT_REQUEST_RATE),
+            (self._tokens, tokens, "tokens", Refusal.TENANT_TOKEN_RATE),
+        ):
+            if bucket.wait_s(amount, now):
+                told = f"may use {60 * bucket.rate:g} {unit} a minute"
                 raise _exceeded(
-                    f"tenant {name} may {told} a minute, and this request counts as {amount}",
+                    f"tenant {name} {told}, and this request counts as {amount}",
                     bucket.retry_after_s(amount, now),
                     reason,
                 )
-        account.concurrent += 1
-        account.take(1, tokens)
-        return TenantUsage(account, tokens, now)
+        self.open_requests += 1
+        self._requests.take(1)
+        self._tokens.take(tokens)
+
+    def leave(self, seconds: float) -> None:
+        """A request ended, or its client left, after `seconds`."""
+        self.open_requests -= 1
+        self._mean_duration_s += 0.1 * (seconds - self._mean_duration_s)
+
+    def refund(self, tokens: int) -> None:
+        """A request was rejected: it costs the tenant nothing."""
+        self.open_requests -= 1
+        self._requests.take(-1)
+        self._tokens.take(-tokens)
+
+
+class Tenants:
+    """The configured tenants. Without any, every request is accepted."""
+
+    def __init__(self, tenants: Iterable[TenantConfig] = ()) -> None:
+        self._tenants = {tenant.name: Tenant(tenant) for tenant in tenants}
+        self._anyone = Tenant(TenantConfig(name="anyone"))
+        self._total_weight = sum(tenant.weight for tenant in self._tenants.values())
+
+    def __getitem__(self, name: str) -> Tenant:
+        return self._tenants[name] if self._tenants else self._anyone
+
+    def names(self) -> list[str]:
+        return list(self._tenants)
+
+    def share(self, name: str) -> float:
+        """Return the tenant's weight over that of all tenants."""
+        return self[name].weight / self._total_weight if self._tenants else 1.0
+
+    def concurrent(self, name: str) -> int:
+        """Return how many requests of a tenant are queued or running."""
+        return self[name].open_requests
 
 
 def _exceeded(message: str, wait_s: float, reason: Refusal) -> Overloaded:
