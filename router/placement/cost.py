@@ -411,7 +411,7 @@ class CostModel:
         if receipt.transport:
             means.transfer_s.add(exposed_s)
             pair = (receipt.prefill_worker, receipt.decode_worker)
-            self._transfers[pair] = self._transfers.pop(pair, None) or _Mean()
+            self._transfers[pair] = self._transfers.pop(pair, _Mean())
             self._transfers[pair].add(exposed_s)
             if len(self._transfers) > MAX_PAIRS:
                 del self._transfers[next(iter(self._transfers))]

@@ -37,7 +37,7 @@ OURS = ("router.", "pdserve.", "_asyncio.", "asyncio.locks.", "asyncio.queues.")
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     monkeypatch.setattr(registry, "FORGET_AFTER_S", 0.0)
-    monkeypatch.setattr(cost, "PRIOR_S", 0.0)
+    monkeypatch.setattr(cost, "REFIT_S", 0.0)
     monkeypatch.setattr(cost, "MAX_PAIRS", KEPT)
     router: dict[str, Any] = {
         "policy": "slo_aware",

@@ -26,8 +26,8 @@ from router.admission import (
     LatencyEstimate,
     Tenants,
 )
-from router.admission.controller import MAX_PASSES, RETRY_SHARE
-from router.admission.queue import RATE_MIN_SAMPLES
+from router.admission.controller import MAX_PASSES
+from router.admission.queue import RATE_MIN_SAMPLES, RETRY_SHARE
 from tests.patience import skip
 
 BATCH = ServiceClass.BATCH

@@ -1,125 +1,133 @@
-"""Order of the admission queue, and its rate."""
+"""Order of the admission queue, its rate, and the limits of tenants."""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.types import ServiceClass
+from pdserve.config import TenantConfig
+from pdserve.errors import Overloaded, Refusal
+from pdserve.types import GenerateRequest, SamplingParams, ServiceClass
 from router.admission.queue import (
     INTERACTIVE_RUN,
     RATE_MIN_SAMPLES,
     AdmissionRate,
+    Entry,
     ModelQueue,
-    QueuedRequest,
 )
+from router.admission.tenants import Tenant, Tenants, TokenBucket
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 BATCH = ServiceClass.BATCH
+ACCOUNTS = {
+    name: Tenant(TenantConfig(name=name, weight=weight))
+    for name, weight in (("a", 1.0), ("b", 1.0), ("c", 1.0), ("twice", 2.0))
+}
 
-requests = st.lists(
+
+def entry(tenant: str = "a", *, work: int = 1, arrived: float = 0.0, **request: Any) -> Entry:
+    values = {"model": "m", "prompt_token_ids": (), "sampling": SamplingParams(max_tokens=1)}
+    made = GenerateRequest(request_id="r", tenant=tenant, **(values | request))  # type: ignore[arg-type]
+    unused: Any = None
+    return Entry(
+        request=made,
+        account=ACCOUNTS[tenant],
+        arrived=arrived,
+        try_reserve=unused,
+        granted=unused,
+        work_tokens=work,
+    )
+
+
+entries = st.lists(
     st.builds(
-        QueuedRequest,
-        work_tokens=st.integers(1, 1000),
-        priority=st.integers(-2, 2),
-        due=st.floats(0, 10),
-        service_class=st.sampled_from(ServiceClass),
+        entry,
         tenant=st.sampled_from("abc"),
+        work=st.integers(1, 1000),
+        arrived=st.floats(0, 10),
+        priority=st.integers(-2, 2),
+        service_class=st.sampled_from(ServiceClass),
     ),
     max_size=40,
 )
 
 
-def queue_of(*queued: QueuedRequest) -> ModelQueue[QueuedRequest]:
-    queue = ModelQueue[QueuedRequest]()
-    for request in queued:
-        queue.push(request)
+def queue_of(queued: Iterable[Entry]) -> ModelQueue:
+    queue = ModelQueue()
+    for one in queued:
+        queue.push(one)
     return queue
 
 
-def drain(queue: ModelQueue[QueuedRequest], most: int = 10_000) -> list[QueuedRequest]:
-    order = []
+def drain(queue: ModelQueue, most: int = 10_000) -> list[Entry]:
+    order: list[Entry] = []
     while len(queue) and len(order) < most:
         order.append(next(queue.in_order()))
         queue.admitted(order[-1])
     return order
 
 
-def make(**values: Any) -> QueuedRequest:
-    return QueuedRequest(**values)
-
-
-@given(requests, st.data())
+@given(entries, st.data())
 def test_all_are_admitted_once_and_by_rank_within_tenant_and_class(
-    queued: list[QueuedRequest], data: st.DataObject
+    queued: list[Entry], data: st.DataObject
 ) -> None:
-    queue = queue_of(*queued)
-    gone = [r for r in queued if data.draw(st.booleans())]
-    for request in gone:
-        queue.remove(request)
-    assert set(queue.in_order()) == set(queued) - set(gone)
+    queue = queue_of(queued)
+    gone = {one for one in queued if data.draw(st.booleans())}
+    for one in gone:
+        queue.remove(one)
+    assert set(queue.in_order()) == set(queued) - gone
     order = drain(queue)
-    assert Counter(map(id, order)) == Counter(id(r) for r in queued if r not in gone)
-    for tenant in "abc":
-        for service_class in ServiceClass:
-            ranks = [
-                r.rank for r in order if (r.tenant, r.service_class) == (tenant, service_class)
-            ]
-            assert ranks == sorted(ranks)
+    assert len(order) == len(set(order)) == len(queued) - len(gone)
+    ranks: dict[tuple[str, bool], list[tuple[int, float, int]]] = {}
+    for one in order:
+        ranks.setdefault((one.request.tenant, one.is_batch), []).append(one.rank)
+    assert all(found == sorted(found) for found in ranks.values())
 
 
-@given(requests)
-def test_batch_goes_last_but_not_never(queued: list[QueuedRequest]) -> None:
-    order = drain(queue_of(*queued))
+@given(entries)
+def test_batch_goes_last_but_not_never(queued: list[Entry]) -> None:
+    order = drain(queue_of(queued))
     run = 0
-    for i, request in enumerate(order):
-        batch_waits = any(r.service_class is BATCH for r in order[i:])
-        if request.service_class is BATCH:
-            assert run == INTERACTIVE_RUN or all(r.service_class is BATCH for r in order[i:])
+    for i, one in enumerate(order):
+        if one.is_batch:
+            assert run == INTERACTIVE_RUN or all(x.is_batch for x in order[i:])
             run = 0
-        elif batch_waits:
+        elif any(x.is_batch for x in order[i:]):
             run += 1
         assert run <= INTERACTIVE_RUN
 
 
-@given(
-    st.lists(st.integers(1, 100), min_size=200, max_size=200),
-    st.floats(0.5, 4.0),
-    st.integers(20, 100),
-)
-def test_tenants_share_by_weight(work: list[int], weight: float, admitted: int) -> None:
+@given(st.lists(st.integers(1, 100), min_size=200, max_size=200), st.integers(20, 100))
+def test_tenants_share_by_weight(work: list[int], admitted: int) -> None:
     """While both have requests queued, their work by weight differs by one request of each."""
-    queue = queue_of(
-        *(make(tenant="a", weight=weight, work_tokens=w, due=float(i)) for i, w in enumerate(work)),
-        *(make(tenant="b", work_tokens=w, due=float(i)) for i, w in enumerate(reversed(work))),
-    )
-    done = {"a": 0.0, "b": 0.0}
-    for request in drain(queue, admitted):
-        done[request.tenant] += request.work_tokens / request.weight
-    assert abs(done["a"] - done["b"]) <= 100 / weight + 100
+    queued = [entry("twice", work=w, arrived=float(i)) for i, w in enumerate(work)]
+    queued += [entry("b", work=w, arrived=float(i)) for i, w in enumerate(reversed(work))]
+    done = {"twice": 0.0, "b": 0.0}
+    for one in drain(queue_of(queued), admitted):
+        done[one.request.tenant] += one.work_tokens / one.account.weight
+    assert abs(done["twice"] - done["b"]) <= 100 / 2 + 100
 
 
 def test_a_tenant_earns_no_credit_while_it_asks_for_nothing() -> None:
-    queue = queue_of(*(make(tenant="a", work_tokens=10) for _ in range(20)))
+    queue = queue_of(entry(work=10) for _ in range(20))
     drain(queue, 10)
     for _ in range(10):
-        queue.push(make(tenant="b", work_tokens=10))
-    order = [r.tenant for r in drain(queue, 10)]
+        queue.push(entry("b", work=10))
+    order = [one.request.tenant for one in drain(queue, 10)]
     assert 4 <= order.count("a") <= 6
 
 
 def test_work_before_a_request_is_its_tenants_and_the_others_shares() -> None:
-    queue = queue_of(
-        make(tenant="a", work_tokens=100, due=1.0),
-        make(tenant="a", work_tokens=50, due=3.0),
-        make(tenant="b", work_tokens=30),
-    )
-    assert queue.work_before(make(tenant="a", due=2.0)) == 130
-    assert queue.work_before(make(tenant="a", due=2.0, service_class=BATCH)) == 0
-    assert queue.work_before(make(tenant="c")) == 0
+    first, last = entry(work=100, arrived=1.0), entry(work=50, arrived=3.0)
+    queue = queue_of([first, last, entry("b", work=30)])
+    assert queue.work_before(entry(arrived=2.0)) == 130
+    assert queue.work_before(entry(arrived=2.0, service_class=BATCH)) == 0
+    assert queue.work_before(entry("c")) == 0
 
 
 def test_the_rate_counts_only_time_with_a_backlog() -> None:
@@ -133,3 +141,75 @@ def test_the_rate_counts_only_time_with_a_backlog() -> None:
         now += 100.0
     assert rate.interval_s(now) == pytest.approx(2.0)
     assert rate.wait_s(50, now) == pytest.approx(10.0)
+
+
+def tenant(**limits: Any) -> Tenant:
+    return Tenant(TenantConfig(name="a", **limits))
+
+
+def rejection(this: Tenant, tokens: int, now: float) -> tuple[str, float]:
+    with pytest.raises(Overloaded) as caught:
+        this.enter(tokens, now)
+    return caught.value.reason, caught.value.retry_after_s
+
+
+def test_requests_a_minute_and_another_time_for_each_that_is_rejected() -> None:
+    this = tenant(requests_per_minute=6.0)
+    for _ in range(6):
+        this.enter(10, 100.0)
+        this.leave(0.5)
+    for retry_after_s in (10.0, 20.0, 30.0):
+        assert rejection(this, 10, 100.0) == (Refusal.TENANT_REQUEST_RATE, retry_after_s)
+    assert this.open_requests == 0
+    this.enter(10, 110.0)
+
+
+def test_tokens_a_minute_and_one_request_larger_than_a_minute() -> None:
+    this = tenant(tokens_per_minute=600.0)
+    this.enter(400, 0.0)
+    assert rejection(this, 400, 0.0) == (Refusal.TENANT_TOKEN_RATE, 20.0)
+    this.enter(400, 20.0)
+    # It is taken from a full bucket, and paid for afterwards.
+    assert rejection(this, 6000, 20.0)[1] == 60.0
+    this.enter(6000, 80.0)
+    assert rejection(this, 10, 80.0)[1] == 541.0
+
+
+def test_concurrent_requests() -> None:
+    this = tenant(max_concurrent_requests=2)
+    this.enter(10, 0.0)
+    this.enter(10, 0.0)
+    reason, retry_after_s = rejection(this, 10, 0.0)
+    assert reason == Refusal.TENANT_CONCURRENCY
+    assert retry_after_s >= 1.0
+    this.leave(5.0)
+    this.enter(10, 5.0)
+
+
+def test_a_rejected_request_costs_nothing() -> None:
+    this = tenant(requests_per_minute=1.0, tokens_per_minute=10.0, max_concurrent_requests=1)
+    for _ in range(3):
+        this.enter(10, 0.0)
+        this.refund(10)
+
+
+def test_weights_and_shares() -> None:
+    both = Tenants([TenantConfig(name="a"), TenantConfig(name="b", weight=3.0)])
+    assert (both.share("a"), both.share("b"), both["b"].weight) == (0.25, 0.75, 3.0)
+    none = Tenants()
+    none[""].enter(10, 0.0)
+    assert (none[""].weight, none.share(""), none.names()) == (1.0, 1.0, [])
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 100.0), st.floats(0.1, 20.0)), max_size=50))
+def test_a_bucket_never_gives_more_than_its_rate_and_its_size(
+    asked: list[tuple[float, float]],
+) -> None:
+    bucket, taken = TokenBucket(per_minute=20.0), 0.0
+    for at, amount in sorted(asked):
+        wait_s = bucket.wait_s(amount, at)
+        if wait_s == 0.0:
+            bucket.take(amount)
+            taken += amount
+        assert taken <= 20.0 + 20.0 / 60.0 * at + 1e-6
+        assert wait_s <= 60.0 + 1e-6

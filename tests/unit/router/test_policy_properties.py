@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -13,50 +11,28 @@ from hypothesis import strategies as st
 from pdserve.errors import Unavailable
 from pdserve.kv_pairs import exchange
 from pdserve.types import Role, WorkerLoad
-from router.fleet.member import Member
 from router.placement.policies import POLICIES
-from router.placement.values import (
-    Candidate,
-    Decision,
-    Demand,
-    MemberState,
-    PlacementContext,
-)
-from tests.fakes import worker_info
+from router.placement.values import Candidate, Decision, Demand, MemberState, PlacementContext
+from tests.unit.router.placing import Known, names, worker
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-IDS = tuple(f"w{i}" for i in range(7))
-
-
-@dataclass
-class Cached:
-    tokens: Mapping[str, int]
-
-    def cached_tokens(self, _demand: Demand) -> Mapping[str, int]:
-        return self.tokens
+NUMBERS = range(7)
+IDS = tuple(f"{role}{i}" for i in NUMBERS for role in "pda")
 
 
 @st.composite
 def members(draw: st.DrawFn) -> list[Candidate]:
     found = []
-    for worker_id in IDS[: draw(st.integers(1, len(IDS)))]:
+    for number in NUMBERS[: draw(st.integers(1, len(NUMBERS)))]:
         blocks = draw(st.sampled_from([4, 100]))
-        info = worker_info(
-            worker_id,
-            draw(st.sampled_from(list(Role))),
-            compatibility=draw(st.sampled_from(["x", "x", "y"])),
-            total_blocks=blocks,
-        )
         free = draw(st.integers(0, blocks))
         waiting, running = draw(st.integers(0, 20)), draw(st.integers(0, 20))
-        member = Member(
-            info,
-            lease_end=1.0,
+        member = worker(
+            f"{draw(st.sampled_from('pda'))}{number}",
+            draw(st.sampled_from([None, WorkerLoad(waiting, running, 0.5, free)])),
+            compatibility=draw(st.sampled_from(["x", "x", "y"])),
+            blocks=blocks,
             attached=draw(st.sampled_from([True, True, True, False])),
             draining=draw(st.sampled_from([False, False, False, True])),
-            load=draw(st.sampled_from([None, WorkerLoad(waiting, running, 0.5, free)])),
             outstanding_requests=draw(st.integers(0, 20)),
             outstanding_tokens=draw(st.integers(0, 5000)),
             reserved_blocks=draw(st.sampled_from([0, blocks // 2, blocks])),
@@ -65,7 +41,7 @@ def members(draw: st.DrawFn) -> list[Candidate]:
     return found
 
 
-ALL_PAIRS = tuple(product(IDS, IDS))
+ALL_PAIRS = tuple((f"p{i}", f"d{j}") for i, j in product(NUMBERS, NUMBERS))
 # A bit for each pair: one draw, where a set would take one for each of its members.
 excluded = st.one_of(st.just(0), st.just(-1), st.integers(0, (1 << len(ALL_PAIRS)) - 1)).map(
     lambda bits: frozenset(pair for i, pair in enumerate(ALL_PAIRS) if bits >> i & 1)
@@ -76,23 +52,22 @@ demands = st.builds(
     prompt_tokens=st.sampled_from([1, 40, 100]),
     kv_tokens=st.sampled_from([101, 600, 1600]),
     prefill_only=st.sampled_from([False, False, True]),
-    avoid=st.frozensets(st.sampled_from(IDS), max_size=2),
+    avoid=st.frozensets(st.sampled_from(IDS), max_size=6),
     excluded=excluded,
 )
 lookups = st.none() | st.builds(
-    Cached, st.dictionaries(st.sampled_from(IDS), st.integers(0, 200), max_size=4)
+    Known, st.dictionaries(st.sampled_from(IDS), st.integers(0, 200), max_size=9)
 )
 
 
 def said(decision: Decision) -> object:
     """Everything a decision says, by worker id."""
-    placement = decision.placement
-    names = None
-    if placement is not None:
-        prefill = placement.prefill
-        names = (placement.decode.worker_id, None if prefill is None else prefill.worker_id)
     boards = [b and [b.candidates, b.columns] for b in (decision.prefill, decision.decode)]
-    return names, boards, {c.worker_id: total for c, total in decision.totals.items()}
+    return (
+        names(decision.placement),
+        boards,
+        {c.worker_id: total for c, total in decision.totals.items()},
+    )
 
 
 def check_scores(decision: Decision) -> None:
@@ -149,7 +124,7 @@ def open_pairs(kept: list[Candidate], demand: Demand) -> list[tuple[Candidate, C
 @settings(max_examples=40, deadline=None)
 @given(members(), demands, lookups, st.integers(0, 1 << 40))
 def test_a_policy_keeps_to_what_it_may(
-    name: str, candidates: list[Candidate], demand: Demand, lookup: Cached | None, turn: int
+    name: str, candidates: list[Candidate], demand: Demand, lookup: Known | None, turn: int
 ) -> None:
     context = PlacementContext(lookup)
     kept = usable(candidates, demand)

@@ -21,10 +21,7 @@ from router.roles import (
     MIN_IMPROVEMENT,
     Loads,
     RoleState,
-    Stance,
-    decide,
     loads_of,
-    moved,
     spare_for,
 )
 from tests.fakes import worker_info
@@ -58,11 +55,12 @@ class Service:
         noisy = (x * (1 + self.noise * self._draw.uniform(-1, 1)) for x in need)
         return Loads(self.prefill, self.decode, *noisy)
 
-    def run(self, seconds: float, need: Callable[[float], Need]) -> list[Stance]:
+    def run(self, seconds: float, need: Callable[[float], Need]) -> list[str]:
         stances, end = [], self.now + seconds
         while self.now < end:
             loads = self.loads(need(self.now))
-            self.state, verdict = decide(self.state, loads, self.now, CONFIG)
+            self.state = self.state or RoleState(loads, self.now, self.now)
+            verdict = self.state.decide(loads, self.now, CONFIG)
             self.now += 1.0
             stances.append(verdict.stance)
             self.text = verdict.text
@@ -75,7 +73,7 @@ class Service:
                 self.prefill, self.decode = self.prefill + more, self.decode - more
             assert self.prefill >= 1
             assert self.decode >= 1
-            self.state = moved(self.state, "w", failure, self.now, CONFIG)
+            self.state.moved("w", failure, self.now, CONFIG)
         return stances
 
 
@@ -129,9 +127,9 @@ def test_each_change_waits_for_the_cooldown_and_until_the_need_lasted() -> None:
     assert times[0] >= CONFIG.cooldown_s
     assert min(b - a for a, b in pairwise(times)) >= CONFIG.cooldown_s
     calm = Service(2, 2)
-    assert set(calm.run(100.0, constant(0.5, 0.5))) == {Stance.BALANCED}
+    assert set(calm.run(100.0, constant(0.5, 0.5))) == {"balanced"}
     stances = calm.run(80.0, constant(3.0, 0.5))
-    assert CONFIG.window_s - 1 <= stances.count(Stance.WAITING)
+    assert CONFIG.window_s - 1 <= stances.count("waiting")
     assert len(calm.changes) == 1
 
 
@@ -139,9 +137,9 @@ def test_changes_of_other_routers_start_a_cooldown() -> None:
     service = Service(2, 3)
     service.run(100.0, constant(0.1, 0.1))
     service.prefill, service.decode = 1, 4
-    assert set(service.run(59.0, constant(3.0, 0.5))) == {Stance.WAITING}
+    assert set(service.run(59.0, constant(3.0, 0.5))) == {"waiting"}
     assert "workers have changed" in service.text
-    assert Stance.MOVE in service.run(10.0, constant(3.0, 0.5))
+    assert "move" in service.run(10.0, constant(3.0, 0.5))
 
 
 def test_a_failed_change_is_tried_again_later_and_later() -> None:

@@ -1,0 +1,101 @@
+"""Workers as placement sees them, and where a policy places a request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pdserve.types import Role, WorkerLoad
+from router.fleet.member import Member
+from router.placement.policies import POLICIES
+from router.placement.values import Demand, PlacementContext, Prediction
+from tests.fakes import worker_info
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from router.placement.values import Candidate, Decision, Placement
+
+ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "a": Role.AGGREGATED}
+DEMAND = Demand("demo", prompt_tokens=100, kv_tokens=150)
+IDLE = WorkerLoad(0, 0, 0.0, 100)
+HALF = WorkerLoad(0, 4, 0.5, 50)
+FULL = WorkerLoad(8, 8, 1.0, 0)
+
+
+def busy(requests: int) -> WorkerLoad:
+    """So many run, and each has a block."""
+    return WorkerLoad(0, requests, requests / 100, 100 - requests)
+
+
+def worker(
+    name: str,
+    load: WorkerLoad | None = None,
+    *,
+    compatibility: str = "layout-a",
+    transports: tuple[str, ...] = ("loopback",),
+    blocks: int = 100,
+    **state: Any,
+) -> Member:
+    """A worker that is ready; the first letter of its name says its role. `state` is of Member."""
+    info = worker_info(name, ROLES[name[0]], compatibility=compatibility, total_blocks=blocks)
+    if info.kv is not None:
+        info = replace(info, kv=replace(info.kv, transports=transports))
+    return Member(info, **({"lease_end": 1.0, "attached": True, "load": load} | state))
+
+
+def seen(members: Sequence[Member]) -> list[Candidate]:
+    return [member.seen() for member in members]
+
+
+class Known:
+    """Lookups that know what they were told: cached tokens by worker, costs by (prefill, decode).
+    `asked` are the prefill workers of the costs that were asked for."""
+
+    def __init__(
+        self,
+        cached: Mapping[str, int] | None = None,
+        costs: Mapping[tuple[str | None, str], float | None] | None = None,
+    ) -> None:
+        self.cached, self.costs = cached or {}, costs or {}
+        self.asked: list[str | None] = []
+
+    def cached_tokens(self, _demand: Demand) -> Mapping[str, int]:
+        return self.cached
+
+    def predict(
+        self,
+        demand: Demand,
+        prefill: Candidate | None,
+        decode: Candidate,
+        cached: Mapping[str, int],
+    ) -> Prediction | None:
+        name = None if prefill is None else prefill.worker_id
+        self.asked.append(name)
+        cost = self.costs.get((name, decode.worker_id))
+        return None if cost is None else Prediction(name, decode.worker_id, cost, 0.0, cost_s=cost)
+
+
+def decide(
+    members: Sequence[Member],
+    policy: str = "least_loaded",
+    *,
+    demand: Demand = DEMAND,
+    turn: int = 0,
+    known: Known | None = None,
+) -> Decision:
+    return POLICIES[policy](seen(members), demand, turn, PlacementContext(known, known))
+
+
+def names(placement: Placement | None) -> tuple[str | None, str] | None:
+    """The prefill worker and the decode worker, or None if the request waits."""
+    if placement is None:
+        return None
+    prefill = placement.prefill
+    return None if prefill is None else prefill.worker_id, placement.decode.worker_id
+
+
+def place(
+    members: Sequence[Member], policy: str = "least_loaded", **arguments: Any
+) -> tuple[str | None, str] | None:
+    return names(decide(members, policy, **arguments).placement)
