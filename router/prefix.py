@@ -25,11 +25,14 @@ _PURGE_BLOCKS = 1 << 14  # blocks looked at per purge step: about 2 ms
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """A worker in the index, from one snapshot of its cache to the next. `truncated` is True if the
-    index had no room for some of its blocks."""
+    """A worker in the index, from one snapshot of its cache, which began at `since`, to the next.
+    `is_whole`: all of the snapshot has arrived. `truncated`: the index had no room for some of its
+    blocks."""
 
     worker_id: str
     bit: int
+    since: float = 0.0
+    is_whole: bool = False
     truncated: bool = False
 
 
@@ -57,12 +60,12 @@ class PrefixIndex:
         """Return True if reading a truncated worker's cache again is worthwhile."""
         return len(self._masks) < 0.9 * self.max_blocks
 
-    def join(self, worker_id: str) -> Holder:
+    def join(self, worker_id: str, now: float = 0.0) -> Holder:
         """Add a worker without blocks."""
         if not self._free_bits:
             used = self._live_mask | self._departed_mask
             self._free_bits.append(1 << used.bit_length())
-        holder = Holder(worker_id, self._free_bits.pop())
+        holder = Holder(worker_id, self._free_bits.pop(), now)
         self._live[holder.bit] = holder
         self._live_mask |= holder.bit
         return holder
@@ -149,14 +152,14 @@ class PrefixWatcher:
     def __init__(self, max_blocks: int, *, reread_s: float = REREAD_S) -> None:
         self.index = PrefixIndex(max_blocks)
         self._reread_s = reread_s
-        self._caches: dict[Member, _Cache] = {}
+        self._holders: dict[Member, Holder] = {}
         self._block_sizes: Counter[tuple[str, int]] = Counter()  # by model
         self._purger: asyncio.Task[None] | None = None
 
     @property
     def synced(self) -> int:
         """Number of workers whose whole cache is in the index."""
-        return sum(x.is_whole and not x.holder.truncated for x in self._caches.values())
+        return sum(x.is_whole and not x.truncated for x in self._holders.values())
 
     def cached_tokens(self, demand: Demand) -> Mapping[str, int]:
         """Return how many prompt tokens each worker would take from its cache, by worker id."""
@@ -174,26 +177,26 @@ class PrefixWatcher:
         removed, stored = prefix_hash.unpack(update.removed), prefix_hash.unpack(update.stored)
         if update.reset:
             self.forget(member)
-            self._caches[member] = _Cache(self.index.join(member.worker_id), now)
+            self._holders[member] = self.index.join(member.worker_id, now)
             self._block_sizes[member.info.model.name, member.info.block_size] += 1
-        cache = self._caches.get(member)
-        if cache is None:
+        holder = self._holders.get(member)
+        if holder is None:
             raise ValueError("a change of the cache came before its snapshot")
-        self.index.apply(cache.holder, removed, stored)
-        cache.is_whole = not update.more
-        may_reread = now - cache.began > self._reread_s and self.index.has_room
-        return cache.holder.truncated and cache.is_whole and may_reread
+        self.index.apply(holder, removed, stored)
+        holder.is_whole = not update.more
+        may_reread = now - holder.since > self._reread_s and self.index.has_room
+        return holder.truncated and holder.is_whole and may_reread
 
     def forget(self, member: Member) -> None:
         """Drop a worker's blocks, if there are any."""
-        cache = self._caches.pop(member, None)
-        if cache is None:
+        holder = self._holders.pop(member, None)
+        if holder is None:
             return
         key = member.info.model.name, member.info.block_size
         self._block_sizes[key] -= 1
         if not self._block_sizes[key]:
             del self._block_sizes[key]
-        self.index.leave(cache.holder)
+        self.index.leave(holder)
         if self._purger is None or self._purger.done():
             self._purger = asyncio.create_task(self._purge(), name="prefix-purge")
 
@@ -207,12 +210,3 @@ class PrefixWatcher:
         if self._purger is not None:
             self._purger.cancel()
             await asyncio.wait([self._purger])
-
-
-@dataclass(slots=True)
-class _Cache:
-    """A worker's cache since its snapshot began; `is_whole` once all of it has arrived."""
-
-    holder: Holder
-    began: float
-    is_whole: bool = False

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import deque
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from operator import attrgetter
@@ -185,41 +184,38 @@ class ModelQueue:
 
 
 class AdmissionRate:
-    """Rate at which queued requests are admitted. Only time with a backlog counts: admissions
-    without a backlog do not show how fast the workers could be."""
+    """Rate at which queued requests are admitted, over about the last RATE_WINDOW. Only time with a
+    backlog counts: admissions without a backlog do not show how fast the workers could be."""
 
     def __init__(self) -> None:
-        self._admissions: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
-        self._busy_s = 0.0
-        self._backlog_since: float | None = None
+        self._count = 0
+        self._mean_s = self._mean_tokens = 0.0
+        self._since: float | None = None  # of the last admission, or of the backlog
 
     def set_backlog(self, has_backlog: bool, now: float) -> None:
-        if has_backlog and self._backlog_since is None:
-            self._backlog_since = now
-        elif not has_backlog:
-            self._busy_s, self._backlog_since = self._busy(now), None
+        if not has_backlog:
+            self._since = None
+        elif self._since is None:
+            self._since = now
 
     def admitted(self, work_tokens: int, now: float) -> None:
-        self._admissions.append((self._busy(now), work_tokens))
+        self._count = min(RATE_WINDOW, self._count + 1)
+        passed_s = 0.0 if self._since is None else now - self._since
+        self._mean_s += (passed_s - self._mean_s) / self._count
+        self._mean_tokens += (work_tokens - self._mean_tokens) / self._count
+        self._since = now
 
     def interval_s(self, now: float) -> float | None:
-        """Return the mean time between two admissions, None if too few were seen."""
-        return self._time_per(len(self._admissions) - 1, now)
+        """Return the mean time between two admissions, None if too few were seen. It grows while
+        nothing is admitted."""
+        if self._count < RATE_MIN_SAMPLES:
+            return None
+        return max(self._mean_s, 0.0 if self._since is None else now - self._since, 1e-6)
 
     def wait_s(self, work_tokens: float, now: float) -> float | None:
         """Return the time to admit `work_tokens`, None if too few admissions were seen."""
-        done = sum(tokens for _, tokens in list(self._admissions)[1:])
-        per_token_s = self._time_per(done, now)
-        return None if per_token_s is None else work_tokens * per_token_s
-
-    def _busy(self, now: float) -> float:
-        since = self._backlog_since
-        return self._busy_s + (0.0 if since is None else max(0.0, now - since))
-
-    def _time_per(self, done: int, now: float) -> float | None:
-        if len(self._admissions) < RATE_MIN_SAMPLES:
-            return None
-        return max(self._busy(now) - self._admissions[0][0], 1e-6) / max(1, done)
+        interval_s = self.interval_s(now)
+        return None if interval_s is None else work_tokens / self._mean_tokens * interval_s
 
 
 class Promises:

@@ -275,14 +275,3 @@ def test_estimates_for_admission_come_from_answered_requests() -> None:
     assert found.wait_s == pytest.approx(0.05)
     assert found.prefill_s == pytest.approx(STEP_S + 0.2, rel=0.02)
     assert found.decode_s == pytest.approx((0.45 - 0.15 - TRANSFER_S) * 11 / 20, rel=0.02)
-
-
-def test_a_worker_that_left_is_forgotten() -> None:
-    rig = Rig()
-    rig.predict(aggregated=True)
-    rig.place(100, aggregated=True)
-    del rig.fleet.members["d0"]
-    assert rig.costs.step_model("d0") is None
-    rig.now += REFIT_S
-    rig.costs.step_model("p0")
-    assert list(rig.costs._fits["demo"].by_worker) == ["p0"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pdserve.config import RolesConfig
 from pdserve.step_moments import StepMoments, StepRecorder, StepShape
 from pdserve.types import Role, WorkerLoad
-from router.fleet.member import Member
 from router.placement.cost import RequestMeans, StepModel, fit_steps
 from router.roles import (
     MIN_IMPROVEMENT,
@@ -24,10 +23,12 @@ from router.roles import (
     loads_of,
     spare_for,
 )
-from tests.fakes import worker_info
+from tests.unit.router.placing import worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from router.fleet.member import Member
 
 CONFIG = RolesConfig(auto=True)
 Need = tuple[float, float]
@@ -56,7 +57,8 @@ class Service:
         return Loads(self.prefill, self.decode, *noisy)
 
     def run(self, seconds: float, need: Callable[[float], Need]) -> list[str]:
-        stances, end = [], self.now + seconds
+        stances: list[str] = []
+        end = self.now + seconds
         while self.now < end:
             loads = self.loads(need(self.now))
             self.state = self.state or RoleState(loads, self.now, self.now)
@@ -182,9 +184,10 @@ for _ in range(5):
     MEANS.gaps.add(10.0)
 
 
-def member(worker_id: str, role: Role, *, slots: int = 10) -> Member:
-    info = replace(worker_info(worker_id, role), max_num_seqs=slots, total_blocks=BLOCKS)
-    return Member(info, 1e9, attached=True)
+def member(name: str, load: WorkerLoad | None = None, **state: Any) -> Member:
+    found = worker(name, load, blocks=BLOCKS, **state)
+    found.info = replace(found.info, max_num_seqs=10)
+    return found
 
 
 def decoding(running: int, *, waiting: int = 0, free: int = BLOCKS) -> WorkerLoad:
@@ -200,83 +203,71 @@ def loads(
     return loads_of(members, queued=queued, means=means, step_model=lambda _: model, tpot_s=0.1)
 
 
-@pytest.fixture
-def prefill() -> Member:
-    return member("p0", Role.PREFILL)
+def test_workers_that_are_not_ready_or_do_both_phases_count_neither_way() -> None:
+    gone = member("p1", outstanding_tokens=100, draining=True)
+    away = member("d1", attached=False)
+    assert loads(member("p0"), member("d0"), gone, away, member("a")) == Loads(1, 1, 0, 0)
 
 
-@pytest.fixture
-def decode() -> Member:
-    return member("d0", Role.DECODE)
-
-
-def test_workers_that_are_not_ready_or_do_both_phases_count_neither_way(
-    prefill: Member, decode: Member
+@pytest.mark.parametrize(
+    ("tokens", "means", "need"),
+    [
+        (0, MEANS, 1.0),
+        (80, MEANS, 2.0),
+        # Three prompts of two seconds wait behind the one at work.
+        (400, MEANS, 2.0 + 3 * 2.0 / 10.0),
+        (400, None, 2.0),
+    ],
+)
+def test_prefill_is_busy_with_prompts_of_whichever_router(
+    tokens: int, means: RequestMeans | None, need: float
 ) -> None:
-    gone, away = member("p1", Role.PREFILL), member("d1", Role.DECODE)
-    gone.draining, away.attached = True, False
-    gone.outstanding_tokens = 100
-    assert loads(prefill, decode, gone, away, member("a", Role.AGGREGATED)) == Loads(1, 1, 0, 0)
+    members = member("p0", outstanding_tokens=tokens), member("p1", decoding(1))
+    assert loads(*members, means=means).prefill_need == pytest.approx(need)
 
 
-def test_prefill_is_busy_with_prompts_of_whichever_router(prefill: Member) -> None:
-    other = member("p1", Role.PREFILL)
-    other.load = decoding(1)
-    assert loads(prefill, other).prefill_need == 1.0
-    prefill.outstanding_tokens = 80
-    assert loads(prefill, other).prefill_need == 2.0
-    # Three prompts of two seconds wait behind the one at work.
-    prefill.outstanding_tokens = 400
-    assert loads(prefill, other).prefill_need == pytest.approx(2.0 + 3 * 2.0 / 10.0)
-    assert loads(prefill, other, means=None).prefill_need == 2.0
+@pytest.mark.parametrize(
+    ("load", "state", "need"),
+    [
+        (decoding(4), {}, 0.4),
+        (decoding(4), {"reserved_blocks": 500, "foreign_blocks": 100}, 0.6),
+        # As many wait for their prefill: their blocks are not decode's load.
+        (decoding(4, waiting=4), {"reserved_blocks": 500, "foreign_blocks": 100}, 0.4),
+        (decoding(0, waiting=8), {"reserved_blocks": 500}, 0.0),
+        (None, {"reserved_blocks": 500, "foreign_blocks": 100, "outstanding_requests": 3}, 0.6),
+    ],
+)
+def test_decode_is_as_loaded_as_what_is_scarcest(
+    load: WorkerLoad | None, state: dict[str, int], need: float
+) -> None:
+    assert loads(member("d0", load, **state)).decode_need == pytest.approx(need)
 
 
-def test_decode_is_as_loaded_as_what_is_scarcest(decode: Member) -> None:
-    decode.load = decoding(4)
-    assert loads(decode).decode_need == pytest.approx(0.4)
-    decode.reserved_blocks, decode.foreign_blocks = 500, 100
-    assert loads(decode).decode_need == pytest.approx(0.6)
-    # As many wait for their prefill: their blocks are not decode's load.
-    decode.load = decoding(4, waiting=4)
-    assert loads(decode).decode_need == pytest.approx(0.4)
-    decode.load = decoding(0, waiting=8)
-    assert loads(decode).decode_need == 0.0
-    decode.load, decode.outstanding_requests = None, 3
-    assert loads(decode).decode_need == pytest.approx(0.6)
-
-
-def test_decode_is_loaded_by_the_time_that_a_token_takes(decode: Member) -> None:
+def test_decode_is_loaded_by_the_time_that_a_token_takes() -> None:
     recorder = StepRecorder()
     for reqs in range(1, 20):
         # 20 ms, and 20 more for each: four requests leave nothing of 100 ms.
         recorder.observe(StepShape(decode_reqs=reqs), 0.02 + 0.02 * reqs, 0.0)
-    model = fit_steps(recorder.moments(0.0), StepMoments())
-    decode.load = decoding(3)
-    assert loads(decode, model=model).decode_need == pytest.approx(0.75, rel=0.05)
-    decode.load = decoding(6)
-    assert loads(decode, model=model).decode_need == pytest.approx(1.5, rel=0.05)
-    assert loads(
-        decode, model=fit_steps(StepMoments(), StepMoments())
-    ).decode_need == pytest.approx(0.6)
+    known = fit_steps(recorder.moments(0.0), StepMoments())
+    unknown = fit_steps(StepMoments(), StepMoments())
+    for running, model, need in ((3, known, 0.75), (6, known, 1.5), (6, unknown, 0.6)):
+        found = loads(member("d0", decoding(running)), model=model)
+        assert found.decode_need == pytest.approx(need, rel=0.05)
 
 
-def test_what_waits_in_the_router_counts_for_both_phases(prefill: Member, decode: Member) -> None:
-    decode.load = decoding(5)
-    found = loads(prefill, decode, queued=20)
-    assert found.prefill_need == pytest.approx(20 * 2.0 / 10.0)
-    assert found.decode_need == pytest.approx(0.5 + 20 * 0.1 * 5.0 / 10.0)
-    decode.load = decoding(0)
-    assert loads(prefill, decode, queued=20).decode_need == pytest.approx(20 * 0.1 * 5.0 / 10.0)
-    assert loads(prefill, decode, queued=20, means=None) == Loads(1, 1, 0.0, 0.0)
+def test_what_waits_in_the_router_counts_for_both_phases() -> None:
+    busy, idle = (loads(member("p"), member("d", decoding(n)), queued=20) for n in (5, 0))
+    assert busy.prefill_need == idle.prefill_need == pytest.approx(20 * 2.0 / 10.0)
+    assert busy.decode_need == pytest.approx(0.5 + 20 * 0.1 * 5.0 / 10.0)
+    assert idle.decode_need == pytest.approx(20 * 0.1 * 5.0 / 10.0)
+    unknown = loads(member("p"), member("d", decoding(0)), queued=20, means=None)
+    assert unknown == Loads(1, 1, 0.0, 0.0)
 
 
-def test_the_worker_with_the_least_work_is_moved(prefill: Member) -> None:
-    busy, calm, held = (member(f"d{i}", Role.DECODE) for i in range(3))
-    busy.load, calm.load, held.load = decoding(5), decoding(1), decoding(0)
-    held.draining = True
-    members = [prefill, busy, calm, held]
-    assert spare_for(members, Role.PREFILL, ()) is calm
-    assert spare_for(members, Role.PREFILL, ("d1",)) is busy
-    assert spare_for(members, Role.PREFILL, ("d0", "d1")) is calm
+def test_the_worker_with_the_least_work_is_moved() -> None:
+    busy, calm = member("d0", decoding(5)), member("d1", decoding(1))
+    members = [member("p0"), busy, calm, member("d2", decoding(0), draining=True)]
+    for failed, expected in (((), calm), (("d1",), busy), (("d0", "d1"), calm)):
+        assert spare_for(members, Role.PREFILL, failed) is expected
     # The only one of its role stays.
     assert spare_for(members, Role.DECODE, ()) is None
