@@ -15,8 +15,7 @@ import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import Unavailable
 from pdserve.kv_pairs import exchange
@@ -125,21 +124,6 @@ def best(totals: Mapping[Candidate, float], among: Workers, turn: int) -> Candid
     return equals[turn % len(equals)]
 
 
-class Phase(IntEnum):
-    """Each phase draws its own random numbers."""
-
-    DECODE = 0
-    PREFILL = 1
-
-
-class Prefill(Enum):
-    """Where the prompts of decode workers are computed."""
-
-    DISAGGREGATED = auto()
-    AGGREGATED = auto()
-    CHEAPER = auto()  # where the predicted cost is lower
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A row of the table: the scorers of each phase, the number of workers that are scored, and
@@ -150,7 +134,7 @@ class Policy:
     prefill: Weights = ()
     most_scored: int = MOST_SCORED
     uses_prefix: bool = False
-    prefill_on: Prefill = Prefill.DISAGGREGATED
+    prefill_on: Literal["prefill_worker", "decode_worker", "cheapest"] = "prefill_worker"
 
     def __call__(
         self, candidates: Workers, demand: Demand, turn: int, context: PlacementContext
@@ -165,9 +149,9 @@ class Policy:
         self._place_pair(decision, found)
         placement = decision.placement
         if placement is not None and placement.prefill is not None:
-            if self.prefill_on is Prefill.AGGREGATED:
+            if self.prefill_on == "decode_worker":
                 decision.placement = Placement(placement.decode)
-            elif self.prefill_on is Prefill.CHEAPER and context.cost is not None:
+            elif self.prefill_on == "cheapest" and context.cost is not None:
                 _move_to_cheapest(decision, found, context.cost)
         return decision
 
@@ -177,7 +161,7 @@ class Policy:
         if not found.prefills and not found.aggregated:
             raise Unavailable(f"no prefill worker is ready for model {demand.model}")
         roomy = [c for c in found.aggregated if c.has_room(demand.kv_tokens)]
-        if tried := self._draw(found.prefills + roomy, decision, Phase.PREFILL):
+        if tried := self._draw(found.prefills + roomy, decision, salt=1):
             decision.prefill = score(tried, self.prefill, demand, decision.cached)
             decision.totals = decision.prefill.totals
             decision.placement = Placement(best(decision.totals, tried, decision.turn))
@@ -192,12 +176,12 @@ class Policy:
         if not reachable:
             # Every pair is excluded: a decode worker does both phases.
             reachable, producers = roomy, {}
-        tried = self._draw(reachable, decision, Phase.DECODE)
+        tried = self._draw(reachable, decision)
         if not tried:
             return
         # Decode workers of one kind share a list of producers, which is drawn from once.
         lists = {id(producers[c]): producers[c] for c in tried if c in producers}
-        drawn = {key: self._draw(x, decision, Phase.PREFILL) for key, x in lists.items()}
+        drawn = {key: self._draw(x, decision, salt=1) for key, x in lists.items()}
         prefills = list(dict.fromkeys(c for x in drawn.values() for c in x))
         prefills += [c for c in tried if c not in producers]
         prefill = score(prefills, self.prefill, demand, cached)
@@ -210,9 +194,11 @@ class Policy:
         decision.decode, decision.prefill, decision.totals = decode, prefill, totals
         decision.placement = Placement(chosen, None if producer is chosen else producer)
 
-    def _draw(self, workers: list[Candidate], decision: Decision, phase: Phase) -> list[Candidate]:
+    def _draw(
+        self, workers: list[Candidate], decision: Decision, *, salt: int = 0
+    ) -> list[Candidate]:
         """Return the workers to score: all; of a large pool those with the most cached tokens, and
-        others at random, seeded by the turn."""
+        others at random, seeded by the turn. Each phase has its own `salt`."""
         turn, cached = decision.turn, decision.cached
         if not self.decode:
             return workers and [workers[turn % len(workers)]]
@@ -220,7 +206,7 @@ class Policy:
             return workers
         holders = [c for c in workers if c.worker_id in cached] if cached else []
         holders = heapq.nlargest(MOST_CACHED, holders, key=lambda c: cached[c.worker_id])
-        chance = random.Random(2 * turn + phase)
+        chance = random.Random(2 * turn + salt)
         others = chance.sample(workers, self.most_scored - len(holders))
         return list(dict.fromkeys(holders + others))
 
@@ -250,8 +236,8 @@ POLICIES: Mapping[str, Policy] = {
         # reports do not all choose the same worker.
         replace(_LEAST_LOADED, name="power_of_two", most_scored=2),
         _PREFIX_AWARE,
-        replace(_PREFIX_AWARE, name="always_aggregated", prefill_on=Prefill.AGGREGATED),
-        replace(_PREFIX_AWARE, name="slo_aware", prefill_on=Prefill.CHEAPER),
+        replace(_PREFIX_AWARE, name="always_aggregated", prefill_on="decode_worker"),
+        replace(_PREFIX_AWARE, name="slo_aware", prefill_on="cheapest"),
     )
 }
 least_loaded = _LEAST_LOADED
