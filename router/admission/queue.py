@@ -72,9 +72,6 @@ class Entry:
     passed: int = 0
     rank: tuple[int, float, int] = (0, 0.0, 0)
 
-    def __post_init__(self) -> None:
-        self.rank = self.rank_at(-1)
-
     def rank_at(self, arrival: int) -> tuple[int, float, int]:
         """Return the order within a tenant. Short prompts are due sooner."""
         due = self.arrived + DUE_S_PER_PROMPT_TOKEN * self.prompt_tokens
@@ -177,7 +174,7 @@ class ModelQueue:
         mine = self._lines[entry.request.service_class].get(entry.request.tenant)
         if mine is None:
             return 0.0
-        position = bisect_left(mine.entries, entry.rank, key=_rank)
+        position = bisect_left(mine.entries, entry.rank_at(-1), key=_rank)
         own = sum(x.work_tokens for x in mine.entries[:position])
         others = [x for x in self._waiting(entry.request.service_class) if x is not mine]
         return own + sum(min(x.work_tokens, own * x.weight / mine.weight) for x in others)
