@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
@@ -15,15 +17,13 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminServicer
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
 from router.decisions import explained
-from router.fleet.health import BreakerState
 from router.operations import drain, undrain
 from router.roles import roles_to_pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from typing import Any
+    from collections.abc import Callable, Mapping
 
-    from router.decisions import DecisionLog, Recorded
+    from router.decisions import DecisionLog
     from router.fleet.health import Breaker
     from router.fleet.member import Member
     from router.fleet.registry import Fleet
@@ -34,7 +34,26 @@ if TYPE_CHECKING:
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
+Method = TypeVar("Method", bound="Callable[..., Any]")
+
 MAX_DRAIN_S = 86400.0
+
+
+# gRPC reads an address without a plain host in its own way, such as "ipv4:1:1".
+_ADDRESS = re.compile(r"(?:[^:\[\]/]+|\[[0-9a-fA-F:.%]+\]):(\d{1,5})")
+
+
+def _aborting(method: Method) -> Method:
+    """End the RPC with the PdserveError that `method` raises."""
+
+    @wraps(method)
+    async def call(self: object, request: object, context: Context) -> Any:
+        try:
+            return await method(self, request, context)
+        except PdserveError as error:
+            await rpc.abort(context, error)
+
+    return cast("Method", call)
 
 
 class RegistryService(RegistryServicer):
@@ -57,26 +76,24 @@ class RegistryService(RegistryServicer):
     ) -> w.RegisterResponse:
         try:
             info = wire.worker_from_pb(request.worker)
+            _check_address(info.address, "worker.address")
+            _check_address(info.session_address, "worker.session_address")
             self._fleet.register(info, draining=request.draining)
         except InvalidRequest as error:
             await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
         return w.RegisterResponse(lease_s=self._fleet.lease_s)
 
+    @_aborting
     async def Renew(  # noqa: N802
         self, request: w.RenewRequest, context: Context
     ) -> w.RenewResponse:
-        load = wire.load_from_pb(request.load) if request.HasField("load") else None
-        try:
-            kv = wire.kv_report_from_pb(request.kv) if request.HasField("kv") else None
-        except InvalidRequest as error:
-            await rpc.abort(context, error)
         worker_id = request.worker_id
         if not self._fleet.renew(
             worker_id,
             request.instance_id,
-            load=load,
+            load=wire.load_from_pb(request.load) if request.HasField("load") else None,
             draining=request.draining,
-            kv=kv,
+            kv=wire.kv_report_from_pb(request.kv) if request.HasField("kv") else None,
             unhealthy=request.unhealthy,
         ):
             unknown = Unavailable(f"worker {worker_id} is not registered")
@@ -104,49 +121,45 @@ class RegistryService(RegistryServicer):
             roles=roles_to_pb(self._roles),
             ejected_pairs=[
                 w.EjectedPair(
-                    prefill_worker=prefill,
-                    decode_worker=decode,
-                    remaining_s=breaker.remaining_s(now),
-                    failures=breaker.failures,
-                    reason=breaker.reason,
+                    prefill_worker=prefill, decode_worker=decode, **_breaker_fields(breaker, now)
                 )
                 for (prefill, decode), breaker in fleet.outliers.listed(now)
             ],
         )
 
     def _entry(self, member: Member, now: float) -> w.WorkerEntry:
-        prefills = member.info.role is Role.PREFILL
+        prefills, breaker = member.info.role is Role.PREFILL, member.breaker
         entry = w.WorkerEntry(
             info=wire.worker_to_pb(member.info),
             load=None if member.load is None else wire.load_to_pb(member.load),
             state=member.state.value,
             outstanding_requests=member.outstanding_requests,
             outstanding_tokens=member.outstanding_tokens if prefills else member.reserved_tokens,
-            breaker=_breaker_to_pb(member.breaker, now),
             unhealthy=member.unhealthy,
         )
+        if breaker.until is not None:
+            state = breaker.state(now).value
+            entry.breaker.CopyFrom(w.Breaker(state=state, **_breaker_fields(breaker, now)))
         if not member.lost:
             entry.lease_remaining_s = max(0.0, member.lease_end - self._fleet.lease_now())
         model = self._costs.step_model(member.worker_id)
         if model is not None and member.steps is not None:
             entry.steps.coefficients.extend(model.coefficients)
-            entry.steps.prefill_steps = model.prefill_steps
-            entry.steps.decode_steps = model.decode_steps
-            entry.steps.prefill_end = model.prefill_end
-            entry.steps.chunk_tokens = model.chunk_tokens
+            for name in ("prefill_steps", "decode_steps", "prefill_end", "chunk_tokens"):
+                setattr(entry.steps, name, getattr(model, name))
         return entry
 
 
-def _breaker_to_pb(breaker: Breaker, now: float) -> w.Breaker | None:
-    state = breaker.state(now)
-    if state is BreakerState.CLOSED:
-        return None
-    return w.Breaker(
-        state=state.value,
-        reason=breaker.reason,
-        remaining_s=breaker.remaining_s(now),
-        failures=breaker.failures,
-    )
+def _check_address(address: str, field: str) -> None:
+    """Raises InvalidRequest for what is not host:port."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found[1]) < 1 << 16:
+        raise InvalidRequest(f"{field} is {address!r}, which is not host:port", field=field)
+
+
+def _breaker_fields(breaker: Breaker, now: float) -> dict[str, Any]:
+    remaining_s = breaker.remaining_s(now)
+    return {"reason": breaker.reason, "remaining_s": remaining_s, "failures": breaker.failures}
 
 
 class AdminService(AdminServicer):
@@ -160,59 +173,48 @@ class AdminService(AdminServicer):
     async def Explain(  # type: ignore[override]  # noqa: N802
         self, request: a.ExplainRequest, context: Context
     ) -> None:
-        if request.request_id:
-            found = self._log.of(request.request_id)
-            if not found:
-                unknown = InvalidRequest(
-                    f"no decision for request {request.request_id} is kept", field="request_id"
-                )
-                await rpc.abort(context, unknown, status=grpc.StatusCode.NOT_FOUND)
-            requests: Iterable[list[Recorded]] = [found]
-        else:
-            requests = self._log.all()
-        for message in explained(requests):
+        request_id = request.request_id
+        found = [self._log.of(request_id)] if request_id else self._log.all()
+        if request_id and not self._log.of(request_id):
+            error = InvalidRequest(
+                f"no decision for request {request_id} is kept", field="request_id"
+            )
+            await rpc.abort(context, error, status=grpc.StatusCode.NOT_FOUND)
+        for message in explained(found):
             await context.write(message)
 
+    @_aborting
     async def ChangeRole(  # noqa: N802
         self, request: a.ChangeRoleRequest, context: Context
     ) -> a.ChangeRoleResponse:
-        try:
-            _check_timeout(request.drain_timeout_s, field="drain_timeout_s")
-            role = wire.role_from_pb(request.role)
-            return await self._roles.change(
-                request.worker_id, role, drain_timeout_s=request.drain_timeout_s
-            )
-        except PdserveError as error:
-            await rpc.abort(context, error)
+        drain_s = _checked_timeout(request.drain_timeout_s, field="drain_timeout_s")
+        role = wire.role_from_pb(request.role)
+        return await self._roles.change(request.worker_id, role, drain_timeout_s=drain_s)
 
+    @_aborting
     async def DrainWorker(  # type: ignore[override]  # noqa: N802
         self, request: a.DrainWorkerRequest, context: Context
     ) -> None:
-        try:
-            _check_timeout(request.timeout_s, field="timeout_s")
-            steps = drain(
-                self._fleet,
-                request.worker_id,
-                timeout_s=request.timeout_s,
-                force=request.force,
-                stop=request.stop,
-            )
-            async with aclosing(steps):
-                async for progress in steps:
-                    await context.write(progress)
-        except PdserveError as error:
-            await rpc.abort(context, error)
+        steps = drain(
+            self._fleet,
+            request.worker_id,
+            timeout_s=_checked_timeout(request.timeout_s, field="timeout_s"),
+            force=request.force,
+            stop=request.stop,
+        )
+        async with aclosing(steps):
+            async for progress in steps:
+                await context.write(progress)
 
+    @_aborting
     async def UndrainWorker(  # noqa: N802
         self, request: a.UndrainWorkerRequest, context: Context
     ) -> a.UndrainWorkerResponse:
-        try:
-            await undrain(self._fleet, request.worker_id)
-        except PdserveError as error:
-            await rpc.abort(context, error)
+        await undrain(self._fleet, request.worker_id)
         return a.UndrainWorkerResponse()
 
 
-def _check_timeout(seconds: float, *, field: str) -> None:
+def _checked_timeout(seconds: float, *, field: str) -> float:
     if not 0 <= seconds <= MAX_DRAIN_S:
         raise InvalidRequest(f"{field} must be between 0 and {MAX_DRAIN_S:g}", field=field)
+    return seconds

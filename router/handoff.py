@@ -47,7 +47,8 @@ class Phase(StrEnum):
     AGGREGATED = "aggregated"
 
 
-class StreamState(Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class StreamState:
     """One stream on one worker.
 
     `open` until its last delta, its loss or its cancellation. `holds_kv` from the last delta of a

@@ -19,7 +19,7 @@ from pdserve.metrics import Histogram, KvCollector
 from router.placement.values import NO_TOKENS_CACHED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prometheus_client.core import Metric
 
@@ -42,26 +42,23 @@ _GAPS = (
 )
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
-# Name without "pdserve_", what it counts, labels.
-_COUNTERS: tuple[tuple[str, str, str], ...] = (
-    ("requests", "Requests by how they ended.", "model outcome"),
-    ("refusals", "Requests refused before any work.", "model code reason"),
-    ("fallbacks", "Retries of requests.", "model step reason"),
-    ("continuations", "Answers that continued on another worker, by origin of KV.", "model from"),
-    ("prompt_tokens", "Prompt tokens of answered requests.", "model"),
-    ("cached_tokens", "Prompt tokens of answered requests that were cached.", "model"),
-    ("generation_tokens", "Tokens generated for answered requests.", "model"),
-    ("kv_transfer_bytes", "KV bytes moved.", "model"),
-    ("pair_probes", "Active health checks of pairs of workers.", "model outcome"),
-    ("worker_probes", "Active health checks of single workers.", "model outcome"),
-    ("prefix_predictions", "Answers by cached tokens against predicted.", "model engine_had"),
-    ("prefix_tokens", "Cached prompt tokens: predicted, and reported.", "model source"),
-    ("tenant_answers", "Requests answered in full.", "tenant"),
-    ("tenant_tokens", "Tokens of answered requests.", "tenant kind"),
-    ("tenant_refusals", "Requests refused before any work.", "tenant code reason"),
-)
-# The same, and the buckets.
-_HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
+# Name without "pdserve_", what it is, labels, and the buckets of a histogram. Others are counters.
+_METRICS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
+    ("requests", "Requests by how they ended.", "model outcome", ()),
+    ("refusals", "Requests refused before any work.", "model code reason", ()),
+    ("fallbacks", "Retries of requests.", "model step reason", ()),
+    ("continuations", "Answers that continued elsewhere, by origin of KV.", "model from", ()),
+    ("prompt_tokens", "Prompt tokens of answered requests.", "model", ()),
+    ("cached_tokens", "Prompt tokens of answered requests that were cached.", "model", ()),
+    ("generation_tokens", "Tokens generated for answered requests.", "model", ()),
+    ("kv_transfer_bytes", "KV bytes moved.", "model", ()),
+    ("pair_probes", "Active health checks of pairs of workers.", "model outcome", ()),
+    ("worker_probes", "Active health checks of single workers.", "model outcome", ()),
+    ("prefix_predictions", "Answers by cached tokens against predicted.", "model engine_had", ()),
+    ("prefix_tokens", "Cached prompt tokens: predicted, and reported.", "model source", ()),
+    ("tenant_answers", "Requests answered in full.", "tenant", ()),
+    ("tenant_tokens", "Tokens of answered requests.", "tenant kind", ()),
+    ("tenant_refusals", "Requests refused before any work.", "tenant code reason", ()),
     ("time_to_first_token_seconds", "From arrival to the first token.", "model", _SECONDS),
     ("time_per_output_token_seconds", "Mean gap between tokens.", "model", _GAPS),
     ("inter_token_latency_seconds", "Time between a worker's steps.", "model", _GAPS),
@@ -74,7 +71,7 @@ _HISTOGRAMS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("role_change_seconds", "From request to first placement.", "model role outcome", _SECONDS),
     ("predicted_ttft_ratio", "Predicted TTFT over actual TTFT.", "model", _RATIOS),
 )
-_BOUNDS = {name: bounds for name, _, _, bounds in _HISTOGRAMS}
+_BOUNDS = {name: bounds for name, _, _, bounds in _METRICS}
 
 _LOADS = (
     ("num_running_reqs", "Requests that a worker's engine computes."),
@@ -83,21 +80,39 @@ _LOADS = (
 )
 
 
-class RouterMetrics:
-    """All metrics of one router. `render` returns what Prometheus reads."""
+class RouterMetrics(Collector):
+    """All metrics of one router. Counters and histograms are plain numbers: they cost a request a
+    tenth of those of prometheus_client."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._counts: dict[str, defaultdict[tuple[str, ...], float]] = {
-            x[0]: defaultdict(float) for x in _COUNTERS
-        }
+        self._counts = {name: defaultdict[tuple[str, ...], float](float) for name in _BOUNDS}
         self._histograms: dict[str, dict[tuple[str, ...], Histogram]] = {
-            x[0]: {} for x in _HISTOGRAMS
+            name: {} for name in _BOUNDS
         }
-        self.registry.register(_Observed(self._counts, self._histograms))
+        # Name, text and labels of what is read elsewhere, with its rows. A `_total` is a counter.
+        self._readings: list[tuple[str, str, str, Callable[[], Iterable[Row]]]] = []
+        self.registry.register(self)
 
     def render(self) -> bytes:
+        """Return what Prometheus reads."""
         return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, labels, bounds in _METRICS:
+            if not bounds:
+                yield _family(CounterMetricFamily, name, text, labels, self._counts[name].items())
+                continue
+            observed = HistogramMetricFamily(f"pdserve_{name}", text, labels=labels.split())
+            limits = [*map(str, bounds), "+Inf"]
+            for values, histogram in self._histograms[name].items():
+                buckets = list(zip(limits, accumulate(histogram.counts), strict=True))
+                observed.add_metric(values, buckets, histogram.total)
+            yield observed
+        for name, text, labels, rows in self._readings:
+            is_counter = name.endswith("_total")
+            kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+            yield _family(kind, name, text, labels, rows())
 
     def watch(
         self,
@@ -108,47 +123,36 @@ class RouterMetrics:
         roles_wanted: Callable[[], Iterable[Row]],
     ) -> None:
         """Report their state whenever the metrics are read."""
-        tenants, register = admission.tenants, self.registry.register
 
         def show(name: str, text: str, labels: str, rows: Callable[[], Iterable[Row]]) -> None:
-            register(_Reading(name, text, labels.split(), rows))
+            self._readings.append((name, text, labels, rows))
 
         def show_one(name: str, text: str, value: Callable[[], float]) -> None:
             show(name, text, "", lambda: [((), value())])
 
-        show("workers", "Registered workers.", "model role state", lambda: _workers(fleet))
+        def open_requests() -> Iterable[Row]:
+            tenants = admission.tenants
+            return [((x,), tenants.concurrent(x)) for x in tenants.names()]
+
+        show("workers", "Registered workers.", "model role state", partial(_workers, fleet))
         for field, text in _LOADS:
             show(f"worker_{field}", text, "model role worker", partial(_loads, fleet, field))
         show("role_load", "Average load; 1 is full.", "model role", role_loads)
         show("role_workers_wanted", "Workers that the load asks for.", "model role", roles_wanted)
-        show(
-            "tenant_requests_open",
-            "Requests waiting and running.",
-            "tenant",
-            lambda: (((x,), tenants.concurrent(x)) for x in tenants.names()),
-        )
+        show("tenant_requests_open", "Requests waiting and running.", "tenant", open_requests)
         show_one("requests_running", "Requests admitted.", lambda: admission.running)
         show_one("requests_queued", "Requests waiting for admission.", lambda: admission.queued)
-        show_one(
-            "kv_ejected_pairs",
-            "Pairs of workers that are not used because KV between them failed.",
-            lambda: len(fleet.outliers.ejected(fleet.now())),
-        )
-        register(KvCollector(lambda: _kv_reports(fleet)))
+        text = "Pairs of workers that are not used because KV between them failed."
+        show_one("kv_ejected_pairs", text, lambda: len(fleet.outliers.ejected(fleet.now())))
+        self.registry.register(KvCollector(lambda: _kv_reports(fleet)))
         if watcher is not None:
             index = watcher.index
             show_one("prefix_blocks", "KV blocks in the index.", lambda: len(index))
             show_one("prefix_synced_workers", "Fully indexed workers.", lambda: watcher.synced)
-            show_one(
-                "prefix_truncated_workers",
-                "Workers with refused blocks.",
-                lambda: index.truncated_workers,
-            )
-            show_one(
-                "prefix_refused_blocks_total",
-                "KV blocks refused by a full index.",
-                lambda: index.refused_blocks,
-            )
+            text = "Workers with refused blocks."
+            show_one("prefix_truncated_workers", text, lambda: index.truncated_workers)
+            text = "KV blocks refused by a full index."
+            show_one("prefix_refused_blocks_total", text, lambda: index.refused_blocks)
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         self._counts[name][labels] += by
@@ -216,54 +220,23 @@ class RouterMetrics:
         self.count("prefix_tokens", model, "reported", by=had)
 
 
-class _Observed(Collector):
-    """Counters and histograms. Ours cost a request a tenth of those of prometheus_client."""
-
-    def __init__(
-        self,
-        counts: Mapping[str, Mapping[tuple[str, ...], float]],
-        histograms: Mapping[str, Mapping[tuple[str, ...], Histogram]],
-    ) -> None:
-        self._counts, self._histograms = counts, histograms
-
-    def collect(self) -> Iterator[Metric]:
-        for name, text, labels in _COUNTERS:
-            family = CounterMetricFamily(f"pdserve_{name}", text, labels=labels.split())
-            for values, count in self._counts[name].items():
-                family.add_metric(values, count)
-            yield family
-        for name, text, labels, bounds in _HISTOGRAMS:
-            observed = HistogramMetricFamily(f"pdserve_{name}", text, labels=labels.split())
-            limits = [*map(str, bounds), "+Inf"]
-            for values, histogram in self._histograms[name].items():
-                buckets = list(zip(limits, accumulate(histogram.counts), strict=True))
-                observed.add_metric(values, buckets, histogram.total)
-            yield observed
-
-
-class _Reading(Collector):
-    """A metric whose labels and values are read from elsewhere. A `_total` is a counter."""
-
-    def __init__(
-        self, name: str, text: str, labels: Sequence[str], rows: Callable[[], Iterable[Row]]
-    ) -> None:
-        self._name, self._text, self._labels, self._rows = f"pdserve_{name}", text, labels, rows
-
-    def collect(self) -> Iterator[Metric]:
-        is_counter = self._name.endswith("_total")
-        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
-        family = kind(self._name, self._text, labels=self._labels)
-        for labels, value in self._rows():
-            family.add_metric(labels, value)
-        yield family
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    labels: str,
+    rows: Iterable[Row],
+) -> Metric:
+    family = kind(f"pdserve_{name}", text, labels=labels.split())
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
 
 
 def _workers(fleet: Fleet) -> Iterable[Row]:
-    return sorted(
-        Tally(
-            (m.info.model.name, m.info.role.value, m.state.value) for m in fleet.members.values()
-        ).items()
-    )
+    members = fleet.members.values()
+    counts = Tally((m.info.model.name, m.info.role.value, m.state.value) for m in members)
+    return sorted(counts.items())
 
 
 def _loads(fleet: Fleet, field: str) -> Iterator[Row]:

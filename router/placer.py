@@ -47,7 +47,7 @@ class _NoRoomError(Unavailable):
 class Charge:
     """Capacity that one stream takes of one worker. Releasing it again does nothing."""
 
-    __slots__ = ("_blocks", "_leave_backlog", "_member", "_prompt_tokens", "_released")
+    __slots__ = ("_blocks", "_leave_backlog", "_prompt_tokens", "_released", "member")
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Charge:
         kv_tokens: int = 0,
         leave_backlog: Callable[[], None] | None = None,
     ) -> None:
-        self._member = member
+        self.member = member
         self._prompt_tokens = prompt_tokens
         self._blocks = member.blocks_for(kv_tokens)
         self._leave_backlog = leave_backlog
@@ -68,7 +68,7 @@ class Charge:
     def prefilled(self) -> bool:
         """The prompt is computed. Return True if that made room for another prompt."""
         tokens, self._prompt_tokens = self._prompt_tokens, 0
-        self._member.outstanding_tokens -= tokens
+        self.member.outstanding_tokens -= tokens
         if self._leave_backlog is not None:
             self._leave_backlog()
             self._leave_backlog = None
@@ -79,16 +79,15 @@ class Charge:
             return
         self._released = True
         self.prefilled()
-        self._member.outstanding_requests -= 1
-        self._member.reserved_blocks -= self._blocks
+        self.member.outstanding_requests -= 1
+        self.member.reserved_blocks -= self._blocks
 
 
 class Reservation:
     """Workers for one attempt, and its charges. Releasing it again does nothing.
 
     `prefill` computes the prompt for `decode`; without it `decode` does both phases, or continues
-    with the KV of `producer`, which has decoded before. `children_charge` covers the other answers
-    of a parallel-sampling request. `cached` and `prediction` are what the
+    with the KV of `producer`, which has decoded before. `cached` and `prediction` are what the
     placement expected.
     """
 
@@ -108,12 +107,12 @@ class Reservation:
         self.decode, self.prefill, self.producer = decode, prefill, producer
         self.cached, self.prediction = cached, prediction
         self.prefill_charge: Charge | None = None
-        self.children_charge: Charge | None = None
+        self._children_charge: Charge | None = None
         if decode.info.role is Role.PREFILL:
             # It holds blocks for one prefill only, and promises none.
             kv_tokens = children_kv_tokens = 0
         if children_kv_tokens:
-            self.children_charge = Charge(decode, kv_tokens=children_kv_tokens)
+            self._children_charge = Charge(decode, kv_tokens=children_kv_tokens)
         if prefill is None:
             self.decode_charge = Charge(decode, prompt_tokens, kv_tokens, leave_backlog)
         else:
@@ -126,15 +125,16 @@ class Reservation:
         producer = self.producer or self.prefill
         return None if producer is None else (producer.worker_id, self.decode.worker_id)
 
-    def release(self) -> None:
-        for charge in (self.decode_charge, self.prefill_charge, self.children_charge):
-            if charge is not None:
-                charge.release()
-
     def release_children(self) -> None:
-        """The children reserve for themselves now."""
-        if self.children_charge is not None:
-            self.children_charge.release()
+        """The other answers of a parallel-sampling request reserve for themselves now."""
+        if self._children_charge is not None:
+            self._children_charge.release()
+
+    def release(self) -> None:
+        self.release_children()
+        self.decode_charge.release()
+        if self.prefill_charge is not None:
+            self.prefill_charge.release()
 
 
 class Placer:

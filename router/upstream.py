@@ -77,81 +77,76 @@ class Moved(Struct, frozen=True, eq=False):
     transfer_id: str = ""
 
 
-class WorkerStream:
+class WorkerStream(StreamState):
     """One stream on one worker: receives its deltas, and holds its charge until it has ended."""
 
-    __slots__ = ("_attempt", "_charge", "_fleet", "_prefilling", "_stream_id", "member", "state")
+    __slots__ = ("_attempt", "_charge", "_prefilling", "_stream_id", "member")
 
-    def __init__(
-        self, attempt: Attempt, fleet: Fleet, phase: Phase, member: Member, charge: Charge
-    ) -> None:
-        self.state = StreamState(phase, member.worker_id, member.info.role)
-        self.member = member
+    def __init__(self, attempt: Attempt, phase: Phase, charge: Charge) -> None:
+        super().__init__(phase, charge.member.worker_id, charge.member.info.role)
+        self.member = charge.member
         self._attempt = attempt
-        self._fleet = fleet
         self._charge = charge
         self._prefilling = True
         self._stream_id: int | None = None
 
     def submit(self, command: w.Command) -> None:
         """Send the request to the worker. A worker that does not take it has failed."""
-        if not self.state.open or self._attempt.handoff.ended:
+        if not self.open or self._attempt.handoff.ended:
             return
         if self.member.lost:
-            self.on_lost(Unavailable(f"worker {self.member.worker_id} is gone"))
+            self.on_lost(Unavailable(f"worker {self.worker_id} is gone"))
             return
         try:
-            self._stream_id = self._fleet.link(self.member).submit(command, self)
+            self._stream_id = self._attempt.fleet.link(self.member).submit(command, self)
         except PdserveError as error:
             self.on_lost(error)
 
     def on_token(self, token_id: int, text: str) -> None:
         attempt = self._attempt
-        if self._prefilling or not attempt.handoff.accepts(self.state, token_id):
+        if self._prefilling or not attempt.handoff.accepts(self, token_id):
             self.on_delta(StreamDelta(0, (token_id,), text))
         else:
             attempt.write(AnswerDelta((token_id,), text, index=attempt.answer.index))
 
     def on_delta(self, delta: StreamDelta) -> None:
+        attempt = self._attempt
         if self._prefilling:
-            self._on_first(delta)
+            self._prefilling = False
+            if self._charge.prefilled():
+                attempt.fleet.capacity_changed()
+            if delta.error is None:
+                attempt.fleet.succeeded(self.member)
+            if delta.token_ids and self.phase is not Phase.PREFILL:
+                attempt.note_kv_worker(self.member)
         if delta.finish_reason is not None:
             self._charge.release()
             if delta.error is not None and delta.error.code == WorkerFailed.code:
-                self._fleet.failed(self.member, delta.error.message)
-            if self.state.phase is Phase.DECODE:
-                self._attempt.judge_pair(delta)
-        self._attempt.perform(self._attempt.handoff.on_delta(self.state, delta))
-
-    def _on_first(self, delta: StreamDelta) -> None:
-        self._prefilling = False
-        if self._charge.prefilled():
-            self._fleet.capacity_changed()
-        if delta.error is None:
-            self._fleet.succeeded(self.member)
-        if delta.token_ids and self.state.phase is not Phase.PREFILL:
-            self._attempt.note_kv_worker(self.member)
+                attempt.fleet.failed(self.member, delta.error.message)
+            if self.phase is Phase.DECODE:
+                attempt.judge_pair(delta)
+        attempt.perform(attempt.handoff.on_delta(self, delta))
 
     def on_lost(self, error: PdserveError) -> None:
         self._charge.release()
-        self._attempt.perform(self._attempt.handoff.on_lost(self.state, error))
+        self._attempt.perform(self._attempt.handoff.on_lost(self, error))
 
     def export(self, transfer_id: str) -> None:
         """Ask the worker to end the stream and to keep its KV for `transfer_id`."""
         if self._stream_id is None or self.member.lost:
             return  # `on_lost` follows
         try:
-            self._fleet.link(self.member).export(self._stream_id, transfer_id)
+            self._attempt.fleet.link(self.member).export(self._stream_id, transfer_id)
         except PdserveError as error:
             self.on_lost(error)
 
     def close(self) -> None:
         """End the stream, and free the KV that it holds."""
         self._charge.release()
-        state = self.state
-        if (state.open or state.holds_kv) and self._stream_id is not None and not self.member.lost:
-            self._fleet.link(self.member).cancel(self._stream_id, ended=state.holds_kv)
-        state.open = state.holds_kv = False
+        if (self.open or self.holds_kv) and self._stream_id is not None and not self.member.lost:
+            link = self._attempt.fleet.link(self.member)
+            link.cancel(self._stream_id, ended=self.holds_kv)
+        self.open = self.holds_kv = False
 
 
 class Attempt:
@@ -170,40 +165,27 @@ class Attempt:
         *,
         is_probe: bool = False,
     ) -> None:
-        self.answer = answer
-        self.reservation = reservation
-        self._fleet = fleet
-        self._request = request
-        self._is_probe = is_probe
+        self.fleet, self.answer, self.reservation = fleet, answer, reservation
+        self._request, self._is_probe = request, is_probe
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[Finished | Failed | Moved] = self._loop.create_future()
-        self._is_taken = False  # by whoever pumps
+        self._kept: Finished | Failed | Moved | None = None  # the end, once it was returned
         self._leaving: Moved | None = None  # while a stream is exported
         self._export_timer: asyncio.TimerHandle | None = None
-        self._transfer_id = "" if moved is None else moved.transfer_id
+        self._transfer_id = secrets.token_hex(16) if moved is None else moved.transfer_id
         self._producer = None if moved is None else moved.producer
         self._prefill: WorkerStream | None = None
-        style, prefill = HandoffStyle.CONCURRENT, reservation.prefill
-        if prefill is not None and reservation.prefill_charge is not None:
-            self._transfer_id = secrets.token_hex(16)
-            self._prefill = WorkerStream(
-                self, fleet, Phase.PREFILL, prefill, reservation.prefill_charge
-            )
-            answer.streams.append(self._prefill.state)
-            if prefill.info.kv is not None:
-                style = prefill.info.kv.handoff
+        style = HandoffStyle.CONCURRENT
+        if reservation.prefill_charge is not None:
+            self._prefill = WorkerStream(self, Phase.PREFILL, reservation.prefill_charge)
+            answer.streams.append(self._prefill)
+            if (kv := self._prefill.member.info.kv) is not None:
+                style = kv.handoff
         phase = Phase.AGGREGATED if reservation.pair is None else Phase.DECODE
-        self._decode = WorkerStream(
-            self, fleet, phase, reservation.decode, reservation.decode_charge
-        )
-        answer.streams.append(self._decode.state)
+        self._decode = WorkerStream(self, phase, reservation.decode_charge)
+        answer.streams.append(self._decode)
         self.handoff = Handoff(
-            answer.max_tokens,
-            answer.tokens,
-            self._decode.state,
-            None if self._prefill is None else self._prefill.state,
-            None if self._producer is None else self._producer.state,
-            style,
+            answer.max_tokens, answer.tokens, self._decode, self._prefill, self._producer, style
         )
 
     def __enter__(self) -> Self:
@@ -227,12 +209,12 @@ class Attempt:
         if self._export_timer is not None:
             self._export_timer.cancel()
         end = self._end.result() if self._end.done() and not self._end.cancelled() else None
-        kept = end if isinstance(end, Moved) and self._is_taken else None
+        kept = self._kept.producer if isinstance(self._kept, Moved) else None
         for moved in (end, self._leaving):
-            if isinstance(moved, Moved) and moved is not kept:
+            if isinstance(moved, Moved) and moved is not self._kept:
                 moved.reservation.release()
         for stream in (self._decode, self._prefill, self._producer):
-            if stream is not None and (kept is None or stream is not kept.producer):
+            if stream is not None and stream is not kept:
                 stream.close()
         self.reservation.release()
 
@@ -274,16 +256,15 @@ class Attempt:
 
     async def pump(self) -> Finished | Failed | Moved:
         """Write the answer until the attempt ends; return how."""
-        end = await self._end
-        self._is_taken = True
-        return end
+        self._kept = await self._end
+        return self._kept
 
     def write(self, delta: AnswerDelta) -> None:
         """Send a delta to the client; end the attempt if it does not read."""
         if not self.answer.out.write(delta):
             self.handoff.ended = True
             error = Cancelled("the client does not read its answer")
-            self.perform((Failed(self._decode.state, error),))
+            self.perform((Failed(self._decode, error),))
 
     def perform(self, actions: Iterable[Action]) -> None:
         """Do what the handoff decided."""
@@ -329,7 +310,7 @@ class Attempt:
         pair, error = self.reservation.pair, last.error
         if pair is None:
             return
-        outliers, now = self._fleet.outliers, self._fleet.now()
+        outliers, now = self.fleet.outliers, self.fleet.now()
         if error is not None and error.code == TransferCorrupted.code:
             outliers.corrupted(pair, now, error.message)
             logger.warning("KV from worker %s to %s: %s", *pair, error.message)
@@ -342,17 +323,16 @@ class Attempt:
     def export(self, worker_id: str, reserve: Callable[[], Reservation]) -> bool:
         """Start to move to what `reserve` returns, together with the KV on `worker_id`. Return
         False if there is none to take. Raises what `reserve` raises."""
-        state = self.handoff.exportable(worker_id)
-        if state is None:
+        stream = self.handoff.exportable(worker_id)
+        if stream is None:
             return False
         self._leaving = Moved(reserve(), self._decode, secrets.token_hex(16))
-        self._export_timer = self._loop.call_later(EXPORT_TIMEOUT_S, self._on_export_timeout)
-        self.handoff.export(state)
+        self._export_timer = self._loop.call_later(
+            EXPORT_TIMEOUT_S, lambda: self.perform(self.handoff.on_export_timeout())
+        )
+        self.handoff.export(stream)
         self._decode.export(self._leaving.transfer_id)
         return True
-
-    def _on_export_timeout(self) -> None:
-        self.perform(self.handoff.on_export_timeout())
 
     def leave(self, reservation: Reservation) -> None:
         """End the attempt; the next one uses `reservation`."""
