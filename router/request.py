@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -91,29 +92,17 @@ class RequestServer:
         and Unavailable; at any time: DeadlineExceeded, WorkerFailed and its subclasses, the errors
         of the engine, and Cancelled if the client does not read.
         """
+        services, loop = self._services, asyncio.get_running_loop()
+        placer, metrics = services.placer, services.metrics
         span: Span | None = None
         ended_by: PdserveError | None = Cancelled("the client went away")
+        arrived, admitted, outcome = loop.time(), 0.0, ""
+        generations: list[Generation] = []
         self.open_requests += 1
         try:
             if self._tracing is not None:
                 span = self._begin_span(self._tracing, request)
                 request = request.under(UNTRACED if span is None else span.traceparent)
-            await self._serve(request, out, span)
-            ended_by = None
-        except PdserveError as error:
-            ended_by = error
-            raise
-        finally:
-            self.open_requests -= 1
-            if span is not None:
-                span.end(ended_by)
-
-    async def _serve(self, request: GenerateRequest, out: Out, span: Span | None) -> None:
-        services, loop = self._services, asyncio.get_running_loop()
-        placer, metrics = services.placer, services.metrics
-        arrived, admitted, outcome = loop.time(), 0.0, Cancelled.code
-        generations: list[Generation] = []
-        try:
             demand = placer.demand(request)
             async with services.admission.slot(
                 request, lambda: placer.reserve(demand), kv_tokens=demand.kv_tokens
@@ -127,8 +116,9 @@ class RequestServer:
                 ]
                 self._generations.update(generations)
                 outcome = await self._generate(generations, reservation, arrived, admitted)
+            ended_by = None
         except PdserveError as error:
-            outcome = error.code
+            ended_by = error
             if admitted:
                 logger.info("request %s failed: %s", request.request_id, error.message)
             else:
@@ -137,9 +127,13 @@ class RequestServer:
                 metrics.refused(known, request.tenant, error)
             raise
         finally:
+            self.open_requests -= 1
             self._generations.difference_update(generations)
             if admitted:
-                metrics.count("requests", request.model, outcome)
+                code = outcome if ended_by is None else ended_by.code
+                metrics.count("requests", request.model, code)
+            if span is not None:
+                span.end(ended_by)
 
     async def _generate(
         self,
@@ -193,15 +187,10 @@ class RequestServer:
         """Return what all answers cost, and count it."""
         metrics, now = self._services.metrics, asyncio.get_running_loop().time()
         parent, waited_s = generations[0], admitted - arrived
-        request, first, resumed = (
-            parent.request,
-            parent.first_reservation,
-            len(parent.request.resume),
-        )
+        request, resumed = parent.request, len(parent.request.resume)
         lengths = [len(x.answer.tokens) for x in generations]
         # Each token is counted once, however often it was computed.
-        cached_tokens = cached_tokens_of(parent.answer)
-        usage = Usage(len(request.prompt_token_ids), sum(lengths), cached_tokens)
+        usage = Usage(len(request.prompt_token_ids), sum(lengths), parent.answer.cached_tokens)
         receipt = combined_receipt([x.receipt(waited_s) for x in generations])
         ttft_s = min(x.answer.first_token_at or now for x in generations) - arrived
         e2e_s = now - arrived
@@ -215,7 +204,7 @@ class RequestServer:
             ttft_s=ttft_s,
             e2e_s=e2e_s,
         )
-        if first is not None:
+        if (first := parent.first_reservation) is not None:
             metrics.cache_predicted(request.model, first.cached, receipt)
             if len(generations) == 1 and not (receipt.fallbacks or resumed):
                 ttft_s, e2e_s = ttft_s - waited_s, e2e_s - waited_s
@@ -377,19 +366,18 @@ class Generation:
     def _continue(self, reservation: Reservation, reason: str, cause: str) -> None:
         """Record that the next attempt uses `reservation`."""
         prefill, tokens = reservation.prefill, len(self.answer.tokens)
+        step, kv_from = RetryStep.OTHER_PREFILL.value, "prefill"
         if reservation.producer is not None:
-            step, kv_from = LIVE_KV, LIVE_KV
+            step = kv_from = LIVE_KV
         elif prefill is None:
-            step, kv_from = RetryStep.AGGREGATED.value, "prefill"
-        else:
-            is_same = prefill.worker_id == self.answer.prefill_worker
-            step = (RetryStep.SAME_PREFILL if is_same else RetryStep.OTHER_PREFILL).value
-            kv_from = "prefill"
+            step = RetryStep.AGGREGATED.value
+        elif prefill.worker_id == self.answer.prefill_worker:
+            step = RetryStep.SAME_PREFILL.value
         self._retry.continued(step, reason, tokens)
-        model = self.request.model
-        self._services.metrics.count("fallbacks", model, step, reason)
+        model, metrics = self.request.model, self._services.metrics
+        metrics.count("fallbacks", model, step, reason)
         if tokens:
-            self._services.metrics.count("continuations", model, kv_from)
+            metrics.count("continuations", model, kv_from)
         workers = [x.worker_id for x in (prefill, reservation.decode) if x is not None]
         logger.info(
             "request %s: %s on %s after %d tokens: %s",
@@ -399,26 +387,22 @@ class Generation:
     def move_off(self, worker_id: str, reason: str, *, live_only: bool) -> bool:
         """Continue on another worker, with the KV of this one if possible. Return False, and change
         nothing, if the answer is not there, is nearly done or has nowhere to go."""
-        attempt = self._attempt
+        attempt, placer = self._attempt, self._services.placer
         if attempt is None:
             return False
-
-        def reserve_live() -> Reservation:
-            return self._services.placer.reserve_live(self._demand_now(), worker_id, cause=reason)
-
-        try:
-            if attempt.export(worker_id, reserve_live):
+        if (stream := attempt.handoff.exportable(worker_id)) is not None:
+            # If there is no worker for it, the prompt can still be computed again.
+            with suppress(Unavailable):
+                demand = self._demand_now()
+                attempt.export(stream, placer.reserve_live(demand, worker_id, cause=reason))
                 return True
-        except Unavailable:
-            pass  # the prompt can still be computed again
         if live_only or not attempt.handoff.uses(worker_id):
             return False
         elsewhere = Constraints(RetryStep.OTHER_PREFILL, without=frozenset({worker_id}))
-        try:
+        with suppress(Unavailable):
             attempt.leave(self._reserve(elsewhere, reason))
-        except Unavailable:
-            return False
-        return True
+            return True
+        return False
 
     def receipt(self, admission_s: float) -> Receipt:
         """Sum the seconds of all attempts. The queue time of decode is left out, because it passes
@@ -450,7 +434,7 @@ class Generation:
             "" if first is None else first.worker_id,
             "" if decode is None else decode.worker_id,
             transfer.transport,
-            cached_tokens_of(answer),
+            answer.cached_tokens,
             "" if first is None else first.role.value,
             tuple(self._retry.done),
             0.0 if prediction is None else prediction.ttft_s,
@@ -458,11 +442,6 @@ class Generation:
 
 
 _NO_TRANSFER = TransferReport(0.0, 0.0, 0, 0, "")
-
-
-def cached_tokens_of(answer: Answer) -> int:
-    first = answer.first_token_stream
-    return 0 if first is None or first.report is None else first.report.cached_tokens
 
 
 def combined_receipt(receipts: Sequence[Receipt]) -> Receipt:

@@ -29,7 +29,7 @@ from router.answer import AnswerDelta
 from router.handoff import Exported, Failed, Finished, Handoff, Phase, StreamState, SubmitDecode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pdserve.types import GenerateRequest
     from router.answer import Out
@@ -66,6 +66,11 @@ class Answer:
         """The worker that prefilled last for another, "" if none did."""
         prefills = (x for x in reversed(self.streams) if x.phase is Phase.PREFILL)
         return next((x.worker_id for x in prefills), "")
+
+    @property
+    def cached_tokens(self) -> int:
+        first = self.first_token_stream
+        return 0 if first is None or first.report is None else first.report.cached_tokens
 
 
 class Moved(Struct, frozen=True, eq=False):
@@ -320,19 +325,14 @@ class Attempt:
         elif last.report is not None and last.report.transfer:
             outliers.succeeded(pair)
 
-    def export(self, worker_id: str, reserve: Callable[[], Reservation]) -> bool:
-        """Start to move to what `reserve` returns, together with the KV on `worker_id`. Return
-        False if there is none to take. Raises what `reserve` raises."""
-        stream = self.handoff.exportable(worker_id)
-        if stream is None:
-            return False
-        self._leaving = Moved(reserve(), self._decode, secrets.token_hex(16))
+    def export(self, stream: StreamState, reservation: Reservation) -> None:
+        """Start to move `stream`, which can be exported, to `reservation` together with its KV."""
+        self._leaving = Moved(reservation, self._decode, secrets.token_hex(16))
         self._export_timer = self._loop.call_later(
             EXPORT_TIMEOUT_S, lambda: self.perform(self.handoff.on_export_timeout())
         )
         self.handoff.export(stream)
         self._decode.export(self._leaving.transfer_id)
-        return True
 
     def leave(self, reservation: Reservation) -> None:
         """End the attempt; the next one uses `reservation`."""
