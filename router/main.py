@@ -122,19 +122,16 @@ class RouterServer:
     async def _start(self) -> RouterAddresses:
         config, enter = self._config, self._stack.enter_async_context
         router_id = f"router-{uuid.uuid4().hex[:12]}"
-        dials = dialer(config.access)
 
-        self.metrics = metrics = RouterMetrics()
         # The fleet.
-        watcher = None
-        if config.prefix_max_blocks:
-            watcher = PrefixWatcher(config.prefix_max_blocks)
+        self.metrics = metrics = RouterMetrics()
+        watcher = PrefixWatcher(config.prefix_max_blocks) if config.prefix_max_blocks else None
         self.fleet = fleet = await enter(
             Fleet(
                 router_id=router_id,
                 watches=watcher,
                 lease_s=config.lease_s,
-                dialer=dials,
+                dialer=dialer(config.access),
                 health=config.health,
                 token_gaps=partial(metrics.histogram, "inter_token_latency_seconds"),
             )
@@ -157,42 +154,31 @@ class RouterServer:
         autoscaler = Autoscaler(fleet, costs, admission, changer, config.roles)
         if config.roles.auto:
             await enter(background("role-autoscaler", autoscaler.run))
-        metrics.watch(
-            fleet,
-            admission,
-            watcher,
-            partial(role_loads, autoscaler.verdicts),
-            partial(roles_wanted, autoscaler.verdicts),
-        )
+        roles = autoscaler.verdicts
+        loads, wanted = partial(role_loads, roles), partial(roles_wanted, roles)
+        metrics.watch(fleet, admission, watcher, loads, wanted)
         watch_tasks(metrics.registry)
 
         # The APIs.
-        keys = Keys(config.tenants)
+        keys, opened = Keys(config.tenants), self._open_requests
         preprocessor = Preprocessor(
             requests.models, timeout_s=config.request_timeout_s, why_none=fleet.why_none
         )
         grpc_address = await self._start_grpc(
-            Generation(requests, preprocessor, self._open_requests, keys),
-            RegistryService(fleet, requests, costs, autoscaler.verdicts),
+            Generation(requests, preprocessor, opened, keys),
+            RegistryService(fleet, requests, costs, roles),
             AdminService(decisions, fleet, changer),
         )
-        http_address = await self._start_http(
-            HttpApi(
-                requests,
-                preprocessor,
-                self._open_requests,
-                metrics.render,
-                keys,
-            )
-        )
-        return RouterAddresses(http=http_address, grpc=grpc_address)
+        http_api = HttpApi(requests, preprocessor, opened, metrics.render, keys)
+        return RouterAddresses(http=await self._start_http(http_api), grpc=grpc_address)
 
     async def _start_grpc(
         self, generation: Generation, registry: RegistryService, admin: AdminService
     ) -> str:
-        host, access = self._config.grpc_host, self._config.access
+        config = self._config
+        host, access = config.grpc_host, config.access
         server = rpc.make_server(
-            guards(access, shared_with=Party.WORKER), max_message_bytes=self._config.max_body_bytes
+            guards(access, shared_with=Party.WORKER), max_message_bytes=config.max_body_bytes
         )
         add_GenerationServicer_to_server(generation, server)
         add_RegistryServicer_to_server(registry, server)
@@ -201,12 +187,11 @@ class RouterServer:
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         try:
-            address = _join(host, self._config.grpc_port)
+            address = _join(host, config.grpc_port)
             port = rpc.listen(server, address, server_credentials(access.tls))
         except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {host} port {self._config.grpc_port}", field="grpc_port"
-            ) from error
+            text = f"cannot listen on {host} port {config.grpc_port}"
+            raise ConfigError(text, field="grpc_port") from error
         await server.start()
         self._stack.push_async_callback(server.stop, GRPC_STOP_S)
         for name in ("", *_SERVICES):
@@ -214,22 +199,21 @@ class RouterServer:
         return _join(host, port)
 
     async def _start_http(self, api: HttpApi) -> str:
-        host = self._config.http_host
-        sockets = [bind(host, self._config.http_port)]
+        config = self._config
+        sockets = [bind(config.http_host, config.http_port)]
         self._stack.callback(sockets[0].close)
-        port: int = sockets[0].getsockname()[1]
-        if shared := self._config.shared_http_port:
-            sockets.append(bind(host, shared, key="shared_http_port", is_shared=True))
+        if shared := config.shared_http_port:
+            sockets.append(bind(config.http_host, shared, key="shared_http_port", is_shared=True))
         self._http = HttpServer(
             api.handle,
             *sockets,
-            tls=http_context(self._config.access.http_tls),
+            tls=http_context(config.access.http_tls),
             max_connections=connection_limit(MAX_CONNECTIONS),
-            max_body_bytes=self._config.max_body_bytes,
+            max_body_bytes=config.max_body_bytes,
         )
         self._stack.push_async_callback(self._http.stop)
         await self._http.start()
-        return _join(host, port)
+        return _join(config.http_host, sockets[0].getsockname()[1])
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Take no more requests, give open ones `grace_s` (the configured one) to end, cut the
@@ -238,10 +222,9 @@ class RouterServer:
         await self._health.enter_graceful_shutdown()
         if self._http is not None:
             self._http.stop_listening()
+        grace_s = self._config.stop_grace_s if grace_s is None else grace_s
         try:
-            await self._open_requests.drain(
-                self._config.stop_grace_s if grace_s is None else grace_s
-            )
+            await self._open_requests.drain(grace_s)
         finally:
             await self._stack.aclose()
 

@@ -16,7 +16,7 @@ import asyncio
 import logging
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
@@ -32,7 +32,7 @@ from router.placement.filters import check_servable
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 
     from pdserve.v1.worker_pb2_grpc import WorkerAsyncStub
     from router.fleet.member import Member
@@ -58,22 +58,11 @@ async def _worker(fleet: Fleet, member: Member) -> AsyncIterator[WorkerAsyncStub
             raise rpc.error_from_rpc(error) from error
 
 
-def _registered(members: Sequence[Member], worker_id: str) -> Member:
+def _registered(members: Iterable[Member], worker_id: str) -> Member:
     member = next((m for m in members if m.worker_id == worker_id and not m.lost), None)
     if member is None:
         raise InvalidRequest(f"no worker {worker_id} is registered", field="worker_id")
     return member
-
-
-def _check_replaceable(fleet: Fleet, member: Member) -> None:
-    """Raises Unavailable if the worker's model is served now and could not be without it."""
-    model = member.info.model.name
-    candidates = fleet.candidates(model)
-    check_servable(candidates, model)
-    try:
-        check_servable([c for c in candidates if c.worker_id != member.worker_id], model)
-    except Unavailable as error:
-        raise Unavailable(f"without worker {member.worker_id}: {error.message}") from error
 
 
 async def drain(
@@ -84,11 +73,24 @@ async def drain(
     Raises InvalidRequest for an unknown worker, Unavailable if its model could not be served
     without it, unless `force`, and the error of the worker.
     """
-    member = _registered(list(fleet.members.values()), worker_id)
+    member = _registered(fleet.members.values(), worker_id)
+    model = member.info.model.name
     if not force and member.state is MemberState.READY:
-        _check_replaceable(fleet, member)
+        candidates = fleet.candidates(model)
+        check_servable(candidates, model)
+        try:
+            check_servable([c for c in candidates if c.worker_id != worker_id], model)
+        except Unavailable as error:
+            raise Unavailable(f"without worker {worker_id}: {error.message}") from error
     loop, metadata = asyncio.get_running_loop(), fleet.dialer.metadata
     began = loop.time()
+
+    def progress(streams: int, ledger: w.KvLedger, **fields: Any) -> a.DrainProgress:
+        pinned, seconds = ledger.in_flight_blocks + ledger.leased_blocks, loop.time() - began
+        return a.DrainProgress(
+            open_streams=streams, pinned_blocks=pinned, seconds=seconds, **fields
+        )
+
     async with _worker(fleet, member) as stub:
         request = w.DrainRequest(timeout_s=timeout_s, stop=stop)
         call = stub.Drain(request, timeout=timeout_s + MOVE_AND_FREE_S, metadata=metadata)
@@ -99,14 +101,8 @@ async def drain(
                     w.GetStatusRequest(), timeout=RPC_TIMEOUT_S, metadata=metadata
                 )
                 # Somebody may have taken the drain back.
-                is_over = not status.draining
-                yield a.DrainProgress(
-                    open_streams=status.open_streams,
-                    pinned_blocks=_pinned(status.ledger),
-                    seconds=loop.time() - began,
-                    done=is_over,
-                )
-                if is_over:
+                yield progress(status.open_streams, status.ledger, done=not status.draining)
+                if not status.draining:
                     return
             reply = asking.result()
         finally:
@@ -114,23 +110,18 @@ async def drain(
             asking.cancel()
             await asyncio.wait({asking})
     logger.info("worker %s: %s", worker_id, "drained" if reply.drained else "not drained")
-    yield a.DrainProgress(
-        open_streams=reply.ledger.engine_requests,
-        pinned_blocks=_pinned(reply.ledger),
-        seconds=loop.time() - began,
+    yield progress(
+        reply.ledger.engine_requests,
+        reply.ledger,
         done=True,
         drained=reply.drained,
         moved_streams=reply.moved_streams,
     )
 
 
-def _pinned(ledger: w.KvLedger) -> int:
-    return ledger.in_flight_blocks + ledger.leased_blocks
-
-
 async def undrain(fleet: Fleet, worker_id: str) -> None:
     """Raises InvalidRequest for an unknown worker, and the worker's error."""
-    async with _worker(fleet, _registered(list(fleet.members.values()), worker_id)) as stub:
+    async with _worker(fleet, _registered(fleet.members.values(), worker_id)) as stub:
         await stub.Undrain(
             w.UndrainRequest(), timeout=RPC_TIMEOUT_S, metadata=fleet.dialer.metadata
         )
@@ -151,9 +142,9 @@ class RoleChanger:
         `failure` of the result says so, and the worker keeps its role."""
         if self._worker_id:
             raise Unavailable(f"worker {self._worker_id} is changing its role", retry_after_s=1.0)
-        members, loop = self._fleet.members, asyncio.get_running_loop()
-        partner = partner_for(list(members.values()), worker_id, role)
-        member, done = members[worker_id], a.ChangeRoleResponse()
+        fleet, loop = self._fleet, asyncio.get_running_loop()
+        partner = partner_for(list(fleet.members.values()), worker_id, role)
+        member, done = fleet.members[worker_id], a.ChangeRoleResponse()
         self._worker_id, began = worker_id, loop.time()
         try:
             await self._change(member, partner, role, drain_timeout_s, done)
@@ -163,8 +154,8 @@ class RoleChanger:
             self._worker_id = ""
         done.total_s = loop.time() - began
         outcome = "failed" if done.failure else "done"
-        labels = (member.info.model.name, role.value, outcome)
-        self._metrics.observe("role_change_seconds", done.total_s, *labels)
+        model = member.info.model.name
+        self._metrics.observe("role_change_seconds", done.total_s, model, role.value, outcome)
         logger.info("worker %s to %s: %s in %.2f s", worker_id, role, outcome, done.total_s)
         return done
 
@@ -180,26 +171,24 @@ class RoleChanger:
         async with _worker(self._fleet, member) as stub:
             request = w.SetRoleRequest(role=wire.role_to_pb(role), drain_timeout_s=drain_s)
             # If this fails and the worker changed all the same, it changes back by itself.
-            reply = await stub.SetRole(
-                request, timeout=drain_s + MOVE_AND_FREE_S, metadata=metadata
-            )
+            timeout_s = drain_s + MOVE_AND_FREE_S
+            reply = await stub.SetRole(request, timeout=timeout_s, metadata=metadata)
             done.drain_s, done.moved_streams = reply.drain_s, reply.moved_streams
-            keep, began = False, loop.time()
+            settled, began = member.info.role, loop.time()
             try:
                 await self._probe(member.worker_id, partner, role)
-                keep, done.probe_s = True, loop.time() - began
+                settled, done.probe_s = role, loop.time() - began
             except PdserveError as error:
                 done.failure = error.message
             finally:
                 with suppress(grpc.aio.AioRpcError):
-                    settle = w.SettleRoleRequest(keep=keep)
+                    settle = w.SettleRoleRequest(keep=settled is role)
                     await stub.SettleRole(settle, timeout=RPC_TIMEOUT_S, metadata=metadata)
-        settled = role if keep else member.info.role
         if not await self._has_joined(member.worker_id, settled, MemberState.READY):
             done.failure = done.failure or "the worker did not come back"
 
     async def _probe(self, worker_id: str, partner: Member, role: Role) -> None:
-        if not await self._has_joined(worker_id, role):
+        if not await self._has_joined(worker_id, role, *MemberState):
             raise WorkerFailed("the worker did not register in its new role")
         worker = self._fleet.members[worker_id]
         if partner.lost:
@@ -208,23 +197,17 @@ class RoleChanger:
         await probe(self._fleet, decode, prefill)
         # Another router may have moved the others meanwhile.
         model, before = partner.info.model.name, partner.info.role
-        if not is_left(list(self._fleet.members.values()), model, before):
+        if not is_left(self._fleet.members.values(), model, before):
             raise Unavailable(f"no {before} worker of model {model} would be left")
 
-    async def _has_joined(
-        self, worker_id: str, role: Role, state: MemberState | None = None
-    ) -> bool:
-        """Wait until the worker is connected in `role`, and in `state`. Return False if it is not
-        in time."""
+    async def _has_joined(self, worker_id: str, role: Role, *states: MemberState) -> bool:
+        """Wait until the worker is connected in `role` and one of `states`. Return False if it is
+        not in time."""
         until = asyncio.get_running_loop().time() + JOIN_TIMEOUT_S
         while True:
             member = self._fleet.members.get(worker_id)
-            if (
-                member is not None
-                and member.attached
-                and member.info.role is role
-                and state in (None, member.state)
-            ):
+            is_there = member is not None and member.attached and member.info.role is role
+            if member is not None and is_there and member.state in states:
                 return True
             if not await self._fleet.capacity_change(until=until):
                 return False
@@ -258,7 +241,7 @@ def partner_for(members: Sequence[Member], worker_id: str, role: Role) -> Member
     raise Unavailable(f"no {before} worker can exchange KV with worker {worker_id}")
 
 
-def is_left(members: Sequence[Member], model: str, role: Role) -> bool:
+def is_left(members: Iterable[Member], model: str, role: Role) -> bool:
     """Return True if a `role` worker of a model is ready."""
     return any(
         m.state is MemberState.READY and m.info.role is role and m.info.model.name == model
