@@ -172,16 +172,12 @@ class _Body(_Strict, kw_only=True):
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
 
     def _parsed(
-        self,
-        prompt: Prompt,
-        request_id: str,
-        *,
-        max_tokens: int | None,
-        logprobs: int | None,
-        prompt_field: str = "prompt",
-        max_tokens_field: str = "max_tokens",
+        self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None
     ) -> ParsedRequest:
-        self._check_stream()
+        if self.stream_options is not None and not self.stream:
+            _refuse("stream_options", "requires stream: true")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise _not_supported("stream_options.include_obfuscation")
         values = zip(_SAMPLING, _sampling_of(self), strict=True)
         given: dict[str, Any] = {name: value for name, value in values if value is not None}
         if self.stop is not None:
@@ -203,17 +199,7 @@ class _Body(_Strict, kw_only=True):
             priority=self.priority or 0,
             service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
             resume=tuple(self.resume_token_ids or ()),
-            prompt_field=prompt_field,
-            max_tokens_field=max_tokens_field,
         )
-
-    def _check_stream(self) -> None:
-        if self.stream_options is None:
-            return
-        if not self.stream:
-            _refuse("stream_options", "requires stream: true")
-        if self.stream_options.include_obfuscation:
-            raise _not_supported("stream_options.include_obfuscation")
 
 
 # Fields that are sampling parameters under the same name.
@@ -242,12 +228,8 @@ class CompletionRequest(_Body, kw_only=True):
         """Raises InvalidRequest naming the field."""
         if self.echo:
             raise _not_supported("echo")
-        return self._parsed(
-            self._prompt(),
-            request_id,
-            max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
-            logprobs=self.logprobs,
-        )
+        max_tokens = self.max_tokens or DEFAULT_MAX_TOKENS
+        return self._parsed(self._prompt(), request_id, max_tokens, self.logprobs)
 
     def _prompt(self) -> str | tuple[int, ...]:
         prompt: Any = self.prompt
@@ -331,14 +313,15 @@ class ChatRequest(_Body, kw_only=True):
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
             _refuse("max_tokens", f"is {old}, but max_completion_tokens is {new}")
-        return self._parsed(
+        parsed = self._parsed(
             [message.parse() for message in self.messages],
             request_id,
-            max_tokens=old if new is None else new,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            prompt_field="messages",
-            max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
+            old if new is None else new,
+            (self.top_logprobs or 0) if self.logprobs else None,
         )
+        parsed.prompt_field = "messages"
+        parsed.max_tokens_field = "max_tokens" if new is None else "max_completion_tokens"
+        return parsed
 
 
 def _constraint(
@@ -346,41 +329,36 @@ def _constraint(
 ) -> StructuredOutput | None:
     by_format = None
     if isinstance(form, JsonSchemaFormat):
-        by_format = StructuredOutput(Constraint.JSON_SCHEMA, _to_text(form.json_schema.schema))
+        by_format = StructuredOutput(Constraint.JSON_SCHEMA, _schema_text(form.json_schema.schema))
     elif isinstance(form, JsonObjectFormat):
         by_format = StructuredOutput(Constraint.JSON_OBJECT)
     if given is None:
         return by_format
     if by_format is not None:
         _refuse("structured_outputs", "cannot be combined with response_format")
-    names = [name for name in given.__struct_fields__ if getattr(given, name) is not None]
-    if len(names) != 1:
-        _refuse("structured_outputs", f"needs one of {', '.join(given.__struct_fields__)}")
-    match names[0]:
-        case "json":
-            return StructuredOutput(Constraint.JSON_SCHEMA, _schema_text(given.json))
-        case "json_object" if given.json_object:
-            return StructuredOutput(Constraint.JSON_OBJECT)
-        case "json_object":
+    values = {name: getattr(given, name) for name in given.__struct_fields__}
+    if sum(value is not None for value in values.values()) != 1:
+        _refuse("structured_outputs", f"needs one of {', '.join(values)}")
+    if given.json is not None:
+        return StructuredOutput(Constraint.JSON_SCHEMA, _schema_text(given.json))
+    if given.json_object is not None:
+        if not given.json_object:
             _refuse("structured_outputs.json_object", "must be true")
-        case "choice":
-            return StructuredOutput(Constraint.CHOICE, choices=tuple(given.choice or ()))
-        case name:
-            return StructuredOutput(Constraint(name), getattr(given, name))
-    raise AssertionError("not reached")
+        return StructuredOutput(Constraint.JSON_OBJECT)
+    if given.choice is not None:
+        return StructuredOutput(Constraint.CHOICE, choices=tuple(given.choice))
+    if given.regex is not None:
+        return StructuredOutput(Constraint.REGEX, given.regex)
+    return StructuredOutput(Constraint.GRAMMAR, given.grammar or "")
 
 
-def _schema_text(schema: dict[str, Any] | str | None) -> str:
+def _schema_text(schema: dict[str, Any] | str) -> str:
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
             _refuse("structured_outputs.json", f"is not a JSON schema: {error}")
-    return _to_text(schema)
-
-
-def _to_text(value: object) -> str:
-    return encode(value).decode()
+    return encode(schema).decode()
 
 
 def _refuse(field: str, reason: str) -> NoReturn:
