@@ -70,6 +70,7 @@ def worker_info(
         role=role,
         model=MODEL,
         address=address,
+        session_address="127.0.0.1:1",
         kv=None
         if role is Role.AGGREGATED
         else KvEndpoint((f"kv-{worker_id}",), compatibility, {"block_size": "16"}, ("loopback",)),

@@ -77,7 +77,8 @@ class Preprocessor:
     """Prepares requests for the models that `models` returns.
 
     `timeout_s` is the deadline of requests that give none, and the latest that one may give.
-    `why_none` explains why no model is served.
+    `why_none` explains why no model is served. The tokenizer of a model is read once, by `load` in
+    a thread, when the first request needs it.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class Preprocessor:
         *,
         timeout_s: float,
         why_none: Callable[[], str] = lambda: "no worker has registered yet",
+        load: Callable[[Path], Tokenizer] = Tokenizer.load,
     ) -> None:
         self._models = models
         self._why_none = why_none
         self._timeout_s = timeout_s
-        self._tokenizers = TokenizerCache()
+        self._load = load
+        self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}
 
     async def prepare(
         self, parsed: ParsedRequest, *, tenant: str = "", traceparent: str = ""
@@ -138,7 +141,7 @@ class Preprocessor:
         prompt = parsed.prompt
         if isinstance(prompt, tuple):
             return prompt
-        tokenizer = await self._tokenizers.get(model)
+        tokenizer = await self._tokenizer(model)
         if isinstance(prompt, str):
             chars, encode = len(prompt), partial(tokenizer.encode, prompt)
         else:
@@ -150,32 +153,21 @@ class Preprocessor:
             error.field = parsed.prompt_field
             raise
 
-
-class TokenizerCache:
-    """Reads each model's tokenizer once, in a thread, when the first request needs it.
-
-    A directory that could not be read is tried again by the next request.
-    """
-
-    def __init__(self, load: Callable[[Path], Tokenizer] = Tokenizer.load) -> None:
-        self._load = load
-        self._tasks: dict[str, asyncio.Task[Tokenizer]] = {}
-
-    async def get(self, model: ModelInfo) -> Tokenizer:
-        """Raises Unavailable if the model's directory cannot be read."""
-        task = self._tasks.get(model.path)
+    async def _tokenizer(self, model: ModelInfo) -> Tokenizer:
+        """Raises Unavailable if the model's directory cannot be read; the next request tries
+        again."""
+        task = self._tokenizers.get(model.path)
         if task is None:
             task = asyncio.create_task(asyncio.to_thread(self._load, Path(model.path)))
-            self._tasks[model.path] = task
+            self._tokenizers[model.path] = task
         try:
             # A client that leaves must not cancel the reading that other requests wait for.
             return task.result() if task.done() else await asyncio.shield(task)
         except ConfigError as error:
-            self._tasks.pop(model.path, None)
+            self._tokenizers.pop(model.path, None)
             logger.error("tokenizer of model %s: %s", model.name, error)
-            raise Unavailable(
-                f"the router cannot read the tokenizer of model {model.name}"
-            ) from error
+            text = f"the router cannot read the tokenizer of model {model.name}"
+            raise Unavailable(text) from error
 
 
 def _check_ids(token_ids: Sequence[int], model: ModelInfo, *, field: str) -> None:

@@ -23,8 +23,8 @@ class Member:
     KV blocks promised to requests of this router, `foreign_blocks` those that requests of other
     routers were last seen to hold. `load`, `kv` and `steps` are None until reported. `lease_end`
     is on the clock of leases; for a lost worker it is the time of its loss. `unhealthy` is the
-    worker's own verdict on its machine, `gone` the reason of its loss, `replaced` the instance ids
-    of earlier starts.
+    worker's own verdict on its machine, `gone` the reason of its loss, `replaced` the instance id
+    of the start before this one.
     """
 
     info: WorkerInfo
@@ -41,7 +41,7 @@ class Member:
     steps: StepMoments | None = None
     unhealthy: str = ""
     gone: str = ""
-    replaced: tuple[str, ...] = ()
+    replaced: str = ""
     breaker: Breaker = field(default_factory=Breaker)
     stalls: StallDetector = field(default_factory=StallDetector)
     kind: KvKind = field(init=False, repr=False)

@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 TICKS_PER_CHECK = 5
 FORGET_AFTER_S = 60.0
-REMEMBERED_STARTS = 8
 _MAX_NAMED = 3
 
 
@@ -136,7 +135,7 @@ class Fleet:
         self._check_compatible(info)
         known = self.members.get(info.worker_id)
         if known is not None and not known.lost:
-            if info.instance_id in known.replaced:
+            if info.instance_id == known.replaced:
                 raise InvalidRequest(
                     f"worker {info.worker_id}: a later start of it has registered",
                     field="worker_id",
@@ -168,10 +167,8 @@ class Fleet:
 
     def _add(self, info: WorkerInfo, before: Member | None) -> None:
         member = Member(info, breaker=Breaker(self.health.eject_s))
-        if before is not None:
-            starts = dict.fromkeys((*before.replaced, before.info.instance_id))
-            starts.pop(info.instance_id, None)
-            member.replaced = tuple(starts)[-REMEMBERED_STARTS:]
+        if before is not None and before.info.instance_id != info.instance_id:
+            member.replaced = before.info.instance_id
         self.members[info.worker_id] = member
         self._forget_views()
         others = [m.info for m in self.members.values() if not m.lost and m is not member]

@@ -104,6 +104,15 @@ async def test_figures_that_are_none_are_refused_by_name() -> None:
             "worker.instance_id",
             "worker.instance_id is missing",
         ),
+        *(
+            (
+                worker_info("x", Role.DECODE, **{name: address}),
+                f"worker.{name}",
+                "which is not host:port",
+            )
+            for name in ("address", "session_address")
+            for address in ("ipv4:1:1", "::1:80", "here", "here:0", "here:70000", ":80", "h:x")
+        ),
     ],
 )
 async def test_a_worker_that_does_not_fit_is_told_why(

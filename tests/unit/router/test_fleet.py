@@ -11,7 +11,7 @@ import pytest
 from pdserve.errors import InvalidRequest
 from pdserve.types import Role, WorkerLoad
 from router.fleet import health
-from router.fleet.registry import FORGET_AFTER_S, REMEMBERED_STARTS, Fleet
+from router.fleet.registry import FORGET_AFTER_S, Fleet
 from router.placement.values import MemberState
 from router.placer import Charge
 from tests.fakes import MODEL, Clock, worker_info
@@ -90,12 +90,6 @@ def test_a_late_message_of_an_earlier_start_does_not_replace_the_later_one(
     fleet.register(old)
     with pytest.raises(InvalidRequest, match="a later start"):
         fleet.register(new)
-
-
-def test_a_limited_number_of_starts_is_remembered(fleet: Fleet) -> None:
-    for number in range(REMEMBERED_STARTS + 5):
-        fleet.register(worker_info("d", DECODE, instance_id=f"e{number}"))
-    assert len(fleet.members["d"].replaced) == REMEMBERED_STARTS
 
 
 def test_a_lease_that_expires_loses_the_worker_and_later_its_memory(

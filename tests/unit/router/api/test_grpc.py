@@ -281,22 +281,6 @@ async def test_passed_deadline_ends_the_call_and_leaves_the_answer(apis: Apis) -
     await apis.generator.left.wait()
 
 
-async def test_drain_cuts_what_outlives_its_grace(apis: Apis) -> None:
-    apis.generator.script = (ANSWER[0], Hold.FOR_EVER)
-
-    async def read() -> None:
-        async for _ in apis.client.generate("hi"):
-            pass
-
-    reader = asyncio.create_task(read())
-    await apis.generator.waiting.wait()
-    await apis.open_requests.drain(0.0)
-    with pytest.raises(Unavailable, match="stopping"):
-        await reader
-    with pytest.raises(Unavailable, match="stopping"):
-        await read()
-
-
 async def status_after(apis: Apis, ended: Callable[[], object]) -> Any:
     """The error of a client that reads one delta, and goes on when its request has ended."""
     # HTTP/2's flow control without gRPC's own guesses, so that little may be on its way.
