@@ -98,24 +98,18 @@ class ActiveHealthChecks:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            worker, pair = self.half_open_worker(), self.half_open_pair()
-            if worker is not None:
-                await self._probe_worker(worker)
-            elif pair is not None:
-                await self._probe_pair(*pair)
+            found = self.half_open()
+            if found is not None:
+                await self._probe(*found)
 
-    def half_open_worker(self) -> Member | None:
-        """Return a suspended worker that can be tried again."""
-        now = self._fleet.now()
-        for member in self._fleet.members.values():
+    def half_open(self) -> tuple[Member, Member | None] | None:
+        """Return a suspended worker that can be tried again; or decode and prefill worker of an
+        ejected pair that can, if both are ready."""
+        members, now = self._fleet.members, self._fleet.now()
+        for member in members.values():
             if member.is_suspect and member.breaker.state(now) is BreakerState.HALF_OPEN:
-                return member
-        return None
-
-    def half_open_pair(self) -> tuple[Member, Member] | None:
-        """Return an ejected pair that can be tried again, whose workers are ready."""
-        members = self._fleet.members
-        for pair in self._fleet.outliers.half_open(self._fleet.now()):
+                return member, None
+        for pair in self._fleet.outliers.half_open(now):
             prefill, decode = (members.get(worker_id) for worker_id in pair)
             if (
                 prefill is not None
@@ -124,31 +118,31 @@ class ActiveHealthChecks:
                 and prefill.state is decode.state is MemberState.READY
                 and exchange(prefill.kind, decode.kind)
             ):
-                return prefill, decode
+                return decode, prefill
         return None
 
-    async def _probe_worker(self, member: Member) -> None:
-        outcome = "passed"
-        try:
-            await probe(self._fleet, member)
-            self._fleet.probed(member)
-        except PdserveError as error:
-            outcome = "failed"
-            logger.warning("probe of worker %s: %s", member.worker_id, error.message)
-            self._fleet.failed(member, error.message)
-        self._metrics.count("worker_probes", member.info.model.name, outcome)
-
-    async def _probe_pair(self, prefill: Member, decode: Member) -> None:
-        """The failure of a worker proves nothing about the pair, which is then probed again."""
+    async def _probe(self, decode: Member, prefill: Member | None) -> None:
         fleet, outliers = self._fleet, self._fleet.outliers
-        pair, outcome = (prefill.worker_id, decode.worker_id), "passed"
+        workers = [x.worker_id for x in (prefill, decode) if x is not None]
+        failure: PdserveError | None = None
         try:
             await probe(fleet, decode, prefill)
-            outliers.probed(pair)
         except PdserveError as error:
-            outcome = "failed"
-            logger.warning("probe of workers %s and %s: %s", *pair, error.message)
-            if isinstance(error, TransferCorrupted):
-                outliers.corrupted(pair, fleet.now(), error.message)
+            failure = error
+            logger.warning("probe of %s: %s", " and ".join(workers), error.message)
+        outcome = "passed" if failure is None else "failed"
+        name = "worker_probes" if prefill is None else "pair_probes"
+        self._metrics.count(name, decode.info.model.name, outcome)
+        if prefill is None:
+            if failure is None:
+                fleet.probed(decode)
+            else:
+                fleet.failed(decode, failure.message)
+            return
         outliers.probes[outcome] += 1
-        self._metrics.count("pair_probes", prefill.info.model.name, outcome)
+        pair = (prefill.worker_id, decode.worker_id)
+        if failure is None:
+            outliers.probed(pair)
+        elif isinstance(failure, TransferCorrupted):
+            # The failure of a worker proves nothing about the pair, which is then probed again.
+            outliers.corrupted(pair, fleet.now(), failure.message)

@@ -123,25 +123,25 @@ class TestWhatIsProbed:
     ) -> None:
         member = fleet.members["d1"]
         member.breaker.trip(0.0, "it hangs")
-        assert checks.half_open_worker() is None
+        assert checks.half_open() is None
         clock.now = member.breaker.seconds
-        assert checks.half_open_worker() is member
+        assert checks.half_open() == (member, None)
         fleet.detached(member)
-        assert checks.half_open_worker() is None, "it cannot be reached"
+        assert checks.half_open() is None, "it cannot be reached"
 
     def test_an_ejected_pair_when_both_are_ready(
         self, fleet: Fleet, checks: ActiveHealthChecks, clock: Clock
     ) -> None:
         p, d = fleet.members["p1"], fleet.members["d1"]
         fleet.outliers.corrupted(PAIR, 0.0, "damaged")
-        assert checks.half_open_pair() is None
+        assert checks.half_open() is None
         clock.now = SECONDS
-        assert checks.half_open_pair() == (p, d)
+        assert checks.half_open() == (d, p)
         d.draining = True
-        assert checks.half_open_pair() is None
+        assert checks.half_open() is None
         fleet.register(replace(d.info, role=P, instance_id="e2"))
         fleet.attached(fleet.members["d1"])
-        assert checks.half_open_pair() is None, "it has another role now"
+        assert checks.half_open() is None, "it has another role now"
 
 
 def load(progress: int, *, has_work: bool = True, allowance_s: float = 0.0) -> WorkerLoad:
