@@ -13,7 +13,6 @@ import pytest
 from pdserve.config import RetryConfig, TenantConfig
 from pdserve.errors import (
     BudgetExhausted,
-    Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
     InvalidRequest,
@@ -27,7 +26,7 @@ from pdserve.errors import (
 from pdserve.types import FinishReason, HandoffStyle, Role, SamplingParams, TransferReport, Usage
 from router.admission import Tenants
 from router.answer import AnswerDelta
-from tests.fakes import Reader, ScriptedWorker, running_stack
+from tests.fakes import ScriptedWorker, running_stack
 from tests.patience import WAIT_S
 from tests.unit.router.asking import PROMPT, request
 
@@ -252,48 +251,6 @@ class TestRetry:
             assert last.receipt.fallbacks == ("other_prefill:worker_failed",)
             assert (last.token_ids, last.receipt.prefill_worker) == ((7, 8), "p2")
 
-    async def test_a_decode_worker_that_breaks_off_is_replaced_mid_answer(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        other = ScriptedWorker("d2", Role.DECODE)
-        async with running_stack(prefill, decode, other) as stack:
-            async with stack.ask(request()) as answer:
-                prefill.send(await prefill.submitted(), 7, finish=LENGTH)
-                await answer.next()
-                decode.send(await decode.submitted(), 8)
-                await answer.next()
-                decode.break_link()
-                first, again = await prefill.submitted(), await other.submitted()
-                assert list(first.resume_token_ids) == list(again.resume_token_ids) == [7, 8]
-                prefill.send(first, 9, finish=LENGTH)
-                other.send(again, 10, finish=STOP)
-                last = await answer.rest()
-                assert last.receipt is not None
-                assert last.receipt.fallbacks == ("same_prefill:worker_failed",)
-                assert last.receipt.decode_worker == "d2"
-                assert last.usage == Usage(40, 4, 4)
-            await stack.until_state(decode, "ready")
-
-    async def test_a_stream_waits_for_a_worker_to_come(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        async with running_stack(prefill, decode, queue_timeout_s=WAIT_S) as stack:
-            async with stack.ask(request()) as answer:
-                prefill.send(await prefill.submitted(), 7, finish=LENGTH)
-                await decode.submitted()
-                await answer.next()
-                stack.fleet.deregister("d", "e1")
-                stack.fleet.deregister("p", "e1")
-                other = ScriptedWorker("p9", Role.PREFILL)
-                async with other.serving():
-                    await stack.join(other)
-                    other.send(await other.submitted(), 8, finish=STOP)
-                    last = await answer.rest()
-                    stack.fleet.deregister("p9", "e1")
-            assert last.token_ids == (8,)
-            assert last.receipt is not None
-            assert last.receipt.fallbacks == ("aggregated:worker_failed",)
-
     async def test_if_no_worker_comes_the_error_says_when_to_retry(
         self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
@@ -462,30 +419,3 @@ class TestEnds:
             if not tokens:
                 assert await prefill.cancelled() == to_prefill.stream_id
         assert b'outcome="deadline_exceeded"} 1.0' in stack.metrics.render()
-
-    async def test_a_client_that_leaves_cancels_both_workers(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        async with stack.ask(request()):
-            to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
-        assert await decode.cancelled() == to_decode.stream_id
-        assert await prefill.cancelled() == to_prefill.stream_id
-        assert b'outcome="cancelled"} 1.0' in stack.metrics.render()
-
-    async def test_a_client_that_does_not_read_is_cut_off(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        class Full(Reader):
-            def write(self, delta: AnswerDelta) -> bool:
-                return 8 not in delta.token_ids
-
-        async with (
-            running_stack(prefill, decode) as stack,
-            Full(lambda out: stack.requests.serve(request(), out)) as answer,
-        ):
-            to_decode = await decode.submitted()
-            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
-            decode.send(to_decode, 8)
-            assert await decode.cancelled() == to_decode.stream_id
-            with pytest.raises(Cancelled, match="does not read"):
-                await answer.rest()

@@ -25,7 +25,6 @@ from scripted import (
 from pdserve.errors import InternalError, Overloaded, Refusal, TransferFailed, Unavailable
 from pdserve.types import FinishReason, PositionLogprobs, TokenLogprob, Usage
 from router.answer import AnswerDelta
-from router.api.http import MAX_UNSENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -357,15 +356,6 @@ async def test_disconnect_leaves_the_answer(
     writer.close()
     await apis.generator.left.wait()
     await writer.wait_closed()
-
-
-async def test_client_that_does_not_read_is_cut(apis: Apis) -> None:
-    piece = AnswerDelta((1,), "x" * (MAX_UNSENT_BYTES // 4))
-    apis.generator.script = (piece,) * 1000
-    _, writer = await asked(apis)
-    await apis.generator.left.wait()
-    assert apis.generator.unread > 900
-    writer.transport.abort()
 
 
 async def test_stream_to_a_client_of_http_1_0_ends_with_its_connection(apis: Apis) -> None:
