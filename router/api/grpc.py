@@ -96,6 +96,8 @@ class Generation(GenerationServicer):
         serving = asyncio.create_task(self._generator.serve(made, queue))
         serving.add_done_callback(lambda _: queue.close())
         writing = asyncio.create_task(_write_all(queue, made.request_id, context))
+        # A write to a client that is gone fails, and nobody asks for it any more.
+        writing.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait({serving, writing}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
