@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import urlsplit
@@ -68,7 +67,7 @@ class Request:
     path: str = "/v1/completions"
 
 
-class Target(ABC):
+class Target:
     """An endpoint that continues a prompt of token ids. With several addresses, such as those of a
     service's routers, each request goes to the next."""
 
@@ -87,20 +86,19 @@ class Target(ABC):
                 raise BenchError(f"{address} serves {model}, not {found[0]} as the others")
         return found[0]
 
-    @abstractmethod
-    async def _models(self, address: str) -> list[ServedModel]: ...
+    async def _models(self, address: str) -> list[ServedModel]:
+        raise NotImplementedError
 
-    @abstractmethod
     def prepare(
         self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
     ) -> Request:
         """Encode a request, so that nothing is encoded while the clock runs."""
+        return Request(request_id, model.name, tuple(prompt), sampling)
 
-    @abstractmethod
     def stream(self, request: Request) -> AsyncIterator[Piece]:
         """Send a request and yield its stream. Raises TargetError if the endpoint fails it."""
+        raise NotImplementedError
 
-    @abstractmethod
     async def aclose(self) -> None:
         """Close all connections and the requests on them."""
 
@@ -258,17 +256,29 @@ def _refusal(what: str, raw: bytes) -> TargetError:
 
 
 class GrpcTarget(Target):
-    """pdserve's `Generation` service. Must be created inside a running loop. `addresses` may be
-    several, separated by commas."""
+    """pdserve's `Generation` service. Must be created inside a running loop.
+
+    `addresses` may be several, separated by commas. An answer that breaks off continues at another
+    of them, if one is there within `patience_s`.
+    """
 
     kind = "grpc"
 
-    def __init__(self, addresses: str, dialer: rpc.Dialer = rpc.PLAIN, api_key: str = "") -> None:
-        super().__init__(addresses.split(","))
-        for address in self._addresses:
+    def __init__(
+        self,
+        addresses: str,
+        dialer: rpc.Dialer = rpc.PLAIN,
+        api_key: str = "",
+        *,
+        patience_s: float = 0.0,
+    ) -> None:
+        each = addresses.split(",")
+        super().__init__(each)
+        for address in each:
             if "/" in address or not address.rpartition(":")[2].isdecimal():
                 raise BenchError(f"--grpc {address!r} is not like 127.0.0.1:8001")
-        self._clients = {x: Client(x, dialer=dialer, api_key=api_key) for x in self._addresses}
+        values: dict[str, Any] = {"dialer": dialer, "api_key": api_key, "patience_s": patience_s}
+        self._clients = {x: Client([x, *(y for y in each if y != x)], **values) for x in each}
 
     async def _models(self, address: str) -> list[ServedModel]:
         try:
@@ -279,18 +289,13 @@ class GrpcTarget(Target):
             ) from None
         return [ServedModel(x.name, x.max_model_len or None, x.vocab_size or None) for x in cards]
 
-    def prepare(
-        self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
-    ) -> Request:
-        return Request(request_id, model.name, list(prompt), sampling)
-
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         client = self._clients[next(self._next)]
         try:
             async for delta in client.generate(
                 request.body, request.sampling, model=request.model, request_id=request.request_id
             ):
-                yield piece_of(delta)
+                yield _piece_of(delta)
         except PdserveError as error:
             raise TargetError(f"{type(error).__name__}: {error}", error.code) from None
 
@@ -299,8 +304,7 @@ class GrpcTarget(Target):
             await client.close()
 
 
-def piece_of(delta: Delta) -> Piece:
-    """Convert what pdserve's own client yields."""
+def _piece_of(delta: Delta) -> Piece:
     receipt = None
     if delta.receipt is not None:
         receipt = asdict(delta.receipt)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
@@ -18,15 +18,18 @@ import yaml
 
 from benchmarks.errors import BenchError
 from pdserve import rpc, wire
-from pdserve.v1 import worker_pb2
+from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
+
 READY_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 60.0
+RPC_TIMEOUT_S: Final = 10.0
 _POLL_S: Final = 0.05
 _TAIL_LINES: Final = 12
 # The kernel sends the child SIGTERM when we end in whatever way; exec keeps that setting.
@@ -69,27 +72,26 @@ class Child:
                         raise BenchError(f"{self.name} did not start:\n{self._tail()}")
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise BenchError(
-                f"{self.name} was not ready in {READY_TIMEOUT_S:g} s:\n{self._tail()}"
-            ) from None
+            problem = f"{self.name} was not ready in {READY_TIMEOUT_S:g} s"
+            raise BenchError(f"{problem}:\n{self._tail()}") from None
 
     async def stop(self, sign: signal.Signals = signal.SIGTERM) -> None:
         """End it; kill it with its children if it does not end in time. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGCONT)
             process.send_signal(sign)
         try:
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     while process.poll() is None:  # noqa: ASYNC110 - there is no event for it
                         await asyncio.sleep(_POLL_S)
         finally:
             if process.poll() is None:  # too late, or we were cancelled
                 for each in with_children([process.pid]):
-                    with contextlib.suppress(psutil.NoSuchProcess):
+                    with suppress(psutil.NoSuchProcess):
                         each.kill()
             process.wait()
 
@@ -100,7 +102,7 @@ class Child:
     @property
     def pid(self) -> int:
         """Raises BenchError if the process has ended."""
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or not self.is_alive:
             raise BenchError(f"{self.name} ended:\n{self._tail()}")
         return self._process.pid
 
@@ -133,6 +135,8 @@ class Service:
         up = {**config["up"], "ready_file": str(self._ready_path), "run_dir": str(directory)}
         self._config = {**config, "up": up}
         self._child = Child(name, directory / "up.log")
+        self._channels = AsyncExitStack()
+        self._registries: list[RegistryAsyncStub] = []
 
     async def start(self) -> None:
         """Return when the service is ready. Raises BenchError."""
@@ -147,22 +151,27 @@ class Service:
         command = [sys.executable, "-m", "pdserve", "up", "--config", str(config_path)]
         await self._child.start(command, is_ready, self._environment)
         self.ready = self.read_ready()
+        for router in self.ready["routers"]:
+            channel = await self._channels.enter_async_context(rpc.open_channel(router["grpc"]))
+            self._registries.append(RegistryStub(channel))
 
     async def stop(self) -> None:
         """Idempotent."""
         self.ready = {}
+        await self._channels.aclose()
         await self._child.stop(signal.SIGINT)
+
+    async def listed(self, router: int = 0) -> w.ListWorkersResponse:
+        """Return what a router says of its workers. Raises BenchError."""
+        try:
+            registry = self._registries[router]
+            return await registry.ListWorkers(w.ListWorkersRequest(), timeout=RPC_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise BenchError(f"{self.name} does not list its workers: {error.code()}") from None
 
     async def workers(self) -> list[dict[str, Any]]:
         """Return what each worker says of itself. Raises BenchError."""
-        async with rpc.open_channel(self.ready["grpc"]) as channel:
-            try:
-                listed = await RegistryStub(channel).ListWorkers(
-                    worker_pb2.ListWorkersRequest(), timeout=10.0
-                )
-            except grpc.aio.AioRpcError as error:
-                raise BenchError(f"{self.name} does not list its workers: {error.code()}") from None
-        found = [wire.worker_from_pb(entry.info) for entry in listed.workers]
+        found = [wire.worker_from_pb(entry.info) for entry in (await self.listed()).workers]
         of_model = ("max_model_len", "vocab_size", "dtype")
         own = ("engine", "block_size", "total_blocks", "max_num_seqs")
         return [
@@ -174,13 +183,12 @@ class Service:
         ]
 
     @property
-    def pid(self) -> int:
-        """The process id of `pdserve up`. Raises BenchError if it has ended."""
-        return self._child.pid
+    def is_alive(self) -> bool:
+        return self._child.is_alive
 
     async def problem(self) -> str | None:
         """Return what happened to its processes since it was ready; None if nothing did."""
-        if not self._child.is_alive:
+        if not self.is_alive:
             return f"{self.name} ended"
         if not self._ready_path.exists() or self.read_ready() != self.ready:
             return f"a process of {self.name} died and was started again"
@@ -204,7 +212,7 @@ def processor_s(pids: Iterable[int]) -> float:
     """Return the CPU time of processes and their children; 0 for those that are gone."""
     total = 0.0
     for process in with_children(pids):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
             total += times.user + times.system
     return total
@@ -214,7 +222,7 @@ def with_children(pids: Iterable[int]) -> list[psutil.Process]:
     """Return processes and all that they started."""
     found = []
     for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             found += [process, *process.children(recursive=True)]
     return found

@@ -17,20 +17,21 @@ from __future__ import annotations
 import csv
 import hashlib
 import random
-from dataclasses import dataclass, field, replace
-from datetime import datetime  # noqa: TC003 - msgspec reads the annotations
+from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from itertools import groupby, pairwise
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, json
 
 from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 TRACES_DIR: Final = Path(__file__).parent / "traces"
 NAMED_TRACES: Final[Mapping[str, str]] = {
@@ -39,36 +40,24 @@ NAMED_TRACES: Final[Mapping[str, str]] = {
     "longchat": "mooncake-fast25/conversation_trace.first4000.jsonl",
 }
 BLOCK_SIZE: Final = 512  # of Mooncake's files
+
+
+def _format(at: str, at_type: Any, given: str, made: str, least: int = 1) -> type[Struct]:
+    """Return what a row holds, by the names of its fields: arrival and lengths."""
+    length = Annotated[int, Meta(ge=least)]
+    names = {"at": at, "given": given, "made": made}
+    ids = ("hash_ids", tuple[int, ...] | None, None)
+    fields = [("at", at_type), ("given", length), ("made", length), ids]
+    return msgspec.defstruct("Row", fields, rename=names)
+
+
 _Seconds = Annotated[float, Meta(ge=0)]
-_Length = Annotated[int, Meta(ge=1)]
-
-
-class _Azure(
-    Struct, rename={"at": "TIMESTAMP", "given": "ContextTokens", "made": "GeneratedTokens"}
-):
-    at: datetime
-    given: _Length
-    made: _Length
-
-
-class _Burst(
-    Struct, rename={"at": "Timestamp", "given": "Request tokens", "made": "Response tokens"}
-):
-    at: _Seconds
-    given: int
-    made: int  # 0 for a request that failed there
-
-
-class _Mooncake(
-    Struct, rename={"at": "timestamp", "given": "input_length", "made": "output_length"}
-):
-    at: _Seconds
-    given: _Length
-    made: _Length
-    hash_ids: tuple[int, ...] | None = None
-
-
-_CSV_FORMATS: Final[Mapping[str, type[_Azure | _Burst]]] = {"azure": _Azure, "burstgpt": _Burst}
+_FORMATS: Final[Mapping[str, type[Struct]]] = {
+    "azure": _format("TIMESTAMP", datetime, "ContextTokens", "GeneratedTokens"),
+    # A request that failed there has a length of 0.
+    "burstgpt": _format("Timestamp", _Seconds, "Request tokens", "Response tokens", least=0),
+    "mooncake": _format("timestamp", _Seconds, "input_length", "output_length"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +116,11 @@ def load_trace(name_or_path: str) -> Trace:
     if not path.is_file():
         names = ", ".join(NAMED_TRACES)
         raise BenchError(f"no trace {name_or_path!r}: give one of {names}, or the path of a file")
-    read = _read_csv if path.suffix == ".csv" else _read_mooncake
     try:
-        name, rows, ignored = read(path, path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"{path}: cannot be read: {error}") from None
-    if not rows:
-        raise BenchError(f"{path}: no requests in it")
-    rows = _in_order(path, rows)
+    name, rows, ignored = _read(path, text.splitlines())
     meta = _read_meta(path.with_suffix(".meta.json"))
     block_size = None
     if any(row.hash_ids is not None for row in rows):
@@ -162,57 +148,48 @@ def infer_tick_s(rows: Sequence[TraceRequest]) -> float | None:
     return gaps[len(gaps) // 2]
 
 
-_Read = tuple[str, list[TraceRequest], list[str]]
-
-
-def _read_csv(path: Path, text: str) -> _Read:
-    """Return format, rows and ignored columns. Arrivals are seconds of the log's clock."""
-    reader = csv.DictReader(text.splitlines())
-    header = reader.fieldnames or ()
-    columns = {name: kind.__struct_encode_fields__ for name, kind in _CSV_FORMATS.items()}
-    name = next((x for x, needed in columns.items() if set(needed) <= set(header)), None)
-    if name is None:
-        known = "; ".join(f"{name}: {', '.join(needed)}" for name, needed in columns.items())
-        raise BenchError(f"{path}:1: its columns are of no known format ({known})")
-    rows = []
-    epoch: datetime | None = None
-    for number, values in enumerate(reader, start=2):
+def _read(path: Path, lines: Sequence[str]) -> tuple[str, list[TraceRequest], list[str]]:
+    """Return the format, the rows with times from the first arrival on, and ignored fields."""
+    values: Iterable[tuple[int, Any]]
+    if path.suffix == ".csv":
+        reader = csv.DictReader(lines)
+        name = _csv_format(path, set(reader.fieldnames or ()))
+        values = enumerate(reader, start=2)
+    else:
+        name = "mooncake"
+        values = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    kind = _FORMATS[name]
+    found: list[Any] = []
+    fields = dict[str, None]()
+    for number, value in values:
         try:
-            row = msgspec.convert(values, _CSV_FORMATS[name], strict=False)
-        except msgspec.ValidationError as error:
+            row = json.decode(value, type=dict) if isinstance(value, str) else value
+            found.append(msgspec.convert(row, kind, strict=False))
+        except msgspec.MsgspecError as error:
             raise BenchError(f"{path}:{number}: {error}") from None
-        if isinstance(row, _Azure):
-            epoch = epoch or row.at
-            at_s = (row.at - epoch).total_seconds()
-        elif row.given and row.made:
-            at_s = row.at
-        else:
-            continue
-        rows.append(TraceRequest(at_s, row.given, row.made))
-    return name, rows, [x for x in header if x not in columns[name]]
-
-
-def _read_mooncake(path: Path, text: str) -> _Read:
-    decoder = msgspec.json.Decoder(_Mooncake)
-    rows, fields = [], dict[str, None]()
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            try:
-                row = decoder.decode(line)
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                raise BenchError(f"{path}:{number}: {error}") from None
-            fields |= dict.fromkeys(msgspec.json.decode(line))
-            rows.append(TraceRequest(row.at / 1000, row.given, row.made, row.hash_ids))
-    return "mooncake", rows, [x for x in fields if x not in _Mooncake.__struct_encode_fields__]
-
-
-def _in_order(path: Path, rows: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """Let arrival times count from the first request."""
-    for number, (earlier, later) in enumerate(pairwise(rows), start=2):
-        if later.arrival_s < earlier.arrival_s:
+        fields |= dict.fromkeys(row)
+    found = [row for row in found if row.given and row.made]
+    if not found:
+        raise BenchError(f"{path}: no requests in it")
+    for number, (earlier, later) in enumerate(pairwise(found), start=2):
+        if later.at < earlier.at:
             raise BenchError(f"{path}: request {number} is earlier than the one before it")
-    first_s = rows[0].arrival_s
-    return [replace(row, arrival_s=round(row.arrival_s - first_s, 7)) for row in rows]
+    unit_s = 0.001 if name == "mooncake" else 1.0
+    rows = []
+    for row in found:
+        since = row.at - found[0].at
+        since_s = since.total_seconds() if isinstance(since, timedelta) else since * unit_s
+        rows.append(TraceRequest(round(since_s, 7), row.given, row.made, row.hash_ids))
+    return name, rows, [x for x in fields if x not in kind.__struct_encode_fields__]
+
+
+def _csv_format(path: Path, header: set[str]) -> str:
+    needed = {name: _FORMATS[name].__struct_encode_fields__[:3] for name in ("azure", "burstgpt")}
+    for name, columns in needed.items():
+        if set(columns) <= header:
+            return name
+    known = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in needed.items())
+    raise BenchError(f"{path}:1: its columns are of no known format ({known})")
 
 
 def _check_blocks(path: Path, rows: Sequence[TraceRequest], block_size: int) -> None:
@@ -248,16 +225,14 @@ def due_times_s(
     if tick_s is None:
         return [at_s - start_s for at_s in arrivals_s]
     places = random.Random(f"tick jitter {seed}")
-
-    def spread() -> Iterator[float]:
-        groups = [(at_s, len(list(group))) for at_s, group in groupby(arrivals_s)]
-        ends = [*(at_s for at_s, _ in groups[1:]), groups[-1][0] + tick_s]
-        for (at_s, count), end_s in zip(groups, ends, strict=True):
-            width_s = min(tick_s, end_s - at_s)
-            for share in sorted(places.random() for _ in range(count)):
-                yield at_s - start_s + share * width_s
-
-    return list(spread())
+    groups = [(at_s, len(list(group))) for at_s, group in groupby(arrivals_s)]
+    ends = [*(at_s for at_s, _ in groups[1:]), groups[-1][0] + tick_s]
+    due_s = []
+    for (at_s, count), end_s in zip(groups, ends, strict=True):
+        width_s = min(tick_s, end_s - at_s)
+        shares = sorted(places.random() for _ in range(count))
+        due_s += [at_s - start_s + share * width_s for share in shares]
+    return due_s
 
 
 def speedup_for(due_s: Sequence[float], rate_per_s: float) -> float:

@@ -121,53 +121,34 @@ def _scale(
     return replace(row, input_tokens=input_tokens, output_tokens=output_tokens)
 
 
+@dataclass(frozen=True, slots=True)
 class PromptMaker:
-    """Makes prompts of token ids that share prefixes exactly as far as the trace says.
+    """Makes prompts of token ids that share prefixes as far as the trace says.
 
     The tokens of a block are a function of the trace's digest, the seed and the block's id
-    (SHAKE-256), so all processes make the same. The first two tokens are overwritten by the block's
-    number among the blocks seen after the same prefix: prompts that differ in a block differ in
-    its first token. State: those numbers. Rows asked for in the same order get the same prompts.
+    (SHAKE-256), so all processes make the same.
     """
 
-    def __init__(self, digest: str, *, seed: int, vocab_size: int, block_size: int | None) -> None:
-        if vocab_size < 16:
-            raise BenchError(f"vocab_size is {vocab_size}; prompts need at least 16 token ids")
-        # Tokenizers keep special tokens at both ends of the vocabulary.
-        margin = min(1000, vocab_size // 8)
-        self._low, self._span = margin, vocab_size - 2 * margin
-        self._root = f"{digest}/{seed}"
-        self._block_size = block_size
-        self._children: dict[int, dict[str, tuple[int, int]]] = {}
-        self._nodes = 0
-        offset = hashlib.sha256(self._root.encode()).digest()[:8]
-        self._offset = int.from_bytes(offset, "little") % self._span
+    digest: str
+    seed: int
+    vocab_size: int
+    block_size: int | None
 
     def tokens(self, name: str, row: TraceRequest) -> list[int]:
         """Return the prompt of a row. `name` tells rows without block ids apart."""
-        if row.hash_ids is None or self._block_size is None:
-            return self._block(0, f"row/{name}", row.input_tokens)[1]
-        node = 0
+        if row.hash_ids is None or self.block_size is None:
+            return self._draw(f"row/{name}", row.input_tokens)
         prompt: list[int] = []
         for hash_id in row.hash_ids:
-            left = min(self._block_size, row.input_tokens - len(prompt))
-            node, block = self._block(node, f"block/{hash_id}", left)
-            prompt += block
+            left = min(self.block_size, row.input_tokens - len(prompt))
+            prompt += self._draw(f"block/{hash_id}", left)
         return prompt
 
-    def _block(self, parent: int, key: str, count: int) -> tuple[int, list[int]]:
-        siblings = self._children.setdefault(parent, {})
-        if key not in siblings:
-            self._nodes += 1
-            siblings[key] = (self._nodes, len(siblings))
-        node, number = siblings[key]
-        if number >= self._span**2:
-            raise BenchError(f"a vocabulary of {self._span} cannot tell {number} prompts apart")
-        raw = hashlib.shake_256(f"{self._root}/{key}".encode()).digest(4 * count)
+    def _draw(self, key: str, count: int) -> list[int]:
+        # Tokenizers keep special tokens at both ends of the vocabulary.
+        margin = min(1000, self.vocab_size // 8)
+        span = max(1, self.vocab_size - 2 * margin)
+        raw = hashlib.shake_256(f"{self.digest}/{self.seed}/{key}".encode()).digest(4 * count)
         words = np.frombuffer(raw, dtype="<u4").astype(np.uint64)
-        scaled = (words * np.uint64(self._span)) >> np.uint64(32)
-        block: list[int] = (scaled + np.uint64(self._low)).tolist()
-        block[0] = self._low + (number + self._offset) % self._span
-        if count > 1:
-            block[1] = self._low + (number // self._span + self._offset) % self._span
-        return node, block
+        tokens: list[int] = (((words * np.uint64(span)) >> np.uint64(32)) + margin).tolist()
+        return tokens

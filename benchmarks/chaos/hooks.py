@@ -2,8 +2,8 @@
 
 The service under test starts with `PYTHONPATH` set so that each of its Python processes imports
 this module (`environment`), which changes modules of the product as they are imported. A process
-does what the file `PID.order` says: break the KV link at each chunk, delay the chunk, flip a bit of
-its digest, or stop renewing the lease. It adds a byte to `PID.hits` for each time.
+does what the file `PID.order` says: break the KV link at each chunk, delay the chunk, send another
+block in its place, or stop renewing the lease. It adds a byte to `PID.hits` for each time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from importlib.machinery import ModuleSpec
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
 DIRECTORY: Final = "PDSERVE_CHAOS_DIRECTORY"
@@ -33,9 +32,8 @@ def environment(directory: Path) -> Mapping[str, str]:
     start.mkdir(parents=True, exist_ok=True)
     module = "import benchmarks.chaos.hooks as hooks\nhooks.install()\n"
     (start / "sitecustomize.py").write_text(module, encoding="ascii")
-    root = str(Path(__file__).parents[2])
-    paths = [str(start), root, *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    return {"PYTHONPATH": os.pathsep.join(paths), DIRECTORY: str(directory)}
+    paths = [str(start), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), DIRECTORY: str(directory)}
 
 
 def give(directory: Path, pid: int, order: str) -> None:
@@ -53,14 +51,11 @@ def hits(directory: Path, pid: int) -> int:
 
 def _ordered(*orders: str) -> str:
     """Return the order of this process if it is one of `orders`, and count it."""
-    directory = Path(os.environ[DIRECTORY])
-    try:
-        order = (directory / f"{os.getpid()}.order").read_text(encoding="ascii")
-    except FileNotFoundError:
-        return ""
+    path = Path(os.environ[DIRECTORY]) / f"{os.getpid()}.order"
+    order = path.read_text(encoding="ascii") if path.exists() else ""
     if order not in orders:
         return ""
-    with (directory / f"{os.getpid()}.hits").open("ab") as file:
+    with path.with_suffix(".hits").open("ab") as file:
         file.write(b".")
     return order
 
@@ -74,21 +69,17 @@ def install() -> None:
 class _Importer(MetaPathFinder):
     """Runs a patch after the import of the module that it is for."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        patch = PATCHES.get(fullname)
-        spec = PathFinder.find_spec(fullname, path, target) if patch is not None else None
-        if spec is None or spec.loader is None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname not in PATCHES:
             return None
+        spec: Any = PathFinder.find_spec(fullname, path, target)
         execute = spec.loader.exec_module
 
         def execute_and_patch(module: ModuleType) -> None:
             execute(module)
-            assert patch is not None
-            patch(module)
+            PATCHES[fullname](module)
 
-        spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_patch
         return spec
 
 

@@ -1,4 +1,4 @@
-"""Requests that run while a service is broken, and what became of each."""
+"""Questions of all kinds, the clients that ask them, and what became of each."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import asyncio
 import json
 import time
 import uuid
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from benchmarks.client import HttpTarget, Request, completion_body, piece_of
+from benchmarks.client import GrpcTarget, HttpTarget, Request, completion_body
 from benchmarks.errors import BenchError, TargetError
 from benchmarks.traces import load_trace
 from benchmarks.workload import PromptMaker, Shape, shape_workload
-from pdserve.client import PATIENCE_S, Client
+from pdserve.client import PATIENCE_S
 from pdserve.errors import (
     BudgetExhausted,
     Conflict,
     DeadlineExceeded,
     Overloaded,
-    PdserveError,
     TransferFailed,
     Unavailable,
     WorkerFailed,
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from benchmarks.client import Piece
+    from benchmarks.service import Service
 
 TIMEOUT_S: Final = 120.0  # of one request, whatever happens to it
-REPEATED: Final = 1_000_000  # is added to the number of a request that is sent once more
 _SHAPE: Final = Shape(scale_lengths=Fraction(1, 2), max_output_tokens=96, max_total_tokens=1500)
 _LEAST_OUTPUT: Final = 24
 _LOGPROB_TOLERANCE: Final = 1e-3
@@ -77,7 +76,7 @@ def make_questions(
     kinds = [kind for kind in KINDS if engine != "fake" or kind != "structured"]
     trace = load_trace("chat")
     rows = shape_workload(trace, _SHAPE).rows
-    maker = PromptMaker(trace.digest(), seed=seed, vocab_size=vocab_size, block_size=None)
+    maker = PromptMaker(trace.digest(), seed, vocab_size, None)
     found = []
     for number in range(first, first + count):
         _, row = rows[number % len(rows)]
@@ -102,10 +101,12 @@ class Choice:
 @dataclass(slots=True)
 class Answer:
     """One answer so far. `pause_s` is the longest wait for a next piece; `code` the service's name
-    for the error it ended with, "" if there was none."""
+    for the error it ended with, "" if there was none. A slow client waits `slow_s` after each
+    piece."""
 
     number: int
     sent_s: float
+    slow_s: float = 0.0
     ending: Literal["open", "ok", "failed", "aborted"] = "open"
     error: str = ""
     code: str = ""
@@ -170,43 +171,36 @@ def _wrong_in(got: Choice, want: Choice, *, is_whole: bool) -> int:
     return wrong + max(0, -missing) or not want.text.startswith(got.text)
 
 
-class Asker:
-    """Clients of one service. With several routers, an answer that breaks off continues at the
-    next router, over gRPC and over HTTP."""
+class Clients:
+    """Connections to the routers of a service. With several routers, an answer that breaks off
+    continues at the next one, over gRPC and over HTTP. Must be created inside a running loop."""
 
-    def __init__(
-        self, *, grpc: Sequence[str], http: Sequence[str], model: str, timeout_s: float = TIMEOUT_S
-    ) -> None:
-        self._grpc, self._urls, self._model = grpc, http, model
+    def __init__(self, service: Service, timeout_s: float) -> None:
+        routers = service.ready["routers"]
+        self._model = service.ready["model"]
+        self._patience_s = PATIENCE_S if len(routers) > 1 else 0.0
         self._timeout_s = timeout_s
-        self._at = 0  # the HTTP listener that is asked first
-        self._stack = AsyncExitStack()
+        self.grpc = GrpcTarget(",".join(x["grpc"] for x in routers), patience_s=self._patience_s)
+        self.http = HttpTarget(",".join(x["http"] for x in routers))
 
-    async def __aenter__(self) -> Self:
-        self._client = await self._stack.enter_async_context(Client(self._grpc))
-        self._targets = [HttpTarget(url) for url in self._urls]
-        for target in self._targets:
-            self._stack.push_async_callback(target.aclose)
-        return self
+    async def aclose(self) -> None:
+        await self.grpc.aclose()
+        await self.http.aclose()
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self._stack.aclose()
-
-    async def ask(self, question: Question, answer: Answer, *, slow_s: float = 0.0) -> None:
-        """Follow one request to its end. Cancelling aborts it. A slow client pauses `slow_s` after
-        each piece."""
+    async def ask(self, question: Question, answer: Answer) -> None:
+        """Follow one request to its end. Cancelling aborts it."""
         over_grpc = KINDS[question.kind][0] == "grpc"
         stream = self._over_grpc(question) if over_grpc else self._over_http(question, answer)
         try:
             async with asyncio.timeout(self._timeout_s + 10.0), aclosing(stream):  # type: ignore[type-var]
                 async for piece in stream:
                     answer.take(piece)
-                    if slow_s:
-                        await asyncio.sleep(slow_s)
+                    if answer.slow_s:
+                        await asyncio.sleep(answer.slow_s)
             finished = [x for x in answer.choices.values() if x.finish]
             if len(finished) < question.sampling.n:
                 raise BenchError("the stream ended before its answers")
-        except (PdserveError, TargetError, BenchError, OSError, TimeoutError) as error:
+        except (TargetError, BenchError, OSError, TimeoutError) as error:
             answer.end("failed", f"{type(error).__name__}: {error}", getattr(error, "code", ""))
         except asyncio.CancelledError:
             answer.end("aborted")
@@ -214,13 +208,9 @@ class Asker:
         else:
             answer.end("ok")
 
-    async def _over_grpc(self, question: Question) -> AsyncIterator[Piece]:
-        deltas = self._client.generate(
-            question.prompt, question.sampling, model=self._model, timeout_s=self._timeout_s
-        )
-        async with aclosing(deltas):  # type: ignore[type-var]
-            async for delta in deltas:
-                yield piece_of(delta)
+    def _over_grpc(self, question: Question) -> AsyncIterator[Piece]:
+        name, sampling = f"chaos-{uuid.uuid4().hex}", question.sampling
+        return self.grpc.stream(Request(name, self._model, question.prompt, sampling))
 
     async def _over_http(self, question: Question, answer: Answer) -> AsyncIterator[Piece]:
         body = completion_body(self._model, question.prompt, question.sampling)
@@ -230,84 +220,27 @@ class Asker:
             del body["stream_options"]
             body["stream"] = False
         name = f"chaos-{uuid.uuid4().hex}"
-        key = {"idempotency-key": name} if len(self._targets) > 1 else {}
-        since_s = 0.0
+        headers = {"idempotency-key": name} if self._patience_s else {}
+        failed_s, pieces = 0.0, 0
         while True:
-            at, pieces = self._at, answer.pieces
-            request = Request(name, self._model, json.dumps(body).encode(), headers=key)
+            request = Request(name, self._model, json.dumps(body).encode(), headers=headers)
             try:
-                async with aclosing(self._targets[at].stream(request)) as stream:  # type: ignore[type-var]
+                async with aclosing(self.http.stream(request)) as stream:  # type: ignore[type-var]
                     async for piece in stream:
                         yield piece
                 return
             except TargetError as error:
-                if answer.pieces > pieces or not since_s:
-                    since_s = time.monotonic()
-                is_late = time.monotonic() - since_s > PATIENCE_S
-                if len(self._targets) == 1 or is_late or error.code not in _ELSEWHERE:
+                if answer.pieces > pieces or not failed_s:
+                    failed_s, pieces = time.monotonic(), answer.pieces
+                is_late = time.monotonic() - failed_s >= self._patience_s
+                if is_late or error.code not in _ELSEWHERE:
                     raise
-            if self._at == at:
-                self._at = (at + 1) % len(self._targets)
             if answer.choices:
                 body["resume_token_ids"] = list(answer.choices[0].token_ids)
             await asyncio.sleep(0.1)
 
 
-class Load:
-    """Questions on their way, each sent when it is due. State: the answers so far, by number.
-
-    Nothing is sent while `may_send` is not set.
-    """
-
-    def __init__(self, questions: Sequence[Question], asker: Asker, rate_per_s: float) -> None:
-        self._questions = {x.number: x for x in questions}
-        self._asker = asker
-        self._rate_per_s = rate_per_s
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self.may_send = asyncio.Event()
-        self.may_send.set()
-        self.answers: dict[int, Answer] = {}
-        self.slow: set[int] = set()
-        self.is_over = False
-
-    async def run(self) -> None:
-        """Send all and wait for their end."""
-        try:
-            for number in self._questions:
-                await self.may_send.wait()
-                self.send(number)
-                await asyncio.sleep(1 / self._rate_per_s)
-            while self.open():
-                await asyncio.wait(self._tasks.values(), timeout=0.05)
-        finally:
-            self.is_over = True
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def send(self, number: int, *, slow_s: float = 0.0) -> None:
-        """Send a question now; one that was sent before goes out under a number of its own."""
-        question = self._questions[number % REPEATED]
-        while number in self.answers:
-            number += REPEATED
-        if slow_s:
-            self.slow.add(number)
-        answer = self.answers[number] = Answer(number, time.monotonic())
-        self._tasks[number] = asyncio.create_task(self._asker.ask(question, answer, slow_s=slow_s))
-
-    @property
-    def unsent(self) -> int:
-        return len(self._questions) - sum(number < REPEATED for number in self.answers)
-
-    def abort(self, number: int) -> None:
-        """The client of a request goes away."""
-        self._tasks[number].cancel()
-
-    def open(self) -> list[Answer]:
-        return [x for x in self.answers.values() if x.ending == "open"]
-
-
-async def right_answers(asker: Asker, questions: Sequence[Question]) -> dict[int, Answer]:
+async def right_answers(clients: Clients, questions: Sequence[Question]) -> dict[int, Answer]:
     """Ask a service to which nothing happens. Raises BenchError if a request fails."""
     found: dict[int, Answer] = {}
     todo = iter(questions)
@@ -315,12 +248,10 @@ async def right_answers(asker: Asker, questions: Sequence[Question]) -> dict[int
     async def one_after_another() -> None:
         for question in todo:
             answer = found[question.number] = Answer(question.number, time.monotonic())
-            await asker.ask(question, answer)
+            await clients.ask(question, answer)
             if answer.ending != "ok":
-                raise BenchError(
-                    f"request {question.number} ({question.kind}) failed without a fault: "
-                    f"{answer.error}"
-                )
+                of = f"request {question.number} ({question.kind})"
+                raise BenchError(f"{of} failed without a fault: {answer.error}")
 
     await asyncio.gather(*(one_after_another() for _ in range(8)))
     return found

@@ -6,20 +6,12 @@ import asyncio
 import random
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.chaos.load import (
-    REPEATED,
-    TIMEOUT_S,
-    Asker,
-    Load,
-    make_questions,
-    right_answers,
-    wrong_tokens,
-)
-from benchmarks.chaos.scenarios import MissedError, Run
+from benchmarks.chaos.load import TIMEOUT_S, Clients, make_questions, right_answers, wrong_tokens
+from benchmarks.chaos.scenarios import REPEATED, MissedError, Run
 from benchmarks.chaos.service import ServiceUnderTest
 from benchmarks.errors import BenchError
 from benchmarks.report.tables import Printer
@@ -36,6 +28,7 @@ if TYPE_CHECKING:
 TRIES: Final = 3  # for a fault that found nothing to hit
 EMPTY_S: Final = 30.0  # longer than the lease of KV blocks
 FAULT_S: Final = 900.0
+REFERENCE_TIMEOUT_S: Final = 600.0
 # Leases and timeouts are shorter than by default, so that a scenario is over soon; KV caches are
 # small, and prompts are computed in several chunks. With float32 no batch shape breaks a tie.
 _CONFIG: Final[Mapping[str, Any]] = {
@@ -44,6 +37,7 @@ _CONFIG: Final[Mapping[str, Any]] = {
     "router.health.eject_pair_s": 5.0,
     "router.health.eject_s": 3.0,
     "router.stop_grace_s": 5.0,
+    "router.request_timeout_s": TIMEOUT_S,
     "router.slo.reject_factor": 0.0,
     "worker.drain_timeout_s": 10.0,
     "worker.kv.lease_s": 8.0,
@@ -53,6 +47,16 @@ _ENGINE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
     "vllm": {"dtype": "float32", "kv_cache_memory_bytes": 96 << 20, "max_num_batched_tokens": 256},
     "fake": {"step_s": 0.01, "prefill_s": 0.0005, "transfer_s": 0.02},
 }
+# The one engine that nothing happens to: however slow, it is not given up.
+REFERENCE: Final[tuple[tuple[str, Any], ...]] = (
+    ("up.prefill", 0),
+    ("up.decode", 0),
+    ("up.aggregated", 1),
+    ("up.cores_per_worker", 1),
+    ("router.lease_s", 600.0),
+    ("router.health.stall_s", 0.0),
+    ("router.request_timeout_s", REFERENCE_TIMEOUT_S),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,29 +71,12 @@ class ChaosSettings:
     seed: int = 1
     changes: tuple[tuple[str, Any], ...] = ()
 
-    def config(self, scenario: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
-        """Return the configuration of the service under test."""
-        workers = {"up.prefill": self.prefill, "up.decode": self.decode}
-        return self._config({**dict(self.changes), **workers, **dict(scenario)})
-
-    def reference(self) -> dict[str, Any]:
-        """Return the configuration of the one engine that nothing happens to."""
-        changes = {
-            "up.prefill": 0,
-            "up.decode": 0,
-            "up.aggregated": 1,
-            "up.cores_per_worker": 1,
-            "router.lease_s": 600.0,  # however slow, it is not given up
-            "router.health.stall_s": 0.0,
-        }
-        if self.engine == "fake":
-            changes["worker.engine_args.step_s"] = 0.0005
-        return self._config({**dict(self.changes), **changes})
-
-    def _config(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        engine = {"worker.engine": self.engine}
-        engine |= {f"worker.engine_args.{k}": x for k, x in _ENGINE_ARGS[self.engine].items()}
-        return to_mapping(load_config(None, {**_CONFIG, **engine, **changes}))
+    def config(self, own: Sequence[tuple[str, Any]] = ()) -> dict[str, Any]:
+        """Return the configuration of a service; `own` are dotted keys over all others."""
+        keys = {**_CONFIG, "worker.engine": self.engine}
+        keys |= {f"worker.engine_args.{k}": x for k, x in _ENGINE_ARGS[self.engine].items()}
+        keys |= dict(self.changes) | {"up.prefill": self.prefill, "up.decode": self.decode}
+        return to_mapping(load_config(None, keys | dict(own)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +116,10 @@ async def run_matrix(
     """Yield a row for each scenario. Raises BenchError if a service does not start or recover."""
     async with AsyncExitStack() as ending:
         progress.step("starting the engine for the right answers")
-        reference = ServiceUnderTest(settings.reference(), directory / "reference")
+        reference = ServiceUnderTest(settings.config(REFERENCE), directory / "reference")
         ending.push_async_callback(reference.stop)
         await reference.start()
-        right = await ending.enter_async_context(_asker(reference, 600.0))
+        right = await ending.enter_async_context(aclosing(Clients(reference, REFERENCE_TIMEOUT_S)))
         place = 0
         # Scenarios with the same configuration share a service.
         for config in dict.fromkeys(scenario.config for scenario in scenarios):
@@ -141,76 +128,70 @@ async def run_matrix(
                 progress.step("starting the service")
                 own.push_async_callback(service.stop)
                 await service.start()
-                asker = await own.enter_async_context(_asker(service))
+                clients = await own.enter_async_context(aclosing(Clients(service, TIMEOUT_S)))
                 for scenario in (x for x in scenarios if x.config == config):
-                    yield await _row(settings, scenario, place, (service, asker, right), progress)
+                    for attempt in range(place * TRIES, (place + 1) * TRIES):
+                        progress.step(f"{scenario.name}: computing the right answers")
+                        run, expected = await _prepared(settings, service, clients, right, attempt)
+                        row = await _run(scenario, run, expected, progress)
+                        if row.hit or row.failed or row.wrong_tokens:
+                            break
+                    yield row
                     place += 1
             if left := service.left():
                 raise BenchError(f"the service left behind: {', '.join(left)}")
 
 
-def _asker(service: ServiceUnderTest, timeout_s: float = TIMEOUT_S) -> Asker:
-    names = {"grpc": service.grpc, "http": service.http}
-    return Asker(**names, model=service.model, timeout_s=timeout_s)
-
-
-async def _row(
+async def _prepared(
     settings: ChaosSettings,
-    scenario: Scenario,
-    place: int,
-    of: tuple[ServiceUnderTest, Asker, Asker],
-    progress: Progress,
-) -> Row:
-    service, asker, right = of
-    for attempt in range(TRIES):
-        progress.step(f"{scenario.name}: computing the right answers")
-        questions = make_questions(
-            settings.requests,
-            seed=settings.seed,
-            vocab_size=service.vocab_size,
-            engine=settings.engine,
-            first=(place * TRIES + attempt) * settings.requests,
-        )
-        expected = await right_answers(right, questions)
-        rng = random.Random(f"{settings.seed}/{place}/{attempt}")
-        run = Run(service, Load(questions, asker, settings.rate_per_s), rng)
-        row = await _run(scenario, run, expected, progress)
-        if row.hit or row.failed or row.wrong_tokens:
-            break
-    return row
+    service: ServiceUnderTest,
+    clients: Clients,
+    right: Clients,
+    attempt: int,
+) -> tuple[Run, Mapping[int, Answer]]:
+    """Return requests that were never sent before, and their right answers."""
+    questions = make_questions(
+        settings.requests,
+        seed=settings.seed,
+        vocab_size=(await right.grpc.model()).vocab_size or 0,
+        engine=settings.engine,
+        first=attempt * settings.requests,
+    )
+    chance = random.Random(f"{settings.seed}/{attempt}")
+    by_number = {x.number: x for x in questions}
+    run = Run(service, clients, by_number, settings.rate_per_s, chance)
+    return run, await right_answers(right, questions)
 
 
 async def _run(
     scenario: Scenario, run: Run, expected: Mapping[int, Answer], progress: Progress
 ) -> Row:
     progress.step(f"{scenario.name}: requests run")
-    running = asyncio.create_task(run.load.run())
+    running = asyncio.create_task(run.load())
     hit = True
     try:
         async with asyncio.timeout(FAULT_S):
             await scenario.run(run)
+            run.may_send.set()
+            await running
     except MissedError as missed:
         hit = False
         run.notes.append(str(missed))
+        await running
     except TimeoutError:
         raise BenchError(f"{scenario.name} was not over in {FAULT_S:g} s") from None
-    finally:
-        run.load.may_send.set()
-    try:
-        await running
     finally:
         running.cancel()
     progress.step(f"{scenario.name}: waiting until all processes are ready")
     await run.service.until_whole()
     whole_s = time.monotonic() - run.struck_s if run.struck_s else 0.0
-    left = await run.service.until_empty(EMPTY_S)
-    answers = run.load.answers
-    failed = [x for x in answers.values() if x.ending != "ok"]
+    leaked_blocks, left = await run.service.until_empty(EMPTY_S)
+    answers = run.answers.values()
+    failed = [x for x in answers if x.ending != "ok"]
     blamed = [x for x in failed if not run.allows(x)]
-    wrong = {n: wrong_tokens(x, expected[n % REPEATED]) for n, x in answers.items()}
+    wrong = {x.number: wrong_tokens(x, expected[x.number % REPEATED]) for x in answers}
     errors = [f"request {x.number}: {x.error or x.ending}" for x in blamed]
     errors += [f"request {n}: {count} wrong tokens" for n, count in wrong.items() if count]
-    pauses = [x.pause_s for x in answers.values() if x.number not in run.load.slow]
     return Row(
         fault=scenario.name,
         what=scenario.what,
@@ -219,11 +200,11 @@ async def _run(
         failed=len(blamed),
         allowed_failures=len(failed) - len(blamed),
         wrong_tokens=sum(wrong.values()),
-        leaked_blocks=left.blocks,
-        left=left.what,
-        pause_s=round(max(pauses, default=0.0), 3),
+        leaked_blocks=leaked_blocks,
+        left=left,
+        pause_s=round(max((x.pause_s for x in answers if not x.slow_s), default=0.0), 3),
         whole_s=round(whole_s, 3),
-        fallbacks=dict(sorted(Counter(s for x in answers.values() for s in x.fallbacks).items())),
+        fallbacks=dict(sorted(Counter(s for x in answers for s in x.fallbacks).items())),
         notes=run.notes,
         errors=errors[:5],
     )

@@ -6,21 +6,25 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.chaos import hooks
+from benchmarks.chaos.load import Answer
 from benchmarks.chaos.service import LOOK_S
 from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-    from benchmarks.chaos.load import Answer, Load
+    from benchmarks.chaos.load import Clients, Question
     from benchmarks.chaos.service import ServiceUnderTest
+    from pdserve.v1.worker_pb2 import WorkerEntry
+
+REPEATED: Final = 1_000_000  # is added to the number of a request that is sent once more
 
 
 class MissedError(BenchError):
@@ -29,32 +33,69 @@ class MissedError(BenchError):
 
 @dataclass(slots=True)
 class Run:
-    """One run of a scenario. State: when the fault struck, and which requests it may fail.
+    """Requests that are sent at a rate, and the fault that meets them.
 
     `allowed` are requests that the fault itself ends (a client that leaves, the streams of a router
-    that is killed). Requests sent before `workers_s` may end with a clean error.
+    that is killed). Requests sent before `workers_s` may end with a clean error. Nothing is sent
+    while `may_send` is not set.
     """
 
     service: ServiceUnderTest
-    load: Load
+    clients: Clients
+    questions: Mapping[int, Question]
+    rate_per_s: float
     rng: random.Random
+    may_send: asyncio.Event = field(default_factory=asyncio.Event)
+    unsent: int = 0
+    is_over: bool = False
+    answers: dict[int, Answer] = field(default_factory=dict)
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     struck_s: float = 0.0
-    notes: list[str] = field(default_factory=list)
-    allowed: set[int] = field(default_factory=set)
     workers_s: float = 0.0
+    allowed: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
-    def strike(self) -> None:
-        self.struck_s = self.struck_s or time.monotonic()
+    async def load(self) -> None:
+        """Send all requests and wait for their end."""
+        self.unsent = len(self.questions)
+        self.may_send.set()
+        try:
+            for number in self.questions:
+                await self.may_send.wait()
+                self.send(number)
+                self.unsent -= 1
+                await asyncio.sleep(1 / self.rate_per_s)
+            while self.open():
+                await asyncio.wait(self.tasks.values(), timeout=0.05)
+        finally:
+            self.is_over = True
+            for task in self.tasks.values():
+                task.cancel()
+            await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    def send(self, number: int, *, slow_s: float = 0.0) -> None:
+        """Send a question now; one that was sent before goes out under a number of its own."""
+        question = self.questions[number % REPEATED]
+        while number in self.answers:
+            number += REPEATED
+        answer = self.answers[number] = Answer(number, time.monotonic(), slow_s)
+        self.tasks[number] = asyncio.create_task(self.clients.ask(question, answer))
+
+    def open(self) -> list[Answer]:
+        return [x for x in self.answers.values() if x.ending == "open"]
 
     def allows(self, answer: Answer) -> bool:
         """Return True if this request may have failed."""
         lacked_workers = answer.sent_s < self.workers_s and answer.ended_s >= self.struck_s
         return answer.number in self.allowed or (lacked_workers and answer.is_clean_failure)
 
+    def strike(self) -> None:
+        self.struck_s = self.struck_s or time.monotonic()
+
     async def until(self, condition: Callable[[], object], text: str) -> None:
         """Wait for it as long as requests run. Raises MissedError."""
         while not condition():
-            if self.load.is_over:
+            if self.is_over:
                 raise MissedError(f"there never were {text}")
             await asyncio.sleep(LOOK_S)
 
@@ -63,61 +104,49 @@ class Run:
         brings, or it would never have so many open."""
 
         def begun() -> bool:
-            answers = self.load.open()
-            if self.load.answers and len(answers) < 2 * count:
-                self.load.send(self.rng.choice(sorted(self.load.answers)))
+            answers = self.open()
+            if self.answers and len(answers) < 2 * count:
+                self.send(self.rng.choice(sorted(self.answers)))
             return sum(answer.pieces > 0 for answer in answers) >= count
 
         await self.until(begun, f"{count} open answers")
 
     async def catch(self, role: str) -> int:
         """Freeze a worker of a role that has work, and return its pid. Raises MissedError."""
-        while True:
-            for name in await self.service.ready_workers(role):
-                if not await self._work_of(name, role):
+        while not self.is_over:
+            for entry in await self.service.ready_workers(role):
+                if not _work(entry, role):
                     continue
-                pid = await self.service.worker_pid(name)
+                name, pid = entry.info.worker_id, entry.info.pid
                 os.kill(pid, signal.SIGSTOP)
                 # What it sent before has reached the router by then.
                 await asyncio.sleep(5 * LOOK_S)
-                count = await self._work_of(name, role)
+                count = _work((await self.service.entries()).get(name), role)
                 if count:
                     self.strike()
                     self.notes.append(f"{name} with {count} requests")
                     return pid
                 _thaw(pid)
-            if self.load.is_over:
-                raise MissedError(f"no {role} worker was ever at work")
             await asyncio.sleep(LOOK_S / 4)
+        raise MissedError(f"no {role} worker was ever at work")
 
-    async def _work_of(self, name: str, role: str) -> int:
-        entry = await self.service.entry(name)
-        if entry is None or (role == "prefill" and not entry.outstanding_tokens):
-            return 0
-        return entry.outstanding_requests
-
-    async def order(self, name: str, order: str, seconds: float) -> None:
-        """Let a worker do wrong for `seconds`, and until it did once. Raises MissedError."""
-        directory, pid = self.service.directory, await self.service.worker_pid(name)
+    @asynccontextmanager
+    async def ordered(self, name: str, order: str) -> AsyncIterator[int]:
+        """Let a worker do wrong within the block; give its pid."""
+        pid = await self.service.worker_pid(name)
         self.strike()
-        hooks.give(directory, pid, order)
+        hooks.give(self.service.directory, pid, order)
         try:
-            await asyncio.sleep(seconds)
-            await self.until(lambda: hooks.hits(directory, pid), f"occasions to {order} on {name}")
+            yield pid
         finally:
-            hooks.give(directory, pid, "")
-        self.notes.append(f"{hooks.hits(directory, pid)} times on {name}")
+            hooks.give(self.service.directory, pid, "")
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """`what` is for a reader of the table. `config` are dotted keys that only this one sets."""
-
-    name: str
-    what: str
-    run: Callable[[Run], Awaitable[None]]
-    config: tuple[tuple[str, Any], ...] = ()
-    needs_vllm: bool = False
+def _work(entry: WorkerEntry | None, role: str) -> int:
+    """Return how many requests a worker has; 0 if they are not at the phase of the role."""
+    if entry is None or (role == "prefill" and not entry.outstanding_tokens):
+        return 0
+    return entry.outstanding_requests
 
 
 def _thaw(pid: int) -> None:
@@ -139,63 +168,71 @@ async def _freeze(run: Run, role: str, seconds: float) -> None:
 
 async def _damage(run: Run, order: str) -> None:
     await run.until_open(1)
-    await run.order("prefill-0", order, 2.0)
+    directory = run.service.directory
+    async with run.ordered("prefill-0", order) as pid:
+        await asyncio.sleep(2.0)
+        await run.until(lambda: hooks.hits(directory, pid), f"occasions to {order}")
+    run.notes.append(f"{hooks.hits(directory, pid)} times on prefill-0")
 
 
 async def _kill_all(run: Run, roles: str) -> None:
     """A third of the requests is sent while there is no worker of a role."""
     await run.until_open(2)
-    names = [name for role in roles.split(",") for name in await run.service.ready_workers(role)]
-    pids = [await run.service.worker_pid(name) for name in names]
+    doomed = [x for role in roles.split(",") for x in await run.service.ready_workers(role)]
     await run.catch("decode")
-    run.notes.append(f"{len(run.load.open())} answers open when {len(names)} workers were killed")
-    for pid in pids:
-        run.service.end(pid)
+    run.notes.append(f"{len(run.open())} answers open when {len(doomed)} workers were killed")
+    for entry in doomed:
+        run.service.end(entry.info.pid)
     run.workers_s = float("inf")
-    left = run.load.unsent * 2 // 3
-    await run.until(lambda: run.load.unsent <= left, "so many requests")
-    run.load.may_send.clear()
-    await run.service.until_serving()
+    left = run.unsent * 2 // 3
+    await run.until(lambda: run.unsent <= left, "so many requests")
+    run.may_send.clear()
+    for role in ("prefill", "decode"):
+        while not await run.service.ready_workers(role):  # noqa: ASYNC110 - it has to be asked
+            await asyncio.sleep(LOOK_S)
     run.workers_s = time.monotonic()
-    run.load.may_send.set()
+    run.may_send.set()
 
 
 async def _kill_router(run: Run) -> None:
     """New requests wait while there is no router; its open streams are lost."""
     await run.until_open(2)
     (pid,) = run.service.router_pids()
-    run.load.may_send.clear()
+    run.may_send.clear()
     run.strike()
     run.service.end(pid)
-    run.allowed |= {answer.number for answer in run.load.open()}
+    run.allowed |= {answer.number for answer in run.open()}
     run.notes.append(f"{len(run.allowed)} streams open")
     await run.service.until_whole()
-    run.load.may_send.set()
+    run.may_send.set()
 
 
 async def _kill_router_of_two(run: Run) -> None:
+    """The one with more requests is killed."""
     await run.until_open(4)
-    number = await run.service.busiest_router()
+    listed = await run.service.listed_by_all()
+    counts = [sum(x.outstanding_requests for x in each.workers) for each in listed]
+    number = counts.index(max(counts))
     run.strike()
     run.service.end(run.service.router_pids()[number])
-    run.notes.append(f"router {number}")
+    run.notes.append(f"router {number} with {counts[number]} requests")
 
 
 async def _abort(run: Run) -> None:
     """Clients of 60 % of the requests leave."""
     decided: set[int] = set()
-    loop = asyncio.get_running_loop()
-    while not run.load.is_over:
-        for answer in run.load.open():
+    while not run.is_over:
+        for answer in run.open():
             if answer.number not in decided:
                 decided.add(answer.number)
                 if run.rng.random() < 0.6:
                     run.strike()
                     run.allowed.add(answer.number)
                     after_s = run.rng.choice((0.0, 0.01, 0.05, 0.2, 0.5))
-                    loop.call_later(after_s, run.load.abort, answer.number)
+                    leave = run.tasks[answer.number].cancel
+                    asyncio.get_running_loop().call_later(after_s, leave)
         await asyncio.sleep(0.005)
-    aborted = {n for n, x in run.load.answers.items() if x.ending == "aborted"}
+    aborted = {n for n, x in run.answers.items() if x.ending == "aborted"}
     run.allowed &= aborted  # one that failed before its client left is a failure
     run.notes.append(f"{len(aborted)} aborted")
 
@@ -203,50 +240,56 @@ async def _abort(run: Run) -> None:
 async def _slow_readers(run: Run) -> None:
     await run.until_open(4)
     run.strike()
-    for answer in run.load.open()[:4]:
-        run.load.send(answer.number, slow_s=0.1)
-    while not run.load.is_over:  # noqa: ASYNC110 - the end of many tasks has no event
+    for answer in run.open()[:4]:
+        run.send(answer.number, slow_s=0.1)
+    while not run.is_over:  # noqa: ASYNC110 - the end of many tasks has no event
         await asyncio.sleep(LOOK_S)
 
 
 async def _expired_lease(run: Run) -> None:
     await run.until_open(1)
-    pid = await run.service.worker_pid("decode-0")
-    run.strike()
-    hooks.give(run.service.directory, pid, "no renewal")
-    try:
-        while (entry := await run.service.entry("decode-0")) and entry.state != "lost":  # noqa: ASYNC110 - it has to be asked
+    async with run.ordered("decode-0", "no renewal"):
+        while (entry := (await run.service.entries()).get("decode-0")) and entry.state != "lost":  # noqa: ASYNC110 - it has to be asked
             await asyncio.sleep(LOOK_S)
-    finally:
-        hooks.give(run.service.directory, pid, "")
-    run.notes.append(f"{len(run.load.open())} answers open when it was lost")
+    run.notes.append(f"{len(run.open())} answers open when it was lost")
 
 
 async def _rolling_restart(run: Run) -> None:
     """Each process is told to end when the one before it is back; requests never stop."""
     await run.until_open(2)
-    run.load.may_send.clear()
+    run.may_send.clear()
     asking = asyncio.create_task(_keep_asking(run))
     try:
         run.strike()
         for name in run.service.names:
             run.service.end(await run.service.worker_pid(name), signal.SIGTERM)
             await run.service.until_whole()
-        for number in range(len(run.service.http)):
+        for number in range(len(run.service.router_pids())):
             run.service.end(run.service.router_pids()[number], signal.SIGTERM)
             await run.service.until_whole()
     finally:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        run.load.may_send.set()
+        run.may_send.set()
 
 
 async def _keep_asking(run: Run) -> None:
-    numbers = sorted(run.load.answers)
+    numbers = sorted(run.answers)
     while True:
-        if len(run.load.open()) < 4:
-            run.load.send(run.rng.choice(numbers))
+        if len(run.open()) < 4:
+            run.send(run.rng.choice(numbers))
         await asyncio.sleep(0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`what` is for a reader of the table. `config` are dotted keys that only this one sets."""
+
+    name: str
+    what: str
+    run: Callable[[Run], Awaitable[None]]
+    config: tuple[tuple[str, Any], ...] = ()
+    needs_vllm: bool = False
 
 
 _TCP: Final = (("worker.kv.transports", ("tcp",)),)

@@ -1,4 +1,4 @@
-"""A real service under test: started, inspected, broken, and accounted for."""
+"""A real service under test: inspected, broken, and accounted for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
@@ -16,28 +14,17 @@ import psutil
 
 from benchmarks.chaos import hooks
 from benchmarks.errors import BenchError
-from benchmarks.service import Service, with_children
+from benchmarks.service import RPC_TIMEOUT_S, Service
 from pdserve import rpc
 from pdserve.v1 import worker_pb2 as w
-from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
+from pdserve.v1.worker_pb2_grpc import WorkerStub
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
+    from pathlib import Path
 
 LOOK_S: Final = 0.02
 WHOLE_S: Final = 240.0
-_RPC_S: Final = 5.0
-_SHM: Final = "/dev/shm/"
-
-
-@dataclass(slots=True)
-class Leftovers:
-    """What is still held and should not be."""
-
-    blocks: int = 0
-    what: list[str] = field(default_factory=list)
 
 
 class ServiceUnderTest(Service):
@@ -45,78 +32,39 @@ class ServiceUnderTest(Service):
 
     def __init__(self, config: Mapping[str, Any], directory: Path) -> None:
         super().__init__("the service", config, directory, environment=hooks.environment(directory))
-        up = config["up"]
         roles = ("prefill", "decode", "aggregated")
-        self.names = [f"{role}-{i}" for role in roles for i in range(up.get(role, 0))]
-        self.model, self.vocab_size = "", 0
-        self.grpc: list[str] = []
-        self.http: list[str] = []
+        self.names = [f"{role}-{i}" for role in roles for i in range(config["up"].get(role, 0))]
         self._gone: set[int] = set()  # pids that were ended
-        self._seen: dict[int, float] = {}  # creation time of every process seen
-        self._shm: set[str] = set()
-        self._ending = AsyncExitStack()
-
-    async def start(self) -> None:
-        await super().start()
-        self.model = self.ready["model"]
-        self.grpc = [router["grpc"] for router in self.ready["routers"]]
-        self.http = [router["http"] for router in self.ready["routers"]]
-        channels = [await self._ending.enter_async_context(rpc.open_channel(x)) for x in self.grpc]
-        self._registries = [RegistryStub(channel) for channel in channels]
-        self.vocab_size = (await self.listed())[0].info.model.vocab_size
-        self.look()
-
-    async def stop(self) -> None:
-        if self.ready:
-            with suppress(BenchError):
-                self.look()
-        await self._ending.aclose()
-        await super().stop()
 
     def left(self) -> list[str]:
-        """After `stop`: processes and shared memory that still exist."""
-        processes = []
-        for pid, created in self._seen.items():
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                is_alive = process.status() != psutil.STATUS_ZOMBIE
-                if process.create_time() == created and is_alive:
-                    processes.append(f"process {pid}")
-        return processes + sorted(self._shm & {str(path) for path in Path(_SHM).iterdir()})
+        """After `stop`: processes that still exist."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(hooks.DIRECTORY) == str(self.directory):
+                    found.append(f"process {process.pid}")
+        return found
 
-    def look(self) -> None:
-        """Note every process and its files in /dev/shm."""
-        for process in with_children([self.pid]):
-            with suppress(psutil.NoSuchProcess, OSError):
-                self._seen[process.pid] = process.create_time()
-                maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
-                lines = (x for x in maps.splitlines() if _SHM in x and "(deleted)" not in x)
-                self._shm |= {f"{_SHM}{x.rpartition(_SHM)[2]}" for x in lines}
+    async def listed_by_all(self) -> list[w.ListWorkersResponse]:
+        """Return what each router says of its workers; nothing for one that does not answer."""
+        found = []
+        for router in range(len(self.ready["routers"])):
+            try:
+                found.append(await self.listed(router))
+            except BenchError:
+                if not self.is_alive:
+                    raise
+                found.append(w.ListWorkersResponse())
+        return found
 
-    # -- what it says of itself
-
-    async def listed(self) -> list[w.WorkerEntry]:
-        """Return the workers of the first router that answers."""
-        for registry in self._registries:
-            listed = await self._list(registry)
-            if listed.workers:
-                return list(listed.workers)
-        return []
-
-    async def _list(self, registry: RegistryAsyncStub) -> w.ListWorkersResponse:
-        try:
-            request = w.ListWorkersRequest()
-            return await registry.ListWorkers(request, timeout=_RPC_S, wait_for_ready=False)
-        except grpc.aio.AioRpcError:
-            _ = self.pid  # raises BenchError if all has ended
-            return w.ListWorkersResponse()
-
-    async def entry(self, name: str) -> w.WorkerEntry | None:
-        return next((x for x in await self.listed() if x.info.worker_id == name), None)
+    async def entries(self) -> dict[str, w.WorkerEntry]:
+        """Return the workers by name, as the first router that answers has them."""
+        listed = next((x for x in await self.listed_by_all() if x.workers), None)
+        return {} if listed is None else {x.info.worker_id: x for x in listed.workers}
 
     async def worker_pid(self, name: str) -> int:
         """Raises BenchError if the worker is not there."""
-        entry = await self.entry(name)
+        entry = (await self.entries()).get(name)
         if entry is None or entry.info.pid in self._gone:
             raise BenchError(f"{name} is not there")
         return entry.info.pid
@@ -126,23 +74,20 @@ class ServiceUnderTest(Service):
         pids = [int(router["pid"]) for router in self.read_ready()["routers"]]
         return [0 if pid in self._gone or not psutil.pid_exists(pid) else pid for pid in pids]
 
-    async def busiest_router(self) -> int:
-        """Return the number of the router with the most requests."""
-        counts = [
-            sum(x.outstanding_requests for x in (await self._list(registry)).workers)
-            for registry in self._registries
-        ]
-        return counts.index(max(counts))
-
-    async def ready_workers(self, role: str) -> list[str]:
+    async def ready_workers(self, role: str) -> list[w.WorkerEntry]:
         """Return the workers of a role that are given work now."""
         return [
-            x.info.worker_id
-            for x in await self.listed()
-            if x.state == "ready"
-            and x.info.worker_id.startswith(f"{role}-")
-            and x.info.pid not in self._gone
+            entry
+            for name, entry in (await self.entries()).items()
+            if name.startswith(f"{role}-")
+            and entry.state == "ready"
+            and entry.info.pid not in self._gone
         ]
+
+    def end(self, pid: int, sign: signal.Signals = signal.SIGKILL) -> None:
+        """Kill a process, or tell it to end."""
+        self._gone.add(pid)
+        os.kill(pid, sign)
 
     async def until_whole(self) -> None:
         """Wait until all workers are ready and no pair is ejected. Raises BenchError."""
@@ -151,11 +96,9 @@ class ServiceUnderTest(Service):
             if time.monotonic() > until_s:
                 raise BenchError(f"not whole after {WHOLE_S:g} s: {why}")
             await asyncio.sleep(LOOK_S)
-        self.look()
 
     async def _not_whole(self) -> str:
-        for registry in self._registries:
-            listed = await self._list(registry)
+        for listed in await self.listed_by_all():
             entries = {x.info.worker_id: x for x in listed.workers}
             for name in self.names:
                 entry = entries.get(name)
@@ -168,52 +111,36 @@ class ServiceUnderTest(Service):
                     return f"{pair.prefill_worker} and {pair.decode_worker} are ejected"
         return "" if all(self.router_pids()) else "a router is not back"
 
-    async def until_serving(self) -> None:
-        """Wait for a ready worker of each role."""
-        for role in ("prefill", "decode"):
-            while not await self.ready_workers(role):  # noqa: ASYNC110 - the router has to be asked
-                await asyncio.sleep(LOOK_S)
-
-    async def until_empty(self, within_s: float) -> Leftovers:
-        """Wait until nothing is held anywhere; return what still is."""
+    async def until_empty(self, within_s: float) -> tuple[int, list[str]]:
+        """Wait until nothing is held anywhere. Return the KV blocks, and all in words, that still
+        are."""
         until_s = time.monotonic() + within_s
         while True:
-            left = await self._held()
-            if not (left.blocks or left.what) or time.monotonic() > until_s:
-                return left
+            blocks, held = await self._held()
+            if not held or time.monotonic() > until_s:
+                return blocks, held
             await asyncio.sleep(0.1)
 
-    async def _held(self) -> Leftovers:
-        left = Leftovers()
-        for number, registry in enumerate(self._registries):
-            for entry in (await self._list(registry)).workers:
+    async def _held(self) -> tuple[int, list[str]]:
+        blocks, held = 0, []
+        for number, listed in enumerate(await self.listed_by_all()):
+            for entry in listed.workers:
                 if entry.outstanding_requests or entry.outstanding_tokens:
-                    count = entry.outstanding_requests
-                    left.what.append(
-                        f"{count} requests of {entry.info.worker_id} at router {number}"
-                    )
-        for entry in await self.listed():
-            name = entry.info.worker_id
+                    of = f"{entry.info.worker_id} at router {number}"
+                    held.append(f"{entry.outstanding_requests} requests of {of}")
+        for name, entry in (await self.entries()).items():
             try:
                 async with rpc.open_channel(entry.info.address) as channel:
-                    status = await WorkerStub(channel).GetStatus(
-                        w.GetStatusRequest(), timeout=_RPC_S
-                    )
+                    request = w.GetStatusRequest()
+                    status = await WorkerStub(channel).GetStatus(request, timeout=RPC_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                left.what.append(f"{name} does not answer: {error.code().name}")
+                held.append(f"{name} does not answer: {error.code().name}")
                 continue
             ledger = status.ledger
-            left.blocks += ledger.pinned_blocks
+            blocks += ledger.pinned_blocks
             if ledger.pinned_blocks or ledger.transfers or ledger.engine_requests:
-                left.what.append(
+                held.append(
                     f"{name}: {ledger.pinned_blocks} blocks, {ledger.transfers} transfers, "
                     f"{ledger.engine_requests} requests"
                 )
-        return left
-
-    # -- breaking it
-
-    def end(self, pid: int, sign: signal.Signals = signal.SIGKILL) -> None:
-        """Kill a process, or tell it to end."""
-        self._gone.add(pid)
-        os.kill(pid, sign)
+        return blocks, held
