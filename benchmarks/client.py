@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from pdserve.client import Delta
+    from router.answer import AnswerDelta
 
 PROBE_TIMEOUT_S: Final = 30.0
 _ERROR_BODY_BYTES: Final = 4096
@@ -295,7 +296,7 @@ class GrpcTarget(Target):
             async for delta in client.generate(
                 request.body, request.sampling, model=request.model, request_id=request.request_id
             ):
-                yield _piece_of(delta)
+                yield piece_of(delta)
         except PdserveError as error:
             raise TargetError(f"{type(error).__name__}: {error}", error.code) from None
 
@@ -304,7 +305,7 @@ class GrpcTarget(Target):
             await client.close()
 
 
-def _piece_of(delta: Delta) -> Piece:
+def piece_of(delta: Delta | AnswerDelta) -> Piece:
     receipt = None
     if delta.receipt is not None:
         receipt = asdict(delta.receipt)

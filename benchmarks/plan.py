@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.errors import BenchError
 from benchmarks.simulate import simulate
+from benchmarks.workload import shape_workload
 
 if TYPE_CHECKING:
+    from benchmarks.metrics import Summary
     from benchmarks.progress import Progress
-    from benchmarks.replay import ReplayResult
     from benchmarks.simulate import Setup
     from benchmarks.traces import Trace
     from benchmarks.workload import Shape
@@ -79,12 +80,10 @@ class Planner:
 
     def _guess(self) -> tuple[int, int]:
         """Divide the load by the capacity of one worker."""
-        s, costs, scale = self.setup, self.setup.costs, float(self.shape.scale_lengths)
-        rows = self.trace.requests
-        mean_in = sum(x.input_tokens for x in rows) / len(rows) * scale
-        mean_out = sum(x.output_tokens for x in rows) / len(rows) * scale
-        answer_s = mean_out * (costs.step_s + s.max_num_seqs * costs.decode_s)
-        prefill_s = costs.step_s + mean_in * costs.prefill_s
+        s, costs = self.setup, self.setup.costs
+        cut = shape_workload(self.trace, self.shape).cut
+        answer_s = cut.mean_output * (costs.step_s + s.max_num_seqs * costs.decode_s)
+        prefill_s = costs.step_s + cut.mean_input * costs.prefill_s
         rate = s.users / (prefill_s + answer_s + s.think_s) if s.users else s.rate_per_s
         prefill = rate * prefill_s / BUSY
         decode = rate * answer_s / s.max_num_seqs / BUSY
@@ -93,12 +92,12 @@ class Planner:
     def _search(self, setup: Setup, scale: int) -> Plan:
         """Add workers of the kind that is short until the SLOs are kept, then remove what is not
         needed."""
-        result = self._run(setup)
+        summary = self._run(setup)
         for _ in range(MOST_TRIES):
-            if self._passes(result):
+            if self._passes(summary):
                 break
-            setup = self._more(setup, result)
-            result = self._run(setup)
+            setup = _more(setup, summary)
+            summary = self._run(setup)
         else:
             raise BenchError(f"{setup.name} still misses the SLOs after {MOST_TRIES} tries")
         for kind in _ROLES:
@@ -107,32 +106,7 @@ class Planner:
                 found = self._run(less)
                 if not self._passes(found):
                     break
-                setup, result = less, found
-        return self._plan(setup, result, scale)
-
-    def _more(self, setup: Setup, result: ReplayResult) -> Setup:
-        """Add a tenth, at least one, of the kind whose limit is missed most."""
-        adjusted = result.summary().adjusted
-
-        def excess(metric: str) -> float:
-            found, limit_s = adjusted[metric], setup.slo_s.get(metric)
-            return 0.0 if found is None or limit_s is None else found.p95 / limit_s
-
-        kind = "decode" if excess("tpot") > excess("ttft") else "prefill"
-        kind = "aggregated" if setup.aggregated else kind
-        count = getattr(setup, kind)
-        return replace(setup, **{kind: count + ceil(count / 10)})
-
-    def _run(self, setup: Setup) -> ReplayResult:
-        self.progress.step(f"simulating {setup.name}")
-        return simulate(setup, self.config, self.trace, self.shape, self.progress)
-
-    def _passes(self, result: ReplayResult) -> bool:
-        slo = result.summary().slo
-        return slo is not None and slo.attainment >= self.target
-
-    def _plan(self, setup: Setup, result: ReplayResult, scale: int) -> Plan:
-        summary = result.summary()
+                setup, summary = less, found
         counts = {role: getattr(setup, role) * scale for role in _ROLES}
         tokens_per_h = summary.output_tokens_per_s * scale * 3600
         cost = None
@@ -147,3 +121,23 @@ class Planner:
             tpot_p99_s=None if tpot is None else tpot.p99,
             cost_per_million=cost,
         )
+
+    def _run(self, setup: Setup) -> Summary:
+        self.progress.step(f"simulating {setup.name}")
+        return simulate(setup, self.config, self.trace, self.shape, self.progress).summary()
+
+    def _passes(self, summary: Summary) -> bool:
+        return summary.slo is not None and summary.slo.attainment >= self.target
+
+
+def _more(setup: Setup, summary: Summary) -> Setup:
+    """Add a tenth, at least one, of the kind whose limit is missed most."""
+
+    def excess(metric: str) -> float:
+        found, limit_s = summary.adjusted[metric], setup.slo_s.get(metric)
+        return 0.0 if found is None or limit_s is None else found.p95 / limit_s
+
+    kind = "decode" if excess("tpot") > excess("ttft") else "prefill"
+    kind = "aggregated" if setup.aggregated else kind
+    count = getattr(setup, kind)
+    return replace(setup, **{kind: count + ceil(count / 10)})

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import psutil
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
     from benchmarks.client import Request, Target
     from benchmarks.progress import Progress
-    from benchmarks.traces import Trace
+    from benchmarks.traces import Trace, TraceRequest
 
 SCHEMA: Final = "pdserve.bench.replay/2"
+_Planned: TypeAlias = "tuple[RequestRecord, Request]"
 T = TypeVar("T")
 
 
@@ -88,40 +89,21 @@ class ReplayResult:
         return {"schema": SCHEMA, **jsonable(kept), "summary": jsonable(self.summary())}
 
 
-class Clock:
-    """Seconds since `start_s` of `time`."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
-        self.restart()
-
-    def restart(self) -> None:
-        self._start_s = self._now()
-
-    def now(self) -> float:
-        return self._now() - self._start_s
-
-    async def sleep_until(self, when_s: float) -> None:
-        """Let other tasks run, then sleep. A timer that fires early is slept again."""
-        await asyncio.sleep(0)
-        while (left_s := when_s - self.now()) > 0:  # noqa: ASYNC110 - time is the event
-            await asyncio.sleep(left_s)
-
-
 async def run_replay(
     settings: ReplaySettings,
     target: Target,
     progress: Progress,
     *,
     trace: Trace | None = None,
-    clock: Clock | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> ReplayResult:
-    """Replay a trace. `trace` is the one named in the settings if it is already loaded.
+    """Replay a trace. `trace` is the one named in the settings if it is already loaded. `clock`
+    counts seconds from anywhere.
 
     Raises BenchError for settings that do not fit the trace or the endpoint, and WarmupFailed.
     Failures after the warm-up are in the result.
     """
-    trace, clock = trace or load_trace(settings.trace), clock or Clock()
+    trace = trace or load_trace(settings.trace)
     model = await target.model(settings.model)
     vocab_size = settings.vocab_size or model.vocab_size
     if vocab_size is None:
@@ -140,15 +122,9 @@ async def run_replay(
     progress.say(f"trace {trace.meta.name} ({trace.meta.format} format{ignored})", once=True)
     for line in workload.cut.notes():
         progress.say(line, once=True)
+    maker = PromptMaker(trace.digest(), settings.seed, vocab_size, workload.cut.block_size)
 
-    maker = PromptMaker(
-        trace.digest(),
-        seed=settings.seed,
-        vocab_size=vocab_size,
-        block_size=workload.cut.block_size,
-    )
-
-    def planned(name: str, index: int, row: Any, at_s: float) -> tuple[RequestRecord, Request]:
+    def planned(name: str, index: int, row: TraceRequest, at_s: float) -> _Planned:
         record = RequestRecord(
             index=index,
             request_id=f"bench-{settings.seed}-{name}",
@@ -168,7 +144,7 @@ async def run_replay(
         record, request = planned(f"warmup-{index}", index, replace(row, hash_ids=None), 0.0)
         with suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_timeout_s):
-                await follow(target, request, record, clock)
+                await _follow(target, request, record, _from_now(clock))
         if record.status != "ok":
             raise WarmupFailed(f"warm-up request {number} failed: {record.error}")
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -177,56 +153,60 @@ async def run_replay(
     gc.collect()
     gc.freeze()
     try:
-        await _send_all(settings, target, measured, clock, progress)
+        await _send_all(settings, target, measured, _from_now(clock), progress)
     finally:
         gc.unfreeze()
     values = asdict(settings)
     shape = values.pop("shape") | {"scale_lengths": str(settings.shape.scale_lengths)}
-    slo_s = values.pop("slo_s")
     return ReplayResult(
         created=created,
         trace=trace.facts(),
         workload=asdict(workload.cut),
         target={"kind": target.kind, "address": target.address} | asdict(model),
+        slo_s=values.pop("slo_s"),
         settings=values | shape,
-        slo_s=slo_s,
         host=host_facts(),
         records=tuple(record for record, _ in measured),
     )
 
 
-async def follow(target: Target, request: Request, record: RequestRecord, clock: Clock) -> None:
+def _from_now(clock: Callable[[], float]) -> Callable[[], float]:
+    start_s = clock()
+    return lambda: clock() - start_s
+
+
+async def _follow(
+    target: Target, request: Request, record: RequestRecord, now: Callable[[], float]
+) -> None:
     """Send one request and record its answer. A failure is recorded too."""
-    record.sent_s = round(clock.now(), 6)
+    record.sent_s = round(now(), 6)
     is_last_empty = False
     try:
         async for piece in target.stream(request):
-            record.add(piece, clock.now())
+            record.add(piece, now())
             if piece.has_choice:
                 is_last_empty = not piece.text and piece.finish_reason is not None
-        record.complete(clock.now(), is_last_empty=is_last_empty)
+        record.complete(now(), is_last_empty=is_last_empty)
     except TargetError as error:
-        record.fail(str(error), clock.now())
+        record.fail(str(error), now())
 
 
 async def _send_all(
     settings: ReplaySettings,
     target: Target,
-    plan: Sequence[tuple[RequestRecord, Request]],
-    clock: Clock,
+    plan: Sequence[_Planned],
+    now: Callable[[], float],
     progress: Progress,
 ) -> None:
     """Send all requests and wait for the answers.
 
     Requests that have not ended `drain_timeout_s` after the last one was due are cancelled.
     """
-    clock.restart()
-    tasks: list[asyncio.Task[None]] = []
 
     async def send(record: RequestRecord, request: Request) -> None:
         progress.sent()
         try:
-            await follow(target, request, record, clock)
+            await _follow(target, request, record, now)
         finally:
             progress.ended(is_ok=record.status == "ok")
 
@@ -236,27 +216,26 @@ async def _send_all(
         # Users do not start at the same moment.
         await asyncio.sleep(chance.uniform(0.0, settings.think_s or 1.0))
         for record, request in todo:
-            record.scheduled_s = round(clock.now(), 6)
+            record.scheduled_s = round(now(), 6)
             await send(record, request)
             if settings.think_s:
                 await asyncio.sleep(chance.expovariate(1 / settings.think_s))
 
-    try:
+    async with asyncio.TaskGroup() as group:
         if settings.users:
-            await asyncio.gather(*(user() for _ in range(settings.users)))
+            for _ in range(settings.users):
+                group.create_task(user())
             return
+        tasks = []
         for record, request in plan:
-            await clock.sleep_until(record.scheduled_s)
-            tasks.append(asyncio.create_task(send(record, request)))
-        left_s = plan[-1][0].scheduled_s + settings.drain_timeout_s - clock.now()
+            await asyncio.sleep(0)
+            while (left_s := record.scheduled_s - now()) > 0:  # noqa: ASYNC110 - time is the event
+                await asyncio.sleep(left_s)  # again if the timer fires early
+            tasks.append(group.create_task(send(record, request)))
+        left_s = plan[-1][0].scheduled_s + settings.drain_timeout_s - now()
         await asyncio.wait(tasks, timeout=max(0.0, left_s))
-    finally:
         for task in tasks:
             task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-    for error in ended:
-        if isinstance(error, Exception):
-            raise error
 
 
 # -- results as files

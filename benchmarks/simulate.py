@@ -12,14 +12,15 @@ import itertools
 import random
 import selectors
 import tempfile
-from contextlib import AsyncExitStack
+import time
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from benchmarks.client import GrpcTarget, Piece, Request, ServedModel, Target, exactly
+from benchmarks.client import GrpcTarget, ServedModel, Target, exactly, piece_of
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.replay import Clock, ReplaySettings, read_json, run_replay
+from benchmarks.replay import ReplaySettings, read_json, run_replay
 from benchmarks.service import Service
 from benchmarks.stats import percentile
 from benchmarks.traces import Trace, TraceMeta, TraceRequest
@@ -39,11 +40,11 @@ from workers.service import WorkerService
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+    from benchmarks.client import Piece, Request
     from benchmarks.progress import Progress
     from benchmarks.replay import ReplayResult
     from benchmarks.workload import Shape
     from pdserve.config import RouterConfig
-    from pdserve.types import SamplingParams
     from router.answer import AnswerDelta
 
 _MODEL: Final = ModelInfo("simulated", "", 1 << 20, 1024, "float32")
@@ -129,16 +130,14 @@ class _VirtualSelector(selectors.SelectSelector):
 class _MemoryTransport(asyncio.Transport):
     """One end of a connection within this process."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
-        self._loop = loop
-        self.protocol: asyncio.Protocol
-        self.peer: _MemoryTransport
-        self._is_closing = False
+    protocol: asyncio.Protocol
+    peer: _MemoryTransport
+    _is_closing = False
 
     def write(self, data: Any) -> None:
         if not self._is_closing:
-            self._loop.call_soon(self.peer.protocol.data_received, bytes(data))
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self.peer.protocol.data_received, bytes(data))
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -150,7 +149,7 @@ class _MemoryTransport(asyncio.Transport):
         for end in (self, self.peer):
             if not end._is_closing:
                 end._is_closing = True
-                self._loop.call_soon(end.protocol.connection_lost, None)
+                asyncio.get_running_loop().call_soon(end.protocol.connection_lost, None)
 
     abort = close
 
@@ -159,8 +158,7 @@ def connect_in_memory(services: Mapping[str, WorkerService]) -> Any:
     """Return what `Fleet` uses to connect to a worker, here by its id."""
 
     async def connect(info: WorkerInfo, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-        loop = asyncio.get_running_loop()
-        ours, theirs = _MemoryTransport(loop), _MemoryTransport(loop)
+        ours, theirs = _MemoryTransport(), _MemoryTransport()
         ours.peer, theirs.peer = theirs, ours
         ours.protocol, theirs.protocol = make_protocol(), services[info.worker_id].new_session()
         theirs.protocol.connection_made(theirs)
@@ -182,11 +180,6 @@ class _SimulatedTarget(Target):
     async def _models(self, address: str) -> list[ServedModel]:
         return [ServedModel(_MODEL.name, _MODEL.max_model_len, _MODEL.vocab_size)]
 
-    def prepare(
-        self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
-    ) -> Request:
-        return Request(request_id, model.name, tuple(prompt), sampling)
-
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         out = _Out()
         made = GenerateRequest(request.request_id, request.model, request.body, request.sampling)
@@ -200,9 +193,6 @@ class _SimulatedTarget(Target):
         except PdserveError as error:
             raise TargetError(f"{type(error).__name__}: {error}") from None
 
-    async def aclose(self) -> None:
-        pass
-
 
 class _Out:
     """Where the router writes one answer; None ends it."""
@@ -211,9 +201,7 @@ class _Out:
         self.pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     def write(self, delta: AnswerDelta) -> bool:
-        usage = None if delta.usage is None else asdict(delta.usage)
-        receipt = None if delta.receipt is None else asdict(delta.receipt)
-        self.pieces.put_nowait(Piece(tokens=len(delta.token_ids), usage=usage, receipt=receipt))
+        self.pieces.put_nowait(piece_of(delta))
         return True
 
 
@@ -236,7 +224,7 @@ def simulate(
     random.seed(setup.seed)  # of pauses with jitter
 
     async def serve() -> ReplayResult:
-        clock = Clock(asyncio.get_running_loop().time)
+        clock = asyncio.get_running_loop().time
         async with AsyncExitStack() as stack:
             target = await _start(setup, config, stack)
             return await run_replay(settings, target, progress, trace=trace, clock=clock)
@@ -252,48 +240,42 @@ def simulate(
 
 async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _SimulatedTarget:
     services: dict[str, WorkerService] = {}
-
-    async def close() -> None:
-        for service in services.values():
-            await service.close()
-
-    stack.push_async_callback(close)
-    fleet = await stack.enter_async_context(
-        Fleet(
-            router_id="router",
-            lease_s=_NEVER_S,
-            health=config.health,
-            connect=connect_in_memory(services),
-        )
+    fleet = Fleet(
+        router_id="router",
+        lease_s=_NEVER_S,
+        health=config.health,
+        connect=connect_in_memory(services),
     )
     server = RequestServer(make_services(config, fleet, RouterMetrics(), DecisionLog(1)))
+    workers = [(role, n) for role in Role for n in range(getattr(setup, role.value))]
+    for role, number in workers:
+        name = f"{role}-{number}"
+        settings = FakeSettings(
+            max_num_seqs=setup.max_num_seqs,
+            total_blocks=setup.total_blocks,
+            **asdict(setup.costs),
+            kv=None if role is Role.AGGREGATED else FakeKv(instance_id=name, host=""),
+        )
+        service = services[name] = WorkerService(FakeEngine(_MODEL, settings), role, name)
+        stack.push_async_callback(service.close)
+        engine = await service.start()
+        fleet.register(
+            WorkerInfo(
+                worker_id=name,
+                instance_id=name,
+                role=role,
+                model=engine.model,
+                address=name,
+                session_address=name,
+                kv=engine.kv,
+                block_size=engine.block_size,
+                total_blocks=engine.total_blocks,
+                max_num_seqs=engine.max_num_seqs,
+                engine=engine.name,
+            )
+        )
+    await stack.enter_async_context(fleet)
     await stack.enter_async_context(background("admit", server.admit_queued))
-    for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED):
-        for number in range(getattr(setup, role.value)):
-            name = f"{role}-{number}"
-            settings = FakeSettings(
-                max_num_seqs=setup.max_num_seqs,
-                total_blocks=setup.total_blocks,
-                **asdict(setup.costs),
-                kv=None if role is Role.AGGREGATED else FakeKv(instance_id=name, host=""),
-            )
-            service = services[name] = WorkerService(FakeEngine(_MODEL, settings), role, name)
-            engine = await service.start()
-            fleet.register(
-                WorkerInfo(
-                    worker_id=name,
-                    instance_id=name,
-                    role=role,
-                    model=engine.model,
-                    address=name,
-                    session_address=name,
-                    kv=engine.kv,
-                    block_size=engine.block_size,
-                    total_blocks=engine.total_blocks,
-                    max_num_seqs=engine.max_num_seqs,
-                    engine=engine.name,
-                )
-            )
     # Let workers and router meet, so that the first request finds them ready.
     await asyncio.sleep(1.0)
     return _SimulatedTarget(server, config.request_timeout_s)
@@ -315,9 +297,17 @@ def drawn_trace(mean_input: int, mean_output: int, *, requests: int, seed: int) 
 
 # -- calibration
 
-_LENGTHS: Final = (64, 512)
-_TOGETHER: Final = 8
+_SHORT, _LONG = 64, 512  # tokens of a prompt
+_AT_ONCE: Final = 8
 _ANSWER: Final = 33
+
+
+class _Times(NamedTuple):
+    """Seconds of one request."""
+
+    prefill: float
+    tpot: float
+    transfer: float
 
 
 async def calibrate(config: Mapping[str, Any], progress: Progress) -> Costs:
@@ -328,47 +318,47 @@ async def calibrate(config: Mapping[str, Any], progress: Progress) -> Costs:
         service = Service("1P1D", config, Path(directory))
         ending.push_async_callback(service.stop)
         await service.start()
-        target = GrpcTarget(service.ready["grpc"])
-        ending.push_async_callback(target.aclose)
+        target = await ending.enter_async_context(aclosing(GrpcTarget(service.ready["grpc"])))
         progress.step("calibrating: measuring")
         try:
-            return await _measure(target)
+            await _measure(target, _SHORT, rounds=1)  # warm-up
+            short, long = await _measure(target, _SHORT), await _measure(target, _LONG)
+            many = await _measure(target, _SHORT, rounds=2, at_once=_AT_ONCE)
         except TargetError as error:
             raise BenchError(f"calibration: {error}") from None
 
+    def median(sample: Sequence[_Times], name: str) -> float:
+        return percentile([getattr(x, name) for x in sample], 50)
 
-async def _measure(target: GrpcTarget) -> Costs:
-    model = await target.model()
-    chance = random.Random(0)
-
-    async def ask(length: int) -> tuple[float, float, float]:
-        """Return prefill time, time per output token, and the exposed transfer time."""
-        loop = asyncio.get_running_loop()
-        prompt = [chance.randrange(16, model.vocab_size or 1000) for _ in range(length)]
-        at, receipt = [], None
-        async for piece in target.stream(target.prepare(model, "", prompt, exactly(_ANSWER))):
-            at += [loop.time()] * (piece.tokens or 0)
-            receipt = piece.receipt or receipt
-        assert receipt is not None
-        tpot_s = (at[-1] - at[1]) / (len(at) - 2)
-        return receipt["prefill_s"], tpot_s, receipt["exposed_transfer_s"]
-
-    async def ask_together() -> list[tuple[float, float, float]]:
-        return await asyncio.gather(*(ask(_LENGTHS[0]) for _ in range(_TOGETHER)))
-
-    await ask(_LENGTHS[0])  # warm-up
-    short, long = [[await ask(length) for _ in range(5)] for length in _LENGTHS]
-    many = [*await ask_together(), *await ask_together()]
-
-    def median(sample: Sequence[tuple[float, ...]], place: int) -> float:
-        return percentile([x[place] for x in sample], 50)
-
-    per_token = (median(long, 0) - median(short, 0)) / (_LENGTHS[1] - _LENGTHS[0])
-    alone = median(short + long, 1)
-    per_request = max(0.0, (median(many, 1) - alone) / (_TOGETHER - 1))
+    alone = median(short + long, "tpot")
+    per_request = max(0.0, (median(many, "tpot") - alone) / (_AT_ONCE - 1))
+    per_token = (median(long, "prefill") - median(short, "prefill")) / (_LONG - _SHORT)
     return Costs(
         step_s=max(0.0, alone - per_request),
         prefill_s=max(0.0, per_token),
         decode_s=per_request,
-        transfer_s=max(0.0, median(short + long, 2)),
+        transfer_s=max(0.0, median(short + long, "transfer")),
     )
+
+
+async def _measure(
+    target: GrpcTarget, length: int, *, rounds: int = 5, at_once: int = 1
+) -> list[_Times]:
+    model = await target.model()
+
+    async def ask(name: str) -> _Times:
+        chance = random.Random(name)
+        prompt = [chance.randrange(16, model.vocab_size or 1000) for _ in range(length)]
+        at, receipt = [], None
+        async for piece in target.stream(target.prepare(model, "", prompt, exactly(_ANSWER))):
+            at += [time.perf_counter()] * (piece.tokens or 0)
+            receipt = piece.receipt or receipt
+        assert receipt is not None
+        tpot_s = (at[-1] - at[1]) / (len(at) - 2)
+        return _Times(receipt["prefill_s"], tpot_s, receipt["exposed_transfer_s"])
+
+    found: list[_Times] = []
+    for number in range(rounds):
+        names = [f"{length}/{rounds}/{number}/{x}" for x in range(at_once)]
+        found += await asyncio.gather(*map(ask, names))
+    return found

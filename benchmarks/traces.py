@@ -47,7 +47,7 @@ def _format(at: str, at_type: Any, given: str, made: str, least: int = 1) -> typ
     length = Annotated[int, Meta(ge=least)]
     names = {"at": at, "given": given, "made": made}
     ids = ("hash_ids", tuple[int, ...] | None, None)
-    fields = [("at", at_type), ("given", length), ("made", length), ids]
+    fields: list[Any] = [("at", at_type), ("given", length), ("made", length), ids]
     return msgspec.defstruct("Row", fields, rename=names)
 
 
