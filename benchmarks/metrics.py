@@ -38,6 +38,10 @@ TOTALS: Final = ("transfer_bytes", "transfer_blocks", "cached_tokens")
 NEED_TWO_TOKENS: Final = frozenset({"tpot", "tt2t"})
 
 
+def _since(start_s: float | None, record: RequestRecord, chunk: int) -> float | None:
+    return record.chunk_s[chunk] - start_s if record.chunk_s and start_s is not None else None
+
+
 def _tpot(record: RequestRecord) -> float | None:
     tokens = record.completion_tokens
     if not record.chunk_s or tokens is None or tokens < 2:
@@ -52,21 +56,13 @@ def _tt2t(record: RequestRecord) -> float | None:
     return record.chunk_s[0 if record.chunk_tokens[0] > 1 else 1] - record.chunk_s[0]
 
 
-def _from(start: str, chunk: int) -> Callable[[RequestRecord], float | None]:
-    def metric(record: RequestRecord) -> float | None:
-        begun_s = getattr(record, start)
-        return record.chunk_s[chunk] - begun_s if record.chunk_s and begun_s is not None else None
-
-    return metric
-
-
 PER_REQUEST: Final[Mapping[str, Callable[[RequestRecord], float | None]]] = {
-    "ttft": _from("sent_s", 0),
-    "ttft_sched": _from("scheduled_s", 0),
+    "ttft": lambda record: _since(record.sent_s, record, 0),
+    "ttft_sched": lambda record: _since(record.scheduled_s, record, 0),
     "tpot": _tpot,
     "tt2t": _tt2t,
-    "e2e": _from("sent_s", -1),
-    "e2e_sched": _from("scheduled_s", -1),
+    "e2e": lambda record: _since(record.sent_s, record, -1),
+    "e2e_sched": lambda record: _since(record.scheduled_s, record, -1),
 }
 """Metrics with one value a request, in seconds. These can carry an SLO."""
 
@@ -130,51 +126,54 @@ def summarise(
 ) -> Summary:
     """Sum up records. `slo_s` limits some of PER_REQUEST."""
     good = [record for record in records if record.status == "ok"]
+    bad = [record for record in records if record.status != "ok"]
     due = [record.scheduled_s for record in records]
     last = [record.chunk_s[-1] for record in records if record.chunk_s]
     window_s = max(last) - min(due) if last else 0.0
     latency = {name: distribution(values_of(good, name)) for name in PER_REQUEST}
+    adjusted = {}
+    for name in PER_REQUEST:
+        missed = sum(name not in NEED_TWO_TOKENS or record.output_tokens > 1 for record in bad)
+        adjusted[name] = distribution(values_of(good, name) + [math.inf] * missed)
     lag = distribution([r.sent_s - r.scheduled_s for r in records if r.sent_s is not None])
     itl_omitted = _itl_omitted(good)
     icl = distribution([gap for _, gap in timed_gaps(good)])
-    met = sum(meets(record, slo_s or {}) for record in records)
+    slo = None
+    if slo_s:
+        met = sum(_meets(record, slo_s) for record in good)
+        attainment = met / max(1, len(records))
+        slo = SloSummary(
+            limits_s=dict(slo_s), attainment=attainment, goodput_per_s=_per_s(met, window_s)
+        )
     return Summary(
         requests=len(records),
         ok=len(good),
-        failed=sum(record.status == "failed" for record in records),
-        timed_out=sum(record.status == "timed_out" for record in records),
+        failed=sum(record.status == "failed" for record in bad),
+        timed_out=sum(record.status == "timed_out" for record in bad),
         window_s=window_s,
         offered_per_s=_per_s(len(records) - 1, max(due) - min(due)) if records else 0.0,
         completed_per_s=_per_s(len(good), window_s),
         input_tokens_per_s=_per_s(sum(record.input_tokens for record in good), window_s),
         output_tokens_per_s=_per_s(sum(record.output_tokens for record in good), window_s),
         latency=latency,
-        adjusted={name: distribution(_adjusted(records, good, name)) for name in PER_REQUEST},
+        adjusted=adjusted,
         icl=icl,
         itl=icl if itl_omitted is None else None,
         itl_omitted=itl_omitted,
         lag=lag,
         degraded=_degraded(lag, latency["ttft"]),
-        slo=SloSummary(
-            limits_s=dict(slo_s),
-            attainment=met / max(1, len(records)),
-            goodput_per_s=_per_s(met, window_s),
-        )
-        if slo_s
-        else None,
-        errors=dict(Counter(record.error or "" for record in records if record.status != "ok")),
+        slo=slo,
+        errors=dict(Counter(record.error or "" for record in bad)),
         receipts=_receipts([record.receipt for record in good if record.receipt]),
     )
 
 
-def meets(record: RequestRecord, slo_s: Mapping[str, float]) -> bool:
-    """Return True if a request ended well and met every limit.
+def _meets(record: RequestRecord, slo_s: Mapping[str, float]) -> bool:
+    """Return True if a request that ended well met every limit.
 
     An answer of one token meets a limit on later tokens. An endpoint whose chunks do not tell when
     tokens came misses it.
     """
-    if record.status != "ok":
-        return False
     for name, limit_s in slo_s.items():
         if name in NEED_TWO_TOKENS and record.output_tokens < 2:
             continue
@@ -198,21 +197,7 @@ def values_of(records: Iterable[RequestRecord], name: str) -> list[float]:
 
 def timed_gaps(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
     """Return (end, length) of every gap between chunks, in seconds."""
-    return [
-        (later, later - earlier)
-        for record in records
-        for earlier, later in pairwise(record.chunk_s)
-    ]
-
-
-def _adjusted(
-    records: Sequence[RequestRecord], good: Sequence[RequestRecord], name: str
-) -> list[float]:
-    missed = sum(
-        record.status != "ok" and (name not in NEED_TWO_TOKENS or record.output_tokens > 1)
-        for record in records
-    )
-    return values_of(good, name) + [math.inf] * missed
+    return [(end, end - begun) for record in records for begun, end in pairwise(record.chunk_s)]
 
 
 def _itl_omitted(good: Sequence[RequestRecord]) -> str | None:
@@ -244,18 +229,16 @@ def _receipts(receipts: Sequence[Mapping[str, object]]) -> ReceiptSummary | None
         name: distribution([receipt_number(x, name) for x in receipts if name in x])
         for name in PHASES
     }
-    tallies = {
-        f"{name}s": _tally(receipt.get(name) for receipt in receipts)
-        for name in ("prefill_worker", "decode_worker", "first_token_source")
-    }
     fallbacks = (x for receipt in receipts for x in receipt.get("fallbacks") or ())  # type: ignore[attr-defined]
     return ReceiptSummary(
         receipts=len(receipts),
         transferred=sum(receipt_number(x, "transfer_bytes") > 0 for x in receipts),
         phases={name: found for name, found in phases.items() if found is not None},
         totals={name: int(sum(receipt_number(x, name) for x in receipts)) for name in TOTALS},
+        prefill_workers=_tally(x.get("prefill_worker") for x in receipts),
+        decode_workers=_tally(x.get("decode_worker") for x in receipts),
+        first_token_sources=_tally(x.get("first_token_source") for x in receipts),
         fallbacks=_tally(fallbacks),
-        **tallies,
     )
 
 

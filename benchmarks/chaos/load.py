@@ -9,6 +9,7 @@ import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from benchmarks.client import GrpcTarget, HttpTarget, Request, completion_body
@@ -150,25 +151,23 @@ class Answer:
 
 
 def wrong_tokens(got: Answer, want: Answer) -> int:
-    """Count the tokens that differ; of an answer that broke off, among those that came."""
+    """Count the tokens that differ; of an answer that broke off, among those that came. A text,
+    finish reason or logprobs that differ count as one."""
     is_whole = got.ending == "ok"
-    wrong = len(got.choices.keys() - want.choices.keys())
-    for index, expected in want.choices.items():
-        wrong += _wrong_in(got.choices.get(index, Choice()), expected, is_whole=is_whole)
-    if is_whole:
-        wrong += abs(got.completion_tokens - want.completion_tokens)
+    wrong = abs(got.completion_tokens - want.completion_tokens) if is_whole else 0
+    for index in got.choices.keys() | want.choices.keys():
+        a, b = (each.choices.get(index, Choice()) for each in (got, want))
+        count = len(a.token_ids)
+        pairs = zip_longest(a.token_ids, b.token_ids if is_whole else b.token_ids[:count])
+        differ = sum(x != y for x, y in pairs)
+        if is_whole:
+            is_right = (a.text, a.finish, len(a.logprobs)) == (b.text, b.finish, len(b.logprobs))
+        else:
+            is_right = b.text.startswith(a.text)
+        near = zip(a.logprobs, b.logprobs, strict=False)
+        is_right = is_right and all(abs(x - y) <= _LOGPROB_TOLERANCE for x, y in near)
+        wrong += differ or not is_right
     return wrong
-
-
-def _wrong_in(got: Choice, want: Choice, *, is_whole: bool) -> int:
-    wrong = sum(a != b for a, b in zip(got.token_ids, want.token_ids, strict=False))
-    pairs = zip(got.logprobs, want.logprobs, strict=False)
-    wrong += sum(abs(a - b) > _LOGPROB_TOLERANCE for a, b in pairs)
-    missing = len(want.token_ids) - len(got.token_ids)
-    if is_whole:
-        wrong += abs(missing) + (len(got.logprobs) != len(want.logprobs))
-        return wrong or (got.text, got.finish) != (want.text, want.finish)
-    return wrong + max(0, -missing) or not want.text.startswith(got.text)
 
 
 class Clients:
