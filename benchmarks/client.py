@@ -132,10 +132,7 @@ class HttpTarget(Target):
             async with asyncio.timeout(PROBE_TIMEOUT_S), self._session.get(url) as response:
                 response.raise_for_status()
                 entries = (await response.json(content_type=None))["data"]
-                return [
-                    ServedModel(x["id"], x.get("max_model_len"), x.get("vocab_size"))
-                    for x in entries
-                ]
+                found = [(x["id"], x.get("max_model_len"), x.get("vocab_size")) for x in entries]
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             reason = str(error) or type(error).__name__
             raise BenchError(
@@ -143,6 +140,7 @@ class HttpTarget(Target):
             ) from None
         except (KeyError, TypeError, AttributeError):
             raise BenchError(f"{url} did not answer with OpenAI's list of models") from None
+        return [ServedModel(*values) for values in found]
 
     def prepare(
         self, model: ServedModel, request_id: str, prompt: Sequence[int], sampling: SamplingParams
@@ -176,21 +174,18 @@ class HttpTarget(Target):
 
 def completion_body(model: str, prompt: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
     """Return the body of a streaming `/v1/completions`."""
-    body: dict[str, Any] = {
+    return {
         "model": model,
         "prompt": list(prompt),
         "max_tokens": sampling.max_tokens,
         "min_tokens": sampling.min_tokens,
         "ignore_eos": sampling.ignore_eos,
         "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop) or None,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if sampling.seed is not None:
-        body["seed"] = sampling.seed
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    return body
 
 
 async def read_stream(blocks: AsyncIterator[bytes]) -> AsyncIterator[Piece]:
@@ -219,30 +214,26 @@ async def read_stream(blocks: AsyncIterator[bytes]) -> AsyncIterator[Piece]:
 
 def _pieces(event: Mapping[str, Any], counted: int) -> list[Piece]:
     """Split one event by choice. `counted` is the last running usage, if the server sends one."""
-    usage = event.get("usage")
-    found: dict[str, int | None] | None = None
-    tokens = None
-    if isinstance(usage, dict):
-        details = usage.get("prompt_tokens_details") or {}
-        found = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
-        found["cached_tokens"] = details.get("cached_tokens")
-        tokens = (found["completion_tokens"] or 0) - counted
-    receipt = (event.get("pdserve") or {}).get("receipt")
-    choices = event.get("choices") or ()
-    if not choices:
-        return [Piece(has_choice=False, usage=found, receipt=receipt)]
-    return [
-        Piece(
+    usage, tokens = event.get("usage"), None
+    if usage:
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        usage = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
+        usage["cached_tokens"] = cached
+        tokens = (usage["completion_tokens"] or 0) - counted
+    both: dict[str, Any] = {"usage": usage, "receipt": (event.get("pdserve") or {}).get("receipt")}
+    found = []
+    for choice in event.get("choices") or ():
+        ids = choice.get("token_ids")
+        piece = Piece(
             index=choice.get("index", 0),
-            tokens=tokens if (ids := choice.get("token_ids")) is None else len(ids),
+            tokens=tokens if ids is None else len(ids),
             token_ids=tuple(ids or ()),
             text=choice.get("text") or (choice.get("delta") or {}).get("content") or "",
             finish_reason=choice.get("finish_reason"),
-            usage=found,
-            receipt=receipt,
+            **both,
         )
-        for choice in choices
-    ]
+        found.append(piece)
+    return found or [Piece(has_choice=False, **both)]
 
 
 def _refusal(what: str, raw: bytes) -> TargetError:

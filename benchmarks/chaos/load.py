@@ -19,7 +19,6 @@ from benchmarks.workload import PromptMaker, Shape, shape_workload
 from pdserve.client import PATIENCE_S
 from pdserve.errors import (
     BudgetExhausted,
-    Conflict,
     DeadlineExceeded,
     Overloaded,
     TransferFailed,
@@ -38,12 +37,13 @@ TIMEOUT_S: Final = 120.0  # of one request, whatever happens to it
 _SHAPE: Final = Shape(scale_lengths=Fraction(1, 2), max_output_tokens=96, max_total_tokens=1500)
 _LEAST_OUTPUT: Final = 24
 _LOGPROB_TOLERANCE: Final = 1e-3
-_SCHEMA: Final = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
-_RETRYABLE: Final = (Unavailable, BudgetExhausted, Overloaded, DeadlineExceeded)
+_SCHEMA: Final = StructuredOutput(
+    Constraint.JSON_SCHEMA,
+    '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
+)
+_TOO_BUSY: Final = (Unavailable, BudgetExhausted, Overloaded, DeadlineExceeded)
 # Errors that say that another attempt may succeed.
-_CLEAN: Final = {kind.code for kind in (*_RETRYABLE, WorkerFailed, TransferFailed)}
-# Errors after which another router is asked; "" is a connection that broke.
-_ELSEWHERE: Final = {"", Unavailable.code, BudgetExhausted.code, Conflict.code}
+_CLEAN: Final = {kind.code for kind in (*_TOO_BUSY, WorkerFailed, TransferFailed)}
 
 # Kind: API and sampling parameters. Each request has a seed of its own.
 KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
@@ -52,7 +52,10 @@ KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "stream": ("sse", {"temperature": 0.0}),
     "n": ("grpc", {"temperature": 0.8, "n": 2}),
     "logprobs": ("grpc", {"temperature": 0.0, "logprobs": 3}),
-    "structured": ("grpc", {"temperature": 0.7, "ignore_eos": False, "min_tokens": 0}),
+    "structured": (
+        "grpc",
+        {"temperature": 0.7, "ignore_eos": False, "structured_output": _SCHEMA},
+    ),
     "plain": ("http", {"temperature": 0.7}),
     "penalties": ("grpc", {"temperature": 0.9, "presence_penalty": 0.6, "frequency_penalty": 0.4}),
     "stop": ("sse", {"temperature": 0.9, "stop": (" the", "er")}),
@@ -70,11 +73,9 @@ class Question:
 
 
 def make_questions(
-    count: int, *, seed: int, vocab_size: int, engine: str, first: int
+    count: int, *, seed: int, vocab_size: int, kinds: Sequence[str], first: int
 ) -> list[Question]:
-    """Take `count` requests of the chat trace from row `first` on, of all kinds that the engine can
-    answer."""
-    kinds = [kind for kind in KINDS if engine != "fake" or kind != "structured"]
+    """Take `count` requests of the chat trace from row `first` on, of all `kinds` in turn."""
     trace = load_trace("chat")
     rows = shape_workload(trace, _SHAPE).rows
     maker = PromptMaker(trace.digest(), seed, vocab_size, None)
@@ -83,8 +84,6 @@ def make_questions(
         _, row = rows[number % len(rows)]
         kind = kinds[number % len(kinds)]
         values: dict[str, Any] = {"ignore_eos": True, "seed": 1000 * seed + number}
-        if kind == "structured":
-            values["structured_output"] = StructuredOutput(Constraint.JSON_SCHEMA, _SCHEMA)
         length = max(_LEAST_OUTPUT, row.output_tokens)
         sampling = SamplingParams(max_tokens=length, **{**values, **KINDS[kind][1]})
         found.append(Question(number, kind, tuple(maker.tokens(str(number), row)), sampling))
@@ -171,25 +170,25 @@ def wrong_tokens(got: Answer, want: Answer) -> int:
 
 
 class Clients:
-    """Connections to the routers of a service. With several routers, an answer that breaks off
-    continues at the next one, over gRPC and over HTTP. Must be created inside a running loop."""
+    """Connections to a service. With several routers, an answer over gRPC that breaks off continues
+    at the next one. Must be created inside a running loop."""
 
     def __init__(self, service: Service, timeout_s: float) -> None:
         routers = service.ready["routers"]
+        self.has_failover = len(routers) > 1
         self._model = service.ready["model"]
-        self._patience_s = PATIENCE_S if len(routers) > 1 else 0.0
         self._timeout_s = timeout_s
-        self.grpc = GrpcTarget(",".join(x["grpc"] for x in routers), patience_s=self._patience_s)
-        self.http = HttpTarget(",".join(x["http"] for x in routers))
+        patience_s = PATIENCE_S if self.has_failover else 0.0
+        self.grpc = GrpcTarget(",".join(x["grpc"] for x in routers), patience_s=patience_s)
+        self._http = HttpTarget(service.ready["http"])
 
     async def aclose(self) -> None:
         await self.grpc.aclose()
-        await self.http.aclose()
+        await self._http.aclose()
 
     async def ask(self, question: Question, answer: Answer) -> None:
         """Follow one request to its end. Cancelling aborts it."""
-        over_grpc = KINDS[question.kind][0] == "grpc"
-        stream = self._over_grpc(question) if over_grpc else self._over_http(question, answer)
+        stream = self._stream(question)
         try:
             async with asyncio.timeout(self._timeout_s + 10.0), aclosing(stream):  # type: ignore[type-var]
                 async for piece in stream:
@@ -198,8 +197,8 @@ class Clients:
                         await asyncio.sleep(answer.slow_s)
             finished = [x for x in answer.choices.values() if x.finish]
             if len(finished) < question.sampling.n:
-                raise BenchError("the stream ended before its answers")
-        except (TargetError, BenchError, OSError, TimeoutError) as error:
+                raise TargetError("the stream ended before its answers")
+        except (TargetError, OSError, TimeoutError) as error:
             answer.end("failed", f"{type(error).__name__}: {error}", getattr(error, "code", ""))
         except asyncio.CancelledError:
             answer.end("aborted")
@@ -207,36 +206,17 @@ class Clients:
         else:
             answer.end("ok")
 
-    def _over_grpc(self, question: Question) -> AsyncIterator[Piece]:
-        name, sampling = f"chaos-{uuid.uuid4().hex}", question.sampling
-        return self.grpc.stream(Request(name, self._model, question.prompt, sampling))
-
-    async def _over_http(self, question: Question, answer: Answer) -> AsyncIterator[Piece]:
+    def _stream(self, question: Question) -> AsyncIterator[Piece]:
+        name, api = f"chaos-{uuid.uuid4().hex}", KINDS[question.kind][0]
+        if api == "grpc":
+            return self.grpc.stream(Request(name, self._model, question.prompt, question.sampling))
         body = completion_body(self._model, question.prompt, question.sampling)
-        if KINDS[question.kind][0] == "sse":
+        if api == "sse":
             body["return_token_ids"] = True
         else:
             del body["stream_options"]
             body["stream"] = False
-        name = f"chaos-{uuid.uuid4().hex}"
-        headers = {"idempotency-key": name} if self._patience_s else {}
-        failed_s, pieces = 0.0, 0
-        while True:
-            request = Request(name, self._model, json.dumps(body).encode(), headers=headers)
-            try:
-                async with aclosing(self.http.stream(request)) as stream:  # type: ignore[type-var]
-                    async for piece in stream:
-                        yield piece
-                return
-            except TargetError as error:
-                if answer.pieces > pieces or not failed_s:
-                    failed_s, pieces = time.monotonic(), answer.pieces
-                is_late = time.monotonic() - failed_s >= self._patience_s
-                if is_late or error.code not in _ELSEWHERE:
-                    raise
-            if answer.choices:
-                body["resume_token_ids"] = list(answer.choices[0].token_ids)
-            await asyncio.sleep(0.1)
+        return self._http.stream(Request(name, self._model, json.dumps(body).encode()))
 
 
 async def right_answers(clients: Clients, questions: Sequence[Question]) -> dict[int, Answer]:
