@@ -116,12 +116,14 @@ def load_trace(name_or_path: str) -> Trace:
     if not path.is_file():
         names = ", ".join(NAMED_TRACES)
         raise BenchError(f"no trace {name_or_path!r}: give one of {names}, or the path of a file")
+    beside = path.with_suffix(".meta.json")
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"{path}: cannot be read: {error}") from None
+        known = beside.read_bytes() if beside.is_file() else b"{}"
+        meta = json.decode(known, type=TraceMeta)
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+        raise BenchError(f"{path}, or {beside.name}: {error}") from None
     name, rows, ignored = _read(path, text.splitlines())
-    meta = _read_meta(path.with_suffix(".meta.json"))
     block_size = None
     if any(row.hash_ids is not None for row in rows):
         block_size = meta.block_size or BLOCK_SIZE
@@ -201,15 +203,6 @@ def _check_blocks(path: Path, rows: Sequence[TraceRequest], block_size: int) -> 
                 f"{row.input_tokens} tokens, which are {blocks} blocks of {block_size}; block_size "
                 f"in {path.stem}.meta.json sets another block size"
             )
-
-
-def _read_meta(path: Path) -> TraceMeta:
-    if not path.is_file():
-        return TraceMeta()
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=TraceMeta)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise BenchError(f"{path}: {error}") from None
 
 
 def due_times_s(

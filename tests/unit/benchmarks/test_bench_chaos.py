@@ -8,29 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import yaml
 
 from benchmarks.chaos.hooks import PATCHES
-from benchmarks.chaos.load import (
-    KINDS,
-    REPEATED,
-    Answer,
-    Choice,
-    Load,
-    Question,
-    make_questions,
-    wrong_tokens,
-)
-from benchmarks.chaos.matrix import ChaosSettings, Row
-from benchmarks.chaos.scenarios import SCENARIOS, Run
+from benchmarks.chaos.load import KINDS, Answer, Choice, Question, make_questions, wrong_tokens
+from benchmarks.chaos.matrix import REFERENCE, ChaosSettings, Row
+from benchmarks.chaos.scenarios import REPEATED, SCENARIOS, Run
 from pdserve.config import load_config
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from benchmarks.chaos.load import Asker
-    from benchmarks.chaos.service import ServiceUnderTest
 
 
 def answer(
@@ -55,6 +44,7 @@ WANT = answer([1, 2, 3], logprobs=[-0.5, -0.5, -0.5])
         (answer([1, 2, 3], finish="stop", logprobs=[-0.5] * 3), 1),
         (answer([1, 2], "ab", "failed", ""), 0),
         (answer([1, 9], "ab", "failed", ""), 1),
+        (answer([1, 2, 3, 4], "abc", "failed", ""), 1),
         (answer([], "x", "aborted", ""), 1),
     ],
 )
@@ -62,9 +52,14 @@ def test_wrong_tokens_are_counted(got: Answer, wrong: int) -> None:
     assert wrong_tokens(got, WANT) == wrong
 
 
+def run_of(questions: list[Question], clients: object = None) -> Run:
+    by_number = {x.number: x for x in questions}
+    return Run(cast("Any", None), cast("Any", clients), by_number, 1000.0, random.Random(0))
+
+
 def test_only_what_a_fault_ends_may_fail() -> None:
-    nothing = cast("ServiceUnderTest", None), Load([], cast("Asker", None), 1.0)
-    run = Run(*nothing, random.Random(0), struck_s=10.0, allowed={1}, workers_s=20.0)
+    run = run_of([])
+    run.struck_s, run.workers_s, run.allowed = 10.0, 20.0, {1}
     assert run.allows(Answer(1, 5.0, ended_s=6.0))
     clean = replace(Answer(2, 15.0, ended_s=16.0), code=Unavailable.code)
     assert run.allows(clean)
@@ -73,8 +68,8 @@ def test_only_what_a_fault_ends_may_fail() -> None:
     assert not run.allows(replace(clean, code=InvalidRequest.code))
 
 
-def row(**changes: Any) -> Row:
-    whole = Row(
+def test_a_row_passes_if_the_fault_struck_and_nothing_was_lost() -> None:
+    row = Row(
         fault="kill_decode",
         what="",
         hit=True,
@@ -87,53 +82,45 @@ def row(**changes: Any) -> Row:
         pause_s=0.1,
         whole_s=1.0,
     )
-    return replace(whole, **changes)
-
-
-def test_a_row_passes_if_the_fault_struck_and_nothing_was_lost() -> None:
-    assert row().passed
-    for name in ("failed", "wrong_tokens", "leaked_blocks"):
-        assert not row(**{name: 1}).passed
-    assert not row(left=["process 7"]).passed
-    assert not row(hit=False).passed
-    assert {"fault", "failed", "wrong_tokens", "leaked_blocks", "passed"} <= row().to_json().keys()
+    assert row.passed
+    bad: list[dict[str, Any]] = [{"left": ["process 7"]}, {"hit": False}]
+    bad += [{name: 1} for name in ("failed", "wrong_tokens", "leaked_blocks")]
+    for changes in bad:
+        assert not replace(row, **changes).passed
+    assert {"fault", "failed", "wrong_tokens", "leaked_blocks", "passed"} <= row.to_json().keys()
 
 
 def test_questions_share_no_prompt_and_have_every_feature() -> None:
-    first = make_questions(16, seed=1, vocab_size=2048, engine="fake", first=0)
-    more = make_questions(16, seed=1, vocab_size=2048, engine="fake", first=16)
-    assert {x.kind for x in first} == KINDS.keys() - {"structured"}
-    assert len({x.prompt for x in first + more}) == 32
-    assert first == make_questions(16, seed=1, vocab_size=2048, engine="fake", first=0)
+    def questions(first: int) -> list[Question]:
+        return make_questions(18, seed=1, vocab_size=2048, kinds=list(KINDS), first=first)
+
+    first, more = questions(0), questions(18)
+    assert {x.kind for x in first} == KINDS.keys()
+    assert len({x.prompt for x in first + more}) == 36
+    assert first == questions(0)
 
 
-async def test_a_load_sends_again_under_another_number() -> None:
+async def test_a_request_that_is_sent_again_has_another_number() -> None:
     class Instant:
-        async def ask(self, question: Question, found: Answer, *, slow_s: float = 0.0) -> None:
+        async def ask(self, question: Question, found: Answer) -> None:
             found.end("ok")
 
-    questions = [Question(n, "greedy", (1,), SamplingParams()) for n in (4, 5)]
-    load = Load(questions, cast("Asker", Instant()), 1000.0)
-    load.send(4)
-    load.send(4, slow_s=0.1)
-    assert load.unsent == 1
-    assert load.slow == {4 + REPEATED}
-    await load.run()
-    assert load.is_over
-    assert {n % REPEATED for n in load.answers} == {4, 5}
+    run = run_of([Question(n, "greedy", (1,), SamplingParams()) for n in (4, 5)], Instant())
+    run.send(4)
+    run.send(4, slow_s=0.1)
+    assert run.answers[4 + REPEATED].slow_s == 0.1
+    await run.load()
+    assert run.is_over
+    assert not run.unsent
+    assert {n % REPEATED for n in run.answers} == {4, 5}
 
 
 @pytest.mark.parametrize("engine", ["fake", "vllm"])
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_configuration_is_valid(engine: str, name: str, tmp_path: Path) -> None:
-    import yaml
-
-    settings = ChaosSettings(engine=engine)
-    hash(SCENARIOS[name].config)  # scenarios with the same one share a service
-    for config in (settings.config(SCENARIOS[name].config), settings.reference()):
-        path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump(config))
-        assert load_config(path, {}).worker.engine == engine
+@pytest.mark.parametrize("own", {REFERENCE, *(x.config for x in SCENARIOS.values())})
+def test_every_configuration_is_valid(engine: str, own: Any, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(ChaosSettings(engine=engine).config(own)))
+    assert load_config(path, {}).worker.engine == engine
 
 
 @pytest.mark.parametrize("name", PATCHES)

@@ -76,21 +76,9 @@ GOOD = '{"timestamp": 0, "input_length": 5, "output_length": 1}'
     [
         ("t.csv", "a,b\n1,2\n", "of no known format"),
         ("t.csv", AZURE, "no requests in it"),
-        (
-            "t.csv",
-            f"{AZURE}soon,1,2\n",
-            "t.csv:2: Invalid RFC3339",
-        ),
-        (
-            "t.csv",
-            f"{AZURE}2023-11-16 18:15:46,x,2\n",
-            "got `str` - at `$.ContextTokens`",
-        ),
-        (
-            "t.csv",
-            f"{AZURE}2023-11-16 18:15:46,1,0\n",
-            "Expected `int` >= 1",
-        ),
+        ("t.csv", f"{AZURE}soon,1,2\n", "t.csv:2: Invalid RFC3339"),
+        ("t.csv", f"{AZURE}2023-11-16 18:15:46,x,2\n", "got `str` - at `$.ContextTokens`"),
+        ("t.csv", f"{AZURE}2023-11-16 18:15:46,1,0\n", "Expected `int` >= 1"),
         ("t.jsonl", "[]\n", "t.jsonl:1: Expected `object`, got `array`"),
         ("t.jsonl", f"{GOOD}\nnope\n", "t.jsonl:2: JSON is malformed"),
         ("t.jsonl", GOOD.replace("5", "0"), "Expected `int` >= 1 - at `$.input_length`"),

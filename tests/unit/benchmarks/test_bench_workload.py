@@ -65,40 +65,18 @@ def test_the_speedup_gives_the_rate() -> None:
         speedup_for([1.0, 1.0], 2.0)
 
 
-def shared(one: object, other: object) -> int:
-    assert isinstance(one, list | tuple)
-    assert isinstance(other, list | tuple)
-    pairs = itertools.takewhile(lambda x: x[0] == x[1], zip(one, other, strict=False))
-    return sum(1 for _ in pairs)
-
-
-@st.composite
-def rows(draw: st.DrawFn) -> tuple[int, list[TraceRequest]]:
-    block_size = draw(st.integers(1, 6))
-    paths = draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=12))
-    found = [
-        TraceRequest(
-            0.0, (len(path) - 1) * block_size + draw(st.integers(1, block_size)), 1, tuple(path)
-        )
-        for path in paths
+def test_prompts_share_the_blocks_that_the_trace_says() -> None:
+    maker = PromptMaker("d", 0, 2048, 8)
+    paths = {(1, 2, 3): 20, (1, 2, 4): 24, (1, 5): 11, (2, 3): 16}
+    prompts = [maker.tokens("x", TraceRequest(0.0, n, 1, path)) for path, n in paths.items()]
+    assert [len(prompt) for prompt in prompts] == list(paths.values())
+    first = prompts[0]
+    agree = [
+        sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, other)))
+        for other in prompts[1:]
     ]
-    found += [TraceRequest(0.0, draw(st.integers(1, 9)), 1) for _ in range(draw(st.integers(0, 4)))]
-    return block_size, draw(st.permutations(found))
-
-
-@settings(deadline=None)
-@given(rows(), st.integers(0, 3))
-def test_two_prompts_share_exactly_the_tokens_of_their_shared_blocks(
-    made: tuple[int, list[TraceRequest]], seed: int
-) -> None:
-    block_size, requests = made
-    # A small vocabulary, so that chance alone would let some prompts agree.
-    maker = PromptMaker("d", seed=seed, vocab_size=16, block_size=block_size)
-    prompts = [maker.tokens(str(number), row) for number, row in enumerate(requests)]
-    for prompt, row in zip(prompts, requests, strict=True):
-        assert len(prompt) == row.input_tokens
-        assert all(2 <= token < 14 for token in prompt)
-    both = list(zip(prompts, requests, strict=True))
-    for (one, row), (other, another) in itertools.combinations(both, 2):
-        blocks = shared(row.hash_ids or (), another.hash_ids or ())
-        assert shared(one, other) == min(blocks * block_size, len(one), len(other))
+    assert agree == [16, 8, 0]
+    assert all(256 <= token < 2048 - 256 for prompt in prompts for token in prompt)
+    alone = [maker.tokens(name, TraceRequest(0.0, 9, 1)) for name in ("x", "y", "x")]
+    assert alone[0] == alone[2] != alone[1]
+    assert PromptMaker("d", 1, 2048, 8).tokens("x", TraceRequest(0.0, 9, 1)) != alone[0]
