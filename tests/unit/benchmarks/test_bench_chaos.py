@@ -116,7 +116,7 @@ async def test_a_request_that_is_sent_again_has_another_number() -> None:
 
 
 @pytest.mark.parametrize("engine", ["fake", "vllm"])
-@pytest.mark.parametrize("own", {REFERENCE, *(x.config for x in SCENARIOS.values())})
+@pytest.mark.parametrize("own", dict.fromkeys([REFERENCE, *(x.config for x in SCENARIOS.values())]))
 def test_every_configuration_is_valid(engine: str, own: Any, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(ChaosSettings(engine=engine).config(own)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from fractions import Fraction
 
 import pytest
@@ -70,12 +69,10 @@ def test_prompts_share_the_blocks_that_the_trace_says() -> None:
     paths = {(1, 2, 3): 20, (1, 2, 4): 24, (1, 5): 11, (2, 3): 16}
     prompts = [maker.tokens("x", TraceRequest(0.0, n, 1, path)) for path, n in paths.items()]
     assert [len(prompt) for prompt in prompts] == list(paths.values())
-    first = prompts[0]
-    agree = [
-        sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, other)))
-        for other in prompts[1:]
-    ]
-    assert agree == [16, 8, 0]
+    first, *others = prompts
+    for other, agree in zip(others, (16, 8, 0), strict=True):
+        assert other[:agree] == first[:agree]
+        assert other[agree : agree + 4] != first[agree : agree + 4]
     assert all(256 <= token < 2048 - 256 for prompt in prompts for token in prompt)
     alone = [maker.tokens(name, TraceRequest(0.0, 9, 1)) for name in ("x", "y", "x")]
     assert alone[0] == alone[2] != alone[1]
