@@ -84,10 +84,8 @@ class Child:
             os.killpg(process.pid, signal.SIGCONT)
             process.send_signal(sign)
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    while process.poll() is None:  # noqa: ASYNC110 - there is no event for it
-                        await asyncio.sleep(_POLL_S)
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, STOP_TIMEOUT_S)
         finally:
             if process.poll() is None:  # too late, or we were cancelled
                 for each in with_children([process.pid]):

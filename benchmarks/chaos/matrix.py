@@ -193,7 +193,7 @@ async def _row(
     progress.step(f"{scenario.name}: waiting until all processes are ready")
     await run.service.until_whole()
     whole_s = time.monotonic() - run.struck_s if run.struck_s else 0.0
-    leaked_blocks, left = await run.service.until_empty(EMPTY_S)
+    left = await run.service.until_empty(EMPTY_S)
     answers = run.answers.values()
     failed = [x for x in answers if x.ending != "ok"]
     blamed = [x for x in failed if not run.allows(x)]
@@ -208,8 +208,8 @@ async def _row(
         failed=len(blamed),
         allowed_failures=len(failed) - len(blamed),
         wrong_tokens=sum(wrong.values()),
-        leaked_blocks=leaked_blocks,
-        left=left,
+        leaked_blocks=sum(blocks for blocks, _ in left),
+        left=[text for _, text in left],
         pause_s=round(max((x.pause_s for x in answers if not x.slow_s), default=0.0), 3),
         whole_s=round(whole_s, 3),
         fallbacks=dict(sorted(Counter(s for x in answers for s in x.fallbacks).items())),

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc.aio
 import psutil
@@ -20,11 +20,12 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Callable, Mapping
     from pathlib import Path
 
 LOOK_S: Final = 0.02
 WHOLE_S: Final = 240.0
+T = TypeVar("T")
 
 
 class ServiceUnderTest(Service):
@@ -91,56 +92,53 @@ class ServiceUnderTest(Service):
 
     async def until_whole(self) -> None:
         """Wait until all workers are ready and no pair is ejected. Raises BenchError."""
-        until_s = time.monotonic() + WHOLE_S
-        while why := await self._not_whole():
-            if time.monotonic() > until_s:
-                raise BenchError(f"not whole after {WHOLE_S:g} s: {why}")
-            await asyncio.sleep(LOOK_S)
+        if why := await _until_none(self._missing, WHOLE_S):
+            raise BenchError(f"not whole after {WHOLE_S:g} s: {', '.join(why)}")
 
-    async def _not_whole(self) -> str:
+    async def _missing(self) -> list[str]:
+        found = []
         for listed in await self.listed_by_all():
             entries = {x.info.worker_id: x for x in listed.workers}
             for name in self.names:
                 entry = entries.get(name)
                 if entry is None or entry.info.pid in self._gone:
-                    return f"{name} is not back"
-                if entry.state != "ready":
-                    return f"{name} is {entry.state}"
-            for pair in listed.ejected_pairs:
-                if pair.remaining_s:
-                    return f"{pair.prefill_worker} and {pair.decode_worker} are ejected"
-        return "" if all(self.router_pids()) else "a router is not back"
+                    found.append(f"{name} is not back")
+                elif entry.state != "ready":
+                    found.append(f"{name} is {entry.state}")
+            ejected = [x for x in listed.ejected_pairs if x.remaining_s]
+            found += [f"{x.prefill_worker} and {x.decode_worker} are ejected" for x in ejected]
+        return found if all(self.router_pids()) else [*found, "a router is not back"]
 
-    async def until_empty(self, within_s: float) -> tuple[int, list[str]]:
-        """Wait until nothing is held anywhere. Return the KV blocks, and all in words, that still
-        are."""
-        until_s = time.monotonic() + within_s
-        while True:
-            blocks, held = await self._held()
-            if not held or time.monotonic() > until_s:
-                return blocks, held
-            await asyncio.sleep(0.1)
+    async def until_empty(self, within_s: float) -> list[tuple[int, str]]:
+        """Wait until nothing is held anywhere. Return what still is: KV blocks, and in words."""
+        return await _until_none(self._held, within_s)
 
-    async def _held(self) -> tuple[int, list[str]]:
-        blocks, held = 0, []
+    async def _held(self) -> list[tuple[int, str]]:
+        held = []
         for number, listed in enumerate(await self.listed_by_all()):
             for entry in listed.workers:
                 if entry.outstanding_requests or entry.outstanding_tokens:
                     of = f"{entry.info.worker_id} at router {number}"
-                    held.append(f"{entry.outstanding_requests} requests of {of}")
+                    held.append((0, f"{entry.outstanding_requests} requests of {of}"))
         for name, entry in (await self.entries()).items():
             try:
                 async with rpc.open_channel(entry.info.address) as channel:
                     request = w.GetStatusRequest()
                     status = await WorkerStub(channel).GetStatus(request, timeout=RPC_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                held.append(f"{name} does not answer: {error.code().name}")
+                held.append((0, f"{name} does not answer: {error.code().name}"))
                 continue
             ledger = status.ledger
-            blocks += ledger.pinned_blocks
             if ledger.pinned_blocks or ledger.transfers or ledger.engine_requests:
-                held.append(
-                    f"{name}: {ledger.pinned_blocks} blocks, {ledger.transfers} transfers, "
-                    f"{ledger.engine_requests} requests"
-                )
-        return blocks, held
+                blocks, transfers = ledger.pinned_blocks, ledger.transfers
+                rest = f"{transfers} transfers, {ledger.engine_requests} requests"
+                held.append((blocks, f"{name}: {blocks} blocks, {rest}"))
+        return held
+
+
+async def _until_none(look: Callable[[], Awaitable[list[T]]], within_s: float) -> list[T]:
+    """Look until nothing is found, and return what was found last."""
+    until_s = time.monotonic() + within_s
+    while (found := await look()) and time.monotonic() < until_s:  # noqa: ASYNC110 - it has to be asked
+        await asyncio.sleep(0.05)
+    return found
