@@ -1,8 +1,8 @@
 """Simulate a service: the router's own code and fake engines on an event loop with virtual time.
 
 Nothing of the router or of the workers is modelled a second time. The loop does not sleep: when no
-task can run, its clock jumps to the next timer. Routers and workers are joined in memory. The cost
-of an engine step is linear in its prompt tokens and its decoding requests; `calibrate` measures it.
+task can run, its clock jumps to the next timer. Router and workers share one process. The cost of
+an engine step is linear in its prompt tokens and its decoding requests; `calibrate` measures it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import random
 import selectors
+import socket
 import tempfile
 import time
 from contextlib import AsyncExitStack, aclosing
@@ -127,42 +128,14 @@ class _VirtualSelector(selectors.SelectSelector):
         return ready
 
 
-class _MemoryTransport(asyncio.Transport):
-    """One end of a connection within this process."""
-
-    protocol: asyncio.Protocol
-    peer: _MemoryTransport
-    _is_closing = False
-
-    def write(self, data: Any) -> None:
-        if not self._is_closing:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self.peer.protocol.data_received, bytes(data))
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def close(self) -> None:
-        for end in (self, self.peer):
-            if not end._is_closing:
-                end._is_closing = True
-                asyncio.get_running_loop().call_soon(end.protocol.connection_lost, None)
-
-    abort = close
-
-
-def connect_in_memory(services: Mapping[str, WorkerService]) -> Any:
+def connect_in_process(services: Mapping[str, WorkerService]) -> Any:
     """Return what `Fleet` uses to connect to a worker, here by its id."""
 
     async def connect(info: WorkerInfo, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-        ours, theirs = _MemoryTransport(), _MemoryTransport()
-        ours.peer, theirs.peer = theirs, ours
-        ours.protocol, theirs.protocol = make_protocol(), services[info.worker_id].new_session()
-        theirs.protocol.connection_made(theirs)
-        ours.protocol.connection_made(ours)
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        await loop.connect_accepted_socket(services[info.worker_id].new_session, theirs)
+        await loop.create_connection(make_protocol, sock=ours)
 
     return connect
 
@@ -244,7 +217,7 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
         router_id="router",
         lease_s=_NEVER_S,
         health=config.health,
-        connect=connect_in_memory(services),
+        connect=connect_in_process(services),
     )
     server = RequestServer(make_services(config, fleet, RouterMetrics(), DecisionLog(1)))
     workers = [(role, n) for role in Role for n in range(getattr(setup, role.value))]
