@@ -147,7 +147,7 @@ async def test_a_bad_answer_is_recorded_as_such(fault: str) -> None:
 
 
 async def test_all_requests_go_out_however_late_the_answers_are() -> None:
-    server = FakeOpenAI(hold_until_running=6)
+    server = FakeOpenAI(hold_until=6)
     async with server.serve():
         result = await replayed(server, warmup=0)
     assert [r.status for r in result.records] == ["ok"] * 6
