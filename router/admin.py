@@ -119,6 +119,7 @@ class RegistryService(RegistryServicer):
             probes_passed=fleet.outliers.probes["passed"],
             probes_failed=fleet.outliers.probes["failed"],
             roles=roles_to_pb(self._roles),
+            disaggregation=[self._costs.disaggregation(model) for model in fleet.models()],
             ejected_pairs=[
                 w.EjectedPair(
                     prefill_worker=prefill, decode_worker=decode, **_breaker_fields(breaker, now)

@@ -73,6 +73,7 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
         "ejected_pairs": [plain(pair) for pair in listed.ejected_pairs],
         "probes": {"passed": listed.probes_passed, "failed": listed.probes_failed},
         "roles": [plain(roles) for roles in listed.roles],
+        "disaggregation": [plain(model) for model in listed.disaggregation],
     }
 
 
@@ -172,6 +173,7 @@ def show(address: str, found: dict[str, Any], console: Console | None = None) ->
         ],
         "probes": [f"{passed} passed, {failed} failed"] if passed or failed else [],
         "roles by load": [f"{row['model']}: {row['text']}" for row in found["roles"]],
+        "P/D helps here": [f"{row['model']}: {row['text']}" for row in found["disaggregation"]],
     }
     for title, lines in lists.items():
         if lines:

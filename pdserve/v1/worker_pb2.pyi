@@ -226,18 +226,42 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "ejected_pairs", "roles", "probes_passed", "probes_failed")
+    __slots__ = ("workers", "ejected_pairs", "roles", "probes_passed", "probes_failed", "disaggregation")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     EJECTED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     PROBES_PASSED_FIELD_NUMBER: _ClassVar[int]
     PROBES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    DISAGGREGATION_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     ejected_pairs: _containers.RepeatedCompositeFieldContainer[EjectedPair]
     roles: _containers.RepeatedCompositeFieldContainer[ModelRoles]
     probes_passed: int
     probes_failed: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ..., probes_passed: _Optional[int] = ..., probes_failed: _Optional[int] = ...) -> None: ...
+    disaggregation: _containers.RepeatedCompositeFieldContainer[Disaggregation]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ..., probes_passed: _Optional[int] = ..., probes_failed: _Optional[int] = ..., disaggregation: _Optional[_Iterable[_Union[Disaggregation, _Mapping]]] = ...) -> None: ...
+
+class Latency(_message.Message):
+    __slots__ = ("ttft_s", "tpot_s")
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    ttft_s: float
+    tpot_s: float
+    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
+
+class Disaggregation(_message.Message):
+    __slots__ = ("model", "text", "helps", "disaggregated", "aggregated")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    HELPS_FIELD_NUMBER: _ClassVar[int]
+    DISAGGREGATED_FIELD_NUMBER: _ClassVar[int]
+    AGGREGATED_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    text: str
+    helps: bool
+    disaggregated: Latency
+    aggregated: Latency
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., helps: _Optional[bool] = ..., disaggregated: _Optional[_Union[Latency, _Mapping]] = ..., aggregated: _Optional[_Union[Latency, _Mapping]] = ...) -> None: ...
 
 class ModelRoles(_message.Message):
     __slots__ = ("model", "text", "state", "prefill_workers", "decode_workers", "wanted_prefill_workers", "wanted_decode_workers", "prefill_load", "decode_load")

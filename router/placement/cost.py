@@ -34,8 +34,9 @@ from pdserve.step_moments import (
     total,
 )
 from pdserve.types import Role
+from pdserve.v1 import worker_pb2 as w
 from router.admission import LatencyEstimate
-from router.placement.values import Prediction
+from router.placement.values import MemberState, Prediction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,6 +180,59 @@ def fit_costs(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:
     return found
 
 
+class Latency(Struct, frozen=True):
+    """Predicted mean latency under a load; infinite if that is more than the workers can do."""
+
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.ttft_s + self.tpot_s)
+
+    def to_pb(self) -> w.Latency | None:
+        return w.Latency(ttft_s=self.ttft_s, tpot_s=self.tpot_s) if self.is_finite else None
+
+
+def predicted_latencies(
+    steps: StepModel, means: RequestMeans, prefill_workers: int, decode_workers: int
+) -> tuple[Latency, Latency] | None:
+    """Predict the requests of `means` on prefill and decode workers, and on as many aggregated
+    ones. Return None while too little was measured.
+
+    A worker that prefills `rate` prompts a second is a queue with constant service time (M/D/1). A
+    share of a decode worker's time goes to its streams, by Little's law, and in an aggregated one
+    also to prompts; a step takes that much longer.
+    """
+    prompt_tokens, gaps = round(means.prompt_tokens.value), max(1.0, means.gaps.value)
+    work, rate = prompt_work(max(1, prompt_tokens)), 1.0 / max(means.interval_s.value, 1e-9)
+    alone_s = steps.prefill_s(work)
+    measured = min(means.gaps.count, means.transfer_s.count, means.interval_s.count)
+    has_workers = prefill_workers and decode_workers
+    if alone_s is None or not steps.knows_decode or measured < MIN_SAMPLES or not has_workers:
+        return None
+    stream = Batch(1, round(work.tokens + gaps / 2))
+    step_s = steps.decode_step_s(stream)
+    stream_s = step_s - steps.decode_step_s(_NO_BATCH)
+    delay_s = steps.prompt_s(work.tokens, work.pairs)
+
+    def ttft_s(prompts_per_s: float, service_s: float) -> float:
+        used = prompts_per_s * service_s
+        return service_s * (1.0 + used / (2.0 * (1.0 - used))) if used < 1.0 else math.inf
+
+    def tpot_s(requests_per_s: float, prompt_s: float) -> float:
+        used = requests_per_s * (gaps * stream_s + prompt_s)
+        return step_s / (1.0 - used) if used < 1.0 else math.inf
+
+    split = Latency(
+        ttft_s(rate / prefill_workers, alone_s),
+        tpot_s(rate / decode_workers, 0.0) + means.transfer_s.value / gaps,
+    )
+    each = rate / (prefill_workers + decode_workers)
+    together_s = tpot_s(each, delay_s)
+    return split, Latency(ttft_s(each, together_s + delay_s), together_s)
+
+
 @dataclass(eq=False, slots=True)
 class Ticket:
     """A prompt that waits or is computed on a worker."""
@@ -227,7 +281,8 @@ class _Mean:
 @dataclass(slots=True)
 class RequestMeans:
     """Moving means over the answered requests of a model. `prompt_tokens` are computed ones,
-    `first_s` is from placement to the first token, `gaps` the output tokens less one."""
+    `first_s` is from placement to the first token, `gaps` the output tokens less one, `interval_s`
+    the time between two answers."""
 
     prompt_tokens: _Mean = field(default_factory=_Mean)
     prefill_s: _Mean = field(default_factory=_Mean)
@@ -235,6 +290,8 @@ class RequestMeans:
     decode_s: _Mean = field(default_factory=_Mean)
     gaps: _Mean = field(default_factory=_Mean)
     transfer_s: _Mean = field(default_factory=_Mean)
+    interval_s: _Mean = field(default_factory=_Mean)
+    answered_at: float = 0.0
 
     @property
     def decoding_share(self) -> float:
@@ -293,6 +350,29 @@ class CostModel:
         wait_s = max(0.0, means.first_s.value - means.prefill_s.value)
         decode_s = means.decode_s.value * min(1.0, max_tokens / max(1.0, means.gaps.value))
         return LatencyEstimate(wait_s, prefill_s, decode_s)
+
+    def disaggregation(self, model: str) -> w.Disaggregation:
+        """Say whether prefill/decode disaggregation helps at the load of the last requests."""
+        means, found = self.means(model), None
+        if means is not None:
+            ready = [m for m in self._fleet.of_model(model) if m.state is MemberState.READY]
+            counts = [sum(m.info.role is x for m in ready) for x in (Role.PREFILL, Role.DECODE)]
+            found = predicted_latencies(self._fits_of(model).pooled, means, *counts)
+        if found is None:
+            return w.Disaggregation(model=model, text="not enough data")
+        cost_s = [self._ttft_cost_s(x.ttft_s) + self._tpot_cost_s(x.tpot_s) for x in found]
+        helps = cost_s[0] < cost_s[1]
+        told = [
+            f"TTFT {x.ttft_s:.3f} s, TPOT {x.tpot_s:.4f} s" if x.is_finite else "overload"
+            for x in found
+        ]
+        return w.Disaggregation(
+            model=model,
+            text=f"{'yes' if helps else 'no'}: predicted {told[0]}; aggregated {told[1]}",
+            helps=helps,
+            disaggregated=found[0].to_pb(),
+            aggregated=found[1].to_pb(),
+        )
 
     def predict(
         self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
@@ -408,6 +488,10 @@ class CostModel:
         means.gaps.add(max(0, usage.completion_tokens - 1))
         exposed_s = receipt.exposed_transfer_s if receipt.transport else 0.0
         means.decode_s.add(max(0.0, e2e_s - ttft_s - exposed_s))
+        now = self._clock()
+        if means.answered_at:
+            means.interval_s.add(now - means.answered_at)
+        means.answered_at = now
         if receipt.transport:
             means.transfer_s.add(exposed_s)
             pair = (receipt.prefill_worker, receipt.decode_worker)

@@ -275,3 +275,28 @@ def test_estimates_for_admission_come_from_answered_requests() -> None:
     assert found.wait_s == pytest.approx(0.05)
     assert found.prefill_s == pytest.approx(STEP_S + 0.2, rel=0.02)
     assert found.decode_s == pytest.approx((0.45 - 0.15 - TRANSFER_S) * 11 / 20, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "told"),
+    [
+        (60.0, "no: predicted TTFT 0.1"),
+        (0.2, "yes: predicted TTFT 0.1"),
+        (0.05, "no: predicted overload; aggregated overload"),
+    ],
+)
+def test_whether_disaggregation_helps_is_predicted_for_the_load(
+    interval_s: float, told: str
+) -> None:
+    rig = Rig(tpot_s=0.0145)
+    for model in ("demo", "other"):
+        assert rig.costs.disaggregation(model).text == "not enough data"
+    for _ in range(100):
+        rig.now += interval_s
+        rig.answered()
+    found = rig.costs.disaggregation("demo")
+    assert found.text.startswith(told)
+    assert found.helps == told.startswith("yes")
+    if found.helps:
+        assert found.disaggregated.ttft_s > STEP_S + 100 * TOKEN_S
+        assert found.aggregated.tpot_s > found.disaggregated.tpot_s > STEP_S
