@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.errors import BAD_INPUT, FAILED, INTERRUPTED, BenchError, WarmupFailed
-from pdserve.cli.options import DEFAULT_URL, add_config_options, add_dial_options
+from pdserve.cli.options import DEFAULT_URL, add_command, add_config_options, add_dial_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-# -- values of options
+
+def _number(kind: Callable[[str], Any], least: float, what: str) -> Callable[[str], Any]:
+    """Return a reader of numbers from `least` up (0.0: above it) and below infinity."""
+
+    def read(text: str) -> Any:
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            value = kind(text)
+            if least <= value < math.inf and (value or isinstance(least, int)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return read
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+_positive = _number(float, 0.0, "a number above 0")
+_fraction = _number(Fraction, 0.0, "a factor such as 1/8 or 0.5")
+_whole = _number(int, 0, "a whole number from 0 up")
+_count = _number(int, 1, "a whole number from 1 up")
 
-
-def _whole(text: str, least: int = 0) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} up")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _fraction(text: str) -> Fraction:
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(0)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a factor such as 1/8 or 0.5")
-    return value
-
-
-# -- options: names, metavar, type, default, help. A metavar of "" is a flag, one of "+" repeats.
+# Options: names, metavar, type, default, help. A metavar of "" is a flag, one of "+" repeats.
 
 _Option = tuple[str, str, Any, Any, str]
 _TRACE: Final[_Option] = (
@@ -211,33 +199,22 @@ _KEYS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
-class _Wide(argparse.HelpFormatter):
-    """One line an option, so that the help of a command fits a screen."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=120)
-
-
 def register(subparsers: Any) -> None:
     """Add `bench` with its commands. Each sets `handler`, which returns the exit status."""
     bench = subparsers.add_parser("bench", help="replay traces, compare, break and simulate")
     commands = bench.add_subparsers(dest="bench_command", required=True, metavar="COMMAND")
     for name, options in _OPTIONS.items():
         about, details = _ABOUT[name]
-        parser = commands.add_parser(
-            name,
-            help=about,
-            description=details,
-            usage=f"pdserve bench {name} [options]",
-            formatter_class=_Wide,
-        )
+        parser = add_command(commands, name, _handler(name), about, details)
+        parser.usage = f"pdserve bench {name} [options]"
+        # One line an option, so that the help of a command fits a screen.
+        parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=38, width=120)
         for option in options:
             _add(parser, *option)
         if name in ("replay", "compare"):
             add_dial_options(parser)
         if name in _KEYS:
             add_config_options(parser, _KEYS[name])
-        parser.set_defaults(handler=_handler(name))
 
 
 def _add(

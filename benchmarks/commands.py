@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from contextlib import aclosing
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,7 @@ from benchmarks.chaos.matrix import ChaosSettings, print_rows, run_matrix
 from benchmarks.chaos.scenarios import SCENARIOS
 from benchmarks.client import GrpcTarget, HttpTarget
 from benchmarks.compare.result import CompareResult, from_json, to_json
-from benchmarks.compare.run import CompareSettings, VariantPlan, run_compare
+from benchmarks.compare.run import CompareSettings, run_compare
 from benchmarks.compare.summary import summarise_compare
 from benchmarks.compare.variants import config_changes, parse_variants, share_cores
 from benchmarks.errors import FAILED, INTERRUPTED, INVALID, OK, BenchError
@@ -51,9 +51,10 @@ from pdserve.config import load_config, to_mapping
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     from benchmarks.chaos.matrix import Row
+    from benchmarks.compare.variants import Variant
     from benchmarks.traces import Trace
     from pdserve.config import RouterConfig
 
@@ -74,6 +75,21 @@ def _limits(args: argparse.Namespace) -> dict[str, float]:
 def run_async(work: Coroutine[Any, Any, Any]) -> Any:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
+
+
+def _each(results: AsyncIterator[T], use: Callable[[T], None]) -> bool:
+    """Use results as they come. Return True if Ctrl-C came before the end."""
+
+    async def work() -> None:
+        async with aclosing(results):  # type: ignore[type-var]
+            async for result in results:
+                use(result)
+
+    try:
+        run_async(work())
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _print_json(value: object) -> None:
@@ -136,36 +152,34 @@ def report(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    settings, plans = prepare(args)
-    directory: Path | None = args.resume or args.out
+    settings, variants = prepare(args)
+    out: Path | None = args.resume or args.out
     before = from_json(read_json(args.resume / "result.json")) if args.resume else None
-    if directory is not None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BenchError(f"--out {directory}: {error.strerror or error}") from None
+    key, tls = api_key_from(args), http_tls_from(args)
     kept: list[CompareResult] = []
 
-    async def work(logs: Path, progress: Progress) -> None:
-        results = run_compare(settings, plans, progress, directory=logs, before=before)
-        async with aclosing(results):  # type: ignore[type-var]
-            async for result in results:
-                kept[:] = [result]
-                if directory is not None:
-                    text = to_json(result, summarise_compare(result).to_json())
-                    write_text(directory / "result.json", text)
-                    write_text(directory / "report.html", render_page(result))
+    def connect(url: str) -> HttpTarget:
+        return HttpTarget(url, key, tls)
 
-    is_interrupted = False
+    def keep(result: CompareResult) -> None:
+        kept[:] = [result]
+        if out is not None:
+            text = to_json(result, summarise_compare(result).to_json())
+            write_text(out / "result.json", text)
+            write_text(out / "report.html", render_page(result))
+
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made, Progress() as progress:
+        logs = out / "logs" if out else Path(made)
         try:
-            run_async(work(directory / "logs" if directory else Path(made), progress))
-        except KeyboardInterrupt:
-            if not kept:
-                raise
-            is_interrupted = True
-    if directory is not None:
-        sys.stderr.write(f"{directory / 'result.json'}\n{directory / 'report.html'}\n")
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(f"--out {out}: {error.strerror or error}") from None
+        results = run_compare(settings, variants, connect, progress, directory=logs, before=before)
+        is_interrupted = _each(results, keep)
+    if not kept:
+        raise KeyboardInterrupt
+    if out is not None:
+        sys.stderr.write(f"{out / 'result.json'}\n{out / 'report.html'}\n")
     status = _print_compare(kept[0], as_json=args.json)
     if is_interrupted:
         sys.stderr.write("pdserve bench: interrupted; these are the rounds so far\n")
@@ -182,7 +196,7 @@ def _print_compare(result: CompareResult, *, as_json: bool) -> int:
     return INVALID if summary.validity.invalid else OK
 
 
-def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[VariantPlan]]:
+def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[Variant]]:
     """Check all options before anything is started. Raises BenchError and ConfigError."""
     default = "" if len(args.endpoints) > 1 else "1P1D,2A"
     texts = [x for x in (args.arms or default).split(",") if x] + args.endpoints
@@ -215,16 +229,14 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[VariantPlan
     engine = load_config(args.config, common).worker.engine
     kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20
     cores = share_cores(variants, len(os.sched_getaffinity(0)), args.cores)
-    plans = []
-    for variant in variants:
-        config = None
-        if not variant.url:
-            own = config_changes(
-                variant, cores=cores, kv_cache_bytes=kv_cache_bytes, engine=str(engine)
-            )
-            config = to_mapping(load_config(args.config, {**common, **own}))
-        plans.append(VariantPlan(variant, config, api_key_from(args), http_tls_from(args)))
-    return settings, plans
+
+    def configured(variant: Variant) -> Variant:
+        if variant.url:
+            return variant
+        own = config_changes(variant, cores, kv_cache_bytes, str(engine))
+        return replace(variant, config=to_mapping(load_config(args.config, {**common, **own})))
+
+    return settings, [configured(variant) for variant in variants]
 
 
 # -- chaos
@@ -245,32 +257,25 @@ def chaos(args: argparse.Namespace) -> int:
     settings = _settings(ChaosSettings, args, changes=tuple(changes_from(args).items()))
     directory = args.run_dir or Path(tempfile.mkdtemp(prefix="pdserve-chaos-"))
     rows: list[Row] = []
-
-    async def work(progress: Progress) -> None:
-        async with aclosing(run_matrix(settings, chosen, directory, progress)) as found:  # type: ignore[type-var]
-            async for row in found:
-                rows.append(row)
-                notes = "; ".join([*row.notes, *(f"{k} x{n}" for k, n in row.fallbacks.items())])
-                progress.say(f"{'ok' if row.passed else 'FAILED':6} {row.fault}: {notes}")
-                for text in (*row.errors, *row.left):
-                    progress.say(f"       {text}")
-
-    is_interrupted = False
     with Progress() as progress:
         progress.say(f"logs are in {directory}")
-        try:
-            run_async(work(progress))
-        except KeyboardInterrupt:
-            is_interrupted = True
+
+        def keep(row: Row) -> None:
+            rows.append(row)
+            notes = "; ".join([*row.notes, *(f"{k} x{n}" for k, n in row.fallbacks.items())])
+            progress.say(f"{'ok' if row.passed else 'FAILED':6} {row.fault}: {notes}")
+            for text in (*row.errors, *row.left):
+                progress.say(f"       {text}")
+
+        is_interrupted = _each(run_matrix(settings, chosen, directory, progress), keep)
+    passed = all(row.passed for row in rows)
     if args.json:
-        _print_json(
-            {"rows": [row.to_json() for row in rows], "passed": all(x.passed for x in rows)}
-        )
+        _print_json({"rows": [row.to_json() for row in rows], "passed": passed})
     else:
         print_rows(rows)
     if is_interrupted:
         return INTERRUPTED
-    return OK if all(row.passed for row in rows) else FAILED
+    return OK if passed else FAILED
 
 
 # -- simulate and plan

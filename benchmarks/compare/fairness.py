@@ -29,17 +29,7 @@ IDLE_CORES: Final = 0.06
 OTHERS_SHARE: Final = 0.1
 OTHERS_SHARE_LIMIT: Final = 0.25
 _SHARES: Final = ("cores", "gpus")
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A setting in which variants differ, with the value of each."""
-
-    name: str
-    values: Mapping[str, str]
-
-    def __str__(self) -> str:
-        return f"{self.name}: " + ", ".join(f"{name} {x}" for name, x in self.values.items())
+_NOT_BUSY: Final = ("idle", "iowait", "guest", "guest_nice")
 
 
 def settings_of(workers: Sequence[Mapping[str, Any]]) -> VariantSettings:
@@ -64,20 +54,25 @@ def settings_of(workers: Sequence[Mapping[str, Any]]) -> VariantSettings:
 
 def differences(
     variants: Mapping[str, VariantSettings | None], differ: Collection[str] = ()
-) -> list[Difference]:
-    """Return the settings in which variants differ, except those in `differ`."""
+) -> dict[str, str]:
+    """Return the settings in which variants differ, except those in `differ`, each with the values
+    by variant as text."""
     known = {name: found for name, found in variants.items() if found is not None}
-    found = []
+    found: dict[str, Mapping[str, str]] = {}
     for name in sorted({key for x in known.values() for key in x.of_workers}):
         values = {variant: "/".join(s.of_workers.get(name, ("-",))) for variant, s in known.items()}
         if len(set(values.values())) > 1:
-            found.append(Difference(name, values))
+            found[name] = values
     for share in (*_SHARES, KV_TOKENS):
         counts = {variant: getattr(s, share) for variant, s in known.items()}
         room = KV_TOLERANCE * max(counts.values(), default=0) if share == KV_TOKENS else 0
         if counts and max(counts.values()) - min(counts.values()) > room:
-            found.append(Difference(share, {variant: str(n) for variant, n in counts.items()}))
-    return [difference for difference in found if difference.name not in differ]
+            found[share] = {variant: str(n) for variant, n in counts.items()}
+    return {
+        name: ", ".join(f"{variant} {x}" for variant, x in values.items())
+        for name, values in found.items()
+        if name not in differ
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +89,8 @@ def judge(result: CompareResult) -> Validity:
 
 def _reasons(result: CompareResult) -> Iterator[str]:
     settings = {variant.name: variant.settings for variant in result.variants}
-    for difference in differences(settings, result.differ):
-        yield f"the variants differ in {difference}"
+    for name, values in differences(settings, result.differ).items():
+        yield f"the variants differ in {name}: {values}"
     for measurement in result.measurements:
         where = f"{measurement.kind} {measurement.number + 1} of {measurement.variant}"
         for note in measurement.notes:
@@ -134,9 +129,9 @@ def _unequal_rounds(result: CompareResult) -> Iterator[str]:
 def _cautions(result: CompareResult) -> Iterator[str]:
     if not result.is_complete:
         yield "incomplete: the run was interrupted; --resume continues it"
-    for difference in differences({x.name: x.settings for x in result.variants}):
-        if difference.name in result.differ:
-            yield f"differs on purpose: {difference}"
+    for name, values in differences({x.name: x.settings for x in result.variants}).items():
+        if name in result.differ:
+            yield f"differs on purpose: {name}: {values}"
     for variant in result.variants:
         if variant.kind == "endpoint":
             yield f"{variant.name}: settings unknown, so nothing shows that it is set as the others"
@@ -171,42 +166,29 @@ class ProcessorMeter:
     empty for an endpoint."""
 
     def __init__(self, driven: Mapping[str, Any], idle: Sequence[Mapping[str, Any]]) -> None:
-        self._driven = driven
-        self._idle = idle
+        self._is_endpoint = not driven
+        self._router = [driven["router"]["pid"]] if driven else []
+        self._workers = [x["pid"] for x in driven.get("workers", ())]
+        self._idle = [x["pid"] for ready in idle for x in (ready["router"], *ready["workers"])]
         self._first = self._read()
 
     def use(self) -> ProcessorUse:
         last = self._read()
         spent = {name: round(last[name] - first, 3) for name, first in self._first.items()}
         others_s = spent.pop("busy_s") - sum(spent.values()) + spent["window_s"]
-        known = spent if self._driven else spent | {"router_s": None, "workers_s": None}
+        known = spent | {"router_s": None, "workers_s": None} if self._is_endpoint else spent
         return ProcessorUse(**known, others_s=max(0.0, round(others_s, 3)))
 
     def _read(self) -> dict[str, float]:
         own = psutil.Process().cpu_times()
+        every = psutil.cpu_times(percpu=True)
+        busy = [every[core]._asdict() for core in os.sched_getaffinity(0)]
         return {
             "window_s": time.perf_counter(),
-            "router_s": processor_s(_pids(self._driven, routers=True)),
-            "workers_s": processor_s(_pids(self._driven, workers=True)),
+            "router_s": processor_s(self._router),
+            "workers_s": processor_s(self._workers),
             "client_s": own.user + own.system,
-            "idle_s": sum(processor_s(_pids(x, routers=True, workers=True)) for x in self._idle),
-            "busy_s": _busy_s(),
+            "idle_s": processor_s(self._idle),
+            # Of all processes on our cores. Guests are counted in user and nice already.
+            "busy_s": sum(x for core in busy for k, x in core.items() if k not in _NOT_BUSY),
         }
-
-
-def _pids(ready: Mapping[str, Any], *, routers: bool = False, workers: bool = False) -> list[int]:
-    found = [ready["router"]["pid"]] if ready and routers else []
-    return found + [x["pid"] for x in ready.get("workers", ()) if workers]
-
-
-def _busy_s() -> float:
-    """CPU time of all processes on the cores that this process may use."""
-    total = 0.0
-    every = psutil.cpu_times(percpu=True)
-    for core in os.sched_getaffinity(0):
-        times = every[core]._asdict()
-        # Guests are counted in user and nice already.
-        total += sum(
-            x for k, x in times.items() if k not in ("idle", "iowait", "guest", "guest_nice")
-        )
-    return total

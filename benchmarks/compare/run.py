@@ -15,7 +15,7 @@ from benchmarks.client import GrpcTarget, HttpTarget, ServedModel, Target
 from benchmarks.compare.fairness import KV_TOKENS, ProcessorMeter, differences, settings_of
 from benchmarks.compare.nixl import NixlPair
 from benchmarks.compare.result import CompareResult, Kind, Measurement, VariantFacts
-from benchmarks.compare.sweep import next_rate, probes_of
+from benchmarks.compare.summary import next_rate, probes_of
 from benchmarks.errors import BenchError
 from benchmarks.metrics import summarise
 from benchmarks.replay import ReplaySettings, host_facts, jsonable, run_replay
@@ -25,13 +25,14 @@ from benchmarks.traces import load_trace
 from benchmarks.workload import Shape
 
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
     from benchmarks.compare.variants import Variant
     from benchmarks.progress import Progress
     from benchmarks.traces import Trace
+
+    Connect = Callable[[str], Target]
 
 # Without --scale-lengths, lengths are halved on a CPU until prompts are no longer on average.
 CPU_MEAN_INPUT: Final = 512
@@ -64,61 +65,53 @@ class CompareSettings:
     vocab_size: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class VariantPlan:
-    """A variant and the whole configuration of its service; None for an endpoint, which is reached
-    with `api_key` and `tls`."""
-
-    variant: Variant
-    config: Mapping[str, Any] | None
-    api_key: str = field(default="", repr=False)
-    tls: ssl.SSLContext | bool = True
-
-
 class _Running:
     """One variant: its processes, if they are started here, and the connection to it."""
 
-    def __init__(self, plan: VariantPlan, settings: CompareSettings, directory: Path) -> None:
-        self.name = plan.variant.name
-        self.facts: VariantFacts
-        self.served: ServedModel
-        self.target: Target
+    facts: VariantFacts
+    served: ServedModel
+    target: Target
+
+    def __init__(self, variant: Variant, settings: CompareSettings, directory: Path) -> None:
+        self.variant, self.name = variant, variant.name
         self.service: Service | NixlPair | None = None
-        self.model = settings.endpoint_model if plan.config is None else None
-        self._plan = plan
-        self._api: Literal["grpc", "http"] = settings.api
-        if plan.config is not None:
-            make = NixlPair if plan.variant.is_nixl else Service
-            self.service = make(self.name, plan.config, directory / self.name)
+        self.model = settings.endpoint_model if variant.url else None
+        if not variant.url:
+            make = NixlPair if variant.is_nixl else Service
+            self.service = make(self.name, variant.config, directory / self.name)
 
     @property
     def ready(self) -> Mapping[str, Any]:
         return {} if self.service is None else self.service.ready
 
-    async def start(self, ending: AsyncExitStack) -> None:
+    async def start(self, api: Literal["grpc", "http"], connect: Connect) -> None:
         """Start it and ask what it is. Raises BenchError."""
         begun = time.monotonic()
         settings, ready_s = None, None
         if self.service is None:
-            self.target = HttpTarget(self._plan.variant.url, self._plan.api_key, self._plan.tls)
+            self.target = connect(self.variant.url)
         else:
-            ending.push_async_callback(self.service.stop)
             await self.service.start()
             ready_s = round(time.monotonic() - begun, 2)
             settings = settings_of(await self.service.workers())
-            ready = self.service.ready
-            is_grpc = self._api == "grpc"
-            self.target = GrpcTarget(ready["grpc"]) if is_grpc else HttpTarget(ready["http"])
-        ending.push_async_callback(self.target.aclose)
+            make = GrpcTarget if api == "grpc" else HttpTarget
+            self.target = make(self.ready[api])
         self.served = await self.target.model(self.model)
+        kind: Literal["started", "endpoint"] = "endpoint" if self.service is None else "started"
         self.facts = VariantFacts(
             name=self.name,
-            kind="endpoint" if self.service is None else "started",
-            api=self._api,
+            kind=kind,
+            api=api,
             model=self.served.name,
             settings=settings,
             ready_s=ready_s,
         )
+
+    async def stop(self) -> None:
+        if hasattr(self, "target"):
+            await self.target.aclose()
+        if self.service is not None:
+            await self.service.stop()
 
     def pause(self, *, is_driven: bool) -> None:
         """Stop processes that would not wait quietly (NIXL's poll), and let them run in turn."""
@@ -128,7 +121,8 @@ class _Running:
 
 async def run_compare(
     settings: CompareSettings,
-    plans: Sequence[VariantPlan],
+    variants: Sequence[Variant],
+    connect: Connect,
     progress: Progress,
     *,
     directory: Path,
@@ -136,17 +130,19 @@ async def run_compare(
 ) -> AsyncIterator[CompareResult]:
     """Yield the result after each round and each probe; the last is complete.
 
-    Logs go to `directory`. `before` is the incomplete result of the same comparison to continue.
-    Raises BenchError if a variant does not start or variants differ in a setting.
+    Logs go to `directory`. `connect` makes the connection to an endpoint from its URL. `before` is
+    the incomplete result of the same comparison to continue. Raises BenchError if a variant does
+    not start or variants differ in a setting.
     """
     trace = load_trace(settings.trace)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    running = {x.variant.name: _Running(x, settings, directory) for x in plans}
+    running = {x.name: _Running(x, settings, directory) for x in variants}
     async with AsyncExitStack() as ending:
         # One after the other, so that none is slowed down by another's start.
         for each in running.values():
             progress.step(f"starting {each.name}")
-            await each.start(ending)
+            ending.push_async_callback(each.stop)
+            await each.start(settings.api, connect)
             if each.facts.ready_s is not None:
                 progress.say(f"{each.name} is ready after {each.facts.ready_s:.1f} s")
         settings = _settled(settings, trace, list(running.values()))
@@ -193,10 +189,10 @@ def _settled(
     found = differences({x.name: x.facts.settings for x in variants}, settings.differ)
     if found:
         share = " (--kv-cache-mib shares a fixed amount between the workers of each)"
-        is_kv = any(x.name == KV_TOKENS for x in found)
+        texts = "; ".join(f"{name}: {values}" for name, values in found.items())
         raise BenchError(
-            f"the variants differ in {'; '.join(map(str, found))}{share if is_kv else ''}. If this "
-            f"is what you compare, add --differ {','.join(x.name for x in found)}"
+            f"the variants differ in {texts}{share if KV_TOKENS in found else ''}. If this is what "
+            f"you compare, add --differ {','.join(found)}"
         )
     devices = {device for x in known for device in x.of_workers.get("device", ())}
     scale = settings.scale_lengths
@@ -238,7 +234,7 @@ class _Measuring:
         async def measure(name: str, number: int) -> Measurement:
             if number == WARMUP:
                 requests = max(2, min(WARMUP_REQUESTS, s.requests))
-                return await self._once(name, "round", WARMUP, s.rate_per_s, requests)
+                return await self._measure(name, "round", WARMUP, s.rate_per_s, requests)
             return await self._measure(name, "round", number, s.rate_per_s, s.requests)
 
         first = len({m.number for m in found})
@@ -264,62 +260,52 @@ class _Measuring:
         self, name: str, kind: Kind, number: int, rate: float, requests: int
     ) -> Measurement:
         """Measure; repeat once with other prompts if the client was late."""
-        found = await self._once(name, kind, number, rate, requests)
-        if summarise(found.records).degraded is None:
-            return found
-        again = await self._once(name, kind, number, rate, requests, is_repeat=True)
-        return replace(again, repeated=True)
-
-    async def _once(
-        self,
-        name: str,
-        kind: Kind,
-        number: int,
-        rate: float,
-        requests: int,
-        *,
-        is_repeat: bool = False,
-    ) -> Measurement:
-        s, variant = self.settings, self.running[name]
-        for each in self.running.values():
-            each.pause(is_driven=each is variant)
+        s = self.settings
         what = "warm-up" if number == WARMUP else f"{kind} {number + 1}"
         of = f" of {s.rounds}" if kind == "round" and number != WARMUP else ""
         self.progress.step(f"{what}{of}, {name}, {rate:.2f}/s")
-        idle = [x.ready for x in self.running.values() if x is not variant and x.ready]
-        meter = ProcessorMeter(variant.ready, idle)
         # Each replay has prompts that no prefix cache has seen, the same for every variant.
         place = 2 if number == WARMUP else int(kind == "probe")
-        seed = (3 * s.seed + place) * _SEEDS + max(0, number) + is_repeat * _SEEDS // 2
+        seed = (3 * s.seed + place) * _SEEDS + max(0, number)
         assert s.scale_lengths is not None
-        result = await run_replay(
-            ReplaySettings(
-                trace=s.trace,
-                shape=Shape(
-                    scale_lengths=s.scale_lengths,
-                    max_output_tokens=s.max_output_tokens,
-                    max_total_tokens=s.max_total_tokens,
-                    skip=number * s.requests if place == 0 else 0,
-                    limit=requests,
-                ),
-                rate_per_s=rate,
-                seed=seed,
-                warmup=1,
-                drain_timeout_s=self._drain_s(kind),
-                model=variant.model,
-                vocab_size=s.vocab_size,
+        replay = ReplaySettings(
+            trace=s.trace,
+            shape=Shape(
+                scale_lengths=s.scale_lengths,
+                max_output_tokens=s.max_output_tokens,
+                max_total_tokens=s.max_total_tokens,
+                skip=number * s.requests if place == 0 else 0,
+                limit=requests,
             ),
-            variant.target,
-            self.progress,
-            trace=self.trace,
+            rate_per_s=rate,
+            seed=seed,
+            warmup=1,
+            drain_timeout_s=self._drain_s(kind),
+            model=self.running[name].model,
+            vocab_size=s.vocab_size,
         )
+        found = await self._once(name, kind, number, replay)
+        if number == WARMUP or summarise(found.records).degraded is None:
+            return found
+        again = await self._once(name, kind, number, replace(replay, seed=seed + _SEEDS // 2))
+        return replace(again, repeated=True)
+
+    async def _once(
+        self, name: str, kind: Kind, number: int, replay: ReplaySettings
+    ) -> Measurement:
+        variant = self.running[name]
+        for each in self.running.values():
+            each.pause(is_driven=each is variant)
+        idle = [x.ready for x in self.running.values() if x is not variant and x.ready]
+        meter = ProcessorMeter(variant.ready, idle)
+        result = await run_replay(replay, variant.target, self.progress, trace=self.trace)
         use = meter.use()
         problem = None if variant.service is None else await variant.service.problem()
         return Measurement(
             variant=name,
             kind=kind,
             number=number,
-            rate_per_s=rate,
+            rate_per_s=replay.rate_per_s or 0.0,
             speedup=result.settings["speedup"],
             workload=result.workload,
             processor=use,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
@@ -12,7 +12,7 @@ import yaml
 from benchmarks.errors import BenchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _SHAPE: Final = re.compile(r"(?:([1-9]\d?)P([1-9]\d?)D)?(?:([1-9]\d?)A)?", re.ASCII)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,31}", re.ASCII)
@@ -24,8 +24,9 @@ FAKE_BLOCK_BYTES: Final = 4096
 class Variant:
     """One system under test: workers started for it, or an endpoint that runs already.
 
-    `overrides` are configuration keys that only this variant has. `is_nixl` stands for vLLM's own
-    P/D instead of pdserve. `url` is "" for what is started here.
+    `overrides` are configuration keys that only this variant has, `config` is all of its
+    configuration. `is_nixl` stands for vLLM's own P/D instead of pdserve. `url` is "" for what is
+    started here.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Variant:
     url: str = ""
     overrides: tuple[tuple[str, object], ...] = ()
     is_nixl: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def workers(self) -> int:
@@ -116,7 +118,7 @@ def share_cores(variants: Sequence[Variant], available: int, wanted: int | None 
 
 
 def config_changes(
-    variant: Variant, *, cores: int, kv_cache_bytes: int | None, engine: str
+    variant: Variant, cores: int, kv_cache_bytes: int | None, engine: str
 ) -> dict[str, Any]:
     """Return the dotted configuration keys of this variant. Raises BenchError."""
     if variant.is_nixl and engine != "vllm":

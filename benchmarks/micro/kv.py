@@ -8,7 +8,9 @@ also from shared memory to shared memory: private memory has larger pages, which
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import itertools
 import mmap
 import multiprocessing
 import random
@@ -17,6 +19,9 @@ import subprocess
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from benchmarks.errors import BenchError
-from benchmarks.stats import alternate, compare
+from benchmarks.stats import WARMUP, alternate, compare
 from kv_transfer.errors import KvTransferError
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
@@ -43,7 +48,6 @@ from kv_transfer.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
     import argparse
-    from multiprocessing.connection import Connection
 
     from numpy.typing import NDArray
 
@@ -105,76 +109,52 @@ async def run(
 
 
 async def _measure(case: _Case, ways: list[str], rounds: int) -> list[dict[str, float]]:
-    numbers = iter(range(1, 1_000_000))
-    sides = {role: _Side(role, case) for role in (PRODUCER, CONSUMER)}
+    loop, trips = asyncio.get_running_loop(), itertools.count(1)
+    spawn = multiprocessing.get_context("spawn")
+    sides = {x: ProcessPoolExecutor(1, spawn, _begin, (x, case)) for x in (PRODUCER, CONSUMER)}
+
+    def call(role: str, method: str, *arguments: object) -> asyncio.Future[Any]:
+        return loop.run_in_executor(sides[role], _call, method, *arguments)
+
+    async def measure(way: str, number: int) -> float:
+        trip = next(trips)
+        if way == MEMCPY:
+            return float(await call(CONSUMER, "copy", trip))
+        await call(PRODUCER, "offer", way, trip)
+        acknowledged = call(PRODUCER, "wait_for_acknowledgement", way, trip)
+        seconds, _ = await asyncio.gather(call(CONSUMER, "receive", way, trip), acknowledged)
+        wrong = await call(CONSUMER, "wrong_blocks", trip) if number == WARMUP else 0
+        if wrong:
+            raise BenchError(f"{way}: {wrong} of {case.blocks} blocks are wrong")
+        return float(seconds)
+
     try:
-        for way in ways:
-            address = sides[PRODUCER].call("open", way, None)
-            sides[CONSUMER].call("open", way, address)
-
-        async def measure(way: str, number: int) -> float:
-            trip = next(numbers)
-            for side in sides.values():
-                side.call("arm", way, trip)
-            for side in sides.values():
-                side.ask("go", way, trip)
-            answers = [side.answer() for side in sides.values()]
-            if number < 0 and way != MEMCPY:  # the warm-up round
-                wrong = sides[CONSUMER].call("check", way, trip)
-                if wrong:
-                    raise BenchError(f"{way}: {wrong} of {case.blocks} blocks are wrong")
-            return next(float(x) for x in answers if x is not None)
-
+        for way in (x for x in ways if x != MEMCPY):
+            address = await call(PRODUCER, "open", way, None)
+            await call(CONSUMER, "open", way, address)
         return [x async for x in alternate(ways, rounds, measure)]
+    except BrokenProcessPool:
+        raise BenchError("the producer or the consumer ended") from None
     finally:
-        for side in sides.values():
-            side.stop()
+        for role, side in sides.items():
+            with suppress(BrokenProcessPool):
+                await call(role, "close")
+            side.shutdown()
 
 
-class _Side:
-    """The parent's handle on one process."""
-
-    def __init__(self, role: str, case: _Case) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._role = role
-        self._process = context.Process(target=_serve, args=(theirs, role, case), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def ask(self, method: str, *arguments: object) -> None:
-        self._pipe.send((method, arguments))
-
-    def answer(self) -> Any:
-        try:
-            if not self._pipe.poll(2 * ARRIVAL_S):
-                raise BenchError(f"the {self._role} did not answer")
-            result, error = self._pipe.recv()
-        except EOFError:
-            raise BenchError(f"the {self._role} ended") from None
-        if error is not None:
-            raise BenchError(f"{self._role}: {error}")
-        return result
-
-    def call(self, method: str, *arguments: object) -> Any:
-        self.ask(method, *arguments)
-        return self.answer()
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+_side: _Side  # of this process
 
 
-def _serve(pipe: Connection, role: str, case: _Case) -> None:
-    """Answer (method, arguments) with (result, error) until the parent ends us."""
-    end = _End(role, case)
-    while True:
-        method, arguments = pipe.recv()
-        try:
-            pipe.send((getattr(end, method)(*arguments), None))
-        except Exception as error:  # noqa: BLE001 - the parent reports it
-            pipe.send((None, f"{method}: {type(error).__name__}: {error}"))
+def _begin(role: str, case: _Case) -> None:
+    global _side
+    _side = _Side(role, case)
+
+
+def _call(method: str, *arguments: object) -> Any:
+    try:
+        return getattr(_side, method)(*arguments)
+    except Exception as error:  # noqa: BLE001 - the parent reports it
+        raise BenchError(f"{method}: {type(error).__name__}: {error}") from None
 
 
 def _compiled_copy() -> Any:
@@ -211,8 +191,8 @@ class _Watched(WorkerHalf):
         self.peers.wake = self.over.set
 
 
-class _End:
-    """One process: a cache in shared memory, and a worker half for each way."""
+class _Side:
+    """One process: a cache in shared memory, and a worker half for each transport."""
 
     def __init__(self, role: str, case: _Case) -> None:
         self._role, self._case = role, case
@@ -221,66 +201,52 @@ class _End:
         self._address = int(words.ctypes.data)
         words[:] = np.arange(len(words)) if role == PRODUCER else np.iinfo(np.uint64).max
         self._blocks = words.reshape(case.num_blocks, -1)
-        self._source = self._blocks
         if role == CONSUMER:  # what the producer has, for memcpy and for the check
             words = _shared(size)[1]
             words[:] = np.arange(len(words))
             self._source = words.reshape(case.num_blocks, -1)
-        self._copy_blocks = _compiled_copy() if role == CONSUMER else None
-        self._geometry = KvGeometry(1, case.num_blocks, case.block_bytes, size, case.block_bytes)
+            self._copy_blocks = _compiled_copy()
         self._halves: dict[str, _Watched] = {}
         self._peers: dict[str, Any] = {}
 
     def open(self, way: str, peer: Any) -> Any:
         """Return our address. `peer` is the producer's, None there."""
-        if way == MEMCPY:
-            return None
+        page = self._case.block_bytes
+        geometry = KvGeometry(1, self._case.num_blocks, page, self._memory.size, page)
         half = self._halves[way] = _Watched(way, self._role)
-        region = KvRegion(self._address, self._memory.size, self._geometry)
+        region = KvRegion(self._address, self._memory.size, geometry)
         # One token a block: the content of a token does not matter here.
-        half.register(
-            LocalKv(region, self._memory), "bench", Shard(1, self._geometry.page_bytes, 1)
-        )
+        half.register(LocalKv(region, self._memory), "bench", Shard(1, page, 1))
         self._peers[way] = peer
         return half.peers.address
+
+    def close(self) -> None:
+        for half in self._halves.values():
+            half.close()
 
     def _ids(self, trip: int, role: str) -> list[int]:
         """Scattered blocks, others for every trip."""
         blocks = range(self._case.num_blocks)
         return random.Random(f"{role} {trip}").sample(blocks, self._case.blocks)
 
-    def arm(self, way: str, trip: int) -> None:
-        """Do everything that is not measured."""
-        if way == MEMCPY or self._role == CONSUMER:
-            return
+    def offer(self, way: str, trip: int) -> None:
+        """Hold blocks for the consumer, as after a prefill. This is not measured."""
         half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, PRODUCER)
         half.over.clear()
         half.before_step(StepMetadata(expected=[ProducerExpected(name, name)]))
         half.after_step(StepMetadata(progress=[ProducerProgress(name, ids, len(ids))]))
         half.before_step(StepMetadata(ended=[ProducerEnded(name, (1,), held=True)]))
 
-    def go(self, way: str, trip: int) -> float | None:
-        """Move the blocks; the consumer returns the seconds."""
-        if way == MEMCPY:
-            return self._copy(trip) if self._role == CONSUMER else None
-        if self._role == CONSUMER:
-            return self._receive(self._halves[way], way, f"t{trip}", self._ids(trip, CONSUMER))
+    def wait_for_acknowledgement(self, way: str, trip: int) -> None:
         half = self._halves[way]
         while f"t{trip}" not in half.take_results()[0]:
             if not half.over.wait(ARRIVAL_S):
                 raise KvTransferError("no acknowledgement")
             half.over.clear()
-        return None
 
-    def _copy(self, trip: int) -> float:
-        assert self._copy_blocks is not None
-        to_ids, from_ids = (np.array(self._ids(trip, x), np.uint64) for x in (CONSUMER, PRODUCER))
-        places = (self._address, self._source.ctypes.data, to_ids.ctypes.data, from_ids.ctypes.data)
-        begun = time.perf_counter()
-        self._copy_blocks(*places, len(to_ids), self._case.block_bytes)
-        return time.perf_counter() - begun
-
-    def _receive(self, half: _Watched, way: str, name: str, ids: list[int]) -> float:
+    def receive(self, way: str, trip: int) -> float:
+        """Return the seconds that a transfer takes."""
+        half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, CONSUMER)
         half.over.clear()
         start = ConsumerStart(name, name, (self._peers[way],), PRODUCER, 0, len(ids), ids)
         begun = time.perf_counter()
@@ -296,9 +262,15 @@ class _End:
             raise KvTransferError(f"{used} was used instead of {way}")
         return seconds
 
-    def check(self, _way: str, trip: int) -> int:
+    def copy(self, trip: int) -> float:
+        """Return the seconds that memcpy takes."""
+        to_ids, from_ids = (np.array(self._ids(trip, x), np.uint64) for x in (CONSUMER, PRODUCER))
+        places = (self._address, self._source.ctypes.data, to_ids.ctypes.data, from_ids.ctypes.data)
+        begun = time.perf_counter()
+        self._copy_blocks(*places, len(to_ids), self._case.block_bytes)
+        return time.perf_counter() - begun
+
+    def wrong_blocks(self, trip: int) -> int:
         """Return the number of blocks that are not what the producer has."""
-        wrong = 0
-        for there, here in zip(self._ids(trip, PRODUCER), self._ids(trip, CONSUMER), strict=True):
-            wrong += not np.array_equal(self._blocks[here], self._source[there])
-        return wrong
+        there, here = (self._ids(trip, role) for role in (PRODUCER, CONSUMER))
+        return int((self._blocks[here] != self._source[there]).any(axis=1).sum())

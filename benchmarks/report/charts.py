@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    Point = tuple[float, float]
+    # With their CSS classes; a dot has a hint for the pointer.
+    Line = tuple[str, Sequence[Point]]
+    Dots = tuple[str, Sequence[tuple[float, float, str]]]
+
 WIDTH: Final = 560
 HEIGHT: Final = 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 44
-Point = tuple[float, float]
+_RIGHT, _BOTTOM = 14, 44  # margins
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """Maps `low`..`high` to `start`..`end` in the picture, logarithmically if `is_log`."""
+class Axis:
+    """Maps `low`..`high` to `start`..`end` in pixels, logarithmically if `is_log`."""
 
+    title: str
     low: float
     high: float
     start: float
@@ -27,11 +32,13 @@ class Scale:
 
     def at(self, value: float) -> float:
         """Return the place of a value; a value outside goes to the end."""
-        low, high, here = (self._of(x) for x in (self.low, self.high, value))
+        low, high, here = self.low, self.high, value
+        if self.is_log:
+            low, high, here = math.log(low), math.log(high), math.log(max(value, low * 1e-6))
         share = min(1.0, max(0.0, (here - low) / (high - low)))
         return self.start + share * (self.end - self.start)
 
-    def ticks(self, count: int = 5) -> list[tuple[float, str]]:
+    def ticks(self, count: int) -> list[tuple[float, str]]:
         """Return the places and texts of about `count` round values."""
         if self.is_log:
             low, high = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
@@ -44,83 +51,76 @@ class Scale:
             found = [n * step for n in range(first, last + 1)]
         return [(self.at(x), f"{x / 1000:g}k" if abs(x) >= 1000 else f"{x:.10g}") for x in found]
 
-    def _of(self, value: float) -> float:
-        return math.log(max(value, self.low * 1e-6)) if self.is_log else value
+
+def _axis(title: str, values: Sequence[float], start: float, end: float, *, is_log: bool) -> Axis:
+    """Make an axis from 0 with room for all values, or a logarithmic one for those above 0."""
+    if is_log:
+        above = [value for value in values if value > 0] or [1.0, 10.0]
+        low, high = _nice(min(above), is_below=True), _nice(max(above))
+        return Axis(title, low, high if high > low else low * 10, start, end, is_log=True)
+    high = max(values, default=0.0) or 1.0
+    step = _nice(high / 5)
+    return Axis(title, 0.0, math.ceil(high / step - 1e-9) * step, start, end)
 
 
-def linear(values: Sequence[float], start: float, end: float) -> Scale:
-    """Make a scale from 0 with room for all values."""
-    low, high = min(0.0, *values, 0.0), max(values, default=1.0)
-    high = high if high > low else low + 1.0
-    step = _nice((high - low) / 5)
-    return Scale(low, math.ceil(high / step - 1e-9) * step, start, end)
-
-
-def logarithmic(values: Sequence[float], start: float, end: float) -> Scale:
-    """Make a logarithmic scale for the values above 0."""
-    above = [value for value in values if value > 0] or [1.0, 10.0]
-    power = 10.0 ** math.floor(math.log10(min(above)))
-    low = max(step * power for step in (1, 2, 5, 10) if step * power <= min(above) * (1 + 1e-9))
-    high = _nice(max(above))
-    return Scale(low, high if high > low else low * 10, start, end, is_log=True)
-
-
-def _nice(rough: float) -> float:
-    """Return the least of 1, 2, 5 times a power of ten that is not below `rough`."""
+def _nice(rough: float, *, is_below: bool = False) -> float:
+    """Return the next of 1, 2, 5 times a power of ten that is not below (above) `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9))
+    if is_below:
+        return max(x * power for x in (1, 2, 5) if x * power <= rough * (1 + 1e-9))
+    return next(x * power for x in (1, 2, 5, 10) if x * power >= rough * (1 - 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
-    """The title of an axis and the values that it must have room for."""
-
-    title: str
-    values: Sequence[float]
-    is_log: bool = False
-
-    def scale(self, start: float, end: float) -> Scale:
-        return (logarithmic if self.is_log else linear)(self.values, start, end)
-
-
 class Chart:
-    """A chart with two axes. The `kind` of a mark is its CSS class. Places are in pixels."""
+    """Lines and dots between two axes. `limits` are (place in pixels, on the x axis, text)."""
 
-    width, height = WIDTH, HEIGHT
-    left, right, top, bottom = _LEFT, WIDTH - _RIGHT, _TOP, HEIGHT - _BOTTOM
-
-    def __init__(self, x: Axis, y: Axis, *, title: str) -> None:
-        self.title, self.x_title, self.y_title = title, x.title, y.title
-        self.x = x.scale(self.left, self.right)
-        self.y = y.scale(self.bottom, self.top)
-        self.lines: list[tuple[str, str]] = []  # CSS class, points
-        self.marks: list[tuple[float, float, str, str]] = []  # x, y, CSS class, hint
-        self.limits: list[tuple[float, bool, str]] = []  # place, on the x axis, text
-
-    def line(self, points: Sequence[Point], kind: str) -> None:
-        if points:
-            places = " ".join(f"{self.x.at(x):.1f},{self.y.at(y):.1f}" for x, y in points)
-            self.lines.append((kind, places))
-
-    def steps(self, points: Sequence[Point], kind: str) -> None:
-        """Draw a line that keeps its height until the next point."""
-        corners: list[Point] = []
-        for point in points:
-            if corners:
-                corners.append((point[0], corners[-1][1]))
-            corners.append(point)
-        self.line(corners, kind)
-
-    def dots(self, points: Sequence[Point], kind: str, hints: Sequence[str]) -> None:
-        """Draw dots; a pointer that rests on one shows its hint."""
-        for (x, y), hint in zip(points, hints, strict=True):
-            self.marks.append((self.x.at(x), self.y.at(y), kind, hint))
+    x: Axis
+    y: Axis
+    lines: list[Line]
+    dots: Sequence[Dots]
+    limits: list[tuple[float, bool, str]] = field(default_factory=list)
+    width: float = WIDTH
+    height: float = HEIGHT
 
     def limit(self, value: float | None, text: str, *, on_x: bool = False) -> None:
         """Draw a line across the chart with its meaning; nothing for None or beyond the axis."""
         axis = self.x if on_x else self.y
         if value is not None and value <= axis.high:
             self.limits.append((axis.at(value), on_x, text))
+
+
+def chart(
+    x_title: str,
+    y_title: str,
+    lines: Sequence[Line] = (),
+    dots: Sequence[Dots] = (),
+    *,
+    x_end: float = 0.0,
+    y_end: float = 0.0,
+    log: str = "",
+) -> Chart:
+    """Make a chart with room for all; `log` names the logarithmic axes."""
+    places = [point for _, points in lines for point in points]
+    places += [(x, y) for _, marks in dots for x, y, _ in marks]
+    xs, ys = [x for x, _ in places], [y for _, y in places]
+    if "x" not in log:
+        xs.append(x_end)
+    if "y" not in log:
+        ys.append(y_end)
+    x_axis = _axis(x_title, xs, 54, WIDTH - _RIGHT, is_log="x" in log)
+    y_axis = _axis(y_title, ys, HEIGHT - _BOTTOM, 12, is_log="y" in log)
+    return Chart(x_axis, y_axis, list(lines), dots)
+
+
+def steps(points: Sequence[Point]) -> list[Point]:
+    """Return the corners of a line that keeps its height until the next point."""
+    corners: list[Point] = []
+    for point in points:
+        if corners:
+            corners.append((point[0], corners[-1][1]))
+        corners.append(point)
+    return corners
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,40 +133,36 @@ class Span:
     hint: str
 
 
+@dataclass(frozen=True, slots=True)
 class Bars:
-    """Horizontal bars by name, each of spans. Bars of one name that overlap get rows of their
-    own."""
+    """Horizontal bars. A lane is (name, its middle, its end, spans with the top of each)."""
 
-    left, top = 96, 8
+    x: Axis
+    row: float
+    width: float
+    height: float
+    lanes: Sequence[tuple[str, float, float, Sequence[tuple[float, Span]]]]
 
-    def __init__(
-        self,
-        title: str,
-        unit: str,
-        bars: Mapping[str, Sequence[Sequence[Span]]],
-        end: float,
-        *,
-        is_wide: bool = False,
-    ) -> None:
-        self.title, self.unit = title, unit
-        self.row, self.gap, self.width = (9, 12, 2 * WIDTH) if is_wide else (34, 14, WIDTH)
-        self.right = self.width - _RIGHT
-        self.x = Scale(0.0, end or 1.0, self.left, self.right)
-        # Name, top, height, and (start, y, end, CSS class, hint) of each span.
-        self.lanes: list[tuple[str, float, float, list[tuple[float, float, float, str, str]]]] = []
-        top = self.top + self.gap / 2
-        for name, found in bars.items():
-            placed = _pack(found)
-            height = self.row * (1 + max((row for row, _ in placed), default=0))
-            boxes = [
-                (self.x.at(x.start), top + row * self.row, self.x.at(x.end), x.kind, x.hint)
-                for row, spans in placed
-                for x in spans
-            ]
-            self.lanes.append((name, top, height, boxes))
-            top += height + self.gap
-        self.bottom = top - self.gap / 2
-        self.height = self.bottom + _BOTTOM
+
+def bars(
+    unit: str,
+    found: Mapping[str, Sequence[Sequence[Span]]],
+    end: float,
+    *,
+    is_wide: bool = False,
+) -> Bars:
+    """Make bars by name, each of spans. Those of one name that overlap get rows of their own."""
+    row, gap, width = (9, 12, 2 * WIDTH) if is_wide else (34, 14, WIDTH)
+    lanes = []
+    top = 8 + gap / 2
+    for name, of_name in found.items():
+        placed = _pack(of_name)
+        height = row * (1 + max((number for number, _ in placed), default=0))
+        spans = [(top + number * row, span) for number, spans in placed for span in spans]
+        lanes.append((name, top + height / 2, top + height + gap / 2, spans))
+        top += height + gap
+    x = Axis(unit, 0.0, end or 1.0, 96, width - _RIGHT)
+    return Bars(x, row, width, top - gap / 2 + _BOTTOM, lanes)
 
 
 def _pack(bars: Sequence[Sequence[Span]]) -> list[tuple[int, Sequence[Span]]]:

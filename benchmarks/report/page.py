@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from benchmarks.compare.summary import summarise_compare
-from benchmarks.compare.sweep import ATTAINMENT
+from benchmarks.compare.summary import ATTAINMENT, summarise_compare
 from benchmarks.report.figures import Figures
 from benchmarks.report.tables import SWEEP_HEAD, figure_rows, setup_lines, sweep_rows, variant_lines
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.compare.sweep import ATTAINMENT
+from benchmarks.compare.summary import ATTAINMENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.compare.fairness import differences, judge, settings_of
 from benchmarks.compare.result import from_json, to_json
-from benchmarks.compare.summary import summarise_compare
-from benchmarks.compare.sweep import CLOSE, Probe, bracket, next_rate
+from benchmarks.compare.summary import CLOSE, Probe, bracket, next_rate, summarise_compare
 from benchmarks.compare.variants import (
     Variant,
     config_changes,
@@ -87,11 +86,11 @@ def test_all_variants_get_equally_many_cores(
 
 def test_the_kv_cache_is_shared_between_the_workers_of_a_variant() -> None:
     (own, _) = parse_variants(["1P1D", "1A"], ["1P1D:router.policy=round_robin"])
-    changes = config_changes(own, cores=4, kv_cache_bytes=64 << 20, engine="vllm")
+    changes = config_changes(own, 4, 64 << 20, "vllm")
     assert changes["worker.engine_args.kv_cache_memory_bytes"] == 32 << 20
     assert changes["up.cores_per_worker"] == 2
     assert changes["router.policy"] == "round_robin"
-    fake = config_changes(own, cores=4, kv_cache_bytes=64 << 20, engine="fake")
+    fake = config_changes(own, 4, 64 << 20, "fake")
     assert fake["worker.engine_args.total_blocks"] == 8192
 
 
@@ -109,15 +108,15 @@ def test_variants_that_are_set_differently_are_told_apart_by_name() -> None:
         {"prefill": 1, "decode": 1},
     )
     alike = settings_of([worker("aggregated"), worker("aggregated", total_blocks=101)])
-    assert differences({"1P1D": pd, "2A": alike, "peer": None}) == []
+    assert differences({"1P1D": pd, "2A": alike, "peer": None}) == {}
     other = settings_of([worker("aggregated", dtype="bfloat16", total_blocks=300)])
-    found = {str(x) for x in differences({"1P1D": pd, "1A": other})}
+    found = differences({"1P1D": pd, "1A": other})
     assert found == {
-        "dtype: 1P1D float32, 1A bfloat16",
-        "cores: 1P1D 2, 1A 1",
-        "kv_cache_tokens: 1P1D 3200, 1A 4800",
+        "dtype": "1P1D float32, 1A bfloat16",
+        "cores": "1P1D 2, 1A 1",
+        "kv_cache_tokens": "1P1D 3200, 1A 4800",
     }
-    assert differences({"1P1D": pd, "1A": other}, ("dtype", "cores", "kv_cache_tokens")) == []
+    assert differences({"1P1D": pd, "1A": other}, ("dtype", "cores", "kv_cache_tokens")) == {}
     gpus = settings_of([worker("prefill", settings={"gpus": "0,1"})])
     assert gpus.gpus == 2
 
