@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from benchmarks.compare.result import CompareResult, VariantFacts
-    from benchmarks.compare.summary import CompareSummary, Figure, SweepSummary, VariantSummary
-    from benchmarks.metrics import ReceiptSummary, Summary
+    from benchmarks.compare.summary import CompareSummary, VariantSummary
+    from benchmarks.metrics import ReceiptSummary
     from benchmarks.replay import ReplayResult
     from benchmarks.stats import Distribution, Estimate
 
@@ -77,57 +77,49 @@ def number_text(value: Any) -> str:
 
 def render_replay(result: ReplayResult) -> None:
     """Print the figures of one replay."""
-    summary, target, out = result.summary(), result.target, Printer()
+    s, target, out = result.summary(), result.target, Printer()
     out.line(f"{result.trace['name']} on {target['name']} at {target['address']}")
-    rows = [
-        [label, *_cells(summary.latency[name]), *_cells(summary.adjusted[name], ("p99",))]
-        for name, label in _LABELS.items()
-    ]
-    rows.append(["ICL (between chunks)", *_cells(summary.icl), ""])
-    if summary.itl is not None:
-        rows.append(["ITL", *_cells(summary.itl), ""])
-    rows.append(["client lag", *_cells(summary.lag), ""])
+    found = {label: (s.latency[name], s.adjusted[name]) for name, label in _LABELS.items()}
+    found |= {"ICL (between chunks)": (s.icl, None), "client lag": (s.lag, None)}
+    if s.itl is not None:
+        found["ITL"] = (s.itl, None)
+    rows = [[label, *_cells(x), _cell(adjusted, "p99")] for label, (x, adjusted) in found.items()]
     caption = "milliseconds; adj p99 counts failures as infinite"
     out.table(["", *_PERCENTILES, "adj p99"], rows, caption=caption)
-    for text in _replay_lines(summary):
-        out.line(text)
-    if summary.receipts is not None:
-        _render_receipts(summary.receipts, out)
-    for error, count in list(summary.errors.items())[:_SHOWN_ERRORS]:
+    out.line(
+        f"requests: {s.requests}, ok {s.ok}, failed {s.failed}, timed out {s.timed_out}\n"
+        f"rates: offered {s.offered_per_s:.2f}/s, completed {s.completed_per_s:.2f}/s over "
+        f"{s.window_s:.1f} s; input {s.input_tokens_per_s:.0f} tokens/s, output "
+        f"{s.output_tokens_per_s:.0f} tokens/s"
+    )
+    if s.itl_omitted:
+        out.line(f"no ITL: {s.itl_omitted}")
+    if s.slo is not None:
+        limits = ", ".join(f"{k} <= {ms(limit)} ms" for k, limit in s.slo.limits_s.items())
+        out.line(
+            f"SLO {limits}: attained by {s.slo.attainment:.1%} of all requests, goodput "
+            f"{s.slo.goodput_per_s:.2f}/s"
+        )
+    if s.receipts is not None:
+        _render_receipts(s.receipts, out)
+    for error, count in list(s.errors.items())[:_SHOWN_ERRORS]:
         out.line(f"{count} x {error}")
-    if len(summary.errors) > _SHOWN_ERRORS:
-        out.line(f"and {len(summary.errors) - _SHOWN_ERRORS} other errors")
-    if summary.degraded:
-        out.line(f"DEGRADED: {summary.degraded}")
+    if len(s.errors) > _SHOWN_ERRORS:
+        out.line(f"and {len(s.errors) - _SHOWN_ERRORS} other errors")
+    if s.degraded:
+        out.line(f"DEGRADED: {s.degraded}")
 
 
-def _cells(found: Distribution | None, names: Sequence[str] = _PERCENTILES) -> list[str]:
-    return ["-" if found is None else ms(getattr(found, name)) for name in names]
+def _cells(found: Distribution | None) -> list[str]:
+    return [_cell(found, name) for name in _PERCENTILES]
+
+
+def _cell(found: Distribution | None, name: str) -> str:
+    return "-" if found is None else ms(getattr(found, name))
 
 
 def ms(seconds: float) -> str:
-    if math.isinf(seconds):
-        return "inf"
     return f"{seconds * 1000:.2f}" if seconds < 0.01 else f"{seconds * 1000:.1f}"
-
-
-def _replay_lines(summary: Summary) -> list[str]:
-    ended = f"ok {summary.ok}, failed {summary.failed}, timed out {summary.timed_out}"
-    rates = (
-        f"offered {summary.offered_per_s:.2f}/s, completed {summary.completed_per_s:.2f}/s over "
-        f"{summary.window_s:.1f} s; input {summary.input_tokens_per_s:.0f} tokens/s, output "
-        f"{summary.output_tokens_per_s:.0f} tokens/s"
-    )
-    lines = [f"requests: {summary.requests}, {ended}", f"rates: {rates}"]
-    if summary.itl_omitted:
-        lines.append(f"no ITL: {summary.itl_omitted}")
-    if summary.slo is not None:
-        limits = ", ".join(f"{k} <= {ms(limit)} ms" for k, limit in summary.slo.limits_s.items())
-        lines.append(
-            f"SLO {limits}: attained by {summary.slo.attainment:.1%} of all requests, goodput "
-            f"{summary.slo.goodput_per_s:.2f}/s"
-        )
-    return lines
 
 
 def _render_receipts(receipts: ReceiptSummary, out: Printer) -> None:
@@ -141,14 +133,12 @@ def _render_receipts(receipts: ReceiptSummary, out: Printer) -> None:
     out.line(
         f"transfers: {receipts.transferred} of {receipts.receipts} requests, "
         f"{totals['transfer_bytes'] / 2**20:.1f} MiB in {totals['transfer_blocks']} blocks; "
-        f"{totals['cached_tokens']} prompt tokens were cached"
-    )
-    out.line(
+        f"{totals['cached_tokens']} prompt tokens were cached\n"
         f"prefill on {_tally(receipts.prefill_workers)}; decode on "
         f"{_tally(receipts.decode_workers)}; first token from "
-        f"{_tally(receipts.first_token_sources)}"
+        f"{_tally(receipts.first_token_sources)}\n"
+        f"fallbacks: {_tally(receipts.fallbacks)}"
     )
-    out.line(f"fallbacks: {_tally(receipts.fallbacks)}")
 
 
 def _tally(counts: Mapping[str, int]) -> str:
@@ -225,37 +215,35 @@ def figure_rows(summary: CompareSummary) -> tuple[list[str], list[list[str]]]:
     """Return head and rows of the table of figures."""
     head = [""]
     for variant in summary.variants:
-        is_baseline = variant.name == summary.baseline
-        head += [variant.name] if is_baseline else [variant.name, f"/ {summary.baseline}"]
+        head += [variant.name] + [f"/ {summary.baseline}"] * (variant.name != summary.baseline)
     rows = []
     for figure in summary.shown:
         row = [f"{figure.label}, ms" if figure.unit == "s" else figure.label]
         for variant in summary.variants:
-            row.append(_estimate_text(variant.figures.get(figure.key), figure))
+            row.append(_estimate_text(variant.figures.get(figure.key), figure.unit))
             if variant.name != summary.baseline:
-                row.append(_estimate_text(variant.ratios.get(figure.key), None))
+                row.append(_estimate_text(variant.ratios.get(figure.key), "ratio"))
         rows.append(row)
     return head, rows
 
 
-def _estimate_text(found: Estimate | None, figure: Figure | None) -> str:
-    """Write `12.3 [11.9, 14.0]`; without a figure it is a ratio."""
+def _estimate_text(found: Estimate | None, unit: str) -> str:
+    """Write `12.3 [11.9, 14.0]`."""
     if found is None:
         return "-"
-
-    def text(value: float) -> str:
-        if math.isinf(value):
-            return "inf"
-        if figure is None:
-            return f"{value:.2f}"
-        if figure.unit == "share":
-            return f"{value:.0%}"
-        shown = value * 1000 if figure.unit == "s" else value
-        return f"{shown:.2f}" if shown < 10 else f"{shown:.1f}" if shown < 1000 else f"{shown:,.0f}"
-
     if found.low is None or found.high is None:
-        return text(found.value)
-    return f"{text(found.value)} [{text(found.low)}, {text(found.high)}]"
+        return _value_text(found.value, unit)
+    low, high = (_value_text(x, unit) for x in (found.low, found.high))
+    return f"{_value_text(found.value, unit)} [{low}, {high}]"
+
+
+def _value_text(value: float, unit: str) -> str:
+    if unit == "share":
+        return f"{value:.0%}"
+    value = value * 1000 if unit == "s" else value
+    if unit == "ratio" or value < 10:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
 
 
 def sweep_rows(summary: CompareSummary) -> list[list[str]]:
@@ -266,16 +254,15 @@ def sweep_rows(summary: CompareSummary) -> list[list[str]]:
             probes = ", ".join(f"{x.rate_per_s:.2f}: {x.attainment:.0%}" for x in sweep.probes)
             each = "-" if sweep.per_device is None else f"{sweep.per_device:.2f} per {sweep.device}"
             ratio = "-" if sweep.ratio is None else f"{sweep.ratio:.2f}"
-            rows.append([variant.name, _capacity_text(sweep), each, ratio, probes])
+            # Say what was bracketed, and no more.
+            if sweep.passed is None:
+                rate = f"under {sweep.failed:.2f}"
+            elif sweep.failed is None:
+                rate = f"over {sweep.passed:.2f}"
+            else:
+                rate = f"{sweep.passed:.2f} (fails at {sweep.failed:.2f})"
+            rows.append([variant.name, rate, each, ratio, probes])
     return rows
-
-
-def _capacity_text(sweep: SweepSummary) -> str:
-    """Say what was bracketed, and no more."""
-    passed, failed = sweep.passed, sweep.failed
-    if passed is None:
-        return f"under {failed:.2f}"
-    return f"{passed:.2f} (fails at {failed:.2f})" if failed else f"over {passed:.2f}"
 
 
 def variant_lines(summary: CompareSummary) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ PAD = "<|pad|>"
 ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
 SPECIAL_TOKENS = (PAD, END, *ROLE_TOKENS.values())
 
-# Renders messages exactly as `Document.spans` does.
+# Renders messages exactly as `spans` does.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] not in ('system', 'user', 'assistant') -%}"
@@ -49,27 +48,21 @@ _LISTS = {key: tuple(words.split()) for key, words in _WORDS.items()}
 _ALTERNATIVES = re.compile(r"\(([^()]*\|[^()]*)\)")
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One training text: (role, text) messages of a chat, or prose."""
+# The messages of a chat as (role, text), or a text of prose with no role.
+Document = tuple[tuple[str, str], ...]
 
-    messages: tuple[tuple[str, str], ...] = ()
-    prose: str = ""
 
-    def spans(self) -> list[tuple[str, bool]]:
-        """Return the text in order, and whether the model learns to write it. Each span is
-        tokenized by itself."""
-        if not self.messages:
-            return [(self.prose + END, True)]
-        return [
-            span
-            for role, text in self.messages
-            for span in ((ROLE_TOKENS[role], False), (text + END, role == "assistant"))
-        ]
+def spans(document: Document) -> Iterator[tuple[str, bool]]:
+    """Yield the text in order, and whether the model learns to write it. Each span is tokenized by
+    itself."""
+    for role, text in document:
+        if role:
+            yield ROLE_TOKENS[role], False
+        yield text + END, role in ("", "assistant")
 
 
 def chat(question: str, answer: str) -> Document:
-    return Document((("user", question), ("assistant", answer)))
+    return (("user", question), ("assistant", answer))
 
 
 def expand(pattern: str, rng: Random) -> str:
@@ -264,17 +257,16 @@ class Corpus:
         if topic.get("how") and self._rng.random() < 0.5:
             form, answer = "follow_how", topic["how"]
         question = sloppy(expand(self._rng.choice(_FORMS[form]), self._rng), self._rng)
-        return Document((*first.messages, *chat(question, answer).messages))
+        return first + chat(question, answer)
 
     def _join(self, turns: int) -> Document:
         """A chat of several unrelated exchanges."""
-        messages = [m for _ in range(turns) for m in self._exchange().messages]
-        return self._with_system(Document(tuple(messages)))
+        return self._with_system(tuple(m for _ in range(turns) for m in self._exchange()))
 
     def _with_system(self, document: Document) -> Document:
         if self._rng.random() < 0.8:
             return document
-        return Document((("system", self._rng.choice(_FORMS["system"])), *document.messages))
+        return (("system", self._rng.choice(_FORMS["system"])), *document)
 
     def _prose(self) -> Document:
         """A paragraph, sometimes from a later sentence on, or all that is known of a topic."""
@@ -284,7 +276,7 @@ class Corpus:
         if self._rng.random() < 0.25:
             topic = self._rng.choice(self._topics)
             text = " ".join(topic[k] for k in ("what", "why", "how") if topic.get(k))
-        return Document(prose=text)
+        return (("", text),)
 
     def _filler(self) -> str:
         return self._rng.choice(_sentences(self._rng.choice(self._paragraphs)))

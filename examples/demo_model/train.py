@@ -11,13 +11,12 @@ import json
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
 
 import torch
-from corpus import CHAT_TEMPLATE, END, PAD, ROLE_TOKENS, SPECIAL_TOKENS, Corpus, Document
+from corpus import CHAT_TEMPLATE, END, PAD, ROLE_TOKENS, SPECIAL_TOKENS, Corpus, Document, spans
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -33,9 +32,11 @@ QUESTION_WEIGHT = 0.05  # of a token that the model reads but never has to write
 ROW_LENGTHS, ROW_SHARES = (256, 512, 2048), (0.65, 0.25, 0.10)
 JUMP_SHARE = 0.5
 LONG_ROW, LONG_SENTENCES = 2048, 60
+STEPS, WARMUP_STEPS, REPORT_STEPS = 1300, 60, 50
+PEAK_LR, WEIGHT_DECAY, MAX_GRAD_NORM = 4e-3, 0.1, 1.0
 
 
-def train_tokenizer(seed: int, vocab_size: int) -> Tokenizer:
+def train_tokenizer() -> Tokenizer:
     """Train a byte-level BPE tokenizer. Digits stay single, so that numbers can be copied."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -46,7 +47,7 @@ def train_tokenizer(seed: int, vocab_size: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB_SIZE,
         # A rare character stays in bytes.
         min_frequency=8,
         special_tokens=list(SPECIAL_TOKENS),
@@ -56,17 +57,17 @@ def train_tokenizer(seed: int, vocab_size: int) -> Tokenizer:
     markers = (END, *ROLE_TOKENS.values())
     texts = (
         text.removesuffix(END)
-        for document in islice(Corpus(seed).documents(), TOKENIZER_DOCUMENTS)
-        for text, _ in document.spans()
+        for document in islice(Corpus(SEED).documents(), TOKENIZER_DOCUMENTS)
+        for text, _ in spans(document)
         if text not in markers
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
+    if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise ValueError(f"vocab_size: the corpus gives only {tokenizer.get_vocab_size()} tokens")
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, out: Path, max_length: int) -> None:
+def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -74,21 +75,12 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path, max_length: int) -> None:
         "pad_token": PAD,
         "bos_token": None,
         "unk_token": None,
-        "model_max_length": max_length,
+        "model_max_length": MAX_POSITIONS,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
     text = json.dumps(config, indent=2) + "\n"
     (out / "tokenizer_config.json").write_text(text, "utf-8")
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows of one length. All three tensors have the shape (rows, length)."""
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    weights: torch.Tensor
 
 
 class Batches:
@@ -99,24 +91,23 @@ class Batches:
     arXiv:2309.10400).
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, max_positions: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self._tokenizer = tokenizer
         self._rng = Random(seed)
-        self._max_positions = max_positions
         self._short = Corpus(seed + 1).documents()
         self._long = Corpus(seed + 2).long_documents(LONG_SENTENCES)
 
-    def draw(self) -> Batch:
-        """Return the next batch, of about `TOKENS_PER_BATCH` tokens."""
+    def draw(self) -> list[torch.Tensor]:
+        """Return about `TOKENS_PER_BATCH` tokens with their positions and weights, by row."""
         length = self._rng.choices(ROW_LENGTHS, ROW_SHARES)[0]
         rows = [self._row(length) for _ in range(TOKENS_PER_BATCH // length)]
-        return Batch(*(torch.tensor([row[part] for row in rows]) for part in range(3)))
+        return [torch.tensor(part) for part in zip(*rows, strict=True)]
 
     def _row(self, length: int) -> tuple[list[int], list[int], list[float]]:
         """Concatenate documents until the row is full. The last one is cut."""
         documents = self._long if length >= LONG_ROW else self._short
         jumping = self._rng.random() < JUMP_SHARE
-        room = self._max_positions - length
+        room = MAX_POSITIONS - length
         tokens: list[int] = []
         positions: list[int] = []
         weights: list[float] = []
@@ -135,28 +126,92 @@ class Batches:
     def _encode(self, document: Document) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         weights: list[float] = []
-        for text, is_learned in document.spans():
+        for text, is_learned in spans(document):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
             tokens += ids
             weights += [1.0 if is_learned else QUESTION_WEIGHT] * len(ids)
         return tokens, weights
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How long and how fast to train."""
-
-    steps: int = 1300
-    warmup_steps: int = 60
-    peak_lr: float = 4e-3
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    report_every_steps: int = 50
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to zero."""
+    if step < WARMUP_STEPS:
+        return PEAK_LR * (step + 1) / WARMUP_STEPS
+    done = (step - WARMUP_STEPS) / (steps - WARMUP_STEPS)
+    return PEAK_LR * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def model_config(eos_token_id: int, pad_token_id: int) -> LlamaConfig:
-    """The shape of the model: 64-wide heads, and two KV heads so that it splits in two."""
-    return LlamaConfig(
+def weighted_loss(model: LlamaForCausalLM, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Mean cross entropy of the next token over `batch`, each target by its weight."""
+    tokens, positions, weights = batch
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(
+            input_ids=tokens[:, :-1], position_ids=positions[:, :-1], use_cache=False
+        ).logits
+    losses = functional.cross_entropy(
+        logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+    )
+    weights = weights[:, 1:].flatten()
+    return (losses * weights).sum() / weights.sum()
+
+
+def optimizers_for(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the matrices between the layers, AdamW for the embedding and the norms.
+
+    With so few steps Muon is what makes the model learn to copy from its prompt.
+    """
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not embedding]
+    others = [p for p in model.parameters() if p.dim() != 2 or p is embedding]
+    muon = torch.optim.Muon(
+        matrices, lr=PEAK_LR, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
+    )
+    adam = torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.97), weight_decay=0.0)
+    return muon, adam
+
+
+def train(model: LlamaForCausalLM, batches: Batches, steps: int) -> None:
+    optimizers = optimizers_for(model)
+    started = time.monotonic()
+    tokens, loss_sum = 0, 0.0
+    model.train()
+    for step in range(steps):
+        batch = batches.draw()
+        for group in (g for optimizer in optimizers for g in optimizer.param_groups):
+            group["lr"] = learning_rate(step, steps)
+        loss = weighted_loss(model, batch)
+        model.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        for optimizer in optimizers:
+            optimizer.step()
+        tokens += batch[0].numel()
+        loss_sum += loss.item()
+        if (step + 1) % REPORT_STEPS == 0:
+            values = (step + 1, steps, loss_sum / REPORT_STEPS, tokens, time.monotonic() - started)
+            _log.info("step %d/%d  loss %.4f  %d tokens  %.0f s", *values)
+            loss_sum = 0.0
+    model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the demo model of pdserve.")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")
+    args = parser.parse_args()
+    if args.steps <= WARMUP_STEPS:
+        parser.error(f"--steps must be more than {WARMUP_STEPS}")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(SEED)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer()
+    save_tokenizer(tokenizer, args.out)
+    eos, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
+    # Heads are 64 wide, and there are two KV heads so that the model splits in two.
+    config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
         intermediate_size=640,
@@ -169,96 +224,13 @@ def model_config(eos_token_id: int, pad_token_id: int) -> LlamaConfig:
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
+        eos_token_id=eos,
+        pad_token_id=pad,
         dtype="bfloat16",
     )
-
-
-def learning_rate(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine down to zero."""
-    if step < recipe.warmup_steps:
-        return recipe.peak_lr * (step + 1) / recipe.warmup_steps
-    done = (step - recipe.warmup_steps) / (recipe.steps - recipe.warmup_steps)
-    return recipe.peak_lr * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def weighted_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """Mean cross entropy of the next token over `batch`, each target by its weight."""
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(
-            input_ids=batch.tokens[:, :-1], position_ids=batch.positions[:, :-1], use_cache=False
-        ).logits
-    losses = functional.cross_entropy(
-        logits.float().flatten(0, 1), batch.tokens[:, 1:].flatten(), reduction="none"
-    )
-    weights = batch.weights[:, 1:].flatten()
-    return (losses * weights).sum() / weights.sum()
-
-
-def optimizers_for(model: LlamaForCausalLM, recipe: Recipe) -> tuple[torch.optim.Optimizer, ...]:
-    """Muon for the matrices between the layers, AdamW for the embedding and the norms.
-
-    With so few steps Muon is what makes the model learn to copy from its prompt.
-    """
-    embedding = model.get_input_embeddings().weight
-    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not embedding]
-    others = [p for p in model.parameters() if p.dim() != 2 or p is embedding]
-    muon = torch.optim.Muon(
-        matrices,
-        lr=recipe.peak_lr,
-        weight_decay=recipe.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    adam = torch.optim.AdamW(others, lr=recipe.peak_lr, betas=(0.9, 0.97), weight_decay=0.0)
-    return muon, adam
-
-
-def train(model: LlamaForCausalLM, batches: Batches, recipe: Recipe) -> None:
-    optimizers = optimizers_for(model, recipe)
-    started = time.monotonic()
-    tokens, loss_sum = 0, 0.0
-    model.train()
-    for step in range(recipe.steps):
-        batch = batches.draw()
-        for group in (g for optimizer in optimizers for g in optimizer.param_groups):
-            group["lr"] = learning_rate(step, recipe)
-        loss = weighted_loss(model, batch)
-        model.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-        tokens += batch.tokens.numel()
-        loss_sum += loss.item()
-        if (step + 1) % recipe.report_every_steps == 0:
-            mean_loss, loss_sum = loss_sum / recipe.report_every_steps, 0.0
-            seconds = time.monotonic() - started
-            values = (step + 1, recipe.steps, mean_loss, tokens, seconds)
-            _log.info("step %d/%d  loss %.4f  %d tokens  %.0f s", *values)
-    model.eval()
-
-
-def main() -> None:
-    recipe = Recipe()
-    parser = argparse.ArgumentParser(description="Train the demo model of pdserve.")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
-    parser.add_argument("--steps", type=int, default=recipe.steps, help="optimizer steps")
-    args = parser.parse_args()
-    if args.steps <= recipe.warmup_steps:
-        parser.error(f"--steps must be more than {recipe.warmup_steps}")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(SEED)
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(SEED, VOCAB_SIZE)
-    save_tokenizer(tokenizer, args.out, MAX_POSITIONS)
-    eos, pad = tokenizer.token_to_id(END), tokenizer.token_to_id(PAD)
-    model = LlamaForCausalLM(model_config(eos, pad))
+    model = LlamaForCausalLM(config)
     _log.info("%d parameters", sum(p.numel() for p in model.parameters()))
-    train(model, Batches(tokenizer, SEED, MAX_POSITIONS), replace(recipe, steps=args.steps))
+    train(model, Batches(tokenizer, SEED), args.steps)
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad, do_sample=False)
     model.to(torch.bfloat16).save_pretrained(args.out)
     _log.info("saved to %s", args.out)
