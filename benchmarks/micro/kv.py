@@ -66,6 +66,7 @@ void copy_blocks(char *to, char *from, size_t *to_ids, size_t *from_ids, size_t 
 """
 PRODUCER, CONSUMER = "producer", "consumer"
 ARRIVAL_S: Final = 60.0
+SETTLE_S: Final = 0.01  # until this process has handed the work over and is quiet
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -122,6 +123,7 @@ async def _measure(case: _Case, ways: list[str], rounds: int) -> list[dict[str, 
             return float(await call(CONSUMER, "copy", trip))
         await call(PRODUCER, "offer", way, trip)
         acknowledged = call(PRODUCER, "wait_for_acknowledgement", way, trip)
+        await asyncio.sleep(SETTLE_S)
         seconds, _ = await asyncio.gather(call(CONSUMER, "receive", way, trip), acknowledged)
         wrong = await call(CONSUMER, "wrong_blocks", trip) if number == WARMUP else 0
         if wrong:
