@@ -19,8 +19,7 @@ MAY_IMPORT = {
 HEAVY = {"torch", "vllm", "transformers"}
 # The router and the commands start in a second because they import none of HEAVY.
 LIGHT = {"pdserve", "router", "benchmarks"}
-# `benchmarks/compare/nixl.py` also runs as a process of its own, which becomes a vLLM server.
-MAY_BE_HEAVY = ("benchmarks/micro/", "benchmarks/compare/nixl.py")
+MAY_BE_HEAVY = "benchmarks/micro/"
 
 
 def imports(path: Path) -> set[str]:
