@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from kv_transfer.snapshot import PRODUCER, KvSnapshot, KvState, TransferView
+from kv_transfer.snapshot import KvState
 from pdserve import prefix_hash
 from pdserve.errors import (
     ConfigError,
@@ -56,12 +56,12 @@ from workers.fake.link import Handoff
 from workers.fake.settings import FakeSettings, matches
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Coroutine
 
     from pdserve.step_moments import StepMoments
     from pdserve.types import ModelInfo, PositionLogprobs
     from workers.engine import CacheCallback, FailureCallback, StepCallback, Work
-    from workers.fake.settings import FakeFaults
+    from workers.fake.settings import FakeFaults, FakeKv
 
 _MAX_REMEMBERED = 4096
 _BLOCK_BYTES = 4096  # as transfers report it
@@ -82,16 +82,17 @@ class Sequence:
     submitted_at: float = 0.0
     admitted_at: float = 0.0
     first_at: float = 0.0
-    kv: bytes | None = None
-    generated: list[int] = field(default_factory=list)
-    transfer: TransferReport | None = None
     cached_tokens: int = 0
+    kv: bytes | None = None
+    generated: list[int] = field(init=False)
     text: model.Text = field(init=False)
+    fetch: asyncio.Task[None] | None = None
+    transfer: TransferReport | None = None
 
     def __post_init__(self) -> None:
+        self.generated = list(self.work.resume_token_ids)
         self.text = model.Text(self.work.sampling)
-        self.generated.extend(self.work.resume_token_ids)
-        self.text.resume(self.work.resume_token_ids)
+        self.text.resume(self.generated)
 
     @property
     def context(self) -> int:
@@ -120,13 +121,9 @@ class Sequence:
             self.kv = model.extend(model.kv_of(self.work.prompt_token_ids), self.generated)
         else:
             self.kv = model.extend(self.kv, self.generated[-1:])
-        early = len(self.generated) < sampling.min_tokens
-        token = model.next_token(
-            self.kv,
-            seed=sampling.seed,
-            vocab_size=self.vocab_size,
-            forbidden={model.EOS, *sampling.stop_token_ids} if early else (),
-        )
+        is_early = len(self.generated) < sampling.min_tokens
+        forbidden = {model.EOS, *sampling.stop_token_ids} if is_early else ()
+        token = model.next_token(self.kv, sampling.seed, self.vocab_size, forbidden)
         self.generated.append(token)
         self.first_at = self.first_at or now
         is_eos = token == model.EOS and not sampling.ignore_eos
@@ -143,7 +140,7 @@ class Sequence:
         is_full = len(self.generated) >= sampling.max_tokens
         if is_full or isinstance(self.work.phase, PrefillPhase):
             return self.end(delta, FinishReason.LENGTH, now, goes_on=not is_full)
-        return StreamDelta(stream_id, (token,), self.text.take(finished=False), logprobs)
+        return replace(delta, text=self.text.take(finished=False))
 
     def end(
         self, last: StreamDelta, reason: FinishReason, now: float, *, goes_on: bool = False
@@ -171,22 +168,16 @@ class _Transfer:
         self.work: Work | None = None
         self.handoff: asyncio.Future[Handoff] = loop.create_future()
         self.gone: asyncio.Future[str] = loop.create_future()
-        self.is_in_flight = False
         self.lease: asyncio.TimerHandle | None = None
+        self.is_in_flight = False
 
     @property
     def blocks(self) -> int:
         return self.handoff.result().blocks if self.handoff.done() else 0
 
-    @property
-    def state(self) -> str:
-        if not self.handoff.done():
-            return "computing"
-        return "in_flight" if self.is_in_flight else "leased"
-
-    async def unless_gone(self, seconds: float, what: asyncio.Future[Handoff] | None) -> None:
+    async def wait(self, seconds: float, *what: asyncio.Future[Handoff]) -> None:
         """Wait for `what`, or for the time. Raises TransferFailed if the transfer ends first."""
-        futures: set[asyncio.Future[Any]] = {self.gone, *([what] if what else ())}
+        futures: set[asyncio.Future[Any]] = {self.gone, *what}
         await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if self.gone.done():
             raise TransferFailed(self.gone.result())
@@ -223,10 +214,8 @@ class PrefixCache(CacheMirror):
 
 
 class FakeEngine:
-    """State: sequences waiting for room, waiting for KV, and running; blocks held for transfers.
-
-    `faults` takes effect at the next step or transfer.
-    """
+    """State: sequences that wait for room, wait for KV, or run; KV that is held for transfers; the
+    last deltas to report with the next step. `faults` may be set at any time."""
 
     def __init__(self, info: ModelInfo, settings: FakeSettings | None = None) -> None:
         if info.vocab_size < model.MIN_VOCAB_SIZE:
@@ -238,10 +227,10 @@ class FakeEngine:
         self._kv = settings.kv
         self._faults: FakeFaults = settings
         self._free = settings.total_blocks
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: dict[int, Sequence] = {}
         self._receiving: dict[int, Sequence] = {}
         self._running: dict[int, Sequence] = {}
-        self._ended: list[StreamDelta] = []  # last deltas to report with the next step
+        self._ended: list[StreamDelta] = []
         self._transfers: dict[str, _Transfer] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()  # why transfers ended
         self._cache: PrefixCache | None = None
@@ -252,8 +241,7 @@ class FakeEngine:
         self._recorder = StepRecorder()
         self._is_over = False
         self._wake = asyncio.Event()
-        self._stepper: asyncio.Task[None] | None = None
-        self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # the step loop and fetches
         self._server: asyncio.Server | None = None
         self._address = ""
         self._on_cache: CacheCallback = ignore_cache
@@ -266,23 +254,10 @@ class FakeEngine:
     async def start(self, on_step: StepCallback, on_failure: FailureCallback) -> EngineInfo:
         """Take `start_s`. Raises OSError if the KV address cannot be listened on."""
         self._on_step, self._on_failure = on_step, on_failure
-        settings, endpoint = self._settings, None
+        settings = self._settings
         await asyncio.sleep(settings.start_s)
-        if self._kv is not None:
-            self._address = f"local:{self._kv.instance_id}"
-            if self._kv.host:
-                serve = partial(link.serve, self.lend)
-                self._server = await asyncio.start_server(serve, self._kv.host, 0)
-                port = self._server.sockets[0].getsockname()[1]
-                self._address = f"{self._kv.host}:{port}"
-            _local[self._address] = self
-            endpoint = KvEndpoint(
-                addresses=(self._address,),
-                compatibility=f"fake/{self._model.name}/{settings.block_size}",
-                layout={"engine": "fake", "block_size": str(settings.block_size)},
-                transports=("fake",),
-            )
-        self._stepper = asyncio.create_task(self._run(), name="fake-engine-steps")
+        endpoint = await self._listen(self._kv) if self._kv else None
+        self._spawn(self._run(), "fake-engine-steps")
         times = ("start_s", "prefill_s", "step_s", "transfer_s")
         return EngineInfo(
             name="fake",
@@ -293,6 +268,26 @@ class FakeEngine:
             kv=endpoint,
             settings={name: f"{getattr(settings, name):g}" for name in times},
         )
+
+    async def _listen(self, kv: FakeKv) -> KvEndpoint:
+        self._address = f"local:{kv.instance_id}"
+        if kv.host:
+            self._server = await asyncio.start_server(partial(link.serve, self.lend), kv.host, 0)
+            self._address = f"{kv.host}:{self._server.sockets[0].getsockname()[1]}"
+        _local[self._address] = self
+        block_size = self._settings.block_size
+        return KvEndpoint(
+            addresses=(self._address,),
+            compatibility=f"fake/{self._model.name}/{block_size}",
+            layout={"engine": "fake", "block_size": str(block_size)},
+            transports=("fake",),
+        )
+
+    def _spawn(self, action: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(action, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     @property
     def faults(self) -> FakeFaults:
@@ -315,19 +310,20 @@ class FakeEngine:
         else:
             if isinstance(work.phase, PrefillPhase):
                 self._open_transfer(work.phase.transfer_id, work)
-            self._waiting.append(Sequence(work, self._model.vocab_size, blocks, self._now()))
+            sequence = Sequence(work, self._model.vocab_size, blocks, self._now())
+            self._waiting[work.stream_id] = sequence
         self._wake.set()
 
     def cancel(self, stream_id: int) -> None:
-        if fetch := self._fetches.get(stream_id):
-            fetch.cancel()
         for transfer_id, transfer in list(self._transfers.items()):
             if transfer.work is not None and transfer.work.stream_id == stream_id:
                 self._drop(transfer_id, "the prefill was cancelled")
+        self._waiting.pop(stream_id, None)
         sequence = self._receiving.pop(stream_id, None) or self._running.pop(stream_id, None)
         if sequence is not None:
             self._free += sequence.blocks
-        self._waiting = deque(x for x in self._waiting if x.work.stream_id != stream_id)
+            if sequence.fetch is not None:
+                sequence.fetch.cancel()
         self._wake.set()
 
     def export(self, stream_id: int, transfer_id: str) -> None:
@@ -338,17 +334,15 @@ class FakeEngine:
                 self.cancel(stream_id)
                 error = Unavailable("the KV of the stream is not complete here")
                 self._ended.append(ended_by(stream_id, error))
-                self._wake.set()
             return
         del self._running[stream_id]
         last = StreamDelta(stream_id, exported_tokens=len(sequence.generated))
         self._ended.append(sequence.end(last, FinishReason.ABORT, self._now(), goes_on=True))
         self._open_transfer(transfer_id, sequence.work)
         self._lease(transfer_id, sequence.handoff)
+        self._wake.set()
 
     def load(self) -> WorkerLoad | None:
-        if self._stepper is None:
-            return None
         total = self._settings.total_blocks
         waits_for_room = bool(self._waiting) and not self.ledger().pinned_blocks
         return WorkerLoad(
@@ -374,45 +368,31 @@ class FakeEngine:
         )
 
     def kv_state(self) -> KvState | None:
-        if self._kv is None:
-            return None
-        views = [
-            TransferView(x, t.work.request_id, PRODUCER, t.state, "", "fake", t.blocks, 0, 0)
-            for x, t in self._transfers.items()
-            if t.work is not None
-        ]
-        return KvState(self.ledger(), (KvSnapshot(time.monotonic(), tuple(views)),))
+        return None if self._kv is None else KvState(self.ledger())
 
     def step_moments(self) -> StepMoments | None:
-        return None if self._stepper is None else self._recorder.moments(self._now())
+        return self._recorder.moments(self._now())
 
     async def close(self) -> None:
         self._end(WorkerFailed("the engine was closed"))
         self._ended.clear()
-        tasks = list(self._fetches.values())
-        if self._stepper is not None:
-            self._stepper.cancel()
-            tasks.append(self._stepper)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def crash(self) -> None:
         """The engine dies: its streams end with an error, its transfers fail."""
-        if self._is_over or self._stepper is None:
-            return
-        self._stepper.cancel()
-        self._end(WorkerFailed("the engine died"))
-        self._report_ended()
-        self._on_failure(WorkerFailed("the fake engine died"))
+        if not self._is_over:
+            self._end(WorkerFailed("the engine died"))
+            self._report_ended()
+            self._on_failure(WorkerFailed("the fake engine died"))
 
     def _end(self, error: PdserveError) -> None:
-        if not self._is_over:
-            self._ended += [ended_by(x, error) for x in self._stream_ids]
         self._is_over = True
         _local.pop(self._address, None)
         if self._server is not None:
             self._server.close()
-        for task in self._fetches.values():
+        for task in self._tasks:
             task.cancel()
+        self._ended += [ended_by(x, error) for x in self._stream_ids]
         for table in (self._waiting, self._receiving, self._running):
             table.clear()
         for transfer_id in list(self._transfers):
@@ -429,18 +409,16 @@ class FakeEngine:
 
     @property
     def _stream_ids(self) -> list[int]:
-        sequences = (*self._waiting, *self._receiving.values(), *self._running.values())
-        return [x.work.stream_id for x in sequences]
+        return [*self._waiting, *self._receiving, *self._running]
 
     # Steps.
 
     async def _run(self) -> None:
         try:
             while True:
-                await self._wake.wait()
                 self._wake.clear()
-                while not self._faults.stalls(self._steps + 1) and await self._step():
-                    pass
+                if self._faults.stalls(self._steps + 1) or not await self._step():
+                    await self._wake.wait()
         except Exception:
             logger.exception("the fake engine failed")
             self.crash()
@@ -450,8 +428,7 @@ class FakeEngine:
         self._admit()
         if not (self._running or self._ended):
             return False
-        planned, shape = list(self._running), self._step_shape()
-        settings = self._settings
+        settings, shape, planned = self._settings, self._step_shape(), list(self._running)
         self._step_s = settings.step_s + settings.prefill_s * shape.prefill_tokens
         self._step_s += settings.decode_s * shape.decode_reqs
         await asyncio.sleep(self._step_s)
@@ -462,10 +439,8 @@ class FakeEngine:
         if self._steps == self._faults.crash_at_step:
             raise WorkerFailed("a scripted fault killed the engine")
         deltas, self._ended = self._ended, []
-        for stream_id in planned:
-            if stream_id in self._running:
-                deltas.append(self._advance(self._running[stream_id]))
-        if self._settings.clock_text:
+        deltas += [self._advance(self._running[x]) for x in planned if x in self._running]
+        if settings.clock_text:
             stamp = f"{time.monotonic():.6f} "
             deltas = [replace(x, text=stamp) if x.token_ids else x for x in deltas]
         self._report_cache()
@@ -476,22 +451,21 @@ class FakeEngine:
     def _admit(self) -> None:
         """Start waiting requests in order while there are blocks and slots for them."""
         while self._waiting:
-            sequence = self._waiting[0]
+            stream_id, sequence = next(iter(self._waiting.items()))
             slots = self._settings.max_num_seqs - len(self._running) - len(self._receiving)
             if slots <= 0 or sequence.blocks > self._free:
                 return
-            work = self._waiting.popleft().work
-            sequence.admitted_at = self._now()
+            del self._waiting[stream_id]
             self._free -= sequence.blocks
-            if isinstance(work.phase, DecodePhase):
-                self._receiving[work.stream_id] = sequence
-                self._fetches[work.stream_id] = asyncio.create_task(
-                    self._receive(work.stream_id, work.phase), name="fake-engine-fetch"
-                )
+            sequence.admitted_at = self._now()
+            if isinstance(sequence.work.phase, DecodePhase):
+                self._receiving[stream_id] = sequence
+                fetch = self._receive(sequence, sequence.work.phase)
+                sequence.fetch = self._spawn(fetch, "fake-engine-fetch")
             else:
                 if self._cache is not None:
-                    sequence.cached_tokens = self._cache.hit(work.prompt_token_ids)
-                self._running[work.stream_id] = sequence
+                    sequence.cached_tokens = self._cache.hit(sequence.work.prompt_token_ids)
+                self._running[stream_id] = sequence
 
     def _step_shape(self) -> StepShape:
         running = self._running.values()
@@ -508,8 +482,7 @@ class FakeEngine:
     def _advance(self, sequence: Sequence) -> StreamDelta:
         work = sequence.work
         if sequence.kv is None and matches(self._faults.fail_prefill, work.request_id):
-            error = WorkerFailed("a scripted fault failed the prefill")
-            delta = ended_by(work.stream_id, error)
+            delta = ended_by(work.stream_id, WorkerFailed("a scripted fault failed the prefill"))
         else:
             if sequence.kv is None and self._cache is not None:
                 self._cache.keep(work.prompt_token_ids)
@@ -517,13 +490,12 @@ class FakeEngine:
         if delta.finish_reason is None:
             return delta
         del self._running[work.stream_id]
-        if not isinstance(work.phase, PrefillPhase):
-            self._free += sequence.blocks
-        elif delta.finish_reason is FinishReason.LENGTH:
-            self._lease(work.phase.transfer_id, sequence.handoff)
-        else:
+        if isinstance(work.phase, PrefillPhase):
+            if delta.finish_reason is FinishReason.LENGTH:
+                self._lease(work.phase.transfer_id, sequence.handoff)
+                return delta
             self._drop(work.phase.transfer_id, "the answer ended at prefill")
-            self._free += sequence.blocks
+        self._free += sequence.blocks
         return delta
 
     def _report_cache(self) -> None:
@@ -533,23 +505,21 @@ class FakeEngine:
     def _blocks_needed(self, work: Work) -> int:
         """Return the blocks that `work` holds at its end. Raises the error that refuses it."""
         check_work(work, self._model, has_kv=self._kv is not None)
-        sampling, prompt = work.sampling, len(work.prompt_token_ids)
-        transfer = None
-        if isinstance(work.phase, PrefillPhase):
-            transfer = self._transfers.get(work.phase.transfer_id)
-        if transfer is not None and transfer.work is not None:
-            raise InvalidRequest("this transfer exists already", field="transfer_id")
+        sampling, generated = work.sampling, work.sampling.max_tokens
         if sampling.structured_output is not None:
             raise UnsupportedField(
                 "structured_output is not supported by the fake engine", field="structured_output"
             )
-        is_prefill = isinstance(work.phase, PrefillPhase)
-        generated = len(work.resume_token_ids) if is_prefill else sampling.max_tokens
-        blocks = -(-(prompt + generated) // self._settings.block_size)
-        if blocks > self._settings.total_blocks:
+        if isinstance(work.phase, PrefillPhase):
+            transfer = self._transfers.get(work.phase.transfer_id)
+            if transfer is not None and transfer.work is not None:
+                raise InvalidRequest("this transfer exists already", field="transfer_id")
+            generated = len(work.resume_token_ids)
+        total = self._settings.total_blocks
+        blocks = -(-(len(work.prompt_token_ids) + generated) // self._settings.block_size)
+        if blocks > total:
             raise ContextLengthExceeded(
-                f"the request needs {blocks} blocks; this worker has {self._settings.total_blocks}",
-                field="max_tokens",
+                f"the request needs {blocks} blocks; this worker has {total}", field="max_tokens"
             )
         return blocks
 
@@ -566,8 +536,7 @@ class FakeEngine:
             self._free += handoff.blocks
             return
         transfer.handoff.set_result(handoff)
-        reason = "its lease has ended"
-        loop = asyncio.get_running_loop()
+        loop, reason = asyncio.get_running_loop(), "its lease has ended"
         transfer.lease = loop.call_later(self._kv.lease_s, self._drop, transfer_id, reason)
 
     def _drop(self, transfer_id: str, reason: str) -> None:
@@ -595,7 +564,7 @@ class FakeEngine:
         if transfer.is_in_flight:
             raise TransferFailed(f"transfer {transfer_id} is in flight already")
         try:
-            await transfer.unless_gone(self._kv.pairing_s, transfer.handoff)
+            await transfer.wait(self._kv.pairing_s, transfer.handoff)
             if transfer.work is None or not transfer.handoff.done():
                 raise TransferFailed(f"transfer {transfer_id}: it is not known")
             transfer.is_in_flight = True
@@ -604,8 +573,7 @@ class FakeEngine:
             request_id, began = transfer.work.request_id, self._now()
             if matches(self._faults.drop_transfer, request_id):
                 raise TransferFailed("a scripted fault dropped the transfer")
-            travel_s = self._settings.transfer_s + self._faults.delay_transfer_s
-            await transfer.unless_gone(travel_s, None)
+            await transfer.wait(self._settings.transfer_s + self._faults.delay_transfer_s)
             handoff = structs.replace(transfer.handoff.result(), exposed_s=self._now() - began)
             if matches(self._faults.corrupt_transfer, request_id):
                 handoff = structs.replace(handoff, kv=bytes(x ^ 1 for x in handoff.kv))
@@ -615,34 +583,34 @@ class FakeEngine:
 
     # Transfers, as the consumer.
 
-    async def _receive(self, stream_id: int, phase: DecodePhase) -> None:
+    async def _receive(self, sequence: Sequence, phase: DecodePhase) -> None:
         """Fetch KV and first token. Every other outcome is a failed transfer."""
         assert self._kv is not None
-        began, address = self._now(), phase.producer_addresses[0]
+        stream_id, began, address = (
+            sequence.work.stream_id,
+            self._now(),
+            phase.producer_addresses[0],
+        )
         try:
             async with asyncio.timeout(self._kv.receive_timeout_s):
                 handoff = await _fetch(address, phase)
-        except TransferFailed as error:
-            self._fail_transfer(stream_id, error)
-        except (OSError, TimeoutError, ValueError):
-            reason = f"the link to {address} broke before the KV had arrived"
-            self._fail_transfer(stream_id, TransferFailed(reason))
+        except (TransferFailed, OSError, TimeoutError, ValueError) as error:
+            if not isinstance(error, TransferFailed):
+                error = TransferFailed(f"the link to {address} broke before the KV had arrived")
+            self._free += sequence.blocks
+            self._ended.append(ended_by(stream_id, error))
         else:
-            sequence = self._receiving.pop(stream_id)
-            size, took_s = handoff.blocks * _BLOCK_BYTES, self._now() - began
-            report = TransferReport(took_s, handoff.exposed_s, size, handoff.blocks, "fake")
+            size = handoff.blocks * _BLOCK_BYTES
+            took_s, exposed_s = self._now() - began, handoff.exposed_s
+            report = TransferReport(took_s, exposed_s, size, handoff.blocks, "fake")
             sequence.receive(handoff, report)
+            self._running[stream_id] = sequence
             if self._cache is not None:
                 self._cache.keep(sequence.work.prompt_token_ids)
                 self._report_cache()
-            self._running[stream_id] = sequence
-        finally:
-            del self._fetches[stream_id]
-            self._wake.set()
-
-    def _fail_transfer(self, stream_id: int, error: TransferFailed) -> None:
-        self._free += self._receiving.pop(stream_id).blocks
-        self._ended.append(ended_by(stream_id, error))
+        del self._receiving[stream_id]
+        sequence.fetch = None
+        self._wake.set()
 
 
 async def _fetch(address: str, phase: DecodePhase) -> Handoff:

@@ -1,7 +1,7 @@
 """Transfers between fake engines of different processes: TCP, one connection a transfer.
 
-The consumer sends {"transfer_id", "instance_id"} as one line of JSON and gets a Handoff, or
-{"error"}. The producer releases the blocks when the connection closes.
+The consumer sends a transfer id and the producer's instance id as one line of JSON, and gets a
+Handoff, or the text of an error. The producer releases the blocks when the connection closes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,12 @@ class Handoff(msgspec.Struct, frozen=True):
     exposed_s: float = 0.0
 
 
-class _Answer(msgspec.Struct, omit_defaults=True):
-    handoff: Handoff | None = None
-    error: str = ""
-
-
 async def serve(lend: Lend, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Serve one connection. `lend(transfer_id, instance_id)` holds the KV of a transfer while it
     is entered."""
     answer: asyncio.Future[None] | None = None
     try:
-        request = msgspec.json.decode(await reader.readline(), type=dict[str, str])
+        request = msgspec.json.decode(await reader.readline(), type=tuple[str, str])
         answer = asyncio.ensure_future(_answer(request, lend, writer))
         await reader.read()  # returns when the consumer closes the connection
     except (OSError, ValueError):
@@ -52,14 +47,14 @@ async def serve(lend: Lend, reader: asyncio.StreamReader, writer: asyncio.Stream
         writer.close()
 
 
-async def _answer(request: dict[str, str], lend: Lend, writer: asyncio.StreamWriter) -> None:
+async def _answer(request: tuple[str, str], lend: Lend, writer: asyncio.StreamWriter) -> None:
     """Send the handoff and hold its blocks until this is cancelled."""
     try:
-        async with lend(request["transfer_id"], request["instance_id"]) as handoff:
-            writer.write(msgspec.json.encode(_Answer(handoff)) + b"\n")
+        async with lend(*request) as handoff:
+            writer.write(msgspec.json.encode(handoff) + b"\n")
             await asyncio.Event().wait()
     except TransferFailed as error:
-        writer.write(msgspec.json.encode(_Answer(error=error.message)) + b"\n")
+        writer.write(msgspec.json.encode(error.message) + b"\n")
 
 
 async def fetch(address: str, transfer_id: str, instance_id: str) -> Handoff:
@@ -67,11 +62,10 @@ async def fetch(address: str, transfer_id: str, instance_id: str) -> Handoff:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        request = {"transfer_id": transfer_id, "instance_id": instance_id}
-        writer.write(msgspec.json.encode(request) + b"\n")
-        answer = msgspec.json.decode(await reader.readline(), type=_Answer)
+        writer.write(msgspec.json.encode((transfer_id, instance_id)) + b"\n")
+        answer = msgspec.json.decode(await reader.readline(), type=Handoff | str)
     finally:
         writer.close()
-    if answer.handoff is None:
-        raise TransferFailed(answer.error)
-    return answer.handoff
+    if isinstance(answer, str):
+        raise TransferFailed(answer)
+    return answer

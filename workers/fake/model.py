@@ -26,6 +26,10 @@ _ATTEMPTS = 256
 _SYLLABLES = ("ka", "lo", "mi", "ne", "ru", "sa", "to", "vi")
 
 
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
 def kv_of(token_ids: Sequence[int]) -> bytes:
     """Return the KV of a prompt: 8 bytes."""
     return _digest(struct.pack(f"<{len(token_ids)}I", *token_ids))
@@ -38,9 +42,7 @@ def extend(kv: bytes, token_ids: Iterable[int]) -> bytes:
     return kv
 
 
-def next_token(
-    kv: bytes, *, seed: int | None, vocab_size: int, forbidden: Collection[int] = ()
-) -> int:
+def next_token(kv: bytes, seed: int | None, vocab_size: int, forbidden: Collection[int]) -> int:
     """Return the token after `kv`. `forbidden` tokens are avoided as long as others are found."""
     token = FIRST_WORD
     for attempt in range(_ATTEMPTS):
@@ -71,10 +73,6 @@ def logprobs_of(token_id: int, alternatives: int) -> PositionLogprobs:
     return PositionLogprobs(ranked[0], tuple(ranked[:alternatives]))
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=8).digest()
-
-
 class Text:
     """Incremental text of one sequence, as vLLM makes it: stop strings, and text held back while a
     stop string may be forming. State: all text, and how much of it was reported."""
@@ -88,10 +86,9 @@ class Text:
         self._hold_back = 0 if sampling.include_stop_str_in_output else longest - 1
 
     def resume(self, token_ids: Iterable[int]) -> None:
-        """Add tokens generated elsewhere: the other engine has reported their text."""
+        """Add tokens generated elsewhere, without a stop among them, as reported."""
         for token_id in token_ids:
-            self._tokens += 1
-            self._text += text_of(token_id)
+            self.push(token_id)
         self.take(finished=False)
 
     def push(self, token_id: int, *, silent: bool = False) -> str | None:

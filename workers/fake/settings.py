@@ -14,28 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Count = Annotated[int, Meta(ge=1)]
+Step = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
 class FakeFaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Faults. The first three are patterns (`*`, `?`) over request ids; "" matches none.
+    """Faults. The first three are patterns (`*`, `?`) over request ids; "" matches none."""
 
-    fail_prefill      the prefill of such a request ends with worker_failed
-    drop_transfer     the transfer of such a request fails
-    corrupt_transfer  the KV of such a request arrives changed, and nothing notices
-    delay_transfer_s  is added to every transfer
-    stalled           the engine accepts requests and makes no step
-    stall_at_step     it makes neither this step nor later ones; counted from 1, 0 for never
-    crash_at_step     the engine dies at this step; counted from 1, 0 for never
-    """
-
-    fail_prefill: str = ""
-    drop_transfer: str = ""
-    corrupt_transfer: str = ""
-    delay_transfer_s: Seconds = 0.0
-    stalled: bool = False
-    stall_at_step: Annotated[int, Meta(ge=0)] = 0
-    crash_at_step: Annotated[int, Meta(ge=0)] = 0
+    fail_prefill: str = ""  # the prefill of such a request ends with worker_failed
+    drop_transfer: str = ""  # the transfer of such a request fails
+    corrupt_transfer: str = ""  # the KV of such a request arrives changed, and nothing notices
+    delay_transfer_s: Seconds = 0.0  # is added to every transfer
+    stalled: bool = False  # the engine accepts requests and makes no step
+    stall_at_step: Step = 0  # it makes neither this step nor later ones; from 1, 0 for never
+    crash_at_step: Step = 0  # the engine dies at this step; from 1, 0 for never
 
     def stalls(self, step: int) -> bool:
         return self.stalled or 0 < self.stall_at_step <= step
