@@ -14,7 +14,7 @@ from pdserve.metrics import CONTENT_TYPE, KvCollector, watch_tasks
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from pdserve.types import WorkerInfo
+    from pdserve.types import KvReport, WorkerInfo
     from workers.service import WorkerService
 
 
@@ -22,8 +22,13 @@ def debug_handler(
     service: WorkerService, describe: Callable[[], WorkerInfo]
 ) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
     """Return the handler of the pages. They read state and change nothing."""
+
+    def reports() -> list[tuple[WorkerInfo, KvReport]]:
+        state = service.kv_state()
+        return [] if state is None else [(describe(), state.report())]
+
     registry = CollectorRegistry()
-    registry.register(KvCollector(lambda: ((describe(), x) for x in [service.kv_report()] if x)))
+    registry.register(KvCollector(reports))
     watch_tasks(registry)
 
     def health() -> web.Response:
@@ -57,13 +62,10 @@ def _kv_state(service: WorkerService, info: WorkerInfo) -> dict[str, object]:
     """Return the state of KV transfers; `ranks` is empty for a worker that moves no KV."""
     state, ledger, ranks = service.kv_state(), service.ledger(), []
     report = None if state is None else state.report()
-    if state is not None:
-        ledger = state.ledger
-        for snapshot in state.ranks:
-            plain = asdict(snapshot)
-            # Its age: a reader knows nothing of our clock.
-            age_s = time.monotonic() - plain.pop("taken_at")
-            ranks.append({"seen_s_ago": age_s, **plain})
+    for snapshot in () if state is None else state.ranks:
+        plain = asdict(snapshot)
+        # Its age: a reader knows nothing of our clock.
+        ranks.append({"seen_s_ago": time.monotonic() - plain.pop("taken_at"), **plain})
     return {
         "worker_id": info.worker_id,
         "instance_id": info.instance_id,

@@ -87,7 +87,7 @@ async def serve_worker(
         loop.add_signal_handler(number, signals.put_nowait, number)
     try:
         failure = await _unless(signals, _serve(server, reports, config.served_model_name))
-        if failure is None and hasattr(server, "info"):
+        if failure is None and hasattr(server.routers, "info"):
             await _unless(signals, server.drain(config.drain_timeout_s, stop=True))
     except ConfigError:
         raise
@@ -112,25 +112,20 @@ async def _serve(server: WorkerServer, reports: Reports, model: str) -> str | No
     info = await server.start()
     logger.info("worker %s (%s) serves at %s", info.worker_id, info.role, info.address)
     reports.doing("registering")
+    failed, refused = server.service.failed, server.routers.refused
     registered = asyncio.ensure_future(server.registered())
-    ends: set[asyncio.Future[Any]] = {server.failed, server.refused, server.told_to_stop}
+    ends: set[asyncio.Future[Any]] = {failed, refused, server.told_to_stop}
     try:
         await asyncio.wait({registered, *ends}, return_when=asyncio.FIRST_COMPLETED)
         if registered.done():
-            reports.ready(
-                {
-                    "worker_id": info.worker_id,
-                    "role": info.role,
-                    "address": info.address,
-                    "debug": info.debug_address,
-                }
-            )
+            facts = {"worker_id": info.worker_id, "role": info.role}
+            reports.ready({**facts, "address": info.address, "debug": info.debug_address})
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         registered.cancel()
-    if server.failed.done():
-        return f"the engine died: {server.failed.result()}"
-    return str(server.refused.result()) if server.refused.done() else None
+    if failed.done():
+        return f"the engine died: {failed.result()}"
+    return str(refused.result()) if refused.done() else None
 
 
 async def _unless(signals: asyncio.Queue[signal.Signals], action: Coroutine[Any, Any, Any]) -> Any:

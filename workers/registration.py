@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn
 
 import grpc
@@ -22,7 +23,7 @@ from pdserve.v1.worker_pb2_grpc import RegistryStub
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pdserve.types import WorkerInfo
+    from pdserve.types import Role, WorkerInfo
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
 
     # Returns a renewal with the worker's state; its ids are set here.
@@ -45,114 +46,26 @@ class RegistrationRefused(ConfigError):
     """A router refused this worker; the message has its reason."""
 
 
+@dataclass(slots=True, eq=False)
 class Registration:
-    """One worker at one router. State: as what the router knows it, if it does."""
+    """The worker at one router. `known` is what the router has of it, None if it knows nothing;
+    `told` is set when the next call to the router is over."""
 
-    def __init__(self, address: str, info: WorkerInfo, state: State, *, dialer: rpc.Dialer) -> None:
-        self.address = address
-        self.registered = asyncio.Event()
-        self._dialer = dialer
-        self._info = info
-        self._known_info: WorkerInfo | None = None
-        self._state = state
-        self._due = asyncio.Event()
-        self._is_reachable = False
-        self._waiters: list[asyncio.Future[None]] = []
-
-    async def run(self) -> NoReturn:
-        """Register and renew until cancelled. Raises RegistrationRefused."""
-        pause_s = 0.0
-        async with self._dialer.open_channel(self.address) as channel:
-            stub = RegistryStub(channel)
-            while True:
-                waiters, self._waiters = self._waiters, []
-                try:
-                    lease_s = await self._tell(stub)
-                except grpc.aio.AioRpcError as error:
-                    self._is_reachable = False
-                    if self._known_info is None and error.code() in _REFUSALS:
-                        reason = rpc.error_from_rpc(error)
-                        raise RegistrationRefused(
-                            f"router {self.address} refused this worker: {reason.message}",
-                            field=reason.field,
-                        ) from error
-                    if self._known_info is not None and error.code() is grpc.StatusCode.NOT_FOUND:
-                        logger.info("router %s does not know us: registering again", self.address)
-                        self._known_info = None
-                        continue
-                    pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, pause_s * 2))
-                    await self._back_off(error, pause_s)
-                else:
-                    self._is_reachable, pause_s = True, 0.0
-                finally:
-                    for waiter in waiters:
-                        if not waiter.done():
-                            waiter.set_result(None)
-                if self._is_reachable:
-                    await self._pause(lease_s / 3)
-
-    async def _tell(self, stub: RegistryAsyncStub) -> float:
-        """Register, or renew if the router knows this info. Return the lease in seconds."""
-        info, state, metadata = self._info, self._state(), self._dialer.metadata
-        if self._known_info is info:
-            state.worker_id, state.instance_id = info.worker_id, info.instance_id
-            renewed = await stub.Renew(state, timeout=_RPC_S, metadata=metadata)
-            return renewed.lease_s
-        self._known_info = None
-        self.registered.clear()
-        request = w.RegisterRequest(worker=wire.worker_to_pb(info), draining=state.draining)
-        reply = await stub.Register(request, timeout=_RPC_S, metadata=metadata)
-        self._known_info = info
-        self.registered.set()
-        logger.info("registered with router %s", self.address)
-        return reply.lease_s
-
-    def renew(self) -> None:
-        """Renew now."""
-        self._due.set()
-
-    async def renewed(self) -> None:
-        """Renew and wait for the answer or the failure; return at once if the router is away."""
-        if self._is_reachable:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            self.renew()
-            await waiter
-
-    def change_info(self, info: WorkerInfo) -> None:
-        """Register again, as `info`."""
-        self._info = info
-        self.renew()
-
-    async def deregister(self) -> None:
-        """Leave the router, once `run` has ended. If that fails, the lease ends by itself."""
-        request = w.DeregisterRequest(
-            worker_id=self._info.worker_id, instance_id=self._info.instance_id
-        )
-        async with self._dialer.open_channel(self.address) as channel:
-            try:
-                await RegistryStub(channel).Deregister(
-                    request, timeout=_DEREGISTER_S, metadata=self._dialer.metadata
-                )
-            except grpc.aio.AioRpcError as error:
-                logger.warning("leaving router %s failed: %s", self.address, error.code().name)
+    address: str
+    known: WorkerInfo | None = None
+    is_reachable: bool = False
+    registered: asyncio.Event = field(default_factory=asyncio.Event)
+    due: asyncio.Event = field(default_factory=asyncio.Event)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def _pause(self, seconds: float) -> None:
+        """Wait until the next renewal is due."""
         try:
             async with asyncio.timeout(seconds):
-                await self._due.wait()
+                await self.due.wait()
         except TimeoutError:
             return
-        self._due.clear()
-
-    async def _back_off(self, error: grpc.aio.AioRpcError, pause_s: float) -> None:
-        # Jitter, so that workers do not all return to a router at the same moment.
-        pause_s *= random.uniform(0.5, 1.0)
-        logger.warning(
-            "router %s: %s (%s); next try in %.1f s",
-            *(self.address, error.code().name, error.details(), pause_s),
-        )
-        await asyncio.sleep(pause_s)
+        self.due.clear()
 
 
 class Registrations:
@@ -160,49 +73,114 @@ class Registrations:
 
     def __init__(self, addresses: Iterable[str], *, dialer: rpc.Dialer = rpc.PLAIN) -> None:
         self.refused: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.info: WorkerInfo
+        self._state: State
         self._dialer = dialer
-        self._addresses = tuple(addresses)
-        self._all: list[Registration] = []
+        self._all = [Registration(address) for address in addresses]
         self._tasks: list[asyncio.Task[NoReturn]] = []
 
     def start(self, info: WorkerInfo, state: State) -> None:
         """Register in the background."""
-        for address in self._addresses:
-            registration = Registration(address, info, state, dialer=self._dialer)
-            task = asyncio.create_task(registration.run(), name=f"registration-{address}")
+        self.info, self._state = info, state
+        for router in self._all:
+            task = asyncio.create_task(self._keep(router), name=f"registration-{router.address}")
             task.add_done_callback(self._ended)
-            self._all.append(registration)
             self._tasks.append(task)
 
     async def registered(self) -> None:
         """Wait until every router knows the worker."""
-        for registration in self._all:
-            await registration.registered.wait()
+        for router in self._all:
+            await router.registered.wait()
 
     def renew(self) -> None:
         """Report the worker's state to every router now."""
-        for registration in self._all:
-            registration.renew()
+        for router in self._all:
+            router.due.set()
 
     async def renewed(self) -> None:
-        """Report the state and wait until every router that can be reached knows it."""
-        await asyncio.gather(*(registration.renewed() for registration in self._all))
+        """Report the state and wait until every router that can be reached has answered."""
+        told = [router.told for router in self._all if router.is_reachable]
+        self.renew()
+        for event in told:
+            await event.wait()
 
-    def change_info(self, info: WorkerInfo) -> None:
-        """Register with every router again, as `info`."""
-        for registration in self._all:
-            registration.change_info(info)
+    def change_role(self, role: Role) -> None:
+        """Register with every router again, in another role."""
+        if self._tasks:
+            self.info = replace(self.info, role=role)
+            self.renew()
 
     async def stop(self) -> None:
         """Stop renewing and leave every router that knows the worker. Idempotent."""
-        known = [x for x in self._all if x.registered.is_set()]
+        known = [router for router in self._all if router.registered.is_set()]
+        self._all.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._all.clear()
-        await asyncio.gather(*(x.deregister() for x in known))
+        await asyncio.gather(*(self._deregister(router.address) for router in known))
 
     def _ended(self, task: asyncio.Task[NoReturn]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self.refused.done():
             self.refused.set_result(error)
+
+    async def _keep(self, router: Registration) -> NoReturn:
+        """Register and renew until cancelled. Raises RegistrationRefused."""
+        pause_s = 0.0
+        async with self._dialer.open_channel(router.address) as channel:
+            stub = RegistryStub(channel)
+            while True:
+                told, router.told = router.told, asyncio.Event()
+                try:
+                    lease_s = await self._tell(router, stub)
+                except grpc.aio.AioRpcError as error:
+                    told.set()
+                    router.is_reachable = False
+                    code = error.code()
+                    if router.known is None and code in _REFUSALS:
+                        reason = rpc.error_from_rpc(error)
+                        text = f"router {router.address} refused this worker: {reason.message}"
+                        raise RegistrationRefused(text, field=reason.field) from error
+                    if router.known is not None and code is grpc.StatusCode.NOT_FOUND:
+                        logger.info("router %s does not know us: registering again", router.address)
+                        router.known = None
+                        continue
+                    pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, pause_s * 2))
+                    # Jitter, so that workers do not all return to a router at the same moment.
+                    wait_s = pause_s * random.uniform(0.5, 1.0)
+                    what = (router.address, code.name, error.details(), wait_s)
+                    logger.warning("router %s: %s (%s); next try in %.1f s", *what)
+                    await asyncio.sleep(wait_s)
+                else:
+                    told.set()
+                    router.is_reachable, pause_s = True, 0.0
+                    await router._pause(lease_s / 3)
+
+    async def _tell(self, router: Registration, stub: RegistryAsyncStub) -> float:
+        """Register, or renew if the router knows this info. Return the lease in seconds."""
+        info, state, metadata = self.info, self._state(), self._dialer.metadata
+        if router.known is info:
+            state.worker_id, state.instance_id = info.worker_id, info.instance_id
+            renewed = await stub.Renew(state, timeout=_RPC_S, metadata=metadata)
+            return renewed.lease_s
+        router.known = None
+        router.registered.clear()
+        request = w.RegisterRequest(worker=wire.worker_to_pb(info), draining=state.draining)
+        reply = await stub.Register(request, timeout=_RPC_S, metadata=metadata)
+        router.known = info
+        router.registered.set()
+        logger.info("registered with router %s", router.address)
+        return reply.lease_s
+
+    async def _deregister(self, address: str) -> None:
+        """Leave a router. If that fails, the lease ends by itself."""
+        request = w.DeregisterRequest(
+            worker_id=self.info.worker_id, instance_id=self.info.instance_id
+        )
+        async with self._dialer.open_channel(address) as channel:
+            try:
+                await RegistryStub(channel).Deregister(
+                    request, timeout=_DEREGISTER_S, metadata=self._dialer.metadata
+                )
+            except grpc.aio.AioRpcError as error:
+                logger.warning("leaving router %s failed: %s", address, error.code().name)

@@ -9,7 +9,6 @@ import os
 import time
 import uuid
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,7 +21,7 @@ from pdserve.http_server import HttpServer, bind
 from pdserve.security.roles import Party, make_guard
 from pdserve.security.tls import dialer, server_context, server_credentials
 from pdserve.telemetry import open_tracing
-from pdserve.types import Role, WorkerInfo
+from pdserve.types import WorkerInfo
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from workers.debug import debug_handler
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRPC_STOP_S = 2.0
-# A role change that nobody settles in this time is undone: the router that asked for it is gone.
-SETTLE_S = 60.0
 _MAX_DRAIN_S = 86400.0
 _SERVICE = w.DESCRIPTOR.services_by_name["Worker"].full_name
 
@@ -64,17 +61,15 @@ class WorkerServer(WorkerServicer):
     ) -> None:
         self.instance_id = instance_id or uuid.uuid4().hex
         self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.instance_id[:6]}"
-        self.info: WorkerInfo
         # Done when an operator asked over the network that the process end.
         self.told_to_stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._config = config
         self._stack = AsyncExitStack()
         self._health = health.aio.HealthServicer()
-        self._unsettled: asyncio.TimerHandle | None = None
         self._is_stopping = False
         self._began = time.monotonic()
         self._guard = make_guard(config.access, shared_with=Party.ROUTER)
-        self._registrations = Registrations(config.routers, dialer=dialer(config.access))
+        self.routers = Registrations(config.routers, dialer=dialer(config.access))
         self._tracing = open_tracing(
             config.otlp_endpoint, service="pdserve-worker", instance=self.worker_id
         )
@@ -82,11 +77,16 @@ class WorkerServer(WorkerServicer):
             engine or make_engine(config, self.instance_id),
             config.role,
             self.instance_id,
-            routers=self._registrations,
+            routers=self.routers,
             guard=self._guard,
             tracing=self._tracing,
             max_unsent_bytes=max_unsent_bytes,
         )
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What routers are told of this worker. Only once it has started."""
+        return self.routers.info
 
     async def start(self) -> WorkerInfo:
         """Load the model, serve, and begin to register. Nothing is left behind on an error.
@@ -100,10 +100,10 @@ class WorkerServer(WorkerServicer):
             raise
 
     async def _start(self) -> WorkerInfo:
-        config = self._config
+        config, stack = self._config, self._stack
         if self._tracing is not None:
-            self._stack.push_async_callback(asyncio.to_thread, self._tracing.close)
-        self._stack.push_async_callback(self.service.close)
+            stack.push_async_callback(asyncio.to_thread, self._tracing.close)
+        stack.push_async_callback(self.service.close)
         engine = await self.service.start()
         session_address = await self._listen_for_sessions()
         server = rpc.make_server(() if self._guard is None else (self._guard,))
@@ -114,10 +114,10 @@ class WorkerServer(WorkerServicer):
             raise ConfigError(
                 f"cannot listen on {config.host} port {config.port}", field="port"
             ) from error
-        debug = (
-            bind(host, config.debug_port, key="debug_port") if (host := config.debug_host) else None
-        )
-        self.info = self._describe(
+        debug = None
+        if config.debug_host:
+            debug = bind(config.debug_host, config.debug_port, key="debug_port")
+        info = self._describe(
             engine,
             address=_join(config.host, port),
             session_address=session_address,
@@ -128,17 +128,17 @@ class WorkerServer(WorkerServicer):
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         await server.start()
-        self._stack.push_async_callback(server.stop, GRPC_STOP_S)
+        stack.push_async_callback(server.stop, GRPC_STOP_S)
         await self._report_health(is_serving=True)
         if debug is not None:
             web = HttpServer(debug_handler(self.service, lambda: self.info), debug)
-            self._stack.push_async_callback(web.stop)
+            stack.push_async_callback(web.stop)
             await web.start()
-        self._registrations.start(self.info, self.service.state)
-        self._stack.push_async_callback(self._registrations.stop)
+        self.routers.start(info, self.service.state)
+        stack.push_async_callback(self.routers.stop)
         watch = asyncio.create_task(watch_gpus(self.service.set_unhealthy), name="gpu-watch")
-        self._stack.push_async_callback(_cancel, watch)
-        return self.info
+        stack.push_async_callback(_cancel, watch)
+        return info
 
     async def _listen_for_sessions(self) -> str:
         host, loop = self._config.host, asyncio.get_running_loop()
@@ -154,17 +154,7 @@ class WorkerServer(WorkerServicer):
 
     async def registered(self) -> None:
         """Wait until every router knows this worker."""
-        await self._registrations.registered()
-
-    @property
-    def failed(self) -> asyncio.Future[BaseException]:
-        """Gets the error of an engine that died."""
-        return self.service.failed
-
-    @property
-    def refused(self) -> asyncio.Future[BaseException]:
-        """Gets the error of a router that refused this worker."""
-        return self._registrations.refused
+        await self.routers.registered()
 
     async def drain(self, timeout_s: float, *, stop: bool = False) -> tuple[bool, int]:
         """Empty the worker: see `WorkerService.drain`. With `stop` it cannot be undone, and
@@ -195,43 +185,12 @@ class WorkerServer(WorkerServicer):
         for name in ("", _SERVICE):
             await self._health.set(name, reply.SERVING if is_serving else reply.NOT_SERVING)
 
-    async def set_role(self, role: Role, drain_timeout_s: float) -> tuple[float, int]:
-        """Empty the worker and register in another role, which the router has to settle. Return the
-        seconds that took and how many streams were moved. Raises InvalidRequest and Unavailable."""
-        began = time.monotonic()
-        moved = await self.service.change_role(role, drain_timeout_s)
-        self._register_role()
-        loop = asyncio.get_running_loop()
-        self._unsettled = loop.call_later(SETTLE_S, self.settle_role, False)
-        return time.monotonic() - began, moved
-
-    def settle_role(self, keep: bool) -> bool:
-        """Take requests again, in the new role or in the former one. Return False if there is no
-        role change to settle."""
-        if self._unsettled is not None:
-            self._unsettled.cancel()
-            self._unsettled = None
-        if not self.service.settle_role(keep=keep):
-            return False
-        if keep:
-            logger.info("worker %s is a %s worker now", self.worker_id, self.service.role)
-        else:
-            logger.warning("worker %s stays a %s worker", self.worker_id, self.service.role)
-            self._register_role()
-        return True
-
-    def _register_role(self) -> None:
-        self.info = replace(self.info, role=self.service.role)
-        self._registrations.change_info(self.info)
-
     async def stop(self) -> None:
         """Leave the routers, send what is queued for them, and end everything. Idempotent.
 
         Drain first for a stop that no client notices.
         """
-        if self._unsettled is not None:
-            self._unsettled.cancel()
-        await self._registrations.stop()
+        await self.routers.stop()
         self.service.close_sessions()
         await self._stack.aclose()
 
@@ -260,16 +219,16 @@ class WorkerServer(WorkerServicer):
     async def GetStatus(  # noqa: N802
         self, request: w.GetStatusRequest, context: Context
     ) -> w.WorkerStatus:
-        load, kv = self.service.load(), self.service.kv_report()
+        state = self.service.state()
         return w.WorkerStatus(
             info=wire.worker_to_pb(self.info),
-            load=None if load is None else wire.load_to_pb(load),
+            load=state.load if state.HasField("load") else None,
             ledger=wire.ledger_to_pb(self.service.ledger()),
-            draining=self.service.is_draining,
+            draining=state.draining,
             # NVML can be slow on a machine with many GPUs.
             gpus=await asyncio.to_thread(gpu_health),
             open_streams=self.service.open_streams,
-            kv=None if kv is None else wire.kv_report_to_pb(kv),
+            kv=state.kv if state.HasField("kv") else None,
             uptime_s=time.monotonic() - self._began,
         )
 
@@ -294,15 +253,15 @@ class WorkerServer(WorkerServicer):
     ) -> w.SetRoleResponse:
         async with _refusing(context):
             _check_range("drain_timeout_s", request.drain_timeout_s)
-            role = wire.role_from_pb(request.role)
-            drain_s, moved = await self.set_role(role, request.drain_timeout_s)
-        return w.SetRoleResponse(drain_s=drain_s, moved_streams=moved)
+            role, began = wire.role_from_pb(request.role), time.monotonic()
+            moved = await self.service.change_role(role, request.drain_timeout_s)
+        return w.SetRoleResponse(drain_s=time.monotonic() - began, moved_streams=moved)
 
     async def SettleRole(  # noqa: N802
         self, request: w.SettleRoleRequest, context: Context
     ) -> w.SettleRoleResponse:
         async with _refusing(context, grpc.StatusCode.FAILED_PRECONDITION):
-            if not self.settle_role(request.keep):
+            if not self.service.settle_role(keep=request.keep):
                 raise Unavailable("this worker has no role change to settle")
         return w.SettleRoleResponse()
 

@@ -1,8 +1,8 @@
 """One engine and the routers that it works for.
 
 A router opens a session: one connection over which its commands come in order, and over which it
-gets one frame an engine step for all its requests. Stream ids are the router's own; the engine gets
-ids that are unique in this process. State changes are synchronous; only draining waits.
+gets one frame an engine step for all its requests. State changes are synchronous; only draining
+waits.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import asyncio
 import itertools
 import logging
 import math
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from pdserve import framing, wire
 from pdserve.config import MOVE_S, UNPIN_S
@@ -30,10 +30,8 @@ from pdserve.prefix_hash import pack
 from pdserve.types import Role, StreamDelta
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
-from pdserve.wire import moments_to_pb
-from workers.engine import AggregatedPhase, DecodePhase, PrefillPhase, ended_by
+from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work, ended_by
 from workers.registration import Registrations
-from workers.submissions import work_from_pb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,10 +39,12 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
     from pdserve.security.roles import Guard
     from pdserve.telemetry import Span, Tracing
-    from pdserve.types import KvLedger, KvReport, WorkerLoad
+    from pdserve.types import KvLedger, WorkerLoad
     from workers.engine import CacheChange, Engine, EngineInfo
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # A router closes a connection that does not say hello, and one that has not read all after `close`.
 HELLO_S = 10.0
@@ -59,13 +59,27 @@ ANNOUNCE_S = 1.0
 _MOVE_PERIOD_S = 0.5
 # The engine does not say when a lease ends, so the ledger is polled.
 _LEDGER_POLL_S = 0.02
+# A role change that nobody settles in this time is undone: the router that asked for it is gone.
+SETTLE_S = 60.0
 # Before the hello, a peer may be anybody.
 _HELLO_BYTES = 1 << 12
 _MAX_STRANGERS = 64
-# Ended prefills that a session remembers, to release their blocks on a late cancel.
+# Ended prefills whose blocks a drain gives up; those of others end with their lease.
 _MAX_HELD = 4096
 # Blocks in one frame of a snapshot; a router needs half a millisecond to read them.
 _SNAPSHOT_PART = 1 << 12
+
+# Every role takes aggregated requests: routers fall back to them.
+_PHASES: dict[Role, tuple[type[Phase], ...]] = {
+    Role.PREFILL: (PrefillPhase, AggregatedPhase),
+    Role.DECODE: (DecodePhase, AggregatedPhase),
+    Role.AGGREGATED: (AggregatedPhase,),
+}
+_SPAN_NAMES = {
+    PrefillPhase: "prefill_stream",
+    DecodePhase: "decode_stream",
+    AggregatedPhase: "aggregated_stream",
+}
 
 
 class RoleState(StrEnum):
@@ -90,7 +104,7 @@ class _Stream:
 
 
 class WorkerService:
-    """State: sessions by router, open streams by engine stream id, the role, and the drain.
+    """State: sessions by router, open streams by the engine's stream id, the role, and the drain.
 
     `failed` gets the error of an engine that died.
     """
@@ -111,20 +125,21 @@ class WorkerService:
         self.role_state = RoleState.SERVING
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.cached_blocks: dict[int, None] = {}  # chain hashes, each after its parent
-        self.exported = 0  # streams that another worker took over with their KV
         self.is_moving = False  # routers should move the open streams to other workers
-        self._unhealthy = ""  # what is wrong with the machine
         self.guard = guard
         self.max_unsent_bytes = max_unsent_bytes
         self.connections: set[Session] = set()  # open, also those without a hello
+        self.session_numbers = itertools.count(1)
         self._engine = engine
         self._routers = routers or Registrations(())
         self._tracing = tracing
         self._former_role = role
-        self._has_kv = False
+        self._unsettled: asyncio.TimerHandle | None = None
+        self._unhealthy = ""  # what is wrong with the machine
+        self._exported = 0  # streams that another worker took over with their KV
         self._sessions: dict[str, Session] = {}
         self._streams: dict[int, _Stream] = {}
-        self._ids = itertools.count(1)
+        self._held: deque[int] = deque(maxlen=_MAX_HELD)  # ended prefills, by engine stream id
         self._is_draining = False
         self._is_announcing = False
         self._is_closing = False
@@ -134,9 +149,7 @@ class WorkerService:
     async def start(self) -> EngineInfo:
         """Start the engine. Raises what that raises."""
         self._engine.on_cache(self._on_cache)
-        info = await self._engine.start(self._on_step, self._on_failure)
-        self._has_kv = info.kv is not None
-        return info
+        return await self._engine.start(self._on_step, self._on_failure)
 
     def new_session(self) -> Session:
         """Return the protocol of a new connection, for `loop.create_server`."""
@@ -162,20 +175,15 @@ class WorkerService:
     def kv_state(self) -> KvState | None:
         return self._engine.kv_state()
 
-    def kv_report(self) -> KvReport | None:
-        """Return the KV transfer figures, or None if this worker moves no KV."""
-        state = self.kv_state()
-        return None if state is None else state.report()
-
     def state(self) -> w.RenewRequest:
         """Return what routers are told with each renewal of the lease."""
-        load, kv = self.load(), self.kv_report()
+        load, kv = self.load(), self.kv_state()
         return w.RenewRequest(
             load=None if load is None else wire.load_to_pb(load),
             draining=self.is_draining,
             moving=self.is_moving,
             unhealthy=self._unhealthy,
-            kv=None if kv is None else wire.kv_report_to_pb(kv),
+            kv=None if kv is None else wire.kv_report_to_pb(kv.report()),
         )
 
     def set_unhealthy(self, reason: str) -> None:
@@ -201,8 +209,8 @@ class WorkerService:
         if self._sessions.get(session.router_id) is session:
             del self._sessions[session.router_id]
             self._routers.renew()  # a restarted router does not know this worker yet
-        for stream_id in list(session.engine_ids):
-            self.cancel(session, stream_id)
+        for stream_id in list(session.streams):
+            self._cancel(stream_id)
 
     def watch_cache(self, session: Session) -> None:
         """Send a snapshot of the prefix cache, in parts, and its changes from now on."""
@@ -229,29 +237,27 @@ class WorkerService:
 
     def submit(self, session: Session, submit: w.Submit) -> None:
         """Give a request to the engine, or end it with the error that refuses it."""
-        stream_id = next(self._ids)
+        stream_id = session.first_stream_id + submit.stream_id
         try:
-            if submit.stream_id in session.engine_ids:
+            if stream_id in self._streams:
                 raise InvalidRequest("stream_id is in use in this session", field="stream_id")
             self._check_accepts(submit)
-            work = work_from_pb(submit, stream_id, role=self.role, has_kv=self._has_kv)
+            work = _work(submit, stream_id, self.role)
         except PdserveError as error:
             self._refuse(session, submit.stream_id, error)
             return
         span = None
         if self._tracing is not None:
-            span = self._tracing.begin(
-                _SPAN_NAMES[type(work.phase)],
-                submit.traceparent,
-                {
-                    "pdserve.request_id": work.request_id,
-                    "pdserve.prompt_tokens": len(work.prompt_token_ids),
-                    "pdserve.resumed_tokens": len(work.resume_token_ids),
-                },
-            )
-        session.engine_ids[submit.stream_id] = stream_id
+            attributes: dict[str, str | int] = {
+                "pdserve.request_id": work.request_id,
+                "pdserve.prompt_tokens": len(work.prompt_token_ids),
+                "pdserve.resumed_tokens": len(work.resume_token_ids),
+            }
+            name = _SPAN_NAMES[type(work.phase)]
+            span = self._tracing.begin(name, submit.traceparent, attributes)
         is_prefill = isinstance(work.phase, PrefillPhase)
         self._streams[stream_id] = _Stream(session, submit.stream_id, is_prefill, span)
+        session.streams.add(stream_id)
         self._idle.clear()
         try:
             self._engine.submit(work)
@@ -268,24 +274,23 @@ class WorkerService:
             raise Unavailable("this worker is draining")
 
     def _refuse(self, session: Session, router_stream_id: int, error: PdserveError) -> None:
-        self.cancel(session, router_stream_id)
+        stream_id = session.first_stream_id + router_stream_id
+        if stream_id in self._streams:
+            self._cancel(stream_id)
         session.send(_error_frame(router_stream_id, error))
+
+    def _cancel(self, stream_id: int) -> None:
+        self._forget(stream_id)
+        self._engine.cancel(stream_id)
 
     def cancel(self, session: Session, router_stream_id: int) -> None:
         """Stop a request without a last delta, or release what an ended prefill holds. Unknown
         streams are ignored."""
-        if (stream_id := session.engine_ids.get(router_stream_id)) is not None:
-            self._forget(stream_id)
-        else:
-            stream_id = session.held.pop(router_stream_id, None)
-        if stream_id is not None:
-            self._engine.cancel(stream_id)
+        self._cancel(session.first_stream_id + router_stream_id)
 
     def export(self, session: Session, export: w.Export) -> None:
         """End a request whose KV another worker will fetch. Unknown streams are ignored."""
-        stream_id = session.engine_ids.get(export.stream_id)
-        if stream_id is not None:
-            self._engine.export(stream_id, export.transfer_id)
+        self._engine.export(session.first_stream_id + export.stream_id, export.transfer_id)
 
     def _on_step(self, deltas: Sequence[StreamDelta]) -> None:
         """Send each router one frame with what this step made for its requests."""
@@ -303,13 +308,11 @@ class WorkerService:
                 row = (stream.router_stream_id, delta.token_ids[0], delta.text)
                 plain.setdefault(session, []).append(row)
                 continue
-            message = wire.delta_to_pb(delta)
-            message.stream_id = stream.router_stream_id
-            frame.deltas.append(message)
+            frame.deltas.append(wire.delta_to_pb(replace(delta, stream_id=stream.router_stream_id)))
             if delta.finish_reason is not None:
                 if stream.is_prefill or delta.exported_tokens:
-                    session.hold(stream.router_stream_id)
-                self.exported += delta.exported_tokens > 0
+                    self._held.append(delta.stream_id)
+                self._exported += delta.exported_tokens > 0
                 self._forget(delta.stream_id, delta)
         for session, frame in frames.items():
             if session in plain:
@@ -325,13 +328,13 @@ class WorkerService:
             moments = self._engine.step_moments()
             if moments is not None and (moments.prefill.steps or moments.decode.steps):
                 session.steps_reported_at = now
-                frame.steps.CopyFrom(moments_to_pb(moments))
+                frame.steps.CopyFrom(wire.moments_to_pb(moments))
         return frame
 
     def beat(self, session: Session) -> None:
         """Send a sign of life if the router waits for requests, or if the load has changed: what a
         router cancelled leaves the engine some time later."""
-        if session.engine_ids or self.load() != session.reported_load:
+        if session.streams or self.load() != session.reported_load:
             session.send(self._frame(session))
 
     def _on_failure(self, error: BaseException) -> None:
@@ -344,10 +347,12 @@ class WorkerService:
             self.failed.set_result(error)
 
     def _forget(self, stream_id: int, last: StreamDelta | None = None) -> None:
-        stream = self._streams.pop(stream_id)
+        stream = self._streams.pop(stream_id, None)
+        if stream is None:
+            return
         if stream.span is not None:
             _end_span(stream.span, last)
-        del stream.session.engine_ids[stream.router_stream_id]
+        stream.session.streams.discard(stream_id)
         if not self._streams:
             self._idle.set()
 
@@ -366,8 +371,8 @@ class WorkerService:
         self._routers.renew()
 
     async def change_role(self, role: Role, drain_timeout_s: float) -> int:
-        """Empty the worker, then take the other role in state PROVING. Return how many streams
-        were moved.
+        """Empty the worker, then register in the other role, in state PROVING. Return how many
+        streams were moved.
 
         Raises InvalidRequest for a role that the worker cannot take, and Unavailable while a change
         is under way or if blocks stay pinned; the role is unchanged then.
@@ -376,14 +381,12 @@ class WorkerService:
             raise Unavailable(
                 f"this worker is {self.role_state} a change of its role", retry_after_s=1.0
             )
-        if Role.AGGREGATED in (role, self.role):
+        if role is self.role or Role.AGGREGATED in (role, self.role):
             raise InvalidRequest(
                 f"a worker cannot change from {self.role} to {role}, only between prefill and "
                 f"decode",
                 field="role",
             )
-        if role is self.role:
-            raise InvalidRequest(f"this worker's role is {role} already", field="role")
         self.role_state = RoleState.DRAINING
         try:
             is_empty, moved = await self._empty(
@@ -395,8 +398,10 @@ class WorkerService:
             self.role_state = RoleState.SERVING
             self._routers.renew()
             raise
-        self._former_role, self.role = self.role, role
-        self.role_state = RoleState.PROVING
+        self._former_role, self.role_state = self.role, RoleState.PROVING
+        self._take_role(role)
+        loop = asyncio.get_running_loop()
+        self._unsettled = loop.call_later(SETTLE_S, lambda: self.settle_role(keep=False))
         return moved
 
     def settle_role(self, *, keep: bool) -> bool:
@@ -404,11 +409,19 @@ class WorkerService:
         settled."""
         if self.role_state is not RoleState.PROVING:
             return False
-        if not keep:
-            self.role = self._former_role
+        if self._unsettled is not None:
+            self._unsettled.cancel()
         self.role_state = RoleState.SERVING
-        self._routers.renew()
+        if keep:
+            self._routers.renew()
+        else:
+            self._take_role(self._former_role)
+        logger.info("this worker is a %s worker now", self.role)
         return True
+
+    def _take_role(self, role: Role) -> None:
+        self.role = role
+        self._routers.change_role(role)
 
     async def _empty(self, timeout_s: float, reason: str, *, announce: bool) -> tuple[bool, int]:
         """Empty the worker. Return whether no stream is open and no block is pinned, and how many
@@ -418,7 +431,7 @@ class WorkerService:
         taken. Then streams may end by themselves for `timeout_s`. Then routers move those that are
         left. What they did not move ends with an error, on which they go on elsewhere.
         """
-        before, now = self.exported, asyncio.get_running_loop().time
+        before, now = self._exported, asyncio.get_running_loop().time
         until = now() + timeout_s
         if announce:
             self._is_announcing = True
@@ -430,10 +443,10 @@ class WorkerService:
             finally:
                 self._is_announcing = False
         if await self._is_empty_by(until):
-            return True, self.exported - before
+            return True, self._exported - before
         if not self.is_draining:  # the drain was ended meanwhile
             return False, 0
-        moved = self.exported - before + self.open_streams
+        moved = self._exported - before + self.open_streams
         until = now() + MOVE_S
         self.is_moving = True
         try:
@@ -445,10 +458,8 @@ class WorkerService:
             self.is_moving = False
         for stream in list(self._streams.values()):
             self._refuse(stream.session, stream.router_stream_id, Unavailable(reason))
-        for session in self._sessions.values():
-            for stream_id in session.held.values():
-                self._engine.cancel(stream_id)
-            session.held.clear()
+        while self._held:
+            self._engine.cancel(self._held.popleft())
         return await self._is_empty_by(now() + UNPIN_S), moved
 
     async def _is_empty_by(self, until: float) -> bool:
@@ -464,6 +475,8 @@ class WorkerService:
     def close_sessions(self) -> None:
         """Close every session once what is queued for it is sent, and accept no new one."""
         self._is_draining = self._is_closing = True
+        if self._unsettled is not None:
+            self._unsettled.cancel()
         for session in list(self.connections):
             session.close()
 
@@ -481,15 +494,15 @@ class WorkerService:
 class Session(asyncio.Protocol):
     """One connection of a router.
 
-    State: engine stream ids by the router's stream ids, also of ended prefills that may hold blocks
-    (`held`), and what the router was last told of load and step costs. A router that does not read
-    is dropped when `max_unsent_bytes` wait for it.
+    State: its open streams, and what the router was last told of load and step costs. The engine's
+    stream ids are `first_stream_id` plus the router's. A router that does not read is dropped when
+    `max_unsent_bytes` wait for it.
     """
 
     def __init__(self, service: WorkerService) -> None:
         self.router_id = ""
-        self.engine_ids: dict[int, int] = {}
-        self.held: OrderedDict[int, int] = OrderedDict()
+        self.first_stream_id = next(service.session_numbers) << 64
+        self.streams: set[int] = set()  # by the engine's ids
         self.reported_load: WorkerLoad | None = None
         self.steps_reported_at = -math.inf
         self.watches_cache = False
@@ -567,15 +580,6 @@ class Session(asyncio.Protocol):
             logger.warning("router %s does not read its frames: dropped", self.router_id)
             self._transport.abort()
 
-    def hold(self, router_stream_id: int) -> None:
-        """Remember a prefill that has ended: a cancel may still come for the blocks that it holds.
-
-        Only the latest are remembered; the blocks of others are released when their lease ends.
-        """
-        self.held[router_stream_id] = self.engine_ids[router_stream_id]
-        if len(self.held) > _MAX_HELD:
-            self.held.popitem(last=False)
-
     def close(self, error: PdserveError | None = None) -> None:
         """Send what is queued and the error, then close. Later calls do nothing."""
         if self._transport.is_closing():
@@ -619,11 +623,46 @@ def _error_frame(router_stream_id: int, error: PdserveError) -> w.StepFrame:
     return w.StepFrame(deltas=[delta])
 
 
-_SPAN_NAMES = {
-    PrefillPhase: "prefill_stream",
-    DecodePhase: "decode_stream",
-    AggregatedPhase: "aggregated_stream",
-}
+def _work(submit: w.Submit, stream_id: int, role: Role) -> Work:
+    """Return the work of `submit` for the engine. Raises InvalidRequest naming the field."""
+    if not submit.sampling.HasField("max_tokens"):
+        raise InvalidRequest("max_tokens is missing", field="max_tokens")
+    phase, name = _phase(submit), submit.WhichOneof("phase")
+    if not isinstance(phase, _PHASES[role]):
+        raise InvalidRequest(f"a {role} worker takes no {name} requests", field="phase")
+    max_tokens = submit.sampling.max_tokens
+    return Work(
+        stream_id=stream_id,
+        request_id=_present("request_id", submit.request_id),
+        prompt_token_ids=tuple(submit.prompt_token_ids),
+        sampling=wire.sampling_from_pb(submit.sampling, default_max_tokens=max_tokens),
+        phase=phase,
+        resume_token_ids=tuple(submit.resume_token_ids),
+    )
+
+
+def _phase(submit: w.Submit) -> Phase:
+    match submit.WhichOneof("phase"):
+        case "prefill":
+            return PrefillPhase(_present("prefill.transfer_id", submit.prefill.transfer_id))
+        case "decode":
+            decode = submit.decode
+            return DecodePhase(
+                _present("decode.transfer_id", decode.transfer_id),
+                _present("decode.producer_addresses", tuple(decode.producer_addresses)),
+                _present("decode.producer_instance_id", decode.producer_instance_id),
+                kv_handle=decode.kv_handle,
+                live=decode.live,
+            )
+        case "aggregated":
+            return AggregatedPhase()
+    raise InvalidRequest("phase is missing", field="phase")
+
+
+def _present(name: str, value: T) -> T:
+    if not value:
+        raise InvalidRequest(f"{name} is missing", field=name)
+    return value
 
 
 def _end_span(span: Span, last: StreamDelta | None) -> None:
