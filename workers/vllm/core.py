@@ -8,7 +8,6 @@ parallelism vLLM's multiprocess executor runs the model; its processes end with 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
-from pdserve.step_moments import StepRecorder
 from pdserve.types import (
     ErrorInfo,
     FinishReason,
@@ -48,7 +46,6 @@ from workers.vllm.steps import StepWatch
 
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
-    from pdserve.step_moments import StepMoments
     from pdserve.types import TransferReport
     from workers.engine import CacheChange, Work
     from workers.vllm.settings import VllmSettings
@@ -72,37 +69,49 @@ class _Stream:
 
 
 class VllmCore:
-    """State: the open streams, changed by `add`, `cancel` and `step`."""
+    """State: the open streams by their id, changed by `add`, `cancel`, `export` and `step`.
 
-    def __init__(self, settings: VllmSettings) -> None:
-        """Load the model. Raises ConfigError, or what vLLM raises."""
+    `steps` and `load`, the load after the last step, may be read by any thread.
+    """
+
+    def __init__(self, settings: VllmSettings, wake: Callable[[], None]) -> None:
+        """Load the model. `wake` is called, on any thread, when a step may find a change. Raises
+        ConfigError, or what vLLM raises."""
         if settings.kv is None:
             patch_runner_v1()  # else the connector does, in each process that runs the model
         self._engine = LLMEngine.from_engine_args(
             engine_args(settings), enable_multiprocessing=False
         )
-        warn_of_cut_context(self._engine.vllm_config)
-        core = self._engine.engine_core.engine_core
+        config, core = self._engine.vllm_config, self._engine.engine_core.engine_core
+        warn_of_cut_context(config)
         self._scheduler = core.scheduler
         self._executor = core.model_executor
         self._connector = self._scheduler.get_kv_connector()
-        self._recorder = StepRecorder()
-        self._watch = StepWatch(self._scheduler, self._recorder, time.monotonic)
-        self._streams: dict[str, _Stream] = {}
-        self._keys: dict[int, str] = {}
+        # The connector's half that runs with the model, if that is in this process.
+        self._runner_half: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+        self._streams: dict[int, _Stream] = {}
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
+        self._wake = wake
         self.is_idle = False
-        self._cache_events = cache.watch(
-            self._scheduler, self._engine.vllm_config, settings.model_name
-        )
+        self.executor_died = False
+        self.steps = StepWatch(self._scheduler)
+        self._cache_events = cache.watch(self._scheduler, config, settings.model_name)
         try:
             self.info = self._describe(settings)
-            self.load = self._read_load()  # after the last step; any thread may read it
+            self.load = self._read_load()
             kv = self.info.kv
             self._handoff = HandoffStyle.CONCURRENT if kv is None else kv.handoff
+            self._wakes = self._runner_half is not None and self._runner_half.wake_with(wake)
+            if hasattr(self._runner_half, "tick_with"):
+                self.steps.sees_layers = self._runner_half.tick_with(self.steps.tick)
+            self._executor.register_failure_callback(self._note_executor_death)
         except BaseException:
             self.close()
             raise
+
+    def _note_executor_death(self) -> None:
+        self.executor_died = True
+        self._wake()
 
     def _describe(self, settings: VllmSettings) -> EngineInfo:
         config = self._engine.vllm_config
@@ -140,26 +149,7 @@ class VllmCore:
         usage, total = self._scheduler.get_kv_cache_usage(), self.info.total_blocks
         return WorkerLoad(waiting, running, usage, round((1.0 - usage) * total))
 
-    def on_executor_death(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, on a thread of vLLM's, if a process of the executor dies."""
-        self._executor.register_failure_callback(callback)
-
-    def wake_on_transfers(self, wake: Callable[[], None]) -> bool:
-        """Call `wake`, on a thread of the connector's, when a transfer has progressed. Return False
-        if the connector's worker half is in another process or cannot tell."""
-        return has_kv_transfer_group() and bool(get_kv_transfer_group().wake_with(wake))
-
-    def tick_with(self, on_layer: Callable[[], None]) -> bool:
-        """Call `on_layer` after each layer of a step. Return False if the connector cannot tell."""
-        group = get_kv_transfer_group() if has_kv_transfer_group() else None
-        tick_with = getattr(group, "tick_with", None)
-        return tick_with is not None and bool(tick_with(on_layer))
-
-    def size_with(self, on_size: Callable[[int], None]) -> None:
-        """Call `on_size` with the number of tokens of each step that computes some."""
-        self._watch.on_size = on_size
-
-    def has_runnable(self) -> bool:
+    def _has_runnable(self) -> bool:
         """Return whether a step could compute something: not for requests that wait for KV, for a
         grammar, or for blocks that a transfer holds."""
         scheduler = self._scheduler
@@ -171,29 +161,21 @@ class VllmCore:
     def kv_look(self) -> KvLook | None:
         """Return a function that any thread may call for the state of KV transfers; None if that is
         in other processes: then `kv_ranks`."""
-        return get_kv_transfer_group().snapshot if has_kv_transfer_group() else None
+        return None if self._runner_half is None else self._runner_half.snapshot
 
     def kv_ranks(self) -> tuple[KvSnapshot, ...]:
         """Ask every process that runs the model for the state of its KV transfers."""
         return tuple(self._executor.collective_rpc(snapshot_in))
 
-    @property
-    def has_kv(self) -> bool:
-        return self._connector is not None
-
-    def waits_for_transfers_alone(self) -> bool:
-        """Return whether all requests wait for transfers."""
-        if self._connector is None:
+    def is_woken(self) -> bool:
+        """Return whether all requests wait for transfers, and `wake` says when one progresses."""
+        if not self._wakes or self._connector is None:
             return False
         return bool(self._connector.ledger().transfers == len(self._scheduler.requests))
 
-    def step_moments(self) -> StepMoments:
-        """Return what steps have cost. Any thread may call it."""
-        return self._recorder.moments(time.monotonic())
-
     @property
     def open_streams(self) -> list[int]:
-        return list(self._keys)
+        return list(self._streams)
 
     def has_work(self) -> bool:
         """Return whether a step can change something, such as blocks that ended requests hold."""
@@ -203,13 +185,8 @@ class VllmCore:
         requests = len(self._scheduler.requests)
         if self._connector is None:
             return KvLedger(engine_requests=requests)
-        ledger = self._connector.ledger()
-        return KvLedger(
-            in_flight_blocks=ledger.in_flight_blocks,
-            leased_blocks=ledger.leased_blocks,
-            transfers=ledger.transfers,
-            engine_requests=requests,
-        )
+        ledger: KvLedger = self._connector.ledger()
+        return replace(ledger, engine_requests=requests)
 
     def add(self, work: Work, submitted: float) -> list[StreamDelta]:
         """Take `work` in. Return its last delta if it ends here: refused, or already finished."""
@@ -229,27 +206,23 @@ class VllmCore:
             self._engine.abort_request([key])  # vLLM may have registered it before it refused
             return [_refusal(work, error)]
         state = self._engine.output_processor.request_states[vllm_id]
-        stream = _Stream(work, vllm_id, state, submitted)
-        self._streams[key] = stream
-        self._keys[work.stream_id] = key
-        if stopped := sampling.feed(stream.state, work.resume_token_ids):
+        stream = self._streams[work.stream_id] = _Stream(work, vllm_id, state, submitted)
+        if stopped := sampling.feed(state, work.resume_token_ids):
             return [self._end_at_seam(stream, stopped)]
         return []
 
     def cancel(self, stream_id: int) -> None:
-        key = self._keys.pop(stream_id, None)
-        if key is not None:
-            self._engine.abort_request([self._streams.pop(key).vllm_id], internal=True)
+        if (stream := self._streams.pop(stream_id, None)) is not None:
+            self._engine.abort_request([stream.vllm_id], internal=True)
         elif (held := self._held.pop(stream_id, None)) is not None:
             self._connector.release(held)
 
     def export(self, stream_id: int, transfer_id: str) -> list[StreamDelta]:
         """End a stream and hold its blocks for whoever presents `transfer_id`. Return its last
         delta; none for an unknown stream."""
-        key = self._keys.get(stream_id)
-        if key is None:
+        stream = self._streams.get(stream_id)
+        if stream is None:
             return []
-        stream = self._streams[key]
         request = self._scheduler.requests.get(stream.vllm_id)
         is_ours = self._connector is not None and self._handoff is HandoffStyle.CONCURRENT
         is_held = request is not None and is_ours and self._connector.export(request, transfer_id)
@@ -258,14 +231,8 @@ class VllmCore:
         if not is_held:
             return [ended_by(stream_id, Unavailable("the KV of the stream is not complete here"))]
         self._remember_held(stream)
-        return [
-            StreamDelta(
-                stream_id,
-                finish_reason=FinishReason.ABORT,
-                report=_report(stream),
-                exported_tokens=tokens,
-            )
-        ]
+        last = StreamDelta(stream_id, finish_reason=FinishReason.ABORT, exported_tokens=tokens)
+        return [replace(last, report=_report(stream))]
 
     def cache_change(self) -> CacheChange | None:
         """Return what changed in the prefix cache since the last call, or None."""
@@ -273,29 +240,30 @@ class VllmCore:
 
     def step(self) -> list[StreamDelta]:
         """Make one step; return the deltas of all requests in it."""
+        self.steps.begin(has_work=self._has_runnable())
         outputs = self._engine.step()
         deltas = [self._delta(output) for output in outputs]
         deltas += self._take_arrivals()
         self.load = self._read_load()
         # With nothing running, a step only looks after transfers.
         self.is_idle = not outputs and not self._scheduler.running
+        self.steps.end(computed=not self.is_idle, has_work=self._has_runnable())
         return deltas
 
     def _take_arrivals(self) -> list[StreamDelta]:
         """Put tokens that came with KV into the text state, before the step that continues them."""
         if self._connector is None:
             return []
-        by_vllm_id = None
         ended = []
-        for arrival in self._connector.take_arrivals():
-            if by_vllm_id is None:
-                by_vllm_id = {stream.vllm_id: stream for stream in self._streams.values()}
-            stream = by_vllm_id.get(arrival.request_id)
-            if stream is None:
-                continue
-            stream.transfer = arrival.report
-            if stopped := sampling.feed(stream.state, arrival.token_ids):
-                ended.append(self._end_at_seam(stream, stopped))
+        if arrivals := self._connector.take_arrivals():
+            by_vllm_id = {stream.vllm_id: stream for stream in self._streams.values()}
+            for arrival in arrivals:
+                stream = by_vllm_id.get(arrival.request_id)
+                if stream is None:
+                    continue
+                stream.transfer = arrival.report
+                if stopped := sampling.feed(stream.state, arrival.token_ids):
+                    ended.append(self._end_at_seam(stream, stopped))
         return ended
 
     def _end_at_seam(self, stream: _Stream, stopped: str) -> StreamDelta:
@@ -308,11 +276,11 @@ class VllmCore:
         )
 
     def _delta(self, output: Any) -> StreamDelta:
-        stream = self._streams[output.request_id]
+        stream = self._streams[int(output.request_id.rpartition("/")[2])]
         work, made = stream.work, output.outputs[0]
         text, finish, error, report, handle = made.text, None, None, None, b""
         if output.finished:
-            del self._streams[output.request_id], self._keys[work.stream_id]
+            del self._streams[work.stream_id]
             finish = _finish_reason(made.finish_reason)
             report = _report(stream)
             if finish is FinishReason.ERROR:
@@ -359,7 +327,6 @@ class VllmCore:
     def close(self) -> None:
         """End the engine and its processes. Idempotent."""
         self._streams.clear()
-        self._keys.clear()
         self._engine.engine_core.shutdown()
 
 

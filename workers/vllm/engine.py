@@ -18,7 +18,6 @@ from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import KvLedger
 from workers.engine import ended_by, ignore_cache
 from workers.vllm.settings import apply_environment
-from workers.vllm.steps import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,11 +51,9 @@ class VllmEngine:
         self._end: PdserveError | None = None
         self._wake = threading.Event()
         self._closing = False
-        self._executor_died = False
         self._thread: threading.Thread | None = None
         self._core: VllmCore | None = None  # once loaded
         self._ledger = KvLedger()
-        self._progress = Progress()
         self._kv_look: KvLook | None = None
         self._kv_ranks: tuple[KvSnapshot, ...] = ()
         self._is_looking = False
@@ -105,16 +102,16 @@ class VllmEngine:
     def load(self) -> WorkerLoad | None:
         if self._core is None:
             return None
-        return self._progress.add_to(self._core.load, has_more=bool(self._inbox))
+        return self._core.steps.add_to(self._core.load, has_more=bool(self._inbox))
 
     def step_moments(self) -> StepMoments | None:
-        return None if self._core is None else self._core.step_moments()
+        return None if self._core is None else self._core.steps.recorder.moments(time.monotonic())
 
     def ledger(self) -> KvLedger:
         return self._ledger
 
     def kv_state(self) -> KvState | None:
-        if self._core is None or not self._core.has_kv:
+        if self._core is None or self._core.info.kv is None:
             return None
         if self._kv_look is not None:
             return KvState(self._ledger, (self._kv_look(),))
@@ -136,11 +133,16 @@ class VllmEngine:
 
     def _run(self, started: asyncio.Future[EngineInfo]) -> None:
         try:
-            core = self._load()
+            apply_environment(self._settings)
+            # Importing vllm takes seconds; the event loop runs on meanwhile.
+            from workers.vllm.core import VllmCore
+
+            core = VllmCore(self._settings, self._wake.set)
         except BaseException as error:  # noqa: BLE001 - raised by `start`
             self._stop(WorkerFailed("the engine did not start"), [])
             self._call(_settle, started, error)
             return
+        self._kv_look, self._core = core.kv_look(), core
         self._call(_settle, started, core.info)
         end: PdserveError = Unavailable("the worker is closing")
         failure = None
@@ -158,26 +160,9 @@ class VllmEngine:
             _log.exception("the engine did not close cleanly")
         self._ledger = KvLedger()
 
-    def _load(self) -> VllmCore:
-        apply_environment(self._settings)
-        # Importing vllm takes seconds; the event loop runs on meanwhile.
-        from workers.vllm.core import VllmCore
-
-        core = VllmCore(self._settings)
-        core.on_executor_death(self._note_executor_death)
-        self._kv_look, self._core = core.kv_look(), core
-        return core
-
-    def _note_executor_death(self) -> None:
-        self._executor_died = True
-        self._wake.set()
-
     def _serve(self, core: VllmCore) -> None:
-        is_woken = core.wake_on_transfers(self._wake.set)
-        self._progress.sees_layers = core.tick_with(self._progress.tick)
-        core.size_with(self._progress.sized)
         while not self._closing:
-            if self._executor_died:
+            if core.executor_died:
                 raise RuntimeError("a process of the executor died")
             if ended := self._take_inbox(core):
                 self._ledger = core.ledger()  # exported blocks are held
@@ -186,19 +171,14 @@ class VllmEngine:
                 self._ledger = core.ledger()
                 self._pause(None)
                 continue
-            self._progress.begin(time.monotonic(), has_work=core.has_runnable())
             deltas = core.step()
-            self._progress.end(
-                time.monotonic(), computed=not core.is_idle, has_work=core.has_runnable()
-            )
             # Set before the deltas: a reader who has seen them sees this too.
             self._ledger = core.ledger()
             if change := core.cache_change():
                 self._call(self._on_cache, change)
             self._emit(deltas)
             if core.is_idle:
-                woken = is_woken and core.waits_for_transfers_alone()
-                self._pause(_TRANSFER_TICK_S if woken else _POLL_S)
+                self._pause(_TRANSFER_TICK_S if core.is_woken() else _POLL_S)
 
     def _pause(self, timeout_s: float | None) -> None:
         self._wake.wait(timeout_s)

@@ -8,33 +8,49 @@ the order in which they were scheduled.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pdserve.step_moments import StepShape
+from pdserve.step_moments import StepRecorder, StepShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pdserve.step_moments import StepRecorder
     from pdserve.types import WorkerLoad
 
 # More are never on their way: the engine's own batch queue is shorter.
 _MAX_SCHEDULED = 16
+# In these first steps code may still be compiled, so they may take this long; so may a step with
+# more tokens than any before it, and every step of an engine that cannot report its layers.
+COLD_STEPS = 16
+UNKNOWN_S = 60.0
+_FADE = 0.97  # of the longest step, at each step: a pause of the machine is forgotten
 
 
 class StepWatch:
-    """State: steps that are scheduled and not done, each with the time at which it could begin;
-    when the last one was done. `on_size` is called with the number of tokens of each. The time
-    between two steps is part of the second while requests run: it delays their tokens."""
+    """The steps of one scheduler: their costs in `recorder`, and for routers to detect a stall a
+    count of steps and layers, and how long the step under way may show nothing.
 
-    def __init__(self, scheduler: Any, recorder: StepRecorder, clock: Callable[[], float]) -> None:
-        self._recorder = recorder
+    State: steps that are scheduled and not done, each with the time at which it could begin; when
+    the last one was done. The time between two steps is part of the second while requests run: it
+    delays their tokens. The step thread writes, any thread reads.
+    """
+
+    def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self.recorder = StepRecorder()
+        self.sees_layers = False
         self._clock = clock
         self._scheduled: deque[tuple[StepShape, float]] = deque(maxlen=_MAX_SCHEDULED)
         self._ended_at = 0.0
-        self.on_size: Callable[[int], None] = lambda tokens: None
+        self._count = 0
+        self._has_work = False
+        self._allowance_s = 0.0
+        self._steps = 0
+        self._most_tokens = 0
+        self._longest_s = 0.0
+        self._began = 0.0
         schedule, update = scheduler.schedule, scheduler.update_from_output
 
         def watched_schedule(*args: Any, **kwargs: Any) -> Any:
@@ -42,23 +58,50 @@ class StepWatch:
             output = schedule(*args, **kwargs)
             self._scheduled.append((shape_of(output), began))
             if output.total_num_scheduled_tokens:
-                self.on_size(output.total_num_scheduled_tokens)
+                self._allow(output.total_num_scheduled_tokens)
             return output
 
         def watched_update(*args: Any, **kwargs: Any) -> Any:
             outputs = update(*args, **kwargs)
-            self._came_out()
+            now = clock()
+            if self._scheduled:
+                shape, began = self._scheduled.popleft()
+                self.recorder.observe(shape, now - max(began, self._ended_at), now)
+            self._ended_at = now
             return outputs
 
         scheduler.schedule = watched_schedule
         scheduler.update_from_output = watched_update
 
-    def _came_out(self) -> None:
-        now = self._clock()
-        if self._scheduled:
-            shape, began = self._scheduled.popleft()
-            self._recorder.observe(shape, now - max(began, self._ended_at), now)
-        self._ended_at = now
+    def _allow(self, tokens: int) -> None:
+        is_known = self._steps >= COLD_STEPS and tokens <= self._most_tokens
+        self._most_tokens = max(tokens, self._most_tokens)
+        self._allowance_s = self._longest_s if is_known and self.sees_layers else UNKNOWN_S
+
+    def begin(self, *, has_work: bool) -> None:
+        """The engine core begins a step."""
+        self._has_work, self._began = has_work, self._clock()
+
+    def tick(self) -> None:
+        """A layer of the step has been computed."""
+        self._count += 1
+
+    def end(self, *, computed: bool, has_work: bool) -> None:
+        """The step is over; `computed` is False if it only looked after transfers."""
+        self._has_work, self._allowance_s = has_work, 0.0
+        if computed:
+            self._count += 1
+            self._steps += 1
+            self._longest_s = max(self._clock() - self._began, _FADE * self._longest_s)
+
+    def add_to(self, load: WorkerLoad, *, has_more: bool) -> WorkerLoad:
+        """Return `load` with the progress; `has_more` if requests wait for their first step."""
+        return replace(
+            load,
+            progress=self._count,
+            has_work=self._has_work or has_more,
+            step_allowance_s=self._allowance_s,
+        )
 
 
 def shape_of(output: Any) -> StepShape:
@@ -80,58 +123,3 @@ def shape_of(output: Any) -> StepShape:
             decode_reqs += 1
             decode_kv_tokens += computed
     return StepShape(prefill_tokens, prefill_pairs, prefill_end, decode_reqs, decode_kv_tokens)
-
-
-# In these first steps code may still be compiled, so they may take this long; so may a step with
-# more tokens than any before it, and every step of an engine that cannot report its layers.
-_COLD_STEPS = 16
-_UNKNOWN_S = 60.0
-_FADE = 0.97  # of the longest step, at each step: a pause of the machine is forgotten
-
-
-@dataclass(slots=True)
-class Progress:
-    """Progress of an engine, for routers to detect a stall: a count of steps (and of layers, if
-    they report), whether there is work, and how long the step under way may show nothing.
-
-    The step thread writes it, any thread reads it.
-    """
-
-    sees_layers: bool = False
-    count: int = 0
-    allowance_s: float = 0.0
-    has_work: bool = False
-    _steps: int = 0
-    _most_tokens: int = 0
-    _longest_s: float = 0.0
-    _began: float = 0.0
-
-    def begin(self, now: float, *, has_work: bool) -> None:
-        self.has_work, self._began = has_work, now
-
-    def sized(self, tokens: int) -> None:
-        """The step computes so many tokens."""
-        is_known = self._steps >= _COLD_STEPS and tokens <= self._most_tokens
-        self._most_tokens = max(tokens, self._most_tokens)
-        self.allowance_s = self._longest_s if is_known and self.sees_layers else _UNKNOWN_S
-
-    def tick(self) -> None:
-        """A layer of the step has been computed."""
-        self.count += 1
-
-    def end(self, now: float, *, computed: bool, has_work: bool) -> None:
-        """The step is over; `computed` is False if it only looked after transfers."""
-        self.has_work, self.allowance_s = has_work, 0.0
-        if computed:
-            self.count += 1
-            self._steps += 1
-            self._longest_s = max(now - self._began, _FADE * self._longest_s)
-
-    def add_to(self, load: WorkerLoad, *, has_more: bool) -> WorkerLoad:
-        """Return `load` with the progress; `has_more` if requests wait for their first step."""
-        return replace(
-            load,
-            progress=self.count,
-            has_work=self.has_work or has_more,
-            step_allowance_s=self.allowance_s,
-        )
