@@ -102,8 +102,8 @@ class VllmCore:
             kv = self.info.kv
             self._handoff = HandoffStyle.CONCURRENT if kv is None else kv.handoff
             self._wakes = self._runner_half is not None and self._runner_half.wake_with(wake)
-            if hasattr(self._runner_half, "tick_with"):
-                self.steps.sees_layers = self._runner_half.tick_with(self.steps.tick)
+            tick_with = getattr(self._runner_half, "tick_with", None)
+            self.steps.sees_layers = tick_with is not None and tick_with(self.steps.tick)
             self._executor.register_failure_callback(self._note_executor_death)
         except BaseException:
             self.close()
