@@ -1,6 +1,6 @@
 """What a worker asks of an inference engine, and what the engine promises.
 
-tests/unit/workers/engine_contract.py tests these promises for every engine:
+tests/unit/workers/test_fake_engine.py tests these promises on the fake engine, tests/e2e on vLLM:
 
 1.  After `submit`, exactly one delta of the stream carries a finish reason, and it is the last one,
     unless `cancel` came first: then there may be none.

@@ -342,7 +342,7 @@ class FakeEngine:
         self._lease(transfer_id, sequence.handoff)
         self._wake.set()
 
-    def load(self) -> WorkerLoad | None:
+    def load(self) -> WorkerLoad:
         total = self._settings.total_blocks
         waits_for_room = bool(self._waiting) and not self.ledger().pinned_blocks
         return WorkerLoad(
@@ -370,7 +370,7 @@ class FakeEngine:
     def kv_state(self) -> KvState | None:
         return None if self._kv is None else KvState(self.ledger())
 
-    def step_moments(self) -> StepMoments | None:
+    def step_moments(self) -> StepMoments:
         return self._recorder.moments(self._now())
 
     async def close(self) -> None:

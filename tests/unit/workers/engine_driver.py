@@ -175,7 +175,3 @@ class Pair:
         await self.prefill.until(lambda: len(stream.token_ids) >= tokens)
         self.prefill.engine.export(stream_id, phase.transfer_id)
         return await self.prefill.finish(stream_id), replace(phase, live=True)
-
-    async def until_empty(self) -> None:
-        await self.prefill.until_empty()
-        await self.decode.until_empty()

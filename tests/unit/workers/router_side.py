@@ -240,6 +240,11 @@ class RouterSide(asyncio.Protocol):
         )
         await self.send(w.Command(submit=submit))
 
+    async def begin(self, stream_id: int) -> None:
+        """Submits a long request and waits for its first token."""
+        await self.submit(stream_id, LONG)
+        await self.until(lambda: self.deltas.get(stream_id))
+
     async def cancel(self, stream_id: int) -> None:
         await self.send(w.Command(cancel=w.Cancel(stream_id=stream_id)))
 

@@ -1,20 +1,22 @@
-"""A worker over its session: streams, refusals, drain, failures."""
+"""A worker over its session: streams, refusals, cancels, drain, role, failures."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
 from pdserve import wire
+from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.types import ErrorInfo, FinishReason, Role
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 from pdserve.wire import moments_from_pb
+from tests.cluster import Cluster
 from tests.unit.workers.router_side import (
     LONG,
     PLAIN,
@@ -25,11 +27,16 @@ from tests.unit.workers.router_side import (
     deltas_of,
     engine_of,
     error_of,
+    fake_engine,
     token_ids,
 )
 from workers import service
 from workers.fake.engine import FakeEngine
 from workers.fake.settings import FakeFaults, FakeSettings
+from workers.service import RoleState, WorkerService
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
 
 
 def code_of(error: ErrorInfo | None) -> str:
@@ -59,7 +66,7 @@ class TestStreams:
     async def test_a_router_without_streams_hears_of_a_load_that_changed(self) -> None:
         """It may remember what it has cancelled there, and take it for another router's."""
         async with (
-            a_worker(timing=FakeSettings(step_s=0.01)) as server,
+            a_worker(timing=SLOW) as server,
             RouterSide(server, "one") as one,
             RouterSide(server, "two") as two,
         ):
@@ -112,22 +119,15 @@ class TestStreams:
 
 
 class TestHello:
-    async def test_another_instance_id_is_a_failed_precondition(self) -> None:
-        async with a_worker() as server:
-            router = RouterSide(server)
-            await router.open()
-            await router.hello("of-another-life")
-            assert code_of(await router.ended) == "invalid_value"
-            await router.close()
-
     @pytest.mark.parametrize(
         "command",
         [
             w.Command(cancel=w.Cancel(stream_id=1)),
             w.Command(),
             w.Command(hello=w.Hello(instance_id="aggregated-instance")),
+            w.Command(hello=w.Hello(router_id="r", instance_id="of-another-life")),
         ],
-        ids=["cancel", "nothing", "no-router-id"],
+        ids=["cancel", "nothing", "no-router-id", "another-instance"],
     )
     async def test_what_is_not_a_hello_is_refused(self, command: w.Command) -> None:
         async with a_worker() as server:
@@ -153,8 +153,7 @@ class TestHello:
 
     async def test_a_router_that_attaches_anew_takes_the_place_of_its_older_stream(self) -> None:
         async with a_worker() as server, RouterSide(server, "same") as older:
-            await older.submit(1, LONG)
-            await older.until(lambda: older.deltas.get(1))
+            await older.begin(1)
             async with RouterSide(server, "same") as newer:
                 assert code_of(await older.ended) == "unavailable"
                 await newer.submit(1)
@@ -242,12 +241,8 @@ class TestRefusals:
 
 class TestStatusAndDrain:
     async def test_status_tells_what_is_open(self) -> None:
-        async with (
-            a_worker(timing=FakeSettings(step_s=0.01)) as server,
-            RouterSide(server) as router,
-        ):
-            await router.submit(1, LONG)
-            await router.until(lambda: router.deltas.get(1))
+        async with a_worker(timing=SLOW) as server, RouterSide(server) as router:
+            await router.begin(1)
             status = await router.status()
             assert wire.worker_from_pb(status.info) == server.info
             assert status.open_streams == 1
@@ -327,17 +322,115 @@ class TestStatusAndDrain:
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+class TestCancels:
+    """Whoever goes away, however: the worker ends with no stream, no block and no task."""
+
+    async def test_a_cancelled_stream_says_no_more_and_the_others_go_on(self) -> None:
+        async with a_worker(timing=SLOW) as server, RouterSide(server) as router:
+            await router.begin(1)
+            await router.submit(2, replace(PLAIN, max_tokens=30))
+            for stream_id in (1, 1, 99):
+                await router.cancel(stream_id)
+            assert len(token_ids(await router.finish(2))) == 30
+            assert router.deltas[1][-1].finish_reason is None
+            await router.until_empty()
+
+    @pytest.mark.parametrize("how", ["close", "abort"])
+    async def test_the_end_of_a_session_cancels_all_that_came_over_it(self, how: str) -> None:
+        async with a_worker(timing=SLOW) as server, RouterSide(server, "other") as other:
+            async with RouterSide(server) as router:
+                for stream_id in range(5):
+                    await router.begin(stream_id)
+                await other.submit(1, replace(PLAIN, max_tokens=20))
+                getattr(router.transport, how)()
+                await other.until_empty()
+            assert len(token_ids(await other.finish(1))) == 20
+
+    async def test_a_decode_that_is_cancelled_in_mid_transfer_frees_both_sides(self) -> None:
+        async with (
+            a_worker(Role.PREFILL) as prefill,
+            a_worker(Role.DECODE) as decode,
+            RouterSide(prefill) as to_prefill,
+            RouterSide(decode) as to_decode,
+        ):
+            assert prefill.info.kv is not None
+            phase = w.DecodePhase(
+                transfer_id="t",
+                producer_addresses=prefill.info.kv.addresses,
+                producer_instance_id=prefill.instance_id,
+            )
+            engine_of(prefill).faults = FakeFaults(delay_transfer_s=1000.0)
+            await to_decode.submit(1, decode=phase)
+            await to_prefill.submit(1, **PREFILL)
+            await to_prefill.finish(1)
+            async with asyncio.timeout(WAIT_S):
+                while not (await to_prefill.status()).ledger.in_flight_blocks:
+                    pass
+            await to_decode.cancel(1)
+            await to_decode.until_empty()
+            await to_prefill.until_empty()
+
+    async def test_a_worker_that_stops_with_work_open_ends_the_streams(self) -> None:
+        registry = FakeRegistry()
+        async with a_worker(registry=registry, timing=SLOW) as server:
+            async with RouterSide(server) as router:
+                await router.begin(1)
+                await server.stop()
+                await router.ended
+            assert registry.left == [server.info.worker_id]
+            assert server.service.open_streams == 0
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[WorkerService]:
+    worker = WorkerService(fake_engine("e"), Role.PREFILL, "e")
+    await worker.start()
+    yield worker
+    await worker.close()
+
+
+class TestRole:
+    async def test_a_role_that_is_kept_or_not(self, prefill: WorkerService) -> None:
+        assert await prefill.change_role(Role.DECODE, 1.0) == 0
+        assert (prefill.role, prefill.role_state) == (Role.DECODE, RoleState.PROVING)
+        assert prefill.is_draining
+        assert prefill.settle_role(keep=True)
+        assert (prefill.role, prefill.role_state) == (Role.DECODE, RoleState.SERVING)
+        await prefill.change_role(Role.PREFILL, 1.0)
+        assert prefill.settle_role(keep=False)
+        assert (prefill.role, prefill.role_state) == (Role.DECODE, RoleState.SERVING)
+        assert not prefill.settle_role(keep=True)
+
+    async def test_a_change_that_cannot_be_is_refused(self, prefill: WorkerService) -> None:
+        for role in (Role.PREFILL, Role.AGGREGATED):
+            with pytest.raises(InvalidRequest):
+                await prefill.change_role(role, 1.0)
+        changing = asyncio.create_task(prefill.change_role(Role.DECODE, 1.0))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable):
+            await prefill.change_role(Role.DECODE, 1.0)
+        await changing
+
+    async def test_a_role_that_nobody_settles_is_given_up(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(service, "SETTLE_S", 0.05)
+        async with Cluster(prefill=2, decode=1) as cluster:
+            worker = cluster.workers["prefill-0"]
+            await worker.service.change_role(Role.DECODE, 1.0)
+            assert worker.info.role is Role.DECODE
+            await cluster.until(lambda: worker.service.role_state is RoleState.SERVING)
+            await cluster.until_state("prefill-0", "ready")
+            assert worker.info.role is Role.PREFILL
+
+
 class TestFailures:
     async def test_a_dead_engine_ends_every_stream_and_is_told(self) -> None:
-        async with (
-            a_worker(timing=FakeSettings(step_s=0.01)) as server,
-            RouterSide(server) as router,
-        ):
-            await router.submit(1, LONG)
-            await router.until(lambda: router.deltas.get(1))
+        async with a_worker(timing=SLOW) as server, RouterSide(server) as router:
+            await router.begin(1)
             engine_of(server).crash()
             assert error_of(await router.finish(1))[0] == "worker_failed"
-            assert server.failed.done()
+            assert server.service.failed.done()
             await router.submit(2)
             assert error_of(await router.finish(2))[0] == "unavailable"
 

@@ -1,12 +1,15 @@
-"""How long a step of vLLM's scheduler took, from the two calls that begin and end it."""
+"""What a step of vLLM computes, how long it took, and that a long step is none that hangs."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from pdserve.step_moments import StepShape
-from workers.vllm.steps import StepWatch, shape_of
+from pdserve.types import WorkerLoad
+from workers.vllm.steps import COLD_STEPS, UNKNOWN_S, StepWatch, shape_of
 
 
 def output(
@@ -31,12 +34,15 @@ def output(
 
 
 class Scheduler:
-    """Time passes by `took` in a step, and `between` after it."""
+    """vLLM's, with a clock. State: what the next step computes, and what the watch has recorded."""
 
     def __init__(self) -> None:
         self.running: list[str] = []
         self.now = 100.0
         self.next: Any = output({})
+        self.seen: list[tuple[StepShape, float]] = []
+        self.watch = StepWatch(self, lambda: self.now)
+        self.watch.recorder = SimpleNamespace(observe=self._observe)  # type: ignore[assignment]
 
     def schedule(self, _throttle: bool = False) -> Any:
         return self.next
@@ -44,26 +50,44 @@ class Scheduler:
     def update_from_output(self, _output: Any, _model_output: Any) -> dict[int, Any]:
         return {}
 
-
-class Recorder:
-    def __init__(self) -> None:
-        self.seen: list[tuple[StepShape, float]] = []
-
-    def observe(self, shape: StepShape, seconds: float, now: float) -> None:
+    def _observe(self, shape: StepShape, seconds: float, _now: float) -> None:
         self.seen.append((shape, round(seconds, 6)))
 
+    def step(self, what: Any, took_s: float) -> None:
+        self.next = what
+        made = self.schedule(False)
+        self.now += took_s
+        self.update_from_output(made, None)
 
-def watched() -> tuple[Scheduler, Recorder]:
-    scheduler, recorder = Scheduler(), Recorder()
-    StepWatch(scheduler, recorder, lambda: scheduler.now)  # type: ignore[arg-type]
-    return scheduler, recorder
+    def load(self) -> WorkerLoad:
+        return self.watch.add_to(WorkerLoad(0, 0, 0.0, 10), has_more=False)
+
+    def begin(self, *, tokens: int = 8) -> WorkerLoad:
+        """Begins a step, and returns the load in it."""
+        self.watch.begin(has_work=True)
+        self.next = output({"a": tokens}, new={"a": 0})
+        self.schedule()
+        return self.load()
+
+    def end(self, took_s: float, *, computed: bool = True) -> None:
+        self.now += took_s
+        self.watch.end(computed=computed, has_work=False)
 
 
-def step(scheduler: Scheduler, what: Any, took_s: float) -> None:
-    scheduler.next = what
-    made = scheduler.schedule(False)
-    scheduler.now += took_s
-    scheduler.update_from_output(made, None)
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
+
+
+@pytest.fixture
+def warm(scheduler: Scheduler) -> Scheduler:
+    """Past the steps in which code may be compiled, the last of which took half a second."""
+    scheduler.watch.sees_layers = True
+    for _ in range(COLD_STEPS):
+        assert scheduler.begin().step_allowance_s == UNKNOWN_S
+        scheduler.end(0.5)
+        assert scheduler.load().step_allowance_s == 0.0
+    return scheduler
 
 
 def test_a_step_is_told_by_what_it_computes() -> None:
@@ -75,27 +99,50 @@ def test_a_step_is_told_by_what_it_computes() -> None:
     assert shape == StepShape(80, pairs, 64, decode_reqs=2, decode_kv_tokens=49)
 
 
-def test_what_passes_between_steps_counts_only_while_requests_run() -> None:
-    scheduler, recorder = watched()
-    step(scheduler, output({"a": 8}, new={"a": 0}), 0.5)
+def test_what_passes_between_steps_counts_only_while_requests_run(scheduler: Scheduler) -> None:
+    scheduler.step(output({"a": 8}, new={"a": 0}), 0.5)
     scheduler.running = ["a"]
     scheduler.now += 0.125
-    step(scheduler, output({"a": 1}, cached={"a": 8}), 0.25)
+    scheduler.step(output({"a": 1}, cached={"a": 8}), 0.25)
     scheduler.running = []
     scheduler.now += 60.0
-    step(scheduler, output({"b": 8}, new={"b": 0}), 0.5)
-    assert [seconds for _, seconds in recorder.seen] == [0.5, 0.375, 0.5]
+    scheduler.step(output({"b": 8}, new={"b": 0}), 0.5)
+    assert [seconds for _, seconds in scheduler.seen] == [0.5, 0.375, 0.5]
 
 
-def test_steps_on_their_way_together_come_out_in_order() -> None:
-    scheduler, recorder = watched()
+def test_steps_on_their_way_together_come_out_in_order(scheduler: Scheduler) -> None:
     scheduler.next = output({"a": 8}, new={"a": 0})
     scheduler.schedule()
     scheduler.running = ["a"]
     scheduler.next = output({"a": 1}, cached={"a": 8})
     scheduler.schedule()
-    scheduler.now += 0.5
-    scheduler.update_from_output(None, None)
-    scheduler.now += 0.25
-    scheduler.update_from_output(None, None)
-    assert [(shape.prefill_tokens, took) for shape, took in recorder.seen] == [(8, 0.5), (0, 0.25)]
+    for took_s in (0.5, 0.25):
+        scheduler.now += took_s
+        scheduler.update_from_output(None, None)
+    assert [(x.prefill_tokens, took) for x, took in scheduler.seen] == [(8, 0.5), (0, 0.25)]
+
+
+def test_steps_and_layers_count_and_looking_after_transfers_does_not(warm: Scheduler) -> None:
+    before = warm.begin().progress
+    warm.watch.tick()
+    assert warm.load().progress == before + 1
+    warm.end(1.0)
+    warm.begin()
+    warm.end(1.0, computed=False)
+    assert warm.load().progress == before + 2
+    assert not warm.load().has_work
+
+
+def test_a_step_is_allowed_the_longest_one_which_fades(warm: Scheduler) -> None:
+    assert warm.begin().step_allowance_s == 0.5
+    warm.end(30.0)
+    assert warm.begin().step_allowance_s == 30.0
+    warm.end(0.5)
+    assert 0.5 < warm.begin().step_allowance_s < 30.0
+
+
+def test_more_tokens_than_ever_or_an_engine_without_layers_may_take_long(warm: Scheduler) -> None:
+    assert warm.begin(tokens=9).step_allowance_s == UNKNOWN_S
+    assert warm.begin().step_allowance_s == 0.5
+    warm.watch.sees_layers = False
+    assert warm.begin().step_allowance_s == UNKNOWN_S
