@@ -90,14 +90,6 @@ async def test_routers_are_told_once_they_have_answered_or_are_away(stack: Async
     assert (len(routers[0].renewals), routers[1].renewals) == (2, [])
 
 
-async def test_it_registers_again_with_a_router_that_forgot_it(stack: AsyncExitStack) -> None:
-    router = FakeRegistry(lease_s=0.03)
-    await begin(stack, w.RenewRequest(), await stack.enter_async_context(router.serving()))
-    await router.until(lambda: router.renewals)
-    router.forget = True
-    await router.until(lambda: len(router.registered) == 2)
-
-
 async def test_it_registers_with_a_router_that_was_started_anew(stack: AsyncExitStack) -> None:
     older, newer = FakeRegistry(lease_s=0.03), FakeRegistry(lease_s=0.03, forget=True)
     async with older.serving() as address:
@@ -108,8 +100,7 @@ async def test_it_registers_with_a_router_that_was_started_anew(stack: AsyncExit
 
 
 async def test_it_waits_for_a_router_that_is_not_there_yet(stack: AsyncExitStack) -> None:
-    placeholder = FakeRegistry()
-    async with placeholder.serving() as address:
+    async with FakeRegistry().serving() as address:
         port = int(address.rpartition(":")[2])
     registrations = await begin(stack, w.RenewRequest(), address)
     router = FakeRegistry()

@@ -1,4 +1,4 @@
-"""A worker as a process: what it reports, how it stops, how it exits."""
+"""A worker as a process: its cores, what it reports, how it stops, how it exits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from tests.unit.workers.router_side import (
     a_worker,
     worker_config,
 )
-from workers.main import run_worker
+from workers.main import pin, run_worker, thread_environment
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,7 +37,7 @@ import json, os, sys
 from pdserve.local.child import Reports
 from pdserve.config import WorkerConfig
 from pdserve.types import Role
-from workers.main import run_worker
+from workers.main import pin, run_worker, thread_environment
 values = json.loads(sys.argv[1])
 config = WorkerConfig(
     worker_id="w0", role=Role(values.pop("role")), engine="fake",
@@ -90,16 +91,13 @@ async def a_process(
         transport.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_drains_it_leaves_the_router_and_exits_with_0(
-    number: signal.Signals,
-) -> None:
+async def test_a_signal_drains_it_leaves_the_router_and_exits_with_0() -> None:
     registry = FakeRegistry()
     async with registry.serving() as router, a_process(router, Role.PREFILL) as child:
         facts = await child.report("ready")
         assert facts["worker_id"] == "w0"
         assert facts["address"] == registry.registered[0].address
-        child.process.send_signal(number)
+        child.process.send_signal(signal.SIGINT)
         assert await child.exit_code() == 0
         assert registry.left == ["w0"]
 
@@ -179,3 +177,32 @@ async def test_reflection_names_the_worker_service() -> None:
         names = [x.name for x in reply.list_services_response.service]
         assert "pdserve.v1.Worker" in names
         call.cancel()
+
+
+def test_every_thread_pool_has_one_thread_a_core() -> None:
+    assert thread_environment(()) == {}
+    environment = thread_environment((0, 1, 5))
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert set(environment.values()) == {"3"}
+
+
+def test_a_pinned_process_and_its_children_have_those_cores() -> None:
+    core = min(os.sched_getaffinity(0))
+    script = (
+        "import os, subprocess, sys; from workers.main import pin; pin([int(sys.argv[1])]);"
+        "ask = 'import os; print(os.sched_getaffinity(0), os.environ[\"OMP_NUM_THREADS\"])';"
+        "subprocess.run([sys.executable, '-c', ask], check=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(core)], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == f"{{{core}}} 1"
+
+
+def test_cores_that_are_not_ours_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for name in thread_environment([0]):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError) as caught:
+        pin([1 << 12])
+    assert caught.value.field == "cores"
