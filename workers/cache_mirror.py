@@ -22,11 +22,10 @@ Key = Hashable
 
 class CacheMirror:
     """State: the chain hash and the children of each block by the engine's key, and what changed
-    since `take`. `left_out` counts blocks after one that is not known here, such as one with a
-    salt, an adapter or an image, which tokens alone do not identify."""
+    since `take`. Blocks after one that is not known here are left out: tokens alone do not identify
+    one with a salt, an adapter or an image."""
 
     def __init__(self, model: str, block_size: int) -> None:
-        self.left_out = 0
         self._block_size = block_size
         self._root = prefix_hash.root(model, block_size)
         self._hashes: dict[Key, int] = {}
@@ -51,7 +50,6 @@ class CacheMirror:
         if skipped == len(keys):
             return
         if parent is not None and parent not in self._hashes:
-            self.left_out += len(keys) - skipped
             return
         seed = self._root if parent is None else self._hashes[parent]
         hashes = prefix_hash.chain(token_ids[skipped * self._block_size :], self._block_size, seed)

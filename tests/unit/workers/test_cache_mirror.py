@@ -84,7 +84,6 @@ def test_what_is_shown_is_what_a_lookup_reaches(data: st.DataObject) -> None:
     for prefix in shown(cached):
         if len(prefix) > 1:
             assert order[hash_of(prefix[:-1])] < order[hash_of(prefix)]
-    assert mirror.left_out == 0
 
 
 def test_blocks_behind_an_unknown_one_are_left_out() -> None:
@@ -92,7 +91,7 @@ def test_blocks_behind_an_unknown_one_are_left_out() -> None:
     # What stands behind a salted block has no salt of its own: only its parent tells.
     mirror.store([key("01"), key("010")], key("0"), tokens("10"))
     assert not mirror.take()
-    assert (len(mirror), mirror.left_out) == (0, 2)
+    assert len(mirror) == 0
 
 
 def test_hashes_tell_models_and_block_sizes_and_places_apart() -> None:
