@@ -47,12 +47,9 @@ def debug_handler(
 
     async def handle(request: web.BaseRequest) -> web.Response:
         page = pages.get(request.path)
-        if page is None:
-            text = f"there is no page {request.path}"
+        if page is None or request.method != "GET":
+            text = f"there is no page {request.method} {request.path}"
             return web.json_response({"error": text, "paths": [*pages]}, status=404)
-        if request.method != "GET":
-            text, allow = f"{request.path} takes GET only", {"allow": "GET"}
-            return web.json_response({"error": text}, status=405, headers=allow)
         return page()
 
     return handle

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from kv_transfer.snapshot import KvState
@@ -71,12 +72,12 @@ class VllmEngine:
             raise RuntimeError("this engine was started already")
         self._loop = asyncio.get_running_loop()
         self._on_step, self._on_failure = on_step, on_failure
-        started: asyncio.Future[EngineInfo] = self._loop.create_future()
-        self._thread = threading.Thread(
-            target=self._run, args=(started,), name="vllm-step", daemon=True
-        )
-        self._thread.start()
-        return await started
+        started: Future[EngineInfo] = Future()
+        started.set_running_or_notify_cancel()
+        run = threading.Thread(target=self._run, args=(started,), name="vllm-step", daemon=True)
+        self._thread = run
+        run.start()
+        return await asyncio.wrap_future(started)
 
     def submit(self, work: Work) -> None:
         submitted = time.monotonic()
@@ -131,7 +132,7 @@ class VllmEngine:
 
     # Everything below runs on the step thread.
 
-    def _run(self, started: asyncio.Future[EngineInfo]) -> None:
+    def _run(self, started: Future[EngineInfo]) -> None:
         try:
             apply_environment(self._settings)
             # Importing vllm takes seconds; the event loop runs on meanwhile.
@@ -140,10 +141,10 @@ class VllmEngine:
             core = VllmCore(self._settings, self._wake.set)
         except BaseException as error:  # noqa: BLE001 - raised by `start`
             self._stop(WorkerFailed("the engine did not start"), [])
-            self._call(_settle, started, error)
+            started.set_exception(error)
             return
         self._kv_look, self._core = core.kv_look(), core
-        self._call(_settle, started, core.info)
+        started.set_result(core.info)
         end: PdserveError = Unavailable("the worker is closing")
         failure = None
         try:
@@ -210,12 +211,3 @@ class VllmEngine:
             self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]
         except RuntimeError:  # the loop is closed
             _log.debug("the event loop ended before the engine")
-
-
-def _settle(future: asyncio.Future[EngineInfo], result: EngineInfo | BaseException) -> None:
-    if future.done():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)

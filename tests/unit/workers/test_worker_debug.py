@@ -69,11 +69,9 @@ async def test_health_follows_drain_and_death() -> None:
         assert await get(server, "/healthz") == (503, {"status": "failed"})
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/debug", 404), ("POST", "/debug/kv", 405)]
-)
-async def test_nothing_else_is_served(method: str, path: str, status: int) -> None:
+@pytest.mark.parametrize(("method", "path"), [("GET", "/debug"), ("POST", "/debug/kv")])
+async def test_nothing_else_is_served(method: str, path: str) -> None:
     async with a_worker() as server:
-        got, answer = await get(server, path, method)
-        assert got == status
+        status, answer = await get(server, path, method)
+        assert status == 404
         assert path in answer["error"]
