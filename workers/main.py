@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine
 
     from pdserve.config import WorkerConfig
-    from workers.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ def run_worker(config: WorkerConfig, *, reports: Reports | None = None) -> int:
     os.environ.update(gpu_environment(config.gpus))
     import uvloop
 
-    return uvloop.run(serve_worker(config, reports=reports))
+    return uvloop.run(_run(config, reports or Reports(None)))
 
 
 def thread_environment(cores: Collection[int]) -> dict[str, str]:
@@ -66,8 +65,6 @@ def pin(cores: Collection[int]) -> None:
     if "torch" in sys.modules and not vllm_settings.is_preloaded:
         raise RuntimeError("cores must be pinned before torch is imported")
     os.environ.update(thread_environment(cores))
-    if not hasattr(os, "sched_setaffinity"):
-        return
     missing = sorted(set(cores) - os.sched_getaffinity(0))
     if missing:
         raise ConfigError(
@@ -76,12 +73,8 @@ def pin(cores: Collection[int]) -> None:
     os.sched_setaffinity(0, cores)
 
 
-async def serve_worker(
-    config: WorkerConfig, *, reports: Reports | None = None, engine: Engine | None = None
-) -> int:
-    """As `run_worker`, in a running loop on its main thread. `engine` is for tests."""
-    reports = reports or Reports(None)
-    server = WorkerServer(config, engine=engine)
+async def _run(config: WorkerConfig, reports: Reports) -> int:
+    server = WorkerServer(config)
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()
     for number in _SIGNALS:
         loop.add_signal_handler(number, signals.put_nowait, number)
