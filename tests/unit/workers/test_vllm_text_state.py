@@ -7,7 +7,7 @@ that ends at the split, and a second that is fed what the first had and goes on.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -87,42 +87,33 @@ def vllm(tiny_model: Path) -> Vllm:
 class Output:
     """What was sent, and how it ended."""
 
-    text: str
-    token_texts: list[str]
-    stopped: str | None
-    tokens: int
+    text: str = ""
+    token_texts: list[str] = field(default_factory=list)
+    stopped: str | None = None
 
 
-def generate(state: Any, tokens: Sequence[int], *, to_the_end: bool = True) -> Output:
-    """Feeds `tokens` as an engine's steps do. `to_the_end` False ends the request after them as
-    prefill work ends: with the answer to go on elsewhere."""
-    from workers.vllm import sampling as text_state
-
-    out = Output("", [], None, 0)
-    for index, token in enumerate(tokens):
-        last = index == len(tokens) - 1
-        stopped = state.detokenizer.update([token], False)
-        _sample(state.logprobs_processor, token)
-        out.token_texts.append(state.logprobs_processor.logprobs[-1][token].decoded_token)
-        out.tokens += 1
-        finished = stopped is not None or last
-        text = state.detokenizer.get_next_output_text(finished, True)
-        if finished and stopped is None and not to_the_end:
-            text = text_state.held_back(state, text)
-        out.text += text
-        if stopped is not None:
-            out.stopped = stopped
-            break
-    return out
-
-
-def _sample(processor: Any, token: int) -> None:
+def generate(state: Any, tokens: Sequence[int], *, goes_on: bool = False) -> Output:
+    """Feeds `tokens` as an engine's steps do. With `goes_on` the request ends after them as prefill
+    work ends: the answer goes on elsewhere."""
     import numpy as np
     from vllm.v1.outputs import LogprobsLists
 
-    processor._update_sample_logprobs(
-        LogprobsLists(np.array([[token]]), np.array([[-0.5]]), np.array([1]), None)
-    )
+    from workers.vllm import sampling as text_state
+
+    out = Output()
+    for index, token in enumerate(tokens):
+        out.stopped = state.detokenizer.update([token], False)
+        sampled = LogprobsLists(np.array([[token]]), np.array([[-0.5]]), np.array([1]), None)
+        state.logprobs_processor._update_sample_logprobs(sampled)
+        out.token_texts.append(state.logprobs_processor.logprobs[-1][token].decoded_token)
+        finished = out.stopped is not None or index == len(tokens) - 1
+        text = state.detokenizer.get_next_output_text(finished, True)
+        if finished and out.stopped is None and goes_on:
+            text = text_state.held_back(state, text)
+        out.text += text
+        if out.stopped is not None:
+            break
+    return out
 
 
 def splits(vllm: Vllm, tokens: Sequence[int], settings: tuple[Any, ...]) -> None:
@@ -130,10 +121,10 @@ def splits(vllm: Vllm, tokens: Sequence[int], settings: tuple[Any, ...]) -> None
     from workers.vllm import sampling as text_state
 
     whole = generate(vllm.state(*settings), tokens)
-    for cut in range(1, whole.tokens):
+    for cut in range(1, len(whole.token_texts)):
         for resumed in (False, True):
             head, tail = tokens[:cut], tokens[cut:]
-            sent = _sent_before(vllm, head, settings, cut_off=resumed)
+            sent = sent_before(vllm, head, settings, cut_off=resumed)
             second = vllm.state(*settings)
             assert text_state.feed(second, head) is None
             rest = generate(second, tail)
@@ -142,13 +133,13 @@ def splits(vllm: Vllm, tokens: Sequence[int], settings: tuple[Any, ...]) -> None
             assert rest.stopped == whole.stopped, (cut, resumed)
 
 
-def _sent_before(
+def sent_before(
     vllm: Vllm, head: Sequence[int], settings: tuple[Any, ...], *, cut_off: bool
 ) -> Output:
     """The first engine's part: it ended as prefill work does, or it broke off in mid answer."""
     state = vllm.state(*settings)
     if not cut_off:
-        return generate(state, head, to_the_end=False)
+        return generate(state, head, goes_on=True)
     broken = generate(vllm.state(*settings), head)
     for token in head:
         state.detokenizer.update([token], False)
@@ -181,18 +172,12 @@ def test_bytes_that_are_no_character_are_the_same_in_two_parts(vllm: Vllm) -> No
 
 
 def test_the_first_part_keeps_back_what_may_become_a_stop_string(vllm: Vllm) -> None:
-    tokens = vllm.tokenizer.encode("the quick brown fox")
-    settings = (("quick brown",), False, 0)
-    assert "the quick brown".startswith(generate(vllm.state(*settings), tokens[:2]).text)
-    first = generate(vllm.state(*settings), tokens[:2], to_the_end=False)
-    whole = generate(vllm.state(*settings), tokens)
-    assert whole.stopped == "quick brown"
-    assert whole.text.startswith(first.text)
-    assert whole.text == "the "
-
-
-def test_tokens_that_complete_a_stop_string_are_told(vllm: Vllm) -> None:
     from workers.vllm import sampling as text_state
 
     tokens = vllm.tokenizer.encode("the quick brown fox")
+    settings = (("quick brown",), False, 0)
+    first = generate(vllm.state(*settings), tokens[:2], goes_on=True)
+    whole = generate(vllm.state(*settings), tokens)
+    assert (whole.stopped, whole.text) == ("quick brown", "the ")
+    assert whole.text.startswith(first.text)
     assert text_state.feed(vllm.state(("quick",), False, 0), tokens) == "quick"
