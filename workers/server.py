@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from pdserve import framing, rpc, wire
+from pdserve import rpc, wire
 from pdserve.errors import ConfigError, InvalidRequest, PdserveError, Unavailable
 from pdserve.http_server import HttpServer, bind
 from pdserve.security.roles import Party, make_guard
@@ -57,7 +57,6 @@ class WorkerServer(WorkerServicer):
         *,
         engine: Engine | None = None,
         instance_id: str | None = None,
-        max_unsent_bytes: int = framing.MAX_UNSENT_BYTES,
     ) -> None:
         self.instance_id = instance_id or uuid.uuid4().hex
         self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.instance_id[:6]}"
@@ -80,7 +79,6 @@ class WorkerServer(WorkerServicer):
             routers=self.routers,
             guard=self._guard,
             tracing=self._tracing,
-            max_unsent_bytes=max_unsent_bytes,
         )
 
     @property

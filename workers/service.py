@@ -69,18 +69,6 @@ _MAX_HELD = 4096
 # Blocks in one frame of a snapshot; a router needs half a millisecond to read them.
 _SNAPSHOT_PART = 1 << 12
 
-# Every role takes aggregated requests: routers fall back to them.
-_PHASES: dict[Role, tuple[type[Phase], ...]] = {
-    Role.PREFILL: (PrefillPhase, AggregatedPhase),
-    Role.DECODE: (DecodePhase, AggregatedPhase),
-    Role.AGGREGATED: (AggregatedPhase,),
-}
-_SPAN_NAMES = {
-    PrefillPhase: "prefill_stream",
-    DecodePhase: "decode_stream",
-    AggregatedPhase: "aggregated_stream",
-}
-
 
 class RoleState(StrEnum):
     """A worker takes requests while SERVING, and only the router's probe while PROVING.
@@ -118,7 +106,6 @@ class WorkerService:
         routers: Registrations | None = None,
         guard: Guard | None = None,
         tracing: Tracing | None = None,
-        max_unsent_bytes: int = framing.MAX_UNSENT_BYTES,
     ) -> None:
         self.instance_id = instance_id
         self.role = role
@@ -127,7 +114,6 @@ class WorkerService:
         self.cached_blocks: dict[int, None] = {}  # chain hashes, each after its parent
         self.is_moving = False  # routers should move the open streams to other workers
         self.guard = guard
-        self.max_unsent_bytes = max_unsent_bytes
         self.connections: set[Session] = set()  # open, also those without a hello
         self.session_numbers = itertools.count(1)
         self._engine = engine
@@ -253,7 +239,7 @@ class WorkerService:
                 "pdserve.prompt_tokens": len(work.prompt_token_ids),
                 "pdserve.resumed_tokens": len(work.resume_token_ids),
             }
-            name = _SPAN_NAMES[type(work.phase)]
+            name = f"{submit.WhichOneof('phase')}_stream"
             span = self._tracing.begin(name, submit.traceparent, attributes)
         is_prefill = isinstance(work.phase, PrefillPhase)
         self._streams[stream_id] = _Stream(session, submit.stream_id, is_prefill, span)
@@ -496,7 +482,7 @@ class Session(asyncio.Protocol):
 
     State: its open streams, and what the router was last told of load and step costs. The engine's
     stream ids are `first_stream_id` plus the router's. A router that does not read is dropped when
-    `max_unsent_bytes` wait for it.
+    MAX_UNSENT_BYTES wait for it.
     """
 
     def __init__(self, service: WorkerService) -> None:
@@ -576,7 +562,7 @@ class Session(asyncio.Protocol):
             return
         self._sent_at = self._loop.time()
         self._transport.write(framing.pack(frame))
-        if self._transport.get_write_buffer_size() > self._service.max_unsent_bytes:
+        if self._transport.get_write_buffer_size() > framing.MAX_UNSENT_BYTES:
             logger.warning("router %s does not read its frames: dropped", self.router_id)
             self._transport.abort()
 
@@ -628,7 +614,8 @@ def _work(submit: w.Submit, stream_id: int, role: Role) -> Work:
     if not submit.sampling.HasField("max_tokens"):
         raise InvalidRequest("max_tokens is missing", field="max_tokens")
     phase, name = _phase(submit), submit.WhichOneof("phase")
-    if not isinstance(phase, _PHASES[role]):
+    # Every role takes aggregated requests: routers fall back to them.
+    if name not in (role, Role.AGGREGATED):
         raise InvalidRequest(f"a {role} worker takes no {name} requests", field="phase")
     max_tokens = submit.sampling.max_tokens
     return Work(

@@ -130,7 +130,6 @@ async def a_worker(
     *,
     registry: FakeRegistry | None = None,
     timing: FakeSettings | None = None,
-    max_unsent_bytes: int = framing.MAX_UNSENT_BYTES,
     engine: Engine | None = None,
     **values: Any,
 ) -> AsyncIterator[WorkerServer]:
@@ -140,12 +139,7 @@ async def a_worker(
     async with registry.serving() as router:
         engine = engine or fake_engine(f"{role}-instance", timing=timing)
         config = worker_config(role, router=router, **values)
-        server = WorkerServer(
-            config,
-            engine=engine,
-            instance_id=f"{role}-instance",
-            max_unsent_bytes=max_unsent_bytes,
-        )
+        server = WorkerServer(config, engine=engine, instance_id=f"{role}-instance")
         await server.start()
         try:
             await server.registered()

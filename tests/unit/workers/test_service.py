@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from pdserve import wire
+from pdserve import framing, wire
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.types import ErrorInfo, FinishReason, Role
 from pdserve.v1 import common_pb2 as c
@@ -434,8 +434,11 @@ class TestFailures:
             await router.submit(2)
             assert error_of(await router.finish(2))[0] == "unavailable"
 
-    async def test_a_router_that_does_not_read_is_dropped_and_its_work_cancelled(self) -> None:
-        async with a_worker(max_unsent_bytes=1 << 14) as server:
+    async def test_a_router_that_does_not_read_is_dropped_and_its_work_cancelled(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(framing, "MAX_UNSENT_BYTES", 1 << 14)
+        async with a_worker() as server:
             deaf = RouterSide(server, "deaf")
             await deaf.open()
             await deaf.hello(server.instance_id)
