@@ -82,11 +82,6 @@ class FakeRegistry(RegistryServicer):
         self.changed.set()
         return w.DeregisterResponse()
 
-    async def ListWorkers(  # noqa: N802
-        self, request: w.ListWorkersRequest, context: Context
-    ) -> w.ListWorkersResponse:
-        return w.ListWorkersResponse()
-
     async def until(self, what: Any) -> None:
         """Waits until `what()` holds; it is asked after each call."""
         async with asyncio.timeout(WAIT_S):
