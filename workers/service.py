@@ -28,7 +28,6 @@ from pdserve.errors import (
 )
 from pdserve.prefix_hash import pack
 from pdserve.types import Role, StreamDelta
-from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
 from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work, ended_by
 from workers.registration import Registrations
@@ -601,12 +600,7 @@ class Session(asyncio.Protocol):
 
 
 def _error_frame(router_stream_id: int, error: PdserveError) -> w.StepFrame:
-    delta = w.StreamDelta(
-        stream_id=router_stream_id,
-        finish_reason=c.FINISH_REASON_ERROR,
-        error=wire.error_to_pb(error),
-    )
-    return w.StepFrame(deltas=[delta])
+    return w.StepFrame(deltas=[wire.delta_to_pb(ended_by(router_stream_id, error))])
 
 
 def _work(submit: w.Submit, stream_id: int, role: Role) -> Work:
