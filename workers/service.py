@@ -494,7 +494,7 @@ class Session(asyncio.Protocol):
         self._service = service
         self._parser = framing.FrameParser(w.Command, limit=_HELLO_BYTES)
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None  # for the hello, beats, or the end
+        self._timer: asyncio.TimerHandle  # for the hello, beats, or the end
         self._sent_at = 0.0
         self._transport: asyncio.Transport
         self.closed: asyncio.Future[None] = self._loop.create_future()
@@ -503,13 +503,12 @@ class Session(asyncio.Protocol):
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         framing.detect_dead_peer(transport)
+        late = InvalidRequest("no hello came", field="hello")
+        self._timer = self._loop.call_later(HELLO_S, self.close, late)
         connections = self._service.connections
         connections.add(self)
         if sum(not x.router_id for x in connections) > _MAX_STRANGERS:
             self._transport.abort()
-        self._timer = self._loop.call_later(
-            HELLO_S, self.close, InvalidRequest("no hello came", field="hello")
-        )
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -572,18 +571,18 @@ class Session(asyncio.Protocol):
         if error is not None:
             self.send(w.StepFrame(closed=wire.error_to_pb(error)))
         self._transport.close()
-        self._stop_timer()
+        self._timer.cancel()
         self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._timer.cancel()
         self._service.connections.discard(self)
         self.closed.set_result(None)
         if self.router_id:
             self._service.detach(self)
 
     def _beat_in(self, seconds: float) -> None:
-        self._stop_timer()
+        self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self._beat)
 
     def _beat(self) -> None:
@@ -592,11 +591,6 @@ class Session(asyncio.Protocol):
             self._service.beat(self)
             silent_s = 0.0
         self._beat_in(BEAT_S - silent_s)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def _error_frame(router_stream_id: int, error: PdserveError) -> w.StepFrame:
