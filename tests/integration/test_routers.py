@@ -189,7 +189,7 @@ async def test_a_router_sees_the_room_that_another_has_given_away() -> None:
             cluster.faults("decode-0", FakeFaults(stall_at_step=30))
             theirs = asyncio.create_task(Told().follow(elsewhere.generate(PROMPT, LONG)))
             await cluster.until(lambda: cluster.busy("decode-0"))
-            cluster.workers["decode-0"]._registrations.renew()
+            cluster.workers["decode-0"].routers.renew()
             member = cluster.router.fleet.members["decode-0"]
             await cluster.until(lambda: member.foreign_blocks)
             ours = asyncio.create_task(cluster.ask(PROMPT, LONG))
@@ -198,7 +198,7 @@ async def test_a_router_sees_the_room_that_another_has_given_away() -> None:
             cluster.faults("decode-0", FakeFaults())
             expected = cluster.expected(PROMPT, LONG).token_ids
             assert (await theirs).token_ids[0] == expected
-            cluster.workers["decode-0"]._registrations.renew()  # no test waits for a renewal
+            cluster.workers["decode-0"].routers.renew()  # no test waits for a renewal
             assert (await ours).token_ids == expected
 
 
