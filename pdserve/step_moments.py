@@ -76,16 +76,6 @@ class Moments:
             and all(0 <= x < math.inf for x in (*self.xx, *self.xy, self.yy, self.steps))
         )
 
-    def scaled(self, factor: float) -> Moments:
-        """Return the same steps with another weight."""
-        return Moments(
-            self.steps * factor,
-            self.end,
-            tuple(x * factor for x in self.xx),
-            tuple(x * factor for x in self.xy),
-            self.yy * factor,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class StepMoments:

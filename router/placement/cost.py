@@ -56,7 +56,7 @@ MARGIN_S = 0.002
 CROWDED = 0.5
 
 MIN_STEPS = 8.0  # measured steps of a kind before anything is predicted
-PRIOR_STEPS = 16.0  # up to this many steps, other workers' measurements fill in
+OWN_STEPS = 16.0  # measured steps of a kind before a worker is told from the others
 MAX_EXTRAPOLATION = 8.0  # longest prompt predicted, over the longest measured
 RIDGE = 1e-4  # keeps features that never varied apart from each other
 REFIT_S = 2.0
@@ -140,28 +140,20 @@ class StepModel(Struct, frozen=True):
         return steps * self.decode_step_s(beside) + self.prompt_s(work.tokens, work.pairs)
 
 
-def fit_steps(own: StepMoments, prior: StepMoments, chunk_tokens: int = 0) -> StepModel:
-    """Fit a worker's steps; `prior`, of all workers of the model, fills in for missing ones."""
-    sums = total((_filled(own.prefill, prior.prefill), _filled(own.decode, prior.decode)))
+def fit_steps(own: StepMoments, pool: StepMoments, chunk_tokens: int = 0) -> StepModel:
+    """Fit a worker's steps. Those of `pool`, all workers of the model, stand for a kind of step of
+    which the worker measured too few."""
+    prefill, decode = _enough(own.prefill, pool.prefill), _enough(own.decode, pool.decode)
+    sums = total((prefill, decode))
     matrix = np.zeros((FEATURES, FEATURES))
     for (i, j), value in zip(PAIRS, sums.xx, strict=True):
         matrix[i, j] = matrix[j, i] = value
-    found = fit_costs(matrix, np.array(sums.xy))
-    # The prior includes the worker's own steps: they must not count twice.
-    return StepModel(
-        tuple(found.tolist()),
-        max(own.prefill.steps, prior.prefill.steps),
-        max(own.decode.steps, prior.decode.steps),
-        sums.end,
-        chunk_tokens,
-    )
+    found = fit_costs(matrix, np.array(sums.xy)).tolist()
+    return StepModel(tuple(found), prefill.steps, decode.steps, sums.end, chunk_tokens)
 
 
-def _filled(own: Moments, prior: Moments) -> Moments:
-    missing = PRIOR_STEPS - own.steps
-    if missing <= 0 or not prior.steps:
-        return own
-    return total((own, prior.scaled(min(1.0, missing / prior.steps))))
+def _enough(own: Moments, pool: Moments) -> Moments:
+    return own if own.steps >= OWN_STEPS or not pool.steps else pool
 
 
 def fit_costs(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:
