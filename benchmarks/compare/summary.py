@@ -8,14 +8,12 @@ compares systems by it.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from math import sqrt
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks.compare.fairness import Validity, judge
-from benchmarks.metrics import PHASES, Summary, receipt_number, summarise
+from benchmarks.metrics import Summary, summarise
 from benchmarks.replay import jsonable
 from benchmarks.stats import Estimate, estimate, ratio
 
@@ -137,7 +135,7 @@ class SweepSummary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantSummary:
     """One variant over all rounds. `figures` and `ratios` are by a figure's key and lack what is
-    not defined. `phases_s` are means of the receipts."""
+    not defined."""
 
     name: str
     requests: int
@@ -147,9 +145,7 @@ class VariantSummary:
     errors: Mapping[str, int]
     figures: Mapping[str, Estimate]
     ratios: Mapping[str, Estimate]
-    one_token_chunks: float | None
     itl_omitted: str | None
-    phases_s: Mapping[str, float]
     transferred: int
     transfer_bytes: int
     fallbacks: Mapping[str, int]
@@ -186,15 +182,16 @@ class CompareSummary:
 
 def summarise_compare(result: CompareResult) -> CompareSummary:
     """Sum up a result."""
-    rounds = {
-        x.name: [summarise(m.records, result.slo_s) for m in result.of(x.name, "round")]
-        for x in result.variants
-    }
     figures = {
-        x.name: [figures_of(summary, x.settings) for summary in rounds[x.name]]
+        x.name: [
+            figures_of(summarise(m.records, result.slo_s), x.settings)
+            for m in result.of(x.name, "round")
+        ]
         for x in result.variants
     }
-    variants = tuple(_variant(result, x, rounds[x.name], figures) for x in result.variants)
+    variants = tuple(
+        _variant(result, x, figures[x.name], figures[result.baseline]) for x in result.variants
+    )
     return CompareSummary(
         baseline=result.baseline,
         validity=judge(result),
@@ -206,57 +203,41 @@ def summarise_compare(result: CompareResult) -> CompareSummary:
 def _variant(
     result: CompareResult,
     facts: VariantFacts,
-    own: Sequence[Summary],
-    figures: Mapping[str, Sequence[Mapping[str, float]]],
+    own: Sequence[Mapping[str, float]],
+    baseline: Sequence[Mapping[str, float]],
 ) -> VariantSummary:
-    name, baseline = facts.name, figures[result.baseline]
+    """`own` and `baseline` are the figures of each round."""
     medians, ratios = {}, {}
     for key in (figure.key for figure in FIGURES):
-        values = [x[key] for x in figures[name] if key in x]
-        if not values or len(values) < len(own):
+        if not own or not all(key in x for x in own):
             continue
-        medians[key] = estimate(values, f"{name}/{key}")
-        pairs = [
-            (x[key], y[key]) for x, y in zip(figures[name], baseline, strict=False) if key in y
-        ]
-        if name != result.baseline and len(pairs) == len(values):
-            quotient = ratio(pairs, f"{name}/{key}/ratio")
+        medians[key] = estimate([x[key] for x in own], f"{facts.name}/{key}")
+        pairs = [(x[key], y[key]) for x, y in zip(own, baseline, strict=False) if key in y]
+        if facts.name != result.baseline and len(pairs) == len(own):
+            quotient = ratio(pairs, f"{facts.name}/{key}/ratio")
             if quotient is not None:
                 ratios[key] = quotient
-    measured = result.of(name, "round")
-    receipts = [x.receipts for x in own if x.receipts is not None]
-    raw = [r.receipt for m in measured for r in m.records if r.receipt is not None]
+    rounds = result.of(facts.name, "round")
+    whole = summarise([record for m in rounds for record in m.records])
+    receipts = whole.receipts
+    tokens = sum(record.completion_tokens or 0 for m in rounds for record in m.records)
+    router_s = sum(m.processor.router_s or 0.0 for m in rounds)
     return VariantSummary(
-        name=name,
-        requests=sum(x.requests for x in own),
-        ok=sum(x.ok for x in own),
-        failed=sum(x.failed for x in own),
-        timed_out=sum(x.timed_out for x in own),
-        errors=dict(sum((Counter(x.errors) for x in own), Counter())),
+        name=facts.name,
+        requests=whole.requests,
+        ok=whole.ok,
+        failed=whole.failed,
+        timed_out=whole.timed_out,
+        errors=whole.errors,
         figures=medians,
         ratios=ratios,
-        one_token_chunks=_one_token_chunks(measured),
-        itl_omitted=next((x.itl_omitted for x in own if x.itl_omitted), None),
-        phases_s={p: fmean(receipt_number(x, p) for x in raw) for p in PHASES if raw},
-        transferred=sum(x.transferred for x in receipts),
-        transfer_bytes=sum(x.totals["transfer_bytes"] for x in receipts),
-        fallbacks=dict(sum((Counter(x.fallbacks) for x in receipts), Counter())),
-        router_s_per_million_tokens=_router_cost(measured),
+        itl_omitted=whole.itl_omitted,
+        transferred=receipts.transferred if receipts else 0,
+        transfer_bytes=receipts.totals["transfer_bytes"] if receipts else 0,
+        fallbacks=receipts.fallbacks if receipts else {},
+        router_s_per_million_tokens=router_s / tokens * 1e6 if router_s and tokens else None,
         sweep=_sweep(result, facts),
     )
-
-
-def _one_token_chunks(measured: Sequence[Measurement]) -> float | None:
-    good = [r.chunk_tokens for m in measured for r in m.records if r.status == "ok"]
-    counts = [count for of_request in good for count in of_request or ()]
-    return None if None in good or not counts else counts.count(1) / len(counts)
-
-
-def _router_cost(measured: Sequence[Measurement]) -> float | None:
-    tokens = sum(r.completion_tokens or 0 for m in measured for r in m.records)
-    spent = [m.processor.router_s for m in measured]
-    known = [value for value in spent if value is not None]
-    return sum(known) / tokens * 1e6 if tokens and len(known) == len(spent) else None
 
 
 def _sweep(result: CompareResult, facts: VariantFacts) -> SweepSummary | None:

@@ -285,8 +285,6 @@ def _requests_text(variant: VariantSummary) -> str:
         text += f"; KV moved for {variant.transferred}, {variant.transfer_bytes / 2**20:.1f} MiB"
     if variant.fallbacks:
         text += f"; fallbacks: {_tally(variant.fallbacks)}"
-    if variant.one_token_chunks is not None:
-        text += f"; {variant.one_token_chunks:.1%} of chunks held one token"
     if variant.router_s_per_million_tokens is not None:
         cost = variant.router_s_per_million_tokens
         text += f"; router {cost:.0f} CPU seconds per million tokens"
