@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from pdserve.cli.options import (
-    UNKNOWN,
     add_command,
     add_seconds,
     add_service_options,
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     import argparse
 
     from rich.console import Console
-    from rich.table import Table
 
     from pdserve.cli.options import Subparsers
     from pdserve.v1 import admin_pb2 as a
@@ -81,7 +79,7 @@ def show(request: a.ExplainedRequest, workers: dict[str, WorkerInfo], console: C
     for number, decision in enumerate(request.decisions, 1):
         when = datetime.fromtimestamp(decision.unix_time_s).astimezone()
         policy = f"{escape(decision.policy)}: " if decision.policy else ""
-        where = f"{policy}[bold]{escape(outcome(decision))}[/]"
+        where = f"{policy}[bold]{escape(_outcome(decision))}[/]"
         console.print(f"\n{number}. {when:%H:%M:%S.%f} {where}", soft_wrap=True)
         if decision.cause:
             line(f"placed again: {decision.cause}")
@@ -90,16 +88,29 @@ def show(request: a.ExplainedRequest, workers: dict[str, WorkerInfo], console: C
         if decision.avoid or decision.excluded:
             pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.excluded]
             line(f"excluded: {', '.join([*decision.avoid, *pairs])}")
-        shown, others = _shown(decision)
-        console.print(_table(decision, shown, workers))
+        chosen = (decision.decode, decision.prefill)
+        ranked = list(decision.candidates)
+        if len(ranked) > MOST_SHOWN:
+            ranked.sort(
+                key=lambda c: (c.worker_id not in chosen, bool(c.why_not), -(_total(c) or 0.0))
+            )
+        shown, others = ranked[:MOST_SHOWN], ranked[MOST_SHOWN:]
+        cells = [
+            _cells(c, workers.get(c.worker_id), asked_prefix=decision.asked_prefix) for c in shown
+        ]
+        numbers = ("prompt", "blocks", "run+wait", "cached", "total")
+        table = table_of("", ("worker", "role"), numbers, cells, notes="scores, or why not")
+        for row, candidate in zip(table.rows, shown, strict=True):
+            row.style = "bold" if candidate.worker_id in chosen else None
+        console.print(table)
         if others:
-            reasons = ", ".join(f"{n} {why}" for why, n in others.most_common(MOST_REASONS))
-            line(f"and {others.total()} more: {reasons}")
+            counts = Counter(c.why_not or "lower score" for c in others).most_common(MOST_REASONS)
+            line(f"and {len(others)} more: {', '.join(f'{n} {why}' for why, n in counts)}")
         for prediction in decision.predictions:
             line(_predicted(prediction))
 
 
-def outcome(decision: a.PlacementDecision) -> str:
+def _outcome(decision: a.PlacementDecision) -> str:
     if decision.refused:
         return f"rejected: {decision.refused}"
     if not decision.decode:
@@ -110,47 +121,22 @@ def outcome(decision: a.PlacementDecision) -> str:
     return f"aggregated on {decision.decode}"
 
 
-def _shown(decision: a.PlacementDecision) -> tuple[list[a.PlacementCandidate], Counter[str]]:
-    """Return the candidates to show, and the number of the others by reason."""
-    if len(decision.candidates) <= MOST_SHOWN:
-        return list(decision.candidates), Counter()
-    chosen = {decision.decode, decision.prefill}
-    ranked = sorted(
-        decision.candidates,
-        key=lambda c: (c.worker_id not in chosen, bool(c.why_not), -(_total(c) or 0.0)),
-    )
-    others = ranked[MOST_SHOWN:]
-    return ranked[:MOST_SHOWN], Counter(c.why_not or "lower score" for c in others)
-
-
-def _table(
-    decision: a.PlacementDecision,
-    candidates: list[a.PlacementCandidate],
-    workers: dict[str, WorkerInfo],
-) -> Table:
-    from rich.markup import escape
-
+def _cells(
+    candidate: a.PlacementCandidate, worker: WorkerInfo | None, *, asked_prefix: bool
+) -> tuple[object, ...]:
     from pdserve import wire
 
-    table = table_of("", ("worker", "role"), ("prompt", "blocks", "run+wait", "cached", "total"))
-    table.add_column("scores, or why not", overflow="fold")
-    for candidate in candidates:
-        worker, load = workers.get(candidate.worker_id), candidate.load
-        total = _total(candidate)
-        table.add_row(
-            escape(candidate.worker_id),
-            wire.role_from_pb(worker.role).value if worker else UNKNOWN,
-            str(candidate.outstanding_tokens),
-            f"{candidate.reserved_blocks}/{worker.total_blocks if worker else UNKNOWN}",
-            f"{load.num_running_reqs}+{load.num_waiting_reqs}"
-            if candidate.HasField("load")
-            else UNKNOWN,
-            str(candidate.cached_tokens) if decision.asked_prefix else UNKNOWN,
-            UNKNOWN if total is None else f"{total:.3f}",
-            escape(candidate.why_not or _scores(candidate)),
-            style="bold" if candidate.worker_id in (decision.decode, decision.prefill) else None,
-        )
-    return table
+    load, total = candidate.load, _total(candidate)
+    return (
+        candidate.worker_id,
+        wire.role_from_pb(worker.role).value if worker else None,
+        candidate.outstanding_tokens,
+        f"{candidate.reserved_blocks}/{worker.total_blocks if worker else '-'}",
+        f"{load.num_running_reqs}+{load.num_waiting_reqs}" if candidate.HasField("load") else None,
+        candidate.cached_tokens if asked_prefix else None,
+        None if total is None else f"{total:.3f}",
+        candidate.why_not or _scores(candidate),
+    )
 
 
 def _total(candidate: a.PlacementCandidate) -> float | None:

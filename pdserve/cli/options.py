@@ -13,7 +13,7 @@ from pdserve.config import Config, all_keys, load_config, read_yaml, refuse
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     import grpc.aio
     from google.protobuf.message import Message
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
     Handler = Callable[[argparse.Namespace], int]
+    Metadata = tuple[tuple[str, str], ...]
 
 KEY_VARIABLE = "PDSERVE_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_GRPC = "127.0.0.1:8001"
-UNKNOWN = "-"
 _TLS_OPTIONS = {
     "ca": ("FILE", "CAs of the service's certificate"),
     "cert": ("FILE", "client certificate"),
@@ -92,6 +92,7 @@ def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]
 
 
 def _value(key: Key) -> dict[str, Any]:
+    """Return the arguments of `add_argument` for the value of a key."""
     if key.kind is bool:
         return {"action": "store_const", "const": True}
     if key.is_list:
@@ -99,8 +100,9 @@ def _value(key: Key) -> dict[str, Any]:
         return {"type": lambda text: [convert(x) for x in text.split(",")], "metavar": "A,B"}
     if key.choices:
         return {"choices": key.choices}
-    kind = key.kind if key.kind in (int, float) else str
-    return {"type": kind, "metavar": {int: "N", float: "SECONDS", str: "TEXT"}[kind]}
+    if key.kind is int:
+        return {"type": int, "metavar": "N"}
+    return {"type": float, "metavar": "SECONDS"} if key.kind is float else {"metavar": "TEXT"}
 
 
 def config_from(args: argparse.Namespace) -> Config:
@@ -180,9 +182,7 @@ def http_tls_from(args: argparse.Namespace) -> ssl.SSLContext | bool:
 
 
 @contextlib.asynccontextmanager
-async def channel_to(
-    args: argparse.Namespace,
-) -> AsyncIterator[tuple[grpc.aio.Channel, tuple[tuple[str, str], ...]]]:
+async def channel_to(args: argparse.Namespace) -> AsyncIterator[tuple[grpc.aio.Channel, Metadata]]:
     """Yield a channel to the router at `--grpc` and the metadata of its calls. Raises PdserveError
     for a failed call."""
     import grpc.aio
@@ -216,15 +216,26 @@ def say(text: str) -> None:
 
 
 def table_of(
-    title: str, left: Sequence[str], right: Sequence[str], *, caption: str | None = None
+    title: str,
+    texts: Sequence[str],
+    numbers: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    notes: str = "",
+    caption: str = "",
 ) -> Table:
-    """Return an empty table with columns of text (`left`) and of numbers (`right`)."""
+    """Return a table with columns of texts, of numbers, and `notes` (text). It shows None as "-"."""
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title or None, caption=caption, box=None, pad_edge=False)
+    table = Table(title=title or None, caption=caption or None, box=None, pad_edge=False)
     table.title_justify = table.caption_justify = "left"
-    for name in left:
+    for name in texts:
         table.add_column(name, overflow="fold", no_wrap=name == "worker")
-    for name in right:
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
+    if notes:
+        table.add_column(notes, overflow="fold")
+    for row in rows:
+        table.add_row(*("-" if x is None else escape(str(x)) for x in row))
     return table

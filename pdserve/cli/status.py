@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.options import (
-    UNKNOWN,
     add_command,
     add_seconds,
     add_service_options,
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from google.protobuf.message import Message
-    from rich.console import Console
     from rich.table import Table
 
     from pdserve.cli.options import Subparsers
@@ -50,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         say(json.dumps(found, indent=2))
     else:
-        show(args.grpc, found)
+        _show(args.grpc, found)
     return 0
 
 
@@ -63,18 +61,32 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
         listed = await worker_pb2_grpc.RegistryStub(channel).ListWorkers(
             worker_pb2.ListWorkersRequest(), timeout=timeout_s, metadata=metadata
         )
+    workers = sorted(listed.workers, key=lambda entry: entry.info.worker_id)
     dialer = dialer_from(args)
-    calls = [_ask(dialer, entry.info.address, timeout_s) for entry in listed.workers]
+    calls = [_ask(dialer, entry.info.address, timeout_s) for entry in workers]
     answers = await asyncio.gather(*calls)
-    rows = [_row(entry, answer) for entry, answer in zip(listed.workers, answers, strict=True)]
     return {
-        "workers": sorted(rows, key=lambda row: str(row["worker_id"])),
-        "unpaired": _unpaired(listed.workers),
+        "workers": [_row(*pair) for pair in zip(workers, answers, strict=True)],
+        "unpaired": _unpaired(workers),
         "ejected_pairs": [plain(pair) for pair in listed.ejected_pairs],
         "probes": {"passed": listed.probes_passed, "failed": listed.probes_failed},
         "roles": [plain(roles) for roles in listed.roles],
         "disaggregation": [plain(model) for model in listed.disaggregation],
     }
+
+
+async def _ask(dialer: Dialer, address: str, timeout_s: float) -> WorkerStatus | None:
+    import grpc.aio
+
+    from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+    async with dialer.open_channel(address) as channel:
+        try:
+            return await worker_pb2_grpc.WorkerStub(channel).GetStatus(
+                worker_pb2.GetStatusRequest(), timeout=timeout_s, metadata=dialer.metadata
+            )
+        except grpc.aio.AioRpcError:
+            return None
 
 
 def _unpaired(entries: Iterable[WorkerEntry]) -> list[Row]:
@@ -95,39 +107,23 @@ def _unpaired(entries: Iterable[WorkerEntry]) -> list[Row]:
     ]
 
 
-async def _ask(dialer: Dialer, address: str, timeout_s: float) -> WorkerStatus | None:
-    import grpc.aio
-
-    from pdserve.v1 import worker_pb2, worker_pb2_grpc
-
-    async with dialer.open_channel(address) as channel:
-        try:
-            return await worker_pb2_grpc.WorkerStub(channel).GetStatus(
-                worker_pb2.GetStatusRequest(), timeout=timeout_s, metadata=dialer.metadata
-            )
-        except grpc.aio.AioRpcError:
-            return None
-
-
 def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> Row:
     from pdserve import wire
 
     info = entry.info
     same = ("worker_id", "instance_id", "address", "pid", "engine", "total_blocks", "max_num_seqs")
+    placed = ("state", "outstanding_requests", "outstanding_tokens", "unhealthy")
     row: Row = {
         **{name: getattr(info, name) for name in same},
+        **{name: getattr(entry, name) for name in placed},
         "role": wire.role_from_pb(info.role).value,
-        "state": entry.state,
         "answers": answer is not None,
         "debug_address": info.debug_address or None,
         "model": info.model.name,
         "compatibility": info.kv.compatibility if info.HasField("kv") else None,
         "transports": list(info.kv.transports),
-        "outstanding_requests": entry.outstanding_requests,
-        "outstanding_tokens": entry.outstanding_tokens,
         "lease_remaining_s": round(entry.lease_remaining_s, 3),
         "breaker": _optional(entry, "breaker"),
-        "unhealthy": entry.unhealthy,
         "steps": _optional(entry, "steps"),
         "load": answer and _optional(answer, "load"),
         "ledger": answer and plain(answer.ledger),
@@ -136,8 +132,8 @@ def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> Row:
         "uptime_s": answer and round(answer.uptime_s, 3),
         "gpus": [plain(gpu) for gpu in answer.gpus] if answer else [],
     }
-    is_busy = answer is None or answer.open_streams or any(row["ledger"].values())
-    if entry.state == "draining" and not is_busy:
+    is_empty = answer is not None and not answer.open_streams and not any(row["ledger"].values())
+    if entry.state == "draining" and is_empty:
         row["state"] = "drained"
     return row
 
@@ -146,29 +142,32 @@ def _optional(message: Message, name: str) -> Row | None:
     return plain(getattr(message, name)) if message.HasField(name) else None
 
 
-def show(address: str, found: dict[str, Any], console: Console | None = None) -> None:
+def _show(address: str, found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     workers: list[Row] = found["workers"]
     if not workers:
         console.print(f"no worker is registered at {address}")
         return
     console.print(load_table(f"workers of {address}", workers))
-    with_kv = [row for row in workers if row["kv"] is not None]
-    if with_kv:
-        console.print()
-        console.print(_kv_table(with_kv))
+    if cells := [_kv_cells(row) for row in workers if row["kv"]]:
+        title, caption = "KV blocks pinned for transfers", "pinned = in flight + leased"
+        figures = ("pinned", "in flight", "leased", "links", "moved", "failed", "debug")
+        console.print("", table_of(title, ("worker",), figures, cells, caption=caption), sep="\n")
     passed, failed = found["probes"]["passed"], found["probes"]["failed"]
     lists = {
         "cannot exchange KV": [
             f"{x['prefill']} and {x['decode']} ({x['model']}): {x['reason']}"
             for x in found["unpaired"]
         ],
-        "get no work": [line for row in workers for line in _problems(row)],
+        "get no work": [
+            *(f"{row['worker_id']}: {row['unhealthy']}" for row in workers if row["unhealthy"]),
+            *(f"{row['worker_id']}: {_until(row['breaker'])}" for row in workers if row["breaker"]),
+        ],
         "ejected pairs": [
-            f"{x['prefill_worker']} and {x['decode_worker']}: {x['reason']}; {_until(x)}"
+            f"{x['prefill_worker']} and {x['decode_worker']}: {_until(x)}"
             for x in found["ejected_pairs"]
         ],
         "probes": [f"{passed} passed, {failed} failed"] if passed or failed else [],
@@ -182,58 +181,47 @@ def show(address: str, found: dict[str, Any], console: Console | None = None) ->
             console.print(f"  {escape(line)}", soft_wrap=True)
 
 
-def _problems(row: Row) -> list[str]:
-    lines = [f"{row['worker_id']}: {row['unhealthy']}"] if row["unhealthy"] else []
-    if breaker := row["breaker"]:
-        lines.append(f"{row['worker_id']}: {breaker['reason']}; {_until(breaker)}")
-    return lines
-
-
 def _until(ejected: Row) -> str:
     left_s = ejected["remaining_s"]
-    return f"for {_duration(left_s)} more" if left_s else "the next request tries it"
+    until = f"for {_duration(left_s)} more" if left_s else "the next request tries it"
+    return f"{ejected['reason']}; {until}"
 
 
-def load_table(title: str, rows: Sequence[Row]) -> Table:
-    table = table_of(
-        *(title, ("worker", "role", "state", "model")),
+def load_table(title: str, workers: Sequence[Row]) -> Table:
+    return table_of(
+        title,
+        ("worker", "role", "state", "model"),
         ("running", "waiting", "KV", "placed", "up"),
+        [_load_cells(row) for row in workers],
         caption="KV: cache in use; placed: requests and tokens that this router placed",
     )
-    for row in rows:
-        load = row["load"]
-        table.add_row(
-            row["worker_id"],
-            row["role"],
-            row["state"] if row["answers"] else f"{row['state']}, no answer",
-            row["model"],
-            str(load["num_running_reqs"]) if load else UNKNOWN,
-            str(load["num_waiting_reqs"]) if load else UNKNOWN,
-            f"{load['kv_cache_usage']:.0%}" if load else UNKNOWN,
-            f"{row['outstanding_requests']} ({row['outstanding_tokens']} tok)",
-            UNKNOWN if row["uptime_s"] is None else _duration(row["uptime_s"]),
-        )
-    return table
 
 
-def _kv_table(rows: Sequence[Row]) -> Table:
-    table = table_of(
-        *("KV blocks pinned for transfers", ("worker",)),
-        ("pinned", "in flight", "leased", "links", "moved", "failed", "debug"),
-        caption="pinned = in flight + leased",
+def _load_cells(row: Row) -> tuple[object, ...]:
+    load = row["load"]
+    return (
+        row["worker_id"],
+        row["role"],
+        row["state"] if row["answers"] else f"{row['state']}, no answer",
+        row["model"],
+        *((load["num_running_reqs"], load["num_waiting_reqs"]) if load else (None, None)),
+        f"{load['kv_cache_usage']:.0%}" if load else None,
+        f"{row['outstanding_requests']} ({row['outstanding_tokens']} tok)",
+        None if row["uptime_s"] is None else _duration(row["uptime_s"]),
     )
-    for row in rows:
-        ledger, totals = row["kv"]["ledger"], row["kv"]["totals"]
-        links = ", ".join(f"{n} {name}" for name, n in sorted(row["kv"]["links"].items()))
-        table.add_row(
-            row["worker_id"],
-            *(str(ledger[f"{x}_blocks"]) for x in ("pinned", "in_flight", "leased")),
-            links or "none",
-            _size(totals.get("pushed_bytes", 0) + totals.get("received_bytes", 0)),
-            f"{totals.get('failures', 0):.0f}",
-            f"http://{row['debug_address']}/debug/kv" if row["debug_address"] else UNKNOWN,
-        )
-    return table
+
+
+def _kv_cells(row: Row) -> tuple[object, ...]:
+    ledger, totals = row["kv"]["ledger"], row["kv"]["totals"]
+    links = ", ".join(f"{n} {name}" for name, n in sorted(row["kv"]["links"].items()))
+    return (
+        row["worker_id"],
+        *(ledger[f"{x}_blocks"] for x in ("pinned", "in_flight", "leased")),
+        links or "none",
+        _size(totals.get("pushed_bytes", 0) + totals.get("received_bytes", 0)),
+        f"{totals.get('failures', 0):.0f}",
+        f"http://{row['debug_address']}/debug/kv" if row["debug_address"] else None,
+    )
 
 
 def _size(count: float) -> str:

@@ -1,4 +1,4 @@
-"""A router or worker process: logging, and its tie to the `pdserve up` that started it."""
+"""A router or worker process: its tie to the `pdserve up` that started it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Reports:
-    """Writes JSON lines into the pipe `fd`: {"doing": text}, {"ready": facts} or {"failed": text}.
-    Without a pipe every call does nothing."""
+    """Writes JSON lines into `fd`: {"doing": text}, {"ready": facts} or {"failed": text}. Without
+    `fd` every call does nothing."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -36,11 +36,10 @@ class Reports:
         self._write({"failed": why})
 
     def _write(self, line: Mapping[str, object]) -> None:
-        if self._fd is None:
-            return
         # If the parent is gone, this process is killed in a moment.
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._fd, json.dumps(line).encode() + b"\n")
+            if self._fd is not None:
+                os.write(self._fd, json.dumps(line).encode() + b"\n")
 
 
 def die_with(parent_pid: int) -> None:
@@ -68,9 +67,7 @@ def served_process(args: argparse.Namespace) -> Iterator[Reports]:
     reports = Reports(args.report_fd)
     try:
         yield reports
-    except ConfigError as error:
-        reports.failed(error.message)
-        raise
     except Exception as error:
-        reports.failed(f"{type(error).__name__}: {error}")
+        is_expected = isinstance(error, ConfigError)
+        reports.failed(str(error) if is_expected else f"{type(error).__name__}: {error}")
         raise

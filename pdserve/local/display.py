@@ -1,4 +1,4 @@
-"""The output of `pdserve up`: a spinner on a terminal or plain lines, and the ready file."""
+"""The output of `pdserve up`: plain lines, and a spinner on a terminal until all are ready."""
 
 from __future__ import annotations
 
@@ -8,83 +8,88 @@ import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
+from rich.spinner import Spinner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from rich.status import Status
+_TAIL_LINES = 20
+_TAIL_BYTES = 65536
 
 
 class Display:
     """Owns the terminal's spinner until `close`."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
-        self._status: Status | None = None
-        self._doing: dict[str, str] = {}
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+        self._doing: dict[str, str] = {}  # empty texts for processes that are ready
         self._began = time.monotonic()
 
-    def starting(self, awaited: Iterable[str], run_dir: Path) -> None:
-        self._console.print(f"starting {', '.join(awaited)}; logs in {escape(str(run_dir))}")
+    def starting(self, names: Iterable[str], run_dir: Path) -> None:
+        self._doing = dict.fromkeys(names, "starting")
+        self.tell(f"starting {', '.join(self._doing)}; logs in {run_dir}")
         if self._console.is_terminal:
-            self._status = self._console.status("")
-            self._status.start()
+            self._live = Live(get_renderable=self._progress, console=self._console, transient=True)
+            self._live.start()
+
+    def _progress(self) -> Spinner:
+        parts = [f"{name} ({escape(what)})" for name, what in self._doing.items() if what]
+        waiting_for = ", ".join(parts) or "waiting for the routers"
+        self._spinner.update(text=f"{time.monotonic() - self._began:.0f} s  {waiting_for}")
+        return self._spinner
 
     def doing(self, name: str, what: str) -> None:
-        if self._doing.get(name) == what:
-            return
+        """Show what a process does before it is ready; "" if it is."""
+        is_new = what and what != self._doing[name]
         self._doing[name] = what
-        if self._status is None:
-            self._console.print(f"{name}: {escape(what)}")
+        if is_new and self._live is None:
+            self.tell(f"{name}: {what}")
 
-    def waiting(self, awaited: Iterable[str]) -> None:
-        """Refresh the spinner with what each awaited process is doing."""
-        if self._status is not None:
-            parts = [f"{name} ({escape(self._doing.get(name, 'starting'))})" for name in awaited]
-            self._status.update(f"{time.monotonic() - self._began:.0f} s  {', '.join(parts)}")
+    def tell(self, text: str, style: str | None = None) -> None:
+        self._console.print(escape(text), style=style)
 
-    def tell(self, text: str, *, is_error: bool = False) -> None:
-        self._console.print(escape(text), style="red" if is_error else None)
-
-    def serving(self, routers: Sequence[Mapping[str, str]], model: str) -> None:
-        took = time.monotonic() - self._began
+    def serving(self, http: Sequence[str], grpc: Sequence[str], model: str) -> None:
         self.close()
-        http, grpc = routers[0]["http"], ",".join(router["grpc"] for router in routers)
-        lines = [
-            f"[bold green]serving {escape(model)}[/] after {took:.1f} s",
-            f"  HTTP  {', '.join(router['http'] for router in routers)}  (OpenAI-compatible)",
-            f"  gRPC  {', '.join(router['grpc'] for router in routers)}",
-            "",
-            "Try it:",
-            f"  {escape(curl_line(http, model))}",
-            f"  pdserve chat --grpc {grpc}",
-            f"  pdserve status --grpc {routers[0]['grpc']}",
-            "",
-            "Ctrl-C stops it.",
-        ]
-        for line in lines:
-            self._console.print(line)
+        took_s = time.monotonic() - self._began
+        self.tell(f"serving {model} after {took_s:.1f} s", "bold green")
+        self.tell(
+            f"  HTTP  {', '.join(http)}  (OpenAI-compatible)\n"
+            f"  gRPC  {', '.join(grpc)}\n\n"
+            "Try it:\n"
+            f"  {_curl_line(http[0], model)}\n"
+            f"  pdserve chat --grpc {','.join(grpc)}\n"
+            f"  pdserve status --grpc {grpc[0]}\n\n"
+            "Ctrl-C stops it."
+        )
 
-    def died(self, name: str, code: int, failure: str, tail: Iterable[str], log: Path) -> None:
+    def died(self, name: str, code: int, failure: str, log: Path) -> None:
         self.close()
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        self._console.print(f"[bold red]{name} died ({how})[/]")
+        self.tell(f"{name} died ({how})", "bold red")
         if failure:
-            self._console.print(f"  {escape(failure)}")
+            self.tell(f"  {failure}")
         else:
-            for line in tail:
-                self._console.print(f"  {escape(line)}", style="dim")
-        self._console.print(f"  its log: {escape(str(log))}")
+            for line in _last_lines(log):
+                self.tell(f"  {line}", "dim")
+        self.tell(f"  its log: {log}")
 
     def close(self) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
 
-def curl_line(http: str, model: str) -> str:
+def _last_lines(log: Path) -> list[str]:
+    text = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    return [line for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
+
+
+def _curl_line(http: str, model: str) -> str:
     """Return a chat request for a shell."""
     question = {"role": "user", "content": "What does a prefill worker do?"}
     body = {"model": model, "messages": [question], "temperature": 0, "stream": True}

@@ -21,30 +21,26 @@ _UTILIZATION = 0.9  # vLLM's default share of a GPU's memory
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Any]:
     """Yield NVML, or None if there is no driver or no module."""
-    try:
+    nvml = None
+    with contextlib.suppress(ImportError):
         import pynvml
-    except ImportError:
-        yield None
-        return
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
+
         with contextlib.suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+            pynvml.nvmlInit()
+            nvml = pynvml
+    try:
+        yield nvml
+    finally:
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
 
 
 def visible_gpus() -> tuple[int, ...]:
     """Return the NVML indices that this process may use; none without a driver."""
     with open_nvml() as nvml:
-        if nvml is None:
-            return ()
         try:
-            return tuple(index for index, _ in visible(nvml))
+            return () if nvml is None else tuple(index for index, _ in visible(nvml))
         except nvml.NVMLError:
             return ()
 

@@ -1,20 +1,19 @@
-"""From one configuration to the processes of `pdserve up`: their configuration, cores and ports."""
+"""The configuration of each process of `pdserve up`: its cores, GPUs and ports."""
 
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdserve.config import WorkerConfig, refuse, to_mapping
+from pdserve.config import WorkerConfig, refuse
 from pdserve.errors import ConfigError
 from pdserve.local.gpus import memory_share, share_gpus
 from pdserve.types import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     from pdserve.config import Config, RouterConfig
 
@@ -24,15 +23,6 @@ _OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 _PORTS_APART = 10
 _LAST_PORT = 65535
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """One process: `pdserve COMMAND --config` with the content `config`."""
-
-    name: str
-    command: str
-    config: dict[str, object]
 
 
 def reachable(address: str) -> str:
@@ -63,14 +53,6 @@ def router_configs(config: Config) -> dict[str, RouterConfig]:
     return found
 
 
-def router_spec(name: str, router: RouterConfig, facts: Mapping[str, str] | None) -> ProcessSpec:
-    """Return a router's process. A restarted router keeps its ports, which `facts` has."""
-    if facts is not None:
-        http_port, grpc_port = (int(facts[x].rpartition(":")[2]) for x in ("http", "grpc"))
-        router = replace(router, http_port=http_port, grpc_port=grpc_port)
-    return ProcessSpec(name, "router", {"router": to_mapping(router)})
-
-
 def worker_configs(
     config: Config, cores: Collection[int], gpus: Sequence[int] = ()
 ) -> dict[str, WorkerConfig]:
@@ -81,33 +63,29 @@ def worker_configs(
             refuse(f"worker.{name}", "is set by `pdserve up`; remove it from the configuration")
     strict = config.worker.access.require_auth or config.router.access.require_auth
     access = replace(config.worker.access, require_auth=strict)
-    worker = replace(config.worker, access=access)
-    counts = {
-        Role.PREFILL: config.up.prefill,
-        Role.DECODE: config.up.decode,
-        Role.AGGREGATED: config.up.aggregated,
-    }
-    named = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
-    shares = share_cores(len(named), cores, config.up.cores_per_worker)
-    args = worker.engine_args
-    asked = args.get("tensor_parallel_size", 1)  # the engine rejects other types than integers
-    cards = share_gpus(len(named), gpus, asked if isinstance(asked, int) and asked > 0 else 1)
+    counts = {"prefill": config.up.prefill, "decode": config.up.decode}
+    counts["aggregated"] = config.up.aggregated
+    names = [f"{role}-{i}" for role, count in counts.items() for i in range(count)]
+    args = config.worker.engine_args
+    tensor_parallel = args.get("tensor_parallel_size", 1)
+    if not isinstance(tensor_parallel, int) or tensor_parallel < 1:
+        tensor_parallel = 1  # the engine rejects it
+    cards = share_gpus(len(names), gpus, tensor_parallel)
+    shares = share_cores(len(names), cores, config.up.cores_per_worker)
     found = {}
-    for (name, role), share, mine in zip(named, shares, cards, strict=True):
+    for name, share, mine in zip(names, shares, cards, strict=True):
         memory = memory_share(mine, cards)
-        own = args
-        if memory is not None and not any(key in args for key in _OF_MEMORY):
-            own = {**args, "gpu_memory_utilization": memory}
+        is_told = memory is None or any(key in args for key in _OF_MEMORY)
         found[name] = replace(
-            worker, worker_id=name, role=role, cores=share, gpus=mine, engine_args=own
+            config.worker,
+            worker_id=name,
+            role=Role(name.partition("-")[0]),
+            cores=share,
+            gpus=mine,
+            engine_args=args if is_told else {**args, "gpu_memory_utilization": memory},
+            access=access,
         )
     return found
-
-
-def worker_spec(config: WorkerConfig, routers: Sequence[str]) -> ProcessSpec:
-    """Return a worker's process, with the addresses of all routers."""
-    told = replace(config, routers=tuple(routers))
-    return ProcessSpec(config.worker_id, "worker", {"worker": to_mapping(told)})
 
 
 def share_cores(workers: int, cores: Collection[int], per_worker: int = 0) -> list[tuple[int, ...]]:

@@ -14,26 +14,31 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc.aio
+import yaml
+from msgspec.structs import replace
 
-from pdserve.config import MOVE_S, UNPIN_S, refuse
+from pdserve.config import MOVE_S, UNPIN_S, refuse, to_mapping
 from pdserve.local import specs
-from pdserve.local.forkserver import ForkServer
+from pdserve.local.forkserver import ForkFailed, ForkServer
 from pdserve.local.gpus import gpus_for, is_cpu_build
-from pdserve.local.process import ChildProcess
 from pdserve.security.tls import dialer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Coroutine
+    from collections.abc import Iterable
 
-    from pdserve.config import Config
+    from pdserve.config import Config, RouterConfig
     from pdserve.local.display import Display
+    from pdserve.local.forkserver import Forked
 
 PRELOAD = "workers.vllm.preload:preload"
 OK, FAILED, BAD_CONFIG, INTERRUPTED = 0, 1, 2, 130
@@ -43,25 +48,40 @@ FORGIVEN_AFTER_S = 300.0  # a process that served this long has no deaths
 QUICK_STOP_S = 5.0  # for a process that is not serving
 _MARGIN_S = 5.0  # beyond the deadlines that processes have themselves
 _POLL_S = 0.05
-_SPINNER_S = 0.25
 _LIST_TIMEOUT_S = 2.0
+_LAST_REPORTS_S = 1.0
+_MAX_REPORT_BYTES = 1 << 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Restarts:
-    """The restarts of one process. Counts its deaths in close succession."""
+@dataclass(slots=True)
+class Child:
+    """A router or a worker, however often it was restarted. `process` is None while none runs.
+    `facts` are its addresses, known from the first time that it is ready."""
 
-    def __init__(self, most: int) -> None:
-        self.deaths = 0
-        self._most = most
+    name: str
+    log: Path
+    process: asyncio.subprocess.Process | Forked | None = None
+    pid: int = 0
+    facts: dict[str, str] = field(default_factory=dict)
+    known: asyncio.Event = field(default_factory=asyncio.Event)
+    ready_at: float | None = None
+    failure: str = ""
+    deaths: int = 0
 
-    def pause_s(self, served_s: float) -> float | None:
-        """Return the pause before a process that died after serving for `served_s` is restarted,
-        or None after too many deaths."""
-        if served_s >= FORGIVEN_AFTER_S:
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal if the process is alive."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.process is not None:
+                self.process.send_signal(number)
+
+    def count_death(self, most: int) -> float | None:
+        """Return the pause before the restart, or None after more than `most` deaths in close
+        succession."""
+        if self.ready_at is not None and time.monotonic() - self.ready_at >= FORGIVEN_AFTER_S:
             self.deaths = 0
         self.deaths += 1
-        if self.deaths > self._most:
+        if self.deaths > most:
             return None
         return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self.deaths - 1)))
 
@@ -75,30 +95,24 @@ class Supervisor:
         for router in self._routers.values():
             specs.check_ports(router)
         specs.check_model(config.worker)
-        self._config = config
-        self._display = display
-        self._model = config.worker.served_model_name
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
+        self._config, self._display = config, display
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
         self._run_dir = _make_run_dir(config.up.run_dir)
         # vLLM leaves files in the temporary folder when it is killed.
         self._temporary_dir = tempfile.TemporaryDirectory(prefix="pdserve-tmp-")
-        self._addresses = {
-            name: _address(router.grpc_host, router.grpc_port)
-            for name, router in self._routers.items()
-        }
         self._forkserver: ForkServer | None = None
         if config.worker.engine == "vllm" and is_cpu_build():
             # A worker that is restarted need not import vLLM again, which takes most of its start.
-            self._forkserver = ForkServer(PRELOAD, log=self._run_dir / "forkserver.log")
-        self._children: dict[str, ChildProcess] = {}
-        self._facts: dict[str, dict[str, str]] = {}
-        self._serving, self._stopping = asyncio.Event(), asyncio.Event()
-        self._router_ready = {name: asyncio.Event() for name in self._routers}
+            self._forkserver = ForkServer(PRELOAD, self._run_dir / "forkserver.log")
+        names = (*self._routers, *self._workers)
+        self._children = {name: Child(name, self._run_dir / f"{name}.log") for name in names}
+        self._keepers: dict[str, asyncio.Task[int]] = {}
+        self._is_serving = self._is_stopping = False
         # Signals: the first one stops, the second one kills.
-        self._stop, self._kill = asyncio.Event(), asyncio.Event()
-        self._failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._stopped, self._killed = loop.create_future(), loop.create_future()
 
     async def run(self) -> int:
         """Start everything, serve until stopped, and return the exit code. No process is left."""
@@ -106,226 +120,234 @@ class Supervisor:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self._forget_ready_file()
-        names = (*self._routers, *self._workers)
-        self._display.starting(names, self._run_dir)
-        keepers = [asyncio.create_task(self._keep(name), name=f"keep-{name}") for name in names]
+        self._display.starting(self._children, self._run_dir)
+        for child in self._children.values():
+            self._keepers[child.name] = asyncio.create_task(self._keep(child))
+        starting = asyncio.create_task(self._until_ready())
         try:
-            code = await self._serve()
-            return INTERRUPTED if self._kill.is_set() else code
+            # Each of these returns the exit code.
+            ends = {self._stopped, *self._keepers.values()}
+            done = await _first(starting, *ends)
+            if done == {starting} and starting.result() == OK:
+                self._is_serving = True
+                self._announce()
+                facts = [self._children[name].facts for name in self._routers]
+                model = self._config.worker.served_model_name
+                self._display.serving([x["http"] for x in facts], [x["grpc"] for x in facts], model)
+                done = await _first(*ends)
+            code: int = max(end.result() for end in done)
+            starting.cancel()
+            await self._stop(code)
+            return INTERRUPTED if self._killed.done() else code
         finally:
             self._display.close()
             self._forget_ready_file()
             # After an orderly stop no process is left; after an internal error all may be.
-            self._stopping.set()
-            for child in self._children.values():
-                child.send(signal.SIGKILL)
-            for child in self._children.values():
-                await child.ended.wait()
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            for task in (starting, *self._keepers.values()):
+                task.cancel()
+            await asyncio.wait((starting, *self._keepers.values()))
             if self._forkserver is not None:
-                self._forkserver.kill()
                 self._forkserver.close()
             self._temporary_dir.cleanup()
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
-            self._kill.set()
-        self._stop.set()
+        if not self._stopped.done():
+            self._stopped.set_result(OK)
+        elif not self._killed.done():
+            self._display.tell("stopping at once")
+            self._killed.set_result(OK)
 
-    async def _serve(self) -> int:
-        starting = asyncio.create_task(self._start())
-        await self._first(starting, self._failed, self._stop.wait())
-        is_started = starting.done() and starting.result()
-        starting.cancel()
-        await asyncio.wait((starting,))
-        if self._failed.done():
-            await self._stop_all()
-            return self._failed.result()
-        if not is_started:
-            if self._stop.is_set():
-                self._display.tell("stopping")
-            await self._stop_all()
-            return OK if self._stop.is_set() else FAILED
-        self._serving.set()
-        self._announce()
-        self._display.serving([self._facts[name] for name in self._routers], self._model)
-        await self._first(self._failed, self._stop.wait())
-        if self._failed.done():
-            await self._stop_all()
-            return self._failed.result()
-        self._display.tell("stopping: running requests may finish")
-        self._stopping.set()
-        config = self._config
-        drain_s = config.worker.drain_timeout_s + MOVE_S + UNPIN_S
-        await self._terminate(self._routers, config.router.stop_grace_s + _MARGIN_S)
-        await self._terminate(self._workers, drain_s + _MARGIN_S)
+    async def _until_ready(self) -> int:
+        """Return OK once every router can place work on every worker, or FAILED if that takes too
+        long."""
+        limit_s = self._config.up.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                for child in self._children.values():
+                    await child.known.wait()
+                for address in self._addresses():
+                    await self._until_registered(address)
+        except TimeoutError:
+            unknown = [child.name for child in self._children.values() if not child.facts]
+            late = ", ".join(unknown or self._workers)
+            self._display.tell(f"not ready after {limit_s:g} s: {late}", "red")
+            return FAILED
         return OK
 
-    async def _start(self) -> bool:
-        """Return True once every router can place work on every worker, or False if that takes too
-        long."""
-        began, unregistered = time.monotonic(), set(self._workers)
-        polls = [asyncio.create_task(self._registrations(name)) for name in self._routers]
-        try:
-            while True:
-                awaited = [n for n in (*self._routers, *self._workers) if n not in self._facts]
-                if all(poll.done() for poll in polls):
-                    unregistered.clear()
-                if not awaited and not unregistered:
-                    return True
-                if time.monotonic() - began >= self._config.up.start_timeout_s:
-                    late = ", ".join(awaited or sorted(unregistered))
-                    waited = f"{self._config.up.start_timeout_s:g} s"
-                    self._display.tell(f"not ready after {waited}: {late}", is_error=True)
-                    return False
-                self._display.waiting(awaited or sorted(unregistered))
-                await asyncio.wait(polls, timeout=_SPINNER_S if unregistered else _POLL_S)
-        finally:
-            for poll in polls:
-                poll.cancel()
-            await asyncio.gather(*polls, return_exceptions=True)
-
-    async def _registrations(self, router: str) -> None:
-        """Return when this router can place work on every worker."""
-        await self._router_ready[router].wait()
-        known: set[str] = set()
-        async with self._dialer.open_channel(self._addresses[router]) as channel:
-            stub = worker_pb2_grpc.RegistryStub(channel)
-            while not known >= set(self._workers):
+    async def _until_registered(self, address: str) -> None:
+        """Return when the router at `address` can place work on every worker."""
+        ready: set[str] = set()
+        async with self._dialer.open_channel(address) as channel:
+            list_workers = worker_pb2_grpc.RegistryStub(channel).ListWorkers
+            while not ready >= self._workers.keys():
                 await asyncio.sleep(_POLL_S)
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    listed = await stub.ListWorkers(
+                    listed = await list_workers(
                         worker_pb2.ListWorkersRequest(),
                         timeout=_LIST_TIMEOUT_S,
                         metadata=self._dialer.metadata,
                     )
-                    known |= {x.info.worker_id for x in listed.workers if x.state == "ready"}
+                    ready |= {x.info.worker_id for x in listed.workers if x.state == "ready"}
 
-    async def _keep(self, name: str) -> None:
-        """Run one process, and restart it while the service is up."""
-        if name in self._workers and self._config.router.grpc_port == 0:
+    async def _keep(self, child: Child) -> int:
+        """Run a process, and restart it while the service is up. Return the service's exit code if
+        it cannot go on."""
+        if child.name in self._workers and self._config.router.grpc_port == 0:
             # Workers are told the routers' addresses, which are known when those listen.
-            for router_ready in self._router_ready.values():
-                await router_ready.wait()
-        restarts = Restarts(self._config.up.max_restarts)
-        while not self._stopping.is_set():
-            forkserver = self._forkserver if name in self._workers else None
-            spec = self._spec(name)
-            child = ChildProcess(
-                *(spec, self._run_dir, self._temporary_dir.name, self._display, forkserver)
-            )
-            self._children[name] = child
-            running = asyncio.create_task(child.run())
-            await self._first(running, child.ready.wait())
-            if child.ready.is_set():
-                self._facts[name] = child.facts
-                if name in self._routers:
-                    self._addresses[name] = child.facts["grpc"]
-                    self._router_ready[name].set()
-                if self._serving.is_set() and not self._stopping.is_set():
-                    self._announce()
-                    self._display.tell(f"{name} is back")
-            code = await running
-            if self._stopping.is_set():
-                return None
-            if child.ready.is_set() and code == OK and self._serving.is_set():
-                self._display.tell(f"{name} has ended and is restarted")
+            for name in self._routers:
+                await self._children[name].known.wait()
+        while True:
+            code = await self._run(child)
+            if self._is_stopping:
+                return OK
+            if code == OK and self._is_serving and child.ready_at is not None:
+                self._display.tell(f"{child.name} has ended and is restarted")
                 continue
-            self._display.died(name, code, child.failure, child.tail(), child.log_path)
-            if not self._serving.is_set():
-                return self._fail(BAD_CONFIG if code == BAD_CONFIG else FAILED)
-            served_s = time.monotonic() - child.ready_at if child.ready.is_set() else 0.0
-            pause_s = restarts.pause_s(served_s)
+            self._display.died(child.name, code, child.failure, child.log)
+            if not self._is_serving:
+                return BAD_CONFIG if code == BAD_CONFIG else FAILED
+            pause_s = child.count_death(self._config.up.max_restarts)
             if pause_s is None:
-                times = "once" if restarts.deaths == 1 else f"{restarts.deaths} times"
-                self._display.tell(f"{name} died {times}; giving up", is_error=True)
-                return self._fail(FAILED)
-            self._display.tell(f"{name} is restarted in {pause_s:g} s")
+                times = "once" if child.deaths == 1 else f"{child.deaths} times"
+                self._display.tell(f"{child.name} died {times}; giving up", "red")
+                return FAILED
+            self._display.tell(f"{child.name} is restarted in {pause_s:g} s")
             await asyncio.sleep(pause_s)
-        return None
 
-    def _fail(self, code: int) -> None:
-        if not self._failed.done():
-            self._failed.set_result(code)
-
-    def _spec(self, name: str) -> specs.ProcessSpec:
-        if name in self._workers:
-            return specs.worker_spec(self._workers[name], [*self._addresses.values()])
-        return specs.router_spec(name, self._routers[name], self._facts.get(name))
-
-    async def _stop_all(self) -> None:
-        self._stopping.set()
-        await self._terminate((*self._routers, *self._workers), QUICK_STOP_S)
-
-    async def _terminate(self, names: Collection[str], grace_s: float) -> None:
-        """End processes: SIGTERM, and SIGKILL after `grace_s` or a second signal."""
-        children = [self._children[name] for name in names if name in self._children]
-        alive = [child for child in children if not child.ended.is_set()]
-        for child in alive:
-            child.send(signal.SIGTERM)
-        for child in alive:
-            limit_s = grace_s if child.ready.is_set() else min(grace_s, QUICK_STOP_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0 if self._kill.is_set() else limit_s):
-                    await self._first(child.ended.wait(), self._kill.wait())
-            if self._kill.is_set():
-                self._display.tell("stopping at once")
-                break
-            if not child.ended.is_set():
-                self._display.tell(f"{child.spec.name} did not stop in time and is killed")
-                child.send(signal.SIGKILL)
-        if self._kill.is_set():
-            for child in self._children.values():
-                child.send(signal.SIGKILL)
-        for child in alive:
-            await child.ended.wait()
-
-    async def _first(self, *things: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-        """Wait until one of `things` is done. Coroutines are cancelled afterwards."""
-        tasks = [x if isinstance(x, asyncio.Future) else asyncio.ensure_future(x) for x in things]
+    async def _run(self, child: Child) -> int:
+        """Run a process to its end, and return its exit code, or minus the signal that ended it."""
+        child.ready_at, child.failure = None, ""
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_REPORT_BYTES)
+        following = asyncio.create_task(self._follow(child, reader))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            with theirs:
+                child.process = await self._launch(child, theirs.fileno())
+            child.pid = child.process.pid
+            code = await child.process.wait()
+            # A process that the child started may still hold the socket open.
+            await asyncio.wait((following,), timeout=_LAST_REPORTS_S)
+            return code
         finally:
-            for task, thing in zip(tasks, things, strict=True):
-                if task is not thing:
-                    task.cancel()
+            if child.process is not None:
+                child.send(signal.SIGKILL)
+                await child.process.wait()
+                child.process = None
+            following.cancel()
+            writer.close()
+
+    async def _launch(self, child: Child, reports: int) -> asyncio.subprocess.Process | Forked:
+        """Fork or execute a process. It has its own session, so that a terminal's Ctrl-C reaches
+        only this one, and the kernel kills it when this one ends."""
+        is_worker = child.name in self._workers
+        config = self._run_dir / f"{child.name}.yaml"
+        config.write_text(yaml.safe_dump(self._config_of(child), sort_keys=False))
+        words = ["worker" if is_worker else "router", "--config", str(config)]
+        env = {**os.environ, "TMPDIR": self._temporary_dir.name}
+        if is_worker and self._forkserver is not None:
+            self._display.doing(child.name, "importing vLLM")
+            # Parent 0: the parent is the fork server, whatever its pid.
+            words_of_fork = (*words, "--parent-pid", "0", "--report-fd")
+            with contextlib.suppress(ForkFailed):
+                return await self._forkserver.start(
+                    "pdserve", *words_of_fork, env=env, log=child.log, fds=(reports,)
+                )
+        words += ["--parent-pid", str(os.getpid()), "--report-fd", str(reports)]
+        with child.log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "pdserve", *words),
+                env=env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(reports,),
+                start_new_session=True,
+            )
+
+    def _config_of(self, child: Child) -> dict[str, object]:
+        if child.name in self._workers:
+            worker = replace(self._workers[child.name], routers=self._addresses())
+            return {"worker": to_mapping(worker)}
+        router = self._routers[child.name]
+        if child.facts:  # a router that is restarted keeps its ports
+            http_port, grpc_port = (int(child.facts[x].split(":")[-1]) for x in ("http", "grpc"))
+            router = replace(router, http_port=http_port, grpc_port=grpc_port)
+        return {"router": to_mapping(router)}
+
+    def _addresses(self) -> tuple[str, ...]:
+        """Return the gRPC addresses of the routers."""
+        return tuple(
+            self._children[name].facts.get("grpc") or _grpc_address(router)
+            for name, router in self._routers.items()
+        )
+
+    async def _follow(self, child: Child, reader: asyncio.StreamReader) -> None:
+        """Read what a process reports (`local/child.py`)."""
+        while line := await reader.readline():
+            report = json.loads(line)
+            if "doing" in report:
+                self._display.doing(child.name, report["doing"])
+            elif "failed" in report:
+                child.failure = report["failed"]
+            else:
+                child.facts, child.ready_at = report["ready"], time.monotonic()
+                child.known.set()
+                self._display.doing(child.name, "")
+                if self._is_serving and not self._is_stopping:
+                    self._announce()
+                    self._display.tell(f"{child.name} is back")
+
+    async def _stop(self, code: int) -> None:
+        self._is_stopping = True
+        for name, keeper in self._keepers.items():
+            if self._children[name].process is None:  # it waits to be started
+                keeper.cancel()
+        if code == OK and self._is_serving:
+            self._display.tell("stopping: running requests may finish")
+            drain_s = self._config.worker.drain_timeout_s + MOVE_S + UNPIN_S
+            await self._end(self._routers, self._config.router.stop_grace_s + _MARGIN_S)
+            await self._end(self._workers, drain_s + _MARGIN_S)
+        else:
+            if code == OK:
+                self._display.tell("stopping")
+            await self._end(self._children, QUICK_STOP_S)
+
+    async def _end(self, names: Iterable[str], grace_s: float) -> None:
+        """End processes: SIGTERM, and SIGKILL after `grace_s`. Return early if all are to be
+        killed."""
+        children = [self._children[name] for name in names]
+        for child in children:
+            child.send(signal.SIGTERM)
+        for child in children:
+            keeper = self._keepers[child.name]
+            limit_s = grace_s if child.ready_at is not None else min(grace_s, QUICK_STOP_S)
+            await _first(keeper, self._killed, timeout=limit_s)
+            if not keeper.done() and not self._killed.done():
+                self._display.tell(f"{child.name} did not stop in time and is killed")
+                child.send(signal.SIGKILL)
 
     def _announce(self) -> None:
         """Write the ready file, atomically. Roles are those at start."""
         if self._ready_file is None:
             return
-        routers = [
-            {
-                "http": self._facts[name]["http"],
-                "grpc": self._facts[name]["grpc"],
-                "pid": self._children[name].pid,
-                "log": str(self._children[name].log_path),
-            }
-            for name in self._routers
-        ]
+        entries = {
+            child.name: {**child.facts, "pid": child.pid, "log": str(child.log)}
+            for child in self._children.values()
+        }
+        routers = [entries[name] for name in self._routers]
         workers = [
-            {
-                "worker_id": name,
-                "role": config.role.value,
-                "pid": self._children[name].pid,
-                "address": self._facts[name]["address"],
-                "debug": self._facts[name]["debug"],
-                "log": str(self._children[name].log_path),
-            }
-            for name, config in self._workers.items()
+            {**entries[name], "worker_id": name, "role": worker.role.value}
+            for name, worker in self._workers.items()
         ]
-        first = routers[0]
         content = {
             "pid": os.getpid(),
-            "http": first["http"],
-            "grpc": first["grpc"],
-            "model": self._model,
+            "http": routers[0]["http"],
+            "grpc": routers[0]["grpc"],
+            "model": self._config.worker.served_model_name,
             "run_dir": str(self._run_dir),
-            "router": {"pid": first["pid"], "log": first["log"]},
+            "router": routers[0],
             "routers": routers,
             "workers": workers,
         }
@@ -338,8 +360,16 @@ class Supervisor:
             self._ready_file.unlink(missing_ok=True)
 
 
-def _address(host: str, port: int) -> str:
-    return specs.reachable(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+async def _first(
+    *ends: asyncio.Future[int], timeout: float | None = None
+) -> set[asyncio.Future[int]]:
+    done, _ = await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    return done
+
+
+def _grpc_address(router: RouterConfig) -> str:
+    host = f"[{router.grpc_host}]" if ":" in router.grpc_host else router.grpc_host
+    return specs.reachable(f"{host}:{router.grpc_port}")
 
 
 def _make_run_dir(configured: str) -> Path:
