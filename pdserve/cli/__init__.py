@@ -6,16 +6,17 @@ Commands import what they need when they run, so that `pdserve --help` is quick.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdserve import __version__
 from pdserve.cli import admin, ask, config, explain, serve, status, top
 from pdserve.errors import ClientError, ConfigError, PdserveError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
 _COMMANDS = (serve, ask, status, top, explain, admin, config)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -31,7 +32,7 @@ first steps:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser. Each command sets `handler`: parsed arguments to exit code."""
+    """Return the parser. Each command sets `handler`: arguments to exit code, maybe async."""
     parser = argparse.ArgumentParser(
         prog="pdserve",
         description="Prefill/decode disaggregated serving of large language models on vLLM.",
@@ -51,9 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = build_parser().parse_args(argv)
-    handler: Callable[[argparse.Namespace], int] = args.handler
+    handler: Callable[[argparse.Namespace], int | Coroutine[Any, Any, int]] = args.handler
     try:
-        return handler(args)
+        code = handler(args)
+        return code if isinstance(code, int) else asyncio.run(code)
     except ConfigError as error:
         return _fail(f"{error.message}\n`pdserve config` prints every key.", USAGE)
     except ClientError as error:

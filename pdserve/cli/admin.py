@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from typing import TYPE_CHECKING
 
+from pdserve import wire
 from pdserve.cli.options import (
     add_command,
     add_seconds,
@@ -15,12 +15,14 @@ from pdserve.cli.options import (
     plain,
     say,
 )
+from pdserve.types import Role
+from pdserve.v1 import admin_pb2 as a
+from pdserve.v1.admin_pb2_grpc import AdminStub
 
 if TYPE_CHECKING:
     import argparse
 
     from pdserve.cli.options import Subparsers
-    from pdserve.v1.admin_pb2 import DrainProgress
 
 # Longest drain and role change beyond the time that streams may take to end.
 _DRAIN_REST_S, _ROLE_REST_S = 90.0, 120.0
@@ -40,12 +42,10 @@ def register(commands: Subparsers) -> None:
         "it work again. If the probe fails, the worker gets its old role back and the exit code is "
         "1.",
     )
-    for parser in (drain, role):
+    for parser, flag in ((drain, "--timeout"), (role, "--drain-timeout")):
         parser.add_argument("worker", metavar="WORKER", help="the worker's id")
+        add_seconds(parser, flag, 30.0, "then move its streams to other workers", or_none=True)
     role.add_argument("role", choices=("prefill", "decode"), help="the new role")
-    moved = "then move its streams to other workers"
-    add_seconds(drain, "--timeout", 30.0, moved, or_none=True)
-    add_seconds(role, "--drain-timeout", 30.0, moved, or_none=True)
     for flag, text in (
         ("--stop", "end its process once it is drained"),
         ("--force", "also if its model cannot be served without it"),
@@ -56,31 +56,18 @@ def register(commands: Subparsers) -> None:
     add_service_options(role, as_json="print the outcome as JSON")
 
 
-def _drain(args: argparse.Namespace) -> int:
-    return asyncio.run(_undo(args) if args.undo else _watch_drain(args))
-
-
-async def _undo(args: argparse.Namespace) -> int:
-    from pdserve.v1 import admin_pb2 as a
-    from pdserve.v1.admin_pb2_grpc import AdminStub
-
-    async with channel_to(args) as (channel, metadata):
-        request = a.UndrainWorkerRequest(worker_id=args.worker)
-        await AdminStub(channel).UndrainWorker(request, timeout=_UNDO_S, metadata=metadata)
-    say(f"worker {args.worker} gets work again")
-    return 0
-
-
-async def _watch_drain(args: argparse.Namespace) -> int:
-    from pdserve.v1 import admin_pb2 as a
-    from pdserve.v1.admin_pb2_grpc import AdminStub
-
-    request = a.DrainWorkerRequest(
-        worker_id=args.worker, timeout_s=args.timeout, force=args.force, stop=args.stop
-    )
+async def _drain(args: argparse.Namespace) -> int:
     is_drained, shown = False, ""
     async with channel_to(args) as (channel, metadata):
         stub, timeout_s = AdminStub(channel), args.timeout + _DRAIN_REST_S
+        if args.undo:
+            undo = a.UndrainWorkerRequest(worker_id=args.worker)
+            await stub.UndrainWorker(undo, timeout=_UNDO_S, metadata=metadata)
+            say(f"worker {args.worker} gets work again")
+            return 0
+        request = a.DrainWorkerRequest(
+            worker_id=args.worker, timeout_s=args.timeout, force=args.force, stop=args.stop
+        )
         async for progress in stub.DrainWorker(request, timeout=timeout_s, metadata=metadata):
             is_drained = progress.drained
             line = _line(args.worker, progress)
@@ -92,7 +79,7 @@ async def _watch_drain(args: argparse.Namespace) -> int:
     return 0 if is_drained else 1
 
 
-def _line(worker: str, progress: DrainProgress) -> str:
+def _line(worker: str, progress: a.DrainProgress) -> str:
     left = f"{progress.open_streams} streams and {progress.pinned_blocks} blocks left"
     if not progress.done:
         return f"worker {worker} is draining: {left}"
@@ -102,24 +89,13 @@ def _line(worker: str, progress: DrainProgress) -> str:
     return f"worker {worker} is drained after {progress.seconds:.2f} s{moved}"
 
 
-def _role(args: argparse.Namespace) -> int:
-    return asyncio.run(_change_role(args))
-
-
-async def _change_role(args: argparse.Namespace) -> int:
-    from pdserve import wire
-    from pdserve.types import Role
-    from pdserve.v1 import admin_pb2 as a
-    from pdserve.v1.admin_pb2_grpc import AdminStub
-
-    request = a.ChangeRoleRequest(
-        worker_id=args.worker,
-        role=wire.role_to_pb(Role(args.role)),
-        drain_timeout_s=args.drain_timeout,
-    )
+async def _role(args: argparse.Namespace) -> int:
+    role, drain_s = wire.role_to_pb(Role(args.role)), args.drain_timeout
+    request = a.ChangeRoleRequest(worker_id=args.worker, role=role, drain_timeout_s=drain_s)
     async with channel_to(args) as (channel, metadata):
-        stub, timeout_s = AdminStub(channel), args.drain_timeout + _ROLE_REST_S
-        reply = await stub.ChangeRole(request, timeout=timeout_s, metadata=metadata)
+        reply = await AdminStub(channel).ChangeRole(
+            request, timeout=drain_s + _ROLE_REST_S, metadata=metadata
+        )
     if args.json:
         say(json.dumps({"worker": args.worker, "role": args.role, **plain(reply)}))
     elif reply.failure:

@@ -22,20 +22,21 @@ from pdserve.types import SamplingParams
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator
 
     from rich.console import Console
 
     from pdserve.cli.options import Subparsers
     from pdserve.client import Delta
     from pdserve.tokenizer import ChatMessage
+    from pdserve.types import Receipt
 
 _SAMPLING: dict[str, tuple[type, str]] = {
-    "--max-tokens": (int, "most tokens of the answer (default: the service's)"),
-    "--temperature": (float, "0 always takes the likeliest token (default: 1)"),
-    "--top-p": (float, "sample from the likeliest tokens that sum to this probability"),
-    "--top-k": (int, "sample from this many tokens"),
-    "--seed": (int, "make sampling repeatable"),
+    "max_tokens": (int, "most tokens of the answer (default: the service's)"),
+    "temperature": (float, "0 always takes the likeliest token (default: 1)"),
+    "top_p": (float, "sample from the likeliest tokens that sum to this probability"),
+    "top_k": (int, "sample from this many tokens"),
+    "seed": (int, "make sampling repeatable"),
 }
 _HELP = "/reset forgets the conversation, /quit ends; Ctrl-C stops an answer."
 
@@ -60,7 +61,8 @@ def register(commands: Subparsers) -> None:
         parser.add_argument("--model", default="", help="served model (default: the only one)")
         add_seconds(parser, "--timeout", None, "deadline (default: the router's)")
         sampling = parser.add_argument_group("sampling")
-        for flag, (kind, text) in _SAMPLING.items():
+        for name, (kind, text) in _SAMPLING.items():
+            flag = f"--{name.replace('_', '-')}"
             sampling.add_argument(flag, type=kind, metavar="N", help=text)
     add_service_options(chat, several=True, as_json="")
     add_service_options(
@@ -69,18 +71,16 @@ def register(commands: Subparsers) -> None:
 
 
 async def _ask(
-    args: argparse.Namespace, prompt: str | list[ChatMessage], show: Callable[[str], None]
+    args: argparse.Namespace, prompt: str | list[ChatMessage], *, show: bool = True
 ) -> dict[str, Any]:
-    """Stream an answer to `show`. Return text, finish reason, usage and receipt. Raises
-    PdserveError."""
+    """Stream an answer to standard output if `show`. Return text, finish reason, usage and receipt.
+    Raises PdserveError."""
     from pdserve.client import Client
 
-    names = [flag.removeprefix("--").replace("-", "_") for flag in _SAMPLING]
-    sampling = {name: x for name in names if (x := getattr(args, name)) is not None}
+    sampling = {name: x for name in _SAMPLING if (x := getattr(args, name)) is not None}
     answer: dict[str, Any] = {"text": "", "finish_reason": None, "usage": None, "receipt": None}
-    async with Client(
-        args.grpc.split(","), api_key=api_key_from(args), dialer=dialer_from(args)
-    ) as client:
+    access: dict[str, Any] = {"api_key": api_key_from(args), "dialer": dialer_from(args)}
+    async with Client(args.grpc.split(","), **access) as client:
         deltas = client.generate(
             prompt,
             SamplingParams(**sampling),
@@ -90,12 +90,15 @@ async def _ask(
         )
         async with aclosing(cast("AsyncGenerator[Delta, None]", deltas)):
             async for delta in deltas:
-                show(delta.text)
+                if show:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
                 answer["text"] += delta.text
-                answer["finish_reason"] = delta.finish_reason or answer["finish_reason"]
-                for name in ("usage", "receipt"):
+                for name in ("finish_reason", "usage", "receipt"):
                     if (value := getattr(delta, name)) is not None:
-                        answer[name] = asdict(value)
+                        answer[name] = value
+    if show:
+        sys.stdout.write("\n")
     return answer
 
 
@@ -104,16 +107,12 @@ def _generate(args: argparse.Namespace) -> int:
 
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt = text if args.raw else [ChatMessage("user", text)]
-    answer = asyncio.run(_ask(args, prompt, (lambda _: None) if args.json else _show))
-    _show(json.dumps(answer, indent=2) + "\n" if args.json else "\n")
-    if args.receipt and answer["receipt"] and not args.json:
-        sys.stderr.write(receipt_line(answer["receipt"]) + "\n")
+    answer = asyncio.run(_ask(args, prompt, show=not args.json))
+    if args.json:
+        sys.stdout.write(json.dumps(answer, indent=2, default=asdict) + "\n")
+    elif args.receipt and answer["receipt"]:
+        sys.stderr.write(_receipt_line(answer["receipt"]) + "\n")
     return 0
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -121,15 +120,20 @@ def _chat(args: argparse.Namespace) -> int:
 
     from pdserve.tokenizer import ChatMessage
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     if console.is_terminal:
         # Line editing and history, if the interpreter was built with them.
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401
         console.print(_HELP, style="dim")
-    start = [] if args.system is None else [ChatMessage("system", args.system)]
-    messages = start
-    while (line := _read_line(console)) is not None and line != "/quit":
+    messages = start = [] if args.system is None else [ChatMessage("system", args.system)]
+    while True:
+        try:
+            line = input("> " if console.is_terminal else "").strip()
+        except EOFError:
+            return 0
+        if line == "/quit":
+            return 0
         if line == "/reset":
             messages = start
         elif line:
@@ -137,42 +141,32 @@ def _chat(args: argparse.Namespace) -> int:
             answer = _answer(args, console, asked)
             if answer is not None:
                 messages = [*asked, ChatMessage("assistant", answer)]
-    return 0
-
-
-def _read_line(console: Console) -> str | None:
-    try:
-        return input("> " if console.is_terminal else "").strip()
-    except EOFError:
-        return None
 
 
 def _answer(args: argparse.Namespace, console: Console, messages: list[ChatMessage]) -> str | None:
     """Stream an answer and return it, or None if it was stopped or rejected."""
     try:
-        answer = asyncio.run(_ask(args, messages, _show))
+        answer = asyncio.run(_ask(args, messages))
     except KeyboardInterrupt:
         console.print("\n(stopped)", style="dim")
         return None
     except Unavailable:
         raise
     except PdserveError as error:
-        console.print(f"\nrejected: {error.message}", style="red", markup=False)
+        console.print(f"\nrejected: {error.message}", style="red")
         return None
-    _show("\n")
     if args.receipt and answer["receipt"]:
-        console.print(receipt_line(answer["receipt"]), style="dim", markup=False)
+        console.print(_receipt_line(answer["receipt"]), style="dim")
     return str(answer["text"])
 
 
-def receipt_line(receipt: Mapping[str, Any]) -> str:
-    """Return a receipt as one line."""
-    parts = [f"queued {receipt['queue_s'] * 1000:.1f} ms"]
-    parts.append(f"prefill {receipt['prefill_s'] * 1000:.1f} ms on {receipt['prefill_worker']}")
-    if receipt["transfer_blocks"]:
-        moved = f"{receipt['transfer_blocks']} blocks ({receipt['transfer_bytes'] / 1024:.0f} KiB)"
-        took = f"{receipt['transfer_s'] * 1000:.1f} ms"
-        parts.append(f"{moved} moved in {took} over {receipt['transport']}")
-    parts.append(f"decode {receipt['decode_s'] * 1000:.1f} ms on {receipt['decode_worker']}")
-    parts += [f"retry {name}" for name in receipt["fallbacks"]]
+def _receipt_line(receipt: Receipt) -> str:
+    parts = [f"queued {receipt.queue_s * 1000:.1f} ms"]
+    parts.append(f"prefill {receipt.prefill_s * 1000:.1f} ms on {receipt.prefill_worker}")
+    if receipt.transfer_blocks:
+        moved = f"{receipt.transfer_blocks} blocks ({receipt.transfer_bytes / 1024:.0f} KiB)"
+        took = f"{receipt.transfer_s * 1000:.1f} ms"
+        parts.append(f"{moved} moved in {took} over {receipt.transport}")
+    parts.append(f"decode {receipt.decode_s * 1000:.1f} ms on {receipt.decode_worker}")
+    parts += [f"retry {name}" for name in receipt.fallbacks]
     return ", ".join(parts)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from pdserve import wire
 from pdserve.cli.options import (
     add_command,
     add_seconds,
@@ -17,6 +17,8 @@ from pdserve.cli.options import (
     say,
     table_of,
 )
+from pdserve.v1 import admin_pb2 as a
+from pdserve.v1.admin_pb2_grpc import AdminStub
 
 if TYPE_CHECKING:
     import argparse
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pdserve.cli.options import Subparsers
-    from pdserve.v1 import admin_pb2 as a
     from pdserve.v1.worker_pb2 import WorkerInfo
 
 MOST_SHOWN = 24
@@ -45,27 +46,21 @@ def register(commands: Subparsers) -> None:
     add_service_options(parser, as_json="print JSON lines")
 
 
-def _run(args: argparse.Namespace) -> int:
-    asyncio.run(_explain(args))
-    return 0
-
-
-async def _explain(args: argparse.Namespace) -> None:
+async def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from pdserve.v1 import admin_pb2, admin_pb2_grpc
-
-    request = admin_pb2.ExplainRequest(request_id=args.request_id or "")
+    request = a.ExplainRequest(request_id=args.request_id or "")
     console, workers = Console(highlight=False), dict[str, "WorkerInfo"]()
     async with channel_to(args) as (channel, metadata):
-        stub = admin_pb2_grpc.AdminStub(channel)
-        async for message in stub.Explain(request, timeout=args.timeout, metadata=metadata):
+        explain = AdminStub(channel).Explain
+        async for message in explain(request, timeout=args.timeout, metadata=metadata):
             if args.json:
                 say(json.dumps(plain(message)))
             elif message.HasField("worker"):
                 workers[message.worker.worker_id] = message.worker
             else:
                 show(message.request, workers, console)
+    return 0
 
 
 def show(request: a.ExplainedRequest, workers: dict[str, WorkerInfo], console: Console) -> None:
@@ -124,8 +119,6 @@ def _outcome(decision: a.PlacementDecision) -> str:
 def _cells(
     candidate: a.PlacementCandidate, worker: WorkerInfo | None, *, asked_prefix: bool
 ) -> tuple[object, ...]:
-    from pdserve import wire
-
     load, total = candidate.load, _total(candidate)
     return (
         candidate.worker_id,

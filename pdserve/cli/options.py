@@ -13,7 +13,7 @@ from pdserve.config import Config, all_keys, load_config, read_yaml, refuse
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 
     import grpc.aio
     from google.protobuf.message import Message
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pdserve.rpc import Dialer
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-    Handler = Callable[[argparse.Namespace], int]
+    Handler = Callable[[argparse.Namespace], int | Coroutine[Any, Any, int]]
     Metadata = tuple[tuple[str, str], ...]
 
 KEY_VARIABLE = "PDSERVE_API_KEY"
@@ -224,7 +224,7 @@ def table_of(
     notes: str = "",
     caption: str = "",
 ) -> Table:
-    """Return a table with columns of texts, of numbers, and `notes` (text). It shows None as "-"."""
+    """Return a table with columns of texts, of numbers, and `notes`. None is shown as "-"."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -7,6 +7,9 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import grpc.aio
+
+from pdserve import wire
 from pdserve.cli.options import (
     add_command,
     add_seconds,
@@ -17,6 +20,9 @@ from pdserve.cli.options import (
     say,
     table_of,
 )
+from pdserve.kv_pairs import unpaired
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 
 if TYPE_CHECKING:
     import argparse
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
 
     from pdserve.cli.options import Subparsers
     from pdserve.rpc import Dialer
-    from pdserve.v1.worker_pb2 import WorkerEntry, WorkerStatus
 
     Row = dict[str, Any]
 
@@ -43,8 +48,8 @@ def register(commands: Subparsers) -> None:
     add_service_options(parser, as_json="print JSON instead of tables")
 
 
-def _run(args: argparse.Namespace) -> int:
-    found = asyncio.run(collect(args, args.timeout))
+async def _run(args: argparse.Namespace) -> int:
+    found = await collect(args, args.timeout)
     if args.json:
         say(json.dumps(found, indent=2))
     else:
@@ -55,11 +60,9 @@ def _run(args: argparse.Namespace) -> int:
 async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
     """Return what `pdserve status --json` prints. Raises PdserveError if the router does not
     answer; a worker that does not answer has `"answers": false`."""
-    from pdserve.v1 import worker_pb2, worker_pb2_grpc
-
     async with channel_to(args) as (channel, metadata):
-        listed = await worker_pb2_grpc.RegistryStub(channel).ListWorkers(
-            worker_pb2.ListWorkersRequest(), timeout=timeout_s, metadata=metadata
+        listed = await RegistryStub(channel).ListWorkers(
+            w.ListWorkersRequest(), timeout=timeout_s, metadata=metadata
         )
     workers = sorted(listed.workers, key=lambda entry: entry.info.worker_id)
     dialer = dialer_from(args)
@@ -75,25 +78,18 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
     }
 
 
-async def _ask(dialer: Dialer, address: str, timeout_s: float) -> WorkerStatus | None:
-    import grpc.aio
-
-    from pdserve.v1 import worker_pb2, worker_pb2_grpc
-
+async def _ask(dialer: Dialer, address: str, timeout_s: float) -> w.WorkerStatus | None:
     async with dialer.open_channel(address) as channel:
         try:
-            return await worker_pb2_grpc.WorkerStub(channel).GetStatus(
-                worker_pb2.GetStatusRequest(), timeout=timeout_s, metadata=dialer.metadata
+            return await WorkerStub(channel).GetStatus(
+                w.GetStatusRequest(), timeout=timeout_s, metadata=dialer.metadata
             )
         except grpc.aio.AioRpcError:
             return None
 
 
-def _unpaired(entries: Iterable[WorkerEntry]) -> list[Row]:
+def _unpaired(entries: Iterable[w.WorkerEntry]) -> list[Row]:
     """Return the prefill and decode workers whose KV caches are not compatible."""
-    from pdserve import wire
-    from pdserve.kv_pairs import unpaired
-
     infos = [wire.worker_from_pb(entry.info) for entry in entries if entry.state != "lost"]
     return [
         {
@@ -107,9 +103,7 @@ def _unpaired(entries: Iterable[WorkerEntry]) -> list[Row]:
     ]
 
 
-def _row(entry: WorkerEntry, answer: WorkerStatus | None) -> Row:
-    from pdserve import wire
-
+def _row(entry: w.WorkerEntry, answer: w.WorkerStatus | None) -> Row:
     info = entry.info
     same = ("worker_id", "instance_id", "address", "pid", "engine", "total_blocks", "max_num_seqs")
     placed = ("state", "outstanding_requests", "outstanding_tokens", "unhealthy")
