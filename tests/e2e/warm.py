@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.local.forkserver import ForkServer
-from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 @functools.cache
 def _server() -> ForkServer:
-    server = ForkServer("workers.vllm.preload:preload", path=str(ROOT))
-    atexit.register(server.close, WAIT_S)
+    server = ForkServer("workers.vllm.preload:preload")
+    atexit.register(server.close)
     return server
 
 

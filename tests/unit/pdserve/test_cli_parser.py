@@ -1,10 +1,8 @@
-"""The command line itself: help, version, exit codes, and every command that documents show."""
+"""The command line itself: help, version, exit codes and configuration."""
 
 from __future__ import annotations
 
 import io
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,48 +16,11 @@ from pdserve.config import all_keys
 from pdserve.security.keys import hash_key
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = (
-    *(ROOT / "README.md", ROOT / "SECURITY.md"),
-    *sorted((ROOT / "docs").glob("*.md")),
-)
 COMMANDS = (
     *("up", "router", "worker", "chat", "generate", "status", "top", "explain", "drain", "role"),
     *("bench", "config"),
 )
-SHELL_BLOCK = re.compile(r"```(?:sh|bash|console)\n(.*?)```", re.DOTALL)
-MAKE_TARGET = re.compile(r"^([a-z-]+):.*##", re.MULTILINE)
 HEAVY = ("vllm", "torch", "aiohttp", "rich", "router", "workers", "kv_transfer", "numpy")
-
-
-def shown_commands() -> list[str]:
-    """Every `pdserve ...` line in a shell block of the documents."""
-    texts = [path.read_text(encoding="utf-8") for path in DOCUMENTS]
-    blocks = [block for text in texts for block in SHELL_BLOCK.findall(text)]
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    found = [re.sub(r"^\$ ", "", line.strip()) for line in lines]
-    return [line for line in found if re.match(r"(\.venv/bin/)?pdserve [^|]*$", line)]
-
-
-def test_the_documents_show_commands() -> None:
-    assert len(shown_commands()) >= 5
-
-
-@pytest.mark.parametrize("line", shown_commands())
-def test_every_command_in_the_documents_parses(line: str) -> None:
-    words = shlex.split(line, comments=True)
-    if "--help" in words or "--version" in words:
-        return
-    args = build_parser().parse_args(words[1:])
-    assert callable(args.handler)
-
-
-def test_every_make_target_in_the_readme_exists() -> None:
-    targets = set(
-        re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
-    )
-    named = set(re.findall(r"\bmake ([a-z-]+)\b", (ROOT / "README.md").read_text("utf-8")))
-    assert named
-    assert named <= targets
 
 
 @pytest.mark.parametrize("command", COMMANDS)

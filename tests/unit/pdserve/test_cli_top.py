@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from rich.console import Console
 
-from pdserve.cli.top import Interval, Reading, read, summary, view
+from pdserve.cli.top import attainment, growth, quantile, read, summary, view
 
 BOUNDS = (0.1, 0.2, 0.4, 0.8)
 
@@ -21,54 +21,48 @@ class Source:
         self.tokens = Counter("tokens", "", ["model"], registry=self.registry)
         self.ttft = Histogram("ttft_seconds", "", ["model"], buckets=BOUNDS, registry=self.registry)
 
-    def read(self, at: float) -> Reading:
-        return read(generate_latest(self.registry).decode(), at)
+    def read(self) -> dict[tuple[str, str], float]:
+        return read(generate_latest(self.registry).decode())
 
 
-def test_rates_are_of_the_interval_alone_and_over_all_labels() -> None:
+def test_growth_is_of_the_interval_alone_and_over_all_labels() -> None:
     source = Source()
     source.tokens.labels("a").inc(100)
-    before = source.read(10.0)
+    before = source.read()
     source.tokens.labels("a").inc(30)
     source.tokens.labels("b").inc(10)
-    interval = Interval(before, source.read(12.0))
-    assert interval.rate("tokens_total") == 20
-    assert interval.rate("nothing") == 0
-    assert Interval(before, before).rate("tokens_total") == 0
+    assert growth(before, source.read())["tokens_total", ""] == 40
+    assert growth(before, before)["tokens_total", ""] == 0
 
 
 def test_quantiles_lie_where_the_observations_do() -> None:
     source = Source()
     source.ttft.labels("a").observe(5.0)  # before the interval
-    before = source.read(0.0)
+    before = source.read()
     for _ in range(50):
         source.ttft.labels("a").observe(0.15)
         source.ttft.labels("b").observe(0.3)
-    interval = Interval(before, source.read(1.0))
-    assert interval.quantile("ttft_seconds", 0.25) == pytest.approx(0.15)
-    assert interval.quantile("ttft_seconds", 0.5) == pytest.approx(0.2)
-    assert interval.quantile("ttft_seconds", 0.75) == pytest.approx(0.3)
-    assert interval.attainment("ttft_seconds", 0.2) == pytest.approx(0.5)
-    assert interval.attainment("ttft_seconds", 0.3) == pytest.approx(0.75)
-    assert interval.attainment("ttft_seconds", 0.4) == 1.0
+    grown = growth(before, source.read())
+    quantiles = [quantile(grown, "ttft_seconds", share) for share in (0.25, 0.5, 0.75)]
+    assert quantiles == pytest.approx([0.15, 0.2, 0.3])
+    attained = [attainment(grown, "ttft_seconds", limit) for limit in (0.2, 0.3, 0.4)]
+    assert attained == pytest.approx([0.5, 0.75, 1.0])
 
 
 def test_beyond_the_last_bound_nothing_is_made_up() -> None:
     source = Source()
-    before = source.read(0.0)
     source.ttft.labels("a").observe(60.0)
-    interval = Interval(before, source.read(1.0))
-    assert interval.quantile("ttft_seconds", 0.99) == BOUNDS[-1]
-    assert interval.attainment("ttft_seconds", 30.0) == 0.0
+    assert quantile(source.read(), "ttft_seconds", 0.99) == BOUNDS[-1]
+    assert attainment(source.read(), "ttft_seconds", 30.0) == 0.0
 
 
 def test_without_observations_there_is_no_figure() -> None:
     source = Source()
     source.ttft.labels("a").observe(0.1)
-    interval = Interval(source.read(0.0), source.read(1.0))
-    assert interval.quantile("ttft_seconds", 0.5) is None
-    assert interval.attainment("ttft_seconds", 1.0) is None
-    assert interval.quantile("unknown", 0.5) is None
+    grown = growth(source.read(), source.read())
+    assert quantile(grown, "ttft_seconds", 0.5) is None
+    assert attainment(grown, "ttft_seconds", 1.0) is None
+    assert quantile(grown, "unknown", 0.5) is None
 
 
 def test_a_router_that_was_started_again_counts_from_zero() -> None:
@@ -78,19 +72,18 @@ def test_a_router_that_was_started_again_counts_from_zero() -> None:
         old.ttft.labels("a").observe(0.7)
     new.tokens.labels("a").inc(7)
     new.ttft.labels("a").observe(0.15)
-    interval = Interval(old.read(0.0), new.read(1.0))
-    assert interval.rate("tokens_total") == 7
-    assert interval.quantile("ttft_seconds", 0.5) == pytest.approx(0.15)
+    grown = growth(old.read(), new.read())
+    assert grown["tokens_total", ""] == 7
+    assert quantile(grown, "ttft_seconds", 0.5) == pytest.approx(0.15)
 
 
 @example([0.05, 0.1, 0.1, *[1.0] * 7], 0.3)  # 0.1 * 3 / 3 is more than 0.1
 @given(st.lists(st.floats(0.0, 2.0), min_size=1, max_size=50), st.floats(0.01, 0.99))
 def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
     source = Source()
-    before = source.read(0.0)
     for value in values:
         source.ttft.labels("a").observe(value)
-    found = Interval(before, source.read(1.0)).quantile("ttft_seconds", share)
+    found = quantile(source.read(), "ttft_seconds", share)
     assert found is not None
     true = sorted(values)[min(len(values) - 1, max(0, -int(-share * len(values) // 1) - 1))]
     above = min((b for b in BOUNDS if true <= b), default=BOUNDS[-1])
@@ -100,11 +93,11 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(values: list[float], share:
 
 def test_a_text_that_is_no_exposition_is_refused() -> None:
     with pytest.raises(ValueError, match="could not"):
-        read("<html>{", 0.0)
+        read("<html>{")
 
 
 def test_an_idle_service_has_a_summary_and_a_view(capsys: pytest.CaptureFixture[str]) -> None:
-    found = summary(Interval(Reading(0.0), Reading(2.0)), 2.0, 0.2)
+    found = summary({}, 2.0, 2.0, 0.2)
     assert found["requests_per_s"] == 0
     assert found["slo"]["ttft_attained"] is None
     assert found["latency_s"]["TTFT"]["p99"] is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,19 +14,21 @@ from pdserve.local.supervisor import PRELOAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
-    made = ForkServer("os:getpid", log=tmp_path / "log", path=str(Path(__file__).parents[3]))
+    made = ForkServer("os:getpid", tmp_path / "log")
     yield made
-    made.kill()
     made.close()
 
 
-async def test_a_fork_runs_a_module_and_reports_its_end(server: ForkServer) -> None:
-    done = await server.start("timeit", "-n", "1", "pass", env=os.environ)
+async def test_a_fork_runs_a_module_and_reports_its_end(server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "fork.log"
+    done = await server.start("timeit", "-n", "1", "pass", env=os.environ, log=log)
     assert await done.wait() == 0
+    assert "1 loop" in log.read_text()
     with pytest.raises(ProcessLookupError):
         done.kill()
     killed = await server.start("timeit", "import time; time.sleep(60)", env=os.environ)
@@ -36,7 +37,7 @@ async def test_a_fork_runs_a_module_and_reports_its_end(server: ForkServer) -> N
 
 
 async def test_a_preload_that_fails_is_reported(tmp_path: Path) -> None:
-    server = ForkServer("no_such_module:f", log=tmp_path / "log")
+    server = ForkServer("no_such_module:f", tmp_path / "log")
     with pytest.raises(ForkFailed):
         await server.start("timeit", env=os.environ)
     assert "no_such_module" in (tmp_path / "log").read_text()

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
-from pdserve.config import Config, RouterConfig, UpConfig, WorkerConfig, parse
+from pdserve.config import Config, RouterConfig, UpConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.local.gpus import gpus_for, memory_share, share_gpus
-from pdserve.local.specs import (
-    reachable,
-    router_configs,
-    router_spec,
-    share_cores,
-    worker_configs,
-    worker_spec,
-)
-from pdserve.local.supervisor import FORGIVEN_AFTER_S, Restarts
+from pdserve.local.specs import reachable, router_configs, share_cores, worker_configs
+from pdserve.local.supervisor import FORGIVEN_AFTER_S, Child
 from pdserve.types import Role
 
 
@@ -114,23 +110,6 @@ def test_gpus_are_for_a_vllm_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> 
     assert gpus_for(Config()) == ()
 
 
-def test_a_worker_is_told_everything_its_process_needs() -> None:
-    config = worker_configs(Config(worker=WorkerConfig(engine="fake")), range(2))["decode-0"]
-    spec = worker_spec(config, ["127.0.0.1:8001", "127.0.0.1:8011"])
-    assert (spec.name, spec.command) == ("decode-0", "worker")
-    told = parse(Config, spec.config).worker
-    assert told.routers == ("127.0.0.1:8001", "127.0.0.1:8011")
-    assert (told.role, told.cores, told.engine) == (Role.DECODE, (1,), "fake")
-
-
-def test_a_router_that_starts_again_takes_the_ports_it_had() -> None:
-    config = RouterConfig(http_port=0, grpc_port=0, http_host="0.0.0.0")
-    facts = {"http": "http://127.0.0.1:4001", "grpc": "127.0.0.1:4002"}
-    told = parse(Config, router_spec("router", config, facts).config).router
-    assert (told.http_host, told.http_port, told.grpc_port) == ("0.0.0.0", 4001, 4002)
-    assert parse(Config, router_spec("router", config, None).config).router == config
-
-
 def test_routers_side_by_side_have_ports_of_their_own() -> None:
     router = RouterConfig(http_port=0, grpc_port=8001)
     assert router_configs(Config(router=router)) == {"router": router}
@@ -161,11 +140,15 @@ def test_a_server_on_every_address_is_reached_on_the_loopback(address: str, seen
 
 
 def test_a_process_that_dies_is_restarted_after_growing_pauses_until_up_gives_up() -> None:
-    restarts = Restarts(7)
-    pauses = [restarts.pause_s(0.0) for _ in range(8)]
+    child = Child("decode-0", Path("log"))
+    pauses = [child.count_death(7) for _ in range(8)]
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, None]
 
 
 def test_a_process_that_served_for_long_starts_again_with_the_first_pause() -> None:
-    restarts = Restarts(1)
-    assert [restarts.pause_s(x) for x in (0.0, FORGIVEN_AFTER_S, 1.0)] == [1.0, 1.0, None]
+    child = Child("decode-0", Path("log"))
+    assert child.count_death(1) == 1.0
+    child.ready_at = time.monotonic() - FORGIVEN_AFTER_S
+    assert child.count_death(1) == 1.0
+    child.ready_at = time.monotonic()
+    assert child.count_death(1) is None
