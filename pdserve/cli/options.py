@@ -9,18 +9,22 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc.aio
+from google.protobuf.json_format import MessageToDict
+
 from pdserve.config import Config, all_keys, load_config, read_yaml, refuse
+from pdserve.errors import Unavailable
+from pdserve.rpc import Dialer, error_from_rpc, has_error
+from pdserve.security.tls import tls_dialer
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 
-    import grpc.aio
     from google.protobuf.message import Message
     from rich.table import Table
 
     from pdserve.config import Key
-    from pdserve.rpc import Dialer
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
     Handler = Callable[[argparse.Namespace], int | Coroutine[Any, Any, int]]
@@ -158,9 +162,6 @@ def api_key_from(args: argparse.Namespace) -> str:
 
 def dialer_from(args: argparse.Namespace) -> Dialer:
     """Return how to reach the service over gRPC. Raises ConfigError."""
-    from pdserve.rpc import Dialer
-    from pdserve.security.tls import tls_dialer
-
     token = api_key_from(args)
     if not (args.tls or any(getattr(args, f"tls_{name}") for name in _TLS_OPTIONS)):
         return Dialer(token=token)
@@ -185,11 +186,6 @@ def http_tls_from(args: argparse.Namespace) -> ssl.SSLContext | bool:
 async def channel_to(args: argparse.Namespace) -> AsyncIterator[tuple[grpc.aio.Channel, Metadata]]:
     """Yield a channel to the router at `--grpc` and the metadata of its calls. Raises PdserveError
     for a failed call."""
-    import grpc.aio
-
-    from pdserve.errors import Unavailable
-    from pdserve.rpc import error_from_rpc, has_error
-
     dialer = dialer_from(args)
     async with dialer.open_channel(args.grpc) as channel:
         try:
@@ -203,8 +199,6 @@ async def channel_to(args: argparse.Namespace) -> AsyncIterator[tuple[grpc.aio.C
 
 def plain(message: Message) -> dict[str, Any]:
     """Return a protobuf message as JSON prints it."""
-    from google.protobuf.json_format import MessageToDict
-
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

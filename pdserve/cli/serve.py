@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import gc
 import logging
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from pdserve.cli.options import add_command, add_config_options, config_from
-from pdserve.local.child import add_child_options, served_process
+from pdserve.local.child import add_child_options, exit_at_once, served_process
 
 if TYPE_CHECKING:
     import argparse
@@ -95,14 +93,11 @@ def register(commands: Subparsers) -> None:
     add_child_options(worker)
 
 
-def _up(args: argparse.Namespace) -> int:
+async def _up(args: argparse.Namespace) -> int:
     from pdserve.local.display import Display
     from pdserve.local.supervisor import Supervisor
 
-    async def run() -> int:
-        return await Supervisor(config_from(args), Display()).run()
-
-    return asyncio.run(run())
+    return await Supervisor(config_from(args), Display()).run()
 
 
 def _router(args: argparse.Namespace) -> int:
@@ -155,11 +150,7 @@ def _worker(args: argparse.Namespace) -> NoReturn:
         from workers.main import run_worker
 
         code = run_worker(config, reports=reports)
-    # Tearing down the interpreter takes seconds with torch.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    exit_at_once(code)
 
 
 def _log(level: str) -> None:

@@ -206,24 +206,18 @@ def _load_cells(row: Row) -> tuple[object, ...]:
 
 
 def _kv_cells(row: Row) -> tuple[object, ...]:
+    from rich.filesize import decimal
+
     ledger, totals = row["kv"]["ledger"], row["kv"]["totals"]
     links = ", ".join(f"{n} {name}" for name, n in sorted(row["kv"]["links"].items()))
     return (
         row["worker_id"],
         *(ledger[f"{x}_blocks"] for x in ("pinned", "in_flight", "leased")),
         links or "none",
-        _size(totals.get("pushed_bytes", 0) + totals.get("received_bytes", 0)),
+        decimal(int(totals.get("pushed_bytes", 0) + totals.get("received_bytes", 0))),
         f"{totals.get('failures', 0):.0f}",
         f"http://{row['debug_address']}/debug/kv" if row["debug_address"] else None,
     )
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
 
 
 def _duration(seconds: float) -> str:

@@ -10,7 +10,6 @@ arguments. The answers are the child's pid, and later its exit code.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import gc
 import importlib
@@ -23,12 +22,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from pdserve.local.child import die_with
+from pdserve.local.child import die_with, exit_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -188,9 +186,8 @@ def _become(request: dict[str, Any], handed: list[int]) -> dict[str, Any]:
     return request
 
 
-def _run(module: str, args: list[str]) -> None:
-    """Run the module as `python -m` does, but end without tearing down the interpreter, which takes
-    seconds."""
+def _run(module: str, args: list[str]) -> NoReturn:
+    """Run the module as `python -m` does, and exit."""
     sys.argv[1:] = args
     code: object = 0
     try:
@@ -200,11 +197,7 @@ def _run(module: str, args: list[str]) -> None:
     except BaseException:  # noqa: BLE001 - as Python does
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    exit_at_once(code if isinstance(code, int) else 1)
 
 
 def _main(fd: str, parent_pid: str, preload: str) -> None:

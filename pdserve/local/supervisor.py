@@ -99,7 +99,11 @@ class Supervisor:
         self._config, self._display = config, display
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
-        self._run_dir = _make_run_dir(config.up.run_dir)
+        self._run_dir = Path(config.up.run_dir or tempfile.mkdtemp(prefix="pdserve-"))
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("up.run_dir", f"cannot create {self._run_dir}: {error}")
         # vLLM leaves files in the temporary folder when it is killed.
         self._temporary_dir = tempfile.TemporaryDirectory(prefix="pdserve-tmp-")
         self._forkserver: ForkServer | None = None
@@ -370,14 +374,3 @@ async def _first(
 def _grpc_address(router: RouterConfig) -> str:
     host = f"[{router.grpc_host}]" if ":" in router.grpc_host else router.grpc_host
     return specs.reachable(f"{host}:{router.grpc_port}")
-
-
-def _make_run_dir(configured: str) -> Path:
-    if not configured:
-        return Path(tempfile.mkdtemp(prefix="pdserve-"))
-    path = Path(configured)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse("up.run_dir", f"cannot create {configured}: {error}")
-    return path
