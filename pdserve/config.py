@@ -448,7 +448,7 @@ class WorkerConfig(_Section, frozen=True):
         else:
             path = Path(self.model).expanduser().resolve()
         if not (path / "config.json").is_file():
-            refuse("model", f"{path} is not a model directory: it has no config.json")
+            refuse("worker.model", f"{path} is not a model directory: it has no config.json")
         return path
 
     @property

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Sequence
 
-    from google.protobuf.message import Message
     from rich.table import Table
 
     from pdserve.cli.options import Subparsers
@@ -104,36 +103,22 @@ def _unpaired(entries: Iterable[w.WorkerEntry]) -> list[Row]:
 
 
 def _row(entry: w.WorkerEntry, answer: w.WorkerStatus | None) -> Row:
-    info = entry.info
-    same = ("worker_id", "instance_id", "address", "pid", "engine", "total_blocks", "max_num_seqs")
-    placed = ("state", "outstanding_requests", "outstanding_tokens", "unhealthy")
+    info = plain(entry.info)
     row: Row = {
-        **{name: getattr(info, name) for name in same},
-        **{name: getattr(entry, name) for name in placed},
-        "role": wire.role_from_pb(info.role).value,
+        **info,
+        **plain(entry),
+        **(plain(answer) if answer else {}),
+        "role": wire.role_from_pb(entry.info.role).value,
+        "model": entry.info.model.name,
+        "outstanding_tokens": entry.outstanding_tokens,  # protobuf prints uint64 as text
         "answers": answer is not None,
-        "debug_address": info.debug_address or None,
-        "model": info.model.name,
-        "compatibility": info.kv.compatibility if info.HasField("kv") else None,
-        "transports": list(info.kv.transports),
-        "lease_remaining_s": round(entry.lease_remaining_s, 3),
-        "breaker": _optional(entry, "breaker"),
-        "steps": _optional(entry, "steps"),
-        "load": answer and _optional(answer, "load"),
-        "ledger": answer and plain(answer.ledger),
-        "open_streams": answer and answer.open_streams,
-        "kv": answer and _optional(answer, "kv"),
-        "uptime_s": answer and round(answer.uptime_s, 3),
-        "gpus": [plain(gpu) for gpu in answer.gpus] if answer else [],
+        "info": info,
+        "kv": plain(answer.kv) if answer and answer.HasField("kv") else None,
     }
     is_empty = answer is not None and not answer.open_streams and not any(row["ledger"].values())
     if entry.state == "draining" and is_empty:
         row["state"] = "drained"
     return row
-
-
-def _optional(message: Message, name: str) -> Row | None:
-    return plain(getattr(message, name)) if message.HasField(name) else None
 
 
 def _show(address: str, found: dict[str, Any]) -> None:
@@ -158,7 +143,11 @@ def _show(address: str, found: dict[str, Any]) -> None:
         ],
         "get no work": [
             *(f"{row['worker_id']}: {row['unhealthy']}" for row in workers if row["unhealthy"]),
-            *(f"{row['worker_id']}: {_until(row['breaker'])}" for row in workers if row["breaker"]),
+            *(
+                f"{row['worker_id']}: {_until(row['breaker'])}"
+                for row in workers
+                if "breaker" in row
+            ),
         ],
         "ejected pairs": [
             f"{x['prefill_worker']} and {x['decode_worker']}: {_until(x)}"
@@ -192,7 +181,7 @@ def load_table(title: str, workers: Sequence[Row]) -> Table:
 
 
 def _load_cells(row: Row) -> tuple[object, ...]:
-    load = row["load"]
+    load = row.get("load")
     return (
         row["worker_id"],
         row["role"],
@@ -201,7 +190,7 @@ def _load_cells(row: Row) -> tuple[object, ...]:
         *((load["num_running_reqs"], load["num_waiting_reqs"]) if load else (None, None)),
         f"{load['kv_cache_usage']:.0%}" if load else None,
         f"{row['outstanding_requests']} ({row['outstanding_tokens']} tok)",
-        None if row["uptime_s"] is None else _duration(row["uptime_s"]),
+        _duration(row["uptime_s"]) if row["answers"] else None,
     )
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from pdserve.config import WorkerConfig, refuse
-from pdserve.errors import ConfigError
 from pdserve.local.gpus import memory_share, share_gpus
 from pdserve.types import Role
 
@@ -104,14 +103,6 @@ def share_cores(workers: int, cores: Collection[int], per_worker: int = 0) -> li
         spare = 1 if (len(available) - 1) // workers >= 2 else 0
         share = (len(available) - spare) // workers
     return [tuple(available[i * share : (i + 1) * share]) for i in range(workers)]
-
-
-def check_model(worker: WorkerConfig) -> None:
-    """Raise ConfigError if the model's directory holds no model."""
-    try:
-        _ = worker.model_path
-    except ConfigError as error:
-        refuse("worker.model", error.message.removeprefix("model: "))
 
 
 def check_ports(router: RouterConfig) -> None:

@@ -94,7 +94,7 @@ class Supervisor:
         self._routers = specs.router_configs(config)
         for router in self._routers.values():
             specs.check_ports(router)
-        specs.check_model(config.worker)
+        _ = config.worker.model_path  # raises ConfigError if it holds no model
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
         self._config, self._display = config, display
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
