@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 
-class _RefusedByTemplateError(jinja2.TemplateError):
-    """Raised by a template that calls raise_exception."""
-
-
 class _Generation(Extension):
     """The tag `{% generation %}`, which matters only in training. Its body is plain text."""
 
@@ -35,7 +31,7 @@ class _Generation(Extension):
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise _RefusedByTemplateError(message)
+    raise jinja2.TemplateError(message)
 
 
 def _tojson(
@@ -55,14 +51,12 @@ def _strftime_now(pattern: str) -> str:
     return dt.datetime.now().strftime(pattern)  # noqa: DTZ005 - templates mean local time
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+)
+_ENVIRONMENT.filters["tojson"] = _tojson
+_ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_ENVIRONMENT.globals["strftime_now"] = _strftime_now
 
 
 class ChatTemplate:
@@ -70,7 +64,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
-            self._template = _environment().from_string(source)
+            self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is broken: {error}", field="model") from error
         # A plain dict is faster than the chain of dicts that jinja2 makes.
@@ -78,17 +72,16 @@ class ChatTemplate:
         self._template.globals = {**self._template.globals, **special_tokens, **more}
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """Return the conversation as text. Raises InvalidRequest (field `messages`) if the template
-        rejects it. A template that does not know the role `developer` gets `system`."""
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return the conversation as text, up to the start of the answer. Raises InvalidRequest
+        (field `messages`) if the template rejects it. A template that does not know the role
+        `developer` gets `system`."""
         plain: list[dict[str, Any]] = [dict(message) for message in messages]
         for message in plain:
             if message["role"] == "developer" and not self._knows_developer:
                 message["role"] = "system"
         try:
-            return self._template.render(
-                messages=plain, add_generation_prompt=add_generation_prompt
-            )
+            return self._template.render(messages=plain, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"

@@ -14,6 +14,7 @@ import asyncio
 import secrets
 import time
 import uuid
+from collections import defaultdict
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self, cast
@@ -36,7 +37,6 @@ from pdserve.v1.generation_pb2_grpc import GenerationStub
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-    from types import TracebackType
 
     from pdserve.types import FinishReason, PositionLogprobs, Receipt, SamplingParams, Usage
 
@@ -105,12 +105,7 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -137,9 +132,7 @@ class Client:
         iterator (`aclosing`) cancels the request. Raises PdserveError.
         """
         request = _request(prompt)
-        request.model = model
-        request.request_id = request_id
-        request.priority = priority
+        request.model, request.request_id, request.priority = model, request_id, priority
         if service_class is ServiceClass.BATCH:
             request.service_class = g.SERVICE_CLASS_BATCH
         if sampling is not None:
@@ -155,7 +148,7 @@ class Client:
         self, request: g.GenerateRequest, deadline: float | None
     ) -> AsyncGenerator[g.GenerateResponse, None]:
         """Yield the messages of an answer, each token once, from any router."""
-        answer, retry = _Answer(request), _Retry(len(self._stubs), self._patience_s)
+        answer, failures = _Answer(request), _Failures()
         if self._patience_s:
             request.request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
             answer.make_repeatable()
@@ -167,75 +160,75 @@ class Client:
             )
             try:
                 async for message in call:
-                    retry.succeeded()
+                    failures.count = 0
                     if answer.add(message):
                         yield message
                 return
             except grpc.aio.AioRpcError as error:
-                pause_s = retry.failed(error, has_begun=answer.has_begun)
-                if self._at == at:
-                    self._at = (at + 1) % len(self._stubs)
+                await self._pause(error, failures, at, deadline, has_begun=answer.has_begun)
             finally:
                 call.cancel()  # does nothing to a call that has ended
-            if deadline is not None and deadline - time.monotonic() <= pause_s:
-                raise DeadlineExceeded("no router gave the rest of the answer in time")
-            await asyncio.sleep(pause_s)
 
     async def list_models(self, *, timeout_s: float = LIST_TIMEOUT_S) -> list[ModelCard]:
         """Return the models that the routers serve. Raises PdserveError."""
-        retry = _Retry(len(self._stubs), self._patience_s)
+        failures = _Failures()
         while True:
+            at = self._at
             try:
-                response = await self._stubs[self._at].ListModels(
+                response = await self._stubs[at].ListModels(
                     g.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
                 )
                 return [ModelCard(m.name, m.max_model_len, m.vocab_size) for m in response.models]
             except grpc.aio.AioRpcError as error:
-                pause_s = retry.failed(error)
-                self._at = (self._at + 1) % len(self._stubs)
-            await asyncio.sleep(pause_s)
+                await self._pause(error, failures, at)
 
-
-class _Retry:
-    """Decides whether to ask another router. Counts failures in a row."""
-
-    def __init__(self, routers: int, patience_s: float) -> None:
-        self._routers = routers
-        self._patience_s = patience_s
-        self._failures = 0
-        self._since = 0.0
-
-    def succeeded(self) -> None:
-        self._failures = 0
-
-    def failed(self, rpc_error: grpc.aio.AioRpcError, *, has_begun: bool = False) -> float:
-        """Return the seconds to wait before the next attempt: 0 until each router was asked once.
-        Raises the PdserveError if another attempt makes no sense. An answer that has begun is also
-        repeated if a router is overloaded."""
+    async def _pause(
+        self,
+        rpc_error: grpc.aio.AioRpcError,
+        failures: _Failures,
+        at: int,
+        deadline: float | None = None,
+        *,
+        has_begun: bool = False,
+    ) -> None:
+        """Turn to the next router, after a pause once each was asked. Raises the PdserveError if
+        that makes no sense. An answer that has begun waits for an overloaded router too."""
         error = rpc.error_from_rpc(rpc_error)
         if rpc_error.code() in _LOST and not rpc.has_error(rpc_error):
             error = Unavailable(rpc_error.details() or "the connection to the router was lost")
-        if not self._failures:
-            self._since = time.monotonic()
-        self._failures += 1
+        now, routers = time.monotonic(), len(self._stubs)
+        failures.since = failures.since if failures.count else now
+        failures.count += 1
         is_temporary = isinstance(error, Unavailable | Conflict)
         is_temporary |= has_begun and isinstance(error, Overloaded)
-        if not is_temporary or time.monotonic() - self._since >= self._patience_s:
+        if not is_temporary or now - failures.since >= self._patience_s:
             raise error
-        if self._failures < self._routers:
-            return 0.0
-        doublings = min(self._failures // self._routers - 1, _MOST_DOUBLINGS)
-        return _FIRST_PAUSE_S * float(1 << doublings)
+        if self._at == at:
+            self._at = (at + 1) % routers
+        doublings = min(failures.count // routers - 1, _MOST_DOUBLINGS)
+        pause_s = 0.0 if doublings < 0 else _FIRST_PAUSE_S * float(1 << doublings)
+        if deadline is not None and deadline - now <= pause_s:
+            raise DeadlineExceeded("no router gave the rest of the answer in time")
+        await asyncio.sleep(pause_s)
+
+
+@dataclass(slots=True)
+class _Failures:
+    """Failures of one call in a row, and the time of the first."""
+
+    count: int = 0
+    since: float = 0.0
 
 
 @dataclass(slots=True)
 class _Output:
-    """One output of a request: the tokens received, and the sizes of token ids, text and logprobs,
-    received in all (`got`) and in the current attempt (`again`)."""
+    """What was received of one output. An attempt that repeats it has yet to send `repeated` of its
+    tokens, characters and logprobs again."""
 
     token_ids: list[int] = field(default_factory=list)
-    got: tuple[int, int, int] = (0, 0, 0)
-    again: tuple[int, int, int] = (0, 0, 0)
+    characters: int = 0
+    logprobs: int = 0
+    repeated: tuple[int, int, int] = (0, 0, 0)
     is_finished: bool = False
 
 
@@ -246,7 +239,7 @@ class _Answer:
     def __init__(self, request: g.GenerateRequest) -> None:
         self._request = request
         self._n = max(1, request.sampling.n)
-        self._outputs: dict[int, _Output] = {}
+        self._outputs = defaultdict[int, _Output](_Output)
 
     @property
     def has_begun(self) -> bool:
@@ -262,37 +255,38 @@ class _Answer:
         request = g.GenerateRequest()
         request.CopyFrom(self._request)
         for output in self._outputs.values():
-            output.again = (0, 0, 0)
             if self._n == 1:
                 request.resume_token_ids.extend(output.token_ids)
-                output.again = output.got
+            else:
+                output.repeated = len(output.token_ids), output.characters, output.logprobs
         return request
 
     def add(self, message: g.GenerateResponse) -> bool:
         """Remove from `message` what was received before. Return True if anything is left. Raises
         InternalError if it contradicts what was received before."""
-        output = self._outputs.setdefault(message.index, _Output())
-        sizes = (len(message.token_ids), len(message.text), len(message.logprobs))
-        tokens, text, logprobs = (x - y for x, y in zip(output.got, output.again, strict=True))
-        at = output.again[0]
-        if list(message.token_ids[:tokens]) != output.token_ids[at : at + sizes[0]]:
-            raise InternalError("the repeated answer differs from what was received before")
-        output.again = _sum(output.again, sizes)
-        if tokens or text or logprobs:
-            del message.token_ids[:tokens]
-            del message.logprobs[:logprobs]
-            message.text = message.text[text:]
+        output = self._outputs[message.index]
+        if any(output.repeated):
+            _remove_repeated(message, output)
         is_end = bool(message.finish_reason)
         is_last = is_end and (not output.is_finished or message.HasField("usage"))
         output.token_ids += message.token_ids
-        new = (len(message.token_ids), len(message.text), len(message.logprobs))
-        output.got = _sum(output.got, new)
+        output.characters += len(message.text)
+        output.logprobs += len(message.logprobs)
         output.is_finished |= is_end
-        return any(new) or is_last
+        return bool(message.token_ids or message.text or message.logprobs) or is_last
 
 
-def _sum(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+def _remove_repeated(message: g.GenerateResponse, output: _Output) -> None:
+    tokens, characters, logprobs = output.repeated
+    sizes = len(message.token_ids), len(message.text), len(message.logprobs)
+    known = output.token_ids[len(output.token_ids) - tokens :]
+    if list(message.token_ids[:tokens]) != known[: sizes[0]]:
+        raise InternalError("the repeated answer differs from what was received before")
+    del message.token_ids[:tokens]
+    del message.logprobs[:logprobs]
+    message.text = message.text[characters:]
+    left = [max(0, x - size) for x, size in zip(output.repeated, sizes, strict=True)]
+    output.repeated = left[0], left[1], left[2]
 
 
 def _request(prompt: str | Sequence[int] | Sequence[ChatMessage]) -> g.GenerateRequest:

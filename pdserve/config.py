@@ -35,6 +35,7 @@ UNPIN_S = 30.0
 _DAY_S = 86400
 
 
+Endpoint = Annotated[str, Meta(pattern="^(https?://.*)?$")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Text = Annotated[str, Meta(min_length=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -50,13 +51,9 @@ class _Invalid(ConfigError, ValueError):
     """A ConfigError that msgspec reports with the path of the section that raised it."""
 
 
-def _invalid(key: str, reason: str) -> NoReturn:
-    raise _Invalid(f"{key}: {reason}", field=key)
-
-
 def refuse(dotted: str, reason: str) -> NoReturn:
     """Raise ConfigError for a key or a command-line option."""
-    raise ConfigError(f"{dotted}: {reason}" if dotted else reason, field=dotted)
+    raise _Invalid(f"{dotted}: {reason}" if dotted else reason, field=dotted)
 
 
 class _Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,15 +68,13 @@ def is_exposed(host: str) -> bool:
         return host != "localhost"
 
 
-def _require_auth(hosts: list[str], missing: list[str]) -> None:
-    if missing:
-        where, keys = ", ".join(dict.fromkeys(hosts)), "; ".join(dict.fromkeys(missing))
-        _invalid("access.require_auth", f"other machines can reach {where}; set {keys}")
-
-
-def _check_otlp(endpoint: str) -> None:
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        _invalid("otlp_endpoint", f"must begin with http:// or https://, not {endpoint!r}")
+def _check_exposed(*rules: tuple[str, object, str]) -> None:
+    """Each rule has a host, whether callers authenticate there, and otherwise what to set."""
+    broken = [x for x in rules if x[0] and not x[1] and is_exposed(x[0])]
+    if broken:
+        where = ", ".join(dict.fromkeys(host for host, _, _ in broken))
+        keys = "; ".join(dict.fromkeys(key for _, _, key in broken))
+        refuse("access.require_auth", f"other machines can reach {where}; set {keys}")
 
 
 class HttpTlsConfig(_Section, frozen=True):
@@ -97,9 +92,9 @@ class HttpTlsConfig(_Section, frozen=True):
     def __post_init__(self) -> None:
         if bool(self.cert_file) != bool(self.key_file):
             missing = "key_file" if self.cert_file else "cert_file"
-            _invalid(missing, "cert_file and key_file must be set together")
+            refuse(missing, "cert_file and key_file must be set together")
         if self.ca_file and not self.cert_file:
-            _invalid("cert_file", "is required because ca_file is set")
+            refuse("cert_file", "is required because ca_file is set")
 
 
 class TlsConfig(HttpTlsConfig, frozen=True):
@@ -140,7 +135,7 @@ class AccessConfig(_Section, frozen=True):
     def __post_init__(self) -> None:
         _check_hashes("admin_keys", self.admin_keys)
         if self.admin_keys and not (self.tls.is_mutual or self.worker_token_file):
-            _invalid(
+            refuse(
                 "admin_keys",
                 "needs worker_token_file, or tls.ca_file with client certificates: workers must "
                 "authenticate too once roles are checked",
@@ -165,7 +160,7 @@ def _check_hashes(key: str, hashes: tuple[str, ...]) -> None:
     for i, text in enumerate(hashes):
         if not is_hash(text):
             # The value may be a key put here by mistake, so it is not repeated.
-            _invalid(f"{key}[{i}]", "must be a hash that `pdserve config hash-key` printed")
+            refuse(f"{key}[{i}]", "must be a hash that `pdserve config hash-key` printed")
 
 
 class TenantConfig(_Section, frozen=True):
@@ -188,7 +183,7 @@ class TenantConfig(_Section, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.name:
-            _invalid("name", "must not be empty")
+            refuse("name", "must not be empty")
         _check_hashes("keys", self.keys)
 
 
@@ -306,7 +301,7 @@ class RouterConfig(_Section, frozen=True):
     roles: RolesConfig = RolesConfig()
     health: HealthConfig = HealthConfig()
     retry: RetryConfig = RetryConfig()
-    otlp_endpoint: str = ""
+    otlp_endpoint: Endpoint = ""
     stop_grace_s: Amount = 10.0
     slo: SloConfig = SloConfig()
     log_level: LogLevel = "info"
@@ -315,33 +310,24 @@ class RouterConfig(_Section, frozen=True):
         names = [tenant.name for tenant in self.tenants]
         hashes = [text for tenant in self.tenants for text in tenant.keys]
         if len(set(names)) != len(names):
-            _invalid("tenants", "two tenants have the same name")
+            refuse("tenants", "two tenants have the same name")
         if len(set(hashes)) != len(hashes):
-            _invalid("tenants", "two tenants have the same key")
+            refuse("tenants", "two tenants have the same key")
         if self.shared_http_port and self.shared_http_port in (self.http_port, self.grpc_port):
-            _invalid("shared_http_port", "must differ from http_port and grpc_port")
-        _check_otlp(self.otlp_endpoint)
-        if self.access.require_auth:
-            self._check_authentication()
-
-    def _check_authentication(self) -> None:
-        access, tls, missing = self.access, self.access.tls, list[str]()
-        hosts = [host for host in (self.http_host, self.grpc_host) if is_exposed(host)]
-        if is_exposed(self.http_host):
-            if not (self.tenants or access.http_tls.ca_file):
-                missing.append("tenants (API keys)")
-            if not access.http_tls.cert_file:
-                missing.append("access.http_tls.cert_file")
-        if is_exposed(self.grpc_host):
-            if not (self.tenants or tls.is_mutual):
-                missing.append("tenants (API keys)")
-            if not tls.cert_file:
-                missing.append("access.tls.cert_file")
-            if not (tls.is_mutual or access.worker_token_file):
-                missing.append("access.tls.ca_file or access.worker_token_file (workers)")
-            if not (tls.is_mutual or access.admin_keys):
-                missing.append("access.tls.ca_file or access.admin_keys (administrators)")
-        _require_auth(hosts, missing)
+            refuse("shared_http_port", "must differ from http_port and grpc_port")
+        access, tls = self.access, self.access.tls
+        if access.require_auth:
+            http, api = self.http_host, self.grpc_host
+            token = "access.tls.ca_file or access.worker_token_file (workers)"
+            admin = "access.tls.ca_file or access.admin_keys (administrators)"
+            _check_exposed(
+                (http, self.tenants or access.http_tls.ca_file, "tenants (API keys)"),
+                (http, access.http_tls.cert_file, "access.http_tls.cert_file"),
+                (api, self.tenants or tls.is_mutual, "tenants (API keys)"),
+                (api, tls.cert_file, "access.tls.cert_file"),
+                (api, tls.is_mutual or access.worker_token_file, token),
+                (api, tls.is_mutual or access.admin_keys, admin),
+            )
 
 
 class KvConfig(_Section, frozen=True):
@@ -364,9 +350,9 @@ class KvConfig(_Section, frozen=True):
 
     def __post_init__(self) -> None:
         if len(set(self.transports)) != len(self.transports):
-            _invalid("transports", f"has a duplicate: {', '.join(self.transports)}")
+            refuse("transports", f"has a duplicate: {', '.join(self.transports)}")
         if "auto" in self.transports and len(self.transports) > 1:
-            _invalid("transports", "`auto` must be the only entry")
+            refuse("transports", "`auto` must be the only entry")
 
 
 class WorkerConfig(_Section, frozen=True):
@@ -407,36 +393,33 @@ class WorkerConfig(_Section, frozen=True):
     kv: KvConfig = KvConfig()
     access: AccessConfig = AccessConfig()
     engine_args: dict[str, object] = {}
-    otlp_endpoint: str = ""
+    otlp_endpoint: Endpoint = ""
     drain_timeout_s: Amount = 30.0
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
-        _check_otlp(self.otlp_endpoint)
         for address in self.routers:
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
-                _invalid("routers", f"must be host:port addresses, not {address!r}")
+                refuse("routers", f"must be host:port addresses, not {address!r}")
         if len(set(self.cores)) != len(self.cores):
-            _invalid("cores", "has a duplicate")
-        if self.access.require_auth:
-            self._check_authentication()
+            refuse("cores", "has a duplicate")
+        access, tls = self.access, self.access.tls
+        if access.require_auth:
+            is_nixl = self.kv.connector == "nixl"
+            token = "access.tls.ca_file or access.worker_token_file"
+            own = "debug_host to a loopback address or empty (it has no authentication)"
+            _check_exposed(
+                *((host, tls.cert_file, "access.tls.cert_file") for host in self._hosts),
+                *((host, tls.is_mutual or access.worker_token_file, token) for host in self._hosts),
+                (self.debug_host, False, own),
+                (self.kv.host, not is_nixl, "kv.connector to pdserve (nixl has no authentication)"),
+            )
 
-    def _check_authentication(self) -> None:
-        tls, missing = self.access.tls, list[str]()
-        hosts = [host for host in (self.host, self.debug_host) if host and is_exposed(host)]
-        remote = [host for x in self.routers if is_exposed(host := x.rpartition(":")[0])]
-        if is_exposed(self.host) or remote:
-            if not tls.cert_file:
-                missing.append("access.tls.cert_file")
-            if not (tls.is_mutual or self.access.worker_token_file):
-                missing.append("access.tls.ca_file or access.worker_token_file")
-        if self.debug_host and is_exposed(self.debug_host):
-            missing.append("debug_host to a loopback address or empty (it has no authentication)")
-        if self.kv.connector == "nixl" and is_exposed(self.kv.host):
-            hosts.append(self.kv.host)
-            missing.append("kv.connector to pdserve (nixl has no authentication)")
-        _require_auth([*hosts, *remote], missing)
+    @property
+    def _hosts(self) -> list[str]:
+        """Where it listens for routers, and where routers listen for it."""
+        return [self.host, *(x.rpartition(":")[0] for x in self.routers)]
 
     @property
     def model_path(self) -> Path:
@@ -485,9 +468,9 @@ class UpConfig(_Section, frozen=True):
     def __post_init__(self) -> None:
         if bool(self.prefill) != bool(self.decode):
             missing = "decode" if self.prefill else "prefill"
-            _invalid(missing, "must be at least 1: prefill and decode workers need each other")
+            refuse(missing, "must be at least 1: prefill and decode workers need each other")
         if not self.prefill + self.decode + self.aggregated:
-            _invalid("prefill", "at least one worker is required")
+            refuse("prefill", "at least one worker is required")
 
 
 class Config(_Section, frozen=True):

@@ -14,7 +14,7 @@ _STATUS = {
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     409: grpc.StatusCode.ALREADY_EXISTS,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     499: grpc.StatusCode.CANCELLED,
     500: grpc.StatusCode.INTERNAL,
@@ -48,6 +48,8 @@ class ErrorInfo:
 
 
 _BY_CODE: dict[str, type[PdserveError]] = {}
+# What a status means that comes without an error of ours.
+BY_STATUS: dict[grpc.StatusCode, type[PdserveError]] = {}
 
 
 class PdserveError(Exception):
@@ -64,6 +66,8 @@ class PdserveError(Exception):
         if code:
             cls.code = code
             _BY_CODE[code] = cls
+        if http:
+            BY_STATUS.setdefault(cls.grpc_status, cls)
 
     def __init__(
         self, message: str, *, field: str = "", retry_after_s: float = 0.0, reason: str = ""

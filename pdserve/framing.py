@@ -47,35 +47,28 @@ class FrameParser(Generic[M]):
         self.limit = limit
         self._kind: type[M] = kind
         self._rest = bytearray()
-        self._missing = 0  # bytes that the incomplete frame, or its length, still needs
 
     def feed(self, data: bytes) -> Iterator[M]:
         """Yield the messages that are complete now. Raises InvalidRequest for a malformed frame."""
-        if self._rest:
-            self._rest += data
-            self._missing -= len(data)
-            if self._missing > 0:
-                return
-            data, self._rest = bytes(self._rest), bytearray()
-        at, end = 0, _LENGTH.size
-        while len(data) >= end:
-            (size,) = _LENGTH.unpack_from(data, at)
+        rest = self._rest
+        rest += data
+        while len(rest) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(rest)
             if size > self.limit:
                 raise InvalidRequest(
                     f"a frame of {size} bytes exceeds the limit of {self.limit}", field="frame"
                 )
-            end += size
-            if len(data) < end:
-                break
+            end = _LENGTH.size + size
+            if len(rest) < end:
+                return
+            body = bytes(rest[_LENGTH.size : end])
+            del rest[:end]  # cheap: a bytearray only moves its start
             try:
-                message = self._kind.FromString(data[at + _LENGTH.size : end])
+                message = self._kind.FromString(body)
             except DecodeError:
                 name = self._kind.DESCRIPTOR.name
                 raise InvalidRequest(f"the frame is not a {name}", field="frame") from None
-            at, end = end, end + _LENGTH.size
             yield message
-        self._rest += data[at:]
-        self._missing = end - len(data)
 
 
 def detect_dead_peer(transport: asyncio.BaseTransport) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import resource
 import socket
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 
@@ -77,7 +78,8 @@ def connection_limit(wanted: int) -> int:
 
 
 class HttpServer:
-    """Serves `handler` on `sockets` and closes them. A client that leaves cancels its handler."""
+    """Serves `handler` on `sockets` and closes them. A client that leaves cancels its handler.
+    Made and used on one event loop."""
 
     def __init__(
         self,
@@ -91,36 +93,13 @@ class HttpServer:
         self._sockets = sockets
         self._tls = tls
         self._max_connections = max_connections
-        self._max_body_bytes = max_body_bytes
         self._servers: list[asyncio.Server] = []
-        self._connections: web.Server | None = None
         self._busy: set[RequestHandler] = set()
         self._stopping = False
-
-    @property
-    def open_connections(self) -> int:
-        return 0 if self._connections is None else len(self._connections.connections)
-
-    async def start(self) -> None:
-        """Accept connections. Returns when the sockets listen."""
         loop = asyncio.get_running_loop()
-
-        def make_request(
-            message: Any, payload: Any, protocol: RequestHandler, writer: Any, task: Any
-        ) -> web.BaseRequest:
-            return web.BaseRequest(
-                message,
-                payload,
-                protocol,
-                writer,
-                task,
-                loop,
-                client_max_size=self._max_body_bytes,
-            )
-
         self._connections = web.Server(
             self._handle,
-            request_factory=make_request,
+            request_factory=partial(web.BaseRequest, loop=loop, client_max_size=max_body_bytes),
             handler_cancellation=True,
             access_log=None,
             # aiohttp logs what it could not parse, which may hold an API key.
@@ -128,9 +107,16 @@ class HttpServer:
             keepalive_timeout=KEEPALIVE_TIMEOUT_S,
             auto_decompress=False,
         )
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._connections.connections)
+
+    async def start(self) -> None:
+        """Accept connections. Returns when the sockets listen."""
         for sock in self._sockets:
-            server = await loop.create_server(
-                self._accept,
+            server = await asyncio.get_running_loop().create_server(
+                lambda: _Refusal() if self._is_full() else self._connections(),
                 sock=sock,
                 backlog=BACKLOG,
                 ssl=self._tls,
@@ -138,11 +124,8 @@ class HttpServer:
             )
             self._servers.append(server)
 
-    def _accept(self) -> asyncio.Protocol:
-        assert self._connections is not None
-        if self.open_connections >= self._max_connections:
-            return _Refusal()
-        return self._connections()
+    def _is_full(self) -> bool:
+        return self.open_connections >= self._max_connections
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         protocol = request.protocol
@@ -178,7 +161,7 @@ class HttpServer:
             server.close()
         for sock in self._sockets:
             sock.close()
-        for protocol in () if self._connections is None else self._connections.connections:
+        for protocol in self._connections.connections:
             if protocol in self._busy:
                 protocol.close()
             else:
@@ -187,8 +170,7 @@ class HttpServer:
     async def stop(self) -> None:
         """Close every connection, those still busy after STOP_TIMEOUT_S too. Idempotent."""
         self.stop_listening()
-        if self._connections is not None:
-            await self._connections.shutdown(STOP_TIMEOUT_S)
+        await self._connections.shutdown(STOP_TIMEOUT_S)
 
 
 class _Refusal(asyncio.Protocol):

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 # Compatibility and transports. Workers of equal kinds exchange KV with the same workers.
 KvKind = tuple[str, tuple[str, ...]]
 
-_ABSENT = "none"
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -57,14 +55,11 @@ def exchange(prefill: KvKind, decode: KvKind) -> bool:
 def unpaired(workers: Iterable[WorkerInfo]) -> Iterator[Unpaired]:
     """Yield each prefill and decode worker of one model that cannot exchange KV."""
     known = list(workers)
-    prefills, decodes = (
-        [x for x in known if x.role is role] for role in (Role.PREFILL, Role.DECODE)
-    )
+    prefills, decodes = ([x for x in known if x.role is r] for r in (Role.PREFILL, Role.DECODE))
     for prefill, decode in itertools.product(prefills, decodes):
-        if decode.model.name == prefill.model.name:
-            found = tuple(_differences(prefill.kv, decode.kv))
-            if found:
-                yield Unpaired(prefill, decode, found)
+        same_model = decode.model.name == prefill.model.name
+        if same_model and (found := tuple(_differences(prefill.kv, decode.kv))):
+            yield Unpaired(prefill, decode, found)
 
 
 def _differences(prefill: KvEndpoint | None, decode: KvEndpoint | None) -> Iterator[Difference]:
@@ -75,12 +70,10 @@ def _differences(prefill: KvEndpoint | None, decode: KvEndpoint | None) -> Itera
         ours, theirs = prefill.layout, decode.layout
         differing = [x for x in {**ours, **theirs} if ours.get(x) != theirs.get(x)]
         for name in differing:
-            yield Difference(name, ours.get(name, _ABSENT), theirs.get(name, _ABSENT))
+            yield Difference(name, ours.get(name, "none"), theirs.get(name, "none"))
         if not differing:
             yield Difference("compatibility", prefill.compatibility, decode.compatibility)
     if set(prefill.transports).isdisjoint(decode.transports):
-        yield Difference("transports", _list(prefill.transports), _list(decode.transports))
-
-
-def _list(names: tuple[str, ...]) -> str:
-    return "+".join(names) or _ABSENT
+        yield Difference(
+            "transports", *("+".join(x.transports) or "none" for x in (prefill, decode))
+        )

@@ -31,7 +31,7 @@ _GAUGES = (
     (
         "leased_blocks",
         "ledger.leased_blocks",
-        "Blocks kept for a consumer that has not taken them.",
+        "Blocks kept for a consumer that has yet to take them.",
     ),
     ("transfers", "ledger.transfers", "Transfers that hold blocks."),
     ("quarantined_slots", "quarantined_slots", "Memory given up: a peer may still write to it."),

@@ -7,8 +7,7 @@ sends a request to a worker that lacks the KV and computes it: no token depends 
 
 from __future__ import annotations
 
-import sys
-from array import array
+import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -38,11 +37,8 @@ def chain(
         count = min(count, blocks)
     if not count:
         return []
-    words = array("I", token_ids[: count * block_size])
-    if sys.byteorder == "big":
-        words.byteswap()
-    data = memoryview(words).cast("B")
-    size = block_size * words.itemsize
+    size = 4 * block_size
+    data = memoryview(struct.pack(f"<{count * block_size}I", *token_ids[: count * block_size]))
     hashes = []
     for start in range(0, count * size, size):
         parent = xxh3_64_intdigest(data[start : start + size], parent) & _MASK
@@ -58,23 +54,12 @@ def usable_blocks(prompt_tokens: int, block_size: int) -> int:
 
 def pack(hashes: Iterable[int]) -> bytes:
     """Return the hashes as bytes: 8 each, little-endian."""
-    words = array("Q", hashes)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words.tobytes()
+    known = tuple(hashes)
+    return struct.pack(f"<{len(known)}Q", *known)
 
 
 def unpack(data: bytes) -> list[int]:
     """Return the hashes that `pack` packed. Raises ValueError."""
-    return words(data).tolist()
-
-
-def words(data: bytes) -> array[int]:
-    """Return the hashes in an array. Raises ValueError."""
     if len(data) % _HASH_BYTES:
         raise ValueError(f"{len(data)} bytes are no whole number of hashes")
-    found = array("Q")
-    found.frombytes(data)
-    if sys.byteorder == "big":
-        found.byteswap()
-    return found
+    return list(struct.unpack(f"<{len(data) // _HASH_BYTES}Q", data))

@@ -6,6 +6,7 @@ which the caller restores its class, field and retry time.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,26 +31,11 @@ KEEPALIVE_TIMEOUT_S = 5.0
 
 Options = list[tuple[str, Any]]
 
-_BY_STATUS: dict[grpc.StatusCode, type[errors.PdserveError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
-    grpc.StatusCode.FAILED_PRECONDITION: errors.InvalidRequest,
-    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
-    grpc.StatusCode.UNIMPLEMENTED: errors.InvalidRequest,
-    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
-    grpc.StatusCode.NOT_FOUND: errors.ModelNotFound,
-    grpc.StatusCode.ALREADY_EXISTS: errors.Conflict,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
-    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: errors.Cancelled,
-}
 
-
-def _common_options(keepalive_s: float) -> Options:
+def _common_options(keepalive_s: float, max_received_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     return [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", max_received_bytes),
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -72,11 +58,13 @@ def channel_options(*, keepalive_s: float = KEEPALIVE_S) -> Options:
     ]
 
 
-def server_options(*, keepalive_s: float = KEEPALIVE_S) -> Options:
+def server_options(
+    *, keepalive_s: float = KEEPALIVE_S, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> Options:
     """Return the options of every server that we start. With gRPC's defaults a server answers the
     pings of an idle stream with GOAWAY; this one accepts twice the rate of our channels."""
     return [
-        *_common_options(keepalive_s),
+        *_common_options(keepalive_s, max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", int(keepalive_s * 500)),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
@@ -119,11 +107,7 @@ class Dialer:
 
 
 PLAIN = Dialer()
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Return a channel without TLS or token, which the caller closes."""
-    return PLAIN.open_channel(address)
+open_channel = PLAIN.open_channel
 
 
 def make_server(
@@ -132,10 +116,10 @@ def make_server(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
     """Return a server without ports or services, which the caller starts and stops."""
-    limit = "grpc.max_receive_message_length"
-    options = [(key, value) for key, value in server_options() if key != limit]
-    options.append((limit, max_message_bytes))
-    return grpc.aio.server(interceptors=list(interceptors), options=options)
+    return grpc.aio.server(
+        interceptors=list(interceptors),
+        options=server_options(max_message_bytes=max_message_bytes),
+    )
 
 
 def listen(
@@ -163,19 +147,23 @@ async def abort(
     raise AssertionError("abort returned")
 
 
+def _sent(error: grpc.aio.AioRpcError) -> common_pb2.Error | None:
+    for key, value in error.trailing_metadata() or ():
+        if key == ERROR_METADATA_KEY and isinstance(value, bytes):
+            with suppress(DecodeError):
+                return common_pb2.Error.FromString(value)
+    return None
+
+
 def has_error(error: grpc.aio.AioRpcError) -> bool:
     """Return True if the peer sent one of our errors, so that the connection did not fail."""
-    return any(key == ERROR_METADATA_KEY for key, _ in error.trailing_metadata() or ())
+    return _sent(error) is not None
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> errors.PdserveError:
     """Return the error that the peer raised, or without our metadata the closest to its status."""
-    for key, value in error.trailing_metadata() or ():
-        if key == ERROR_METADATA_KEY and isinstance(value, bytes):
-            try:
-                message = common_pb2.Error.FromString(value)
-            except DecodeError:
-                break
-            return errors.from_info(wire.error_from_pb(message))
-    cls = _BY_STATUS.get(error.code(), errors.InternalError)
+    sent = _sent(error)
+    if sent is not None:
+        return errors.from_info(wire.error_from_pb(sent))
+    cls = errors.BY_STATUS.get(error.code(), errors.InternalError)
     return cls(error.details() or error.code().name.lower().replace("_", " "))

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 FEATURES = 5
 # Divisors of the features.
 PREFILL_TOKENS, PREFILL_PAIRS, DECODE_REQS, DECODE_KV_TOKENS = 1e3, 1e6, 10.0, 1e4
-PAIRS = tuple((i, j) for i in range(FEATURES) for j in range(i, FEATURES))
 # Steps that a cell remembers, and the half-life of their weight.
 CELL_STEPS = 64.0
 HALF_LIFE_S = 600.0
@@ -31,6 +30,7 @@ HALF_LIFE_S = 600.0
 # change raises the mean.
 OUTLIER_RATIO = 4.0
 _TRUSTED_STEPS = 4.0
+_NO_SUMS = (0.0,) * (FEATURES + 1) ** 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +57,23 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Weighted sums over steps. `steps`: their weight; `end`: the longest prompt, in tokens; `xx`:
-    products of features (upper triangle, by rows), in 1/s²; `xy`: features times seconds, in 1/s;
-    `yy`: seconds squared, without unit."""
+    """Weighted sums over steps. `steps`: their weight; `end`: the longest prompt, in tokens;
+    `sums`: products of all pairs of features and seconds, a matrix by rows, seconds last."""
 
     steps: float = 0.0
     end: int = 0
-    xx: tuple[float, ...] = (0.0,) * len(PAIRS)
-    xy: tuple[float, ...] = (0.0,) * FEATURES
-    yy: float = 0.0
+    sums: tuple[float, ...] = _NO_SUMS
 
     @property
     def is_sound(self) -> bool:
         """False if a peer sent what cannot be sums over steps."""
-        return (
-            len(self.xx) == len(PAIRS)
-            and len(self.xy) == FEATURES
-            and all(0 <= x < math.inf for x in (*self.xx, *self.xy, self.yy, self.steps))
+        return len(self.sums) == len(_NO_SUMS) and all(
+            0 <= x < math.inf for x in (self.steps, *self.sums)
         )
+
+    def scaled(self, factor: float) -> Moments:
+        """Return the same steps with another weight."""
+        return Moments(self.steps * factor, self.end, tuple(x * factor for x in self.sums))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +90,7 @@ def total(parts: Iterable[Moments]) -> Moments:
     return Moments(
         sum(x.steps for x in found),
         max(x.end for x in found),
-        tuple(map(sum, zip(*(x.xx for x in found), strict=True))),
-        tuple(map(sum, zip(*(x.xy for x in found), strict=True))),
-        sum(x.yy for x in found),
+        tuple(map(sum, zip(*(x.sums for x in found), strict=True))),
     )
 
 
@@ -104,40 +101,36 @@ def pooled(workers: Iterable[StepMoments]) -> StepMoments:
 
 
 class _Cell:
-    """Similar steps: their weight and sums. Each new step reduces the weight of the others."""
+    """Similar steps: their moments, and the sum of their `seconds`. Each new step reduces the
+    weight of the others."""
 
-    __slots__ = ("at", "prefill_end", "sums", "weight", "y")
+    __slots__ = ("at", "moments", "seconds")
 
     def __init__(self) -> None:
-        self.weight = 0.0
-        self.y = 0.0
+        self.moments = Moments()
+        self.seconds = 0.0
         self.at = 0.0
-        self.prefill_end = 0
-        self.sums = [0.0] * (len(PAIRS) + FEATURES + 1)
 
-    def add(self, features: Sequence[float], seconds: float, end: int, now: float) -> None:
-        if self.weight >= _TRUSTED_STEPS:
-            seconds = min(seconds, OUTLIER_RATIO * self.y / self.weight)
-        kept = (1.0 - 1.0 / CELL_STEPS) * self._age_factor(now)
-        self.weight = self.weight * kept + 1.0
-        self.y = self.y * kept + seconds
+    def add(self, shape: StepShape, seconds: float, now: float) -> None:
+        steps = self.moments.steps
+        if steps >= _TRUSTED_STEPS:
+            seconds = min(seconds, OUTLIER_RATIO * self.seconds / steps)
+        kept = (1.0 - 1.0 / CELL_STEPS) * self.age_factor(now)
+        values = (*shape.features, seconds)
+        products = tuple(x * y for x in values for y in values)
+        self.moments = total((self.moments.scaled(kept), Moments(1.0, shape.prefill_end, products)))
+        self.seconds = self.seconds * kept + seconds
         self.at = now
-        self.prefill_end = max(self.prefill_end, end)
-        values = [features[i] * features[j] for i, j in PAIRS]
-        values += [x * seconds for x in features]
-        values.append(seconds * seconds)
-        self.sums = [s * kept + v for s, v in zip(self.sums, values, strict=True)]
 
-    def moments(self, now: float) -> Moments:
-        factor = self._age_factor(now)
-        weight = self.weight * factor
-        mean_s = self.y / self.weight
-        sums = [s * factor / mean_s**2 for s in self.sums]
-        xx, xy = sums[: len(PAIRS)], sums[len(PAIRS) : -1]
-        return Moments(weight, self.prefill_end, tuple(xx), tuple(xy), sums[-1])
+    def relative(self, now: float) -> Moments:
+        """Return the moments at `now`, in units of the mean duration."""
+        factor = self.age_factor(now)
+        mean_s = self.seconds / self.moments.steps
+        weighted = self.moments.scaled(factor / mean_s**2)
+        return replace(weighted, steps=self.moments.steps * factor)
 
-    def _age_factor(self, now: float) -> float:
-        return float(0.5 ** (max(0.0, now - self.at) / HALF_LIFE_S)) if self.weight else 1.0
+    def age_factor(self, now: float) -> float:
+        return float(0.5 ** (max(0.0, now - self.at) / HALF_LIFE_S))
 
 
 class StepRecorder:
@@ -154,15 +147,15 @@ class StepRecorder:
             return
         has_prompt = shape.prefill_tokens > 0
         tokens, reqs = shape.prefill_tokens.bit_length() // 2, shape.decode_reqs.bit_length()
-        size = tokens if has_prompt else reqs
         with self._lock:
-            cell = self._cells.setdefault((has_prompt, size), _Cell())
-            cell.add(shape.features, seconds, shape.prefill_end, now)
+            cell = self._cells.setdefault((has_prompt, tokens if has_prompt else reqs), _Cell())
+            cell.add(shape, seconds, now)
 
     def moments(self, now: float) -> StepMoments:
         """Return what is remembered at `now`, on the clock of `observe`."""
         with self._lock:
-            kinds = {True: list[Moments](), False: list[Moments]()}
-            for (has_prompt, _), cell in self._cells.items():
-                kinds[has_prompt].append(cell.moments(now))
-        return StepMoments(total(kinds[True]), total(kinds[False]))
+            kinds = [
+                total(cell.relative(now) for (has, _), cell in self._cells.items() if has is kind)
+                for kind in (True, False)
+            ]
+        return StepMoments(*kinds)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from opentelemetry import trace
-    from opentelemetry.context import Context
 
     from pdserve.errors import PdserveError
     from pdserve.types import ErrorInfo
@@ -33,32 +32,25 @@ _NS = 1_000_000_000
 class Span:
     """A span of this process, with its phases as children."""
 
-    __slots__ = ("_context", "_span", "_start_ns", "_tracer", "traceparent")
-
-    def __init__(
-        self, tracer: trace.Tracer, name: str, parent: Context, attributes: Attributes
-    ) -> None:
-        from opentelemetry.trace import SpanKind, set_span_in_context
-
+    def __init__(self, tracer: trace.Tracer, span: trace.Span, start_ns: int) -> None:
         self._tracer = tracer
-        self._start_ns = time.time_ns()
-        self._span = tracer.start_span(
-            name, parent, SpanKind.SERVER, attributes, start_time=self._start_ns
-        )
-        self._context = set_span_in_context(self._span, parent)
-        ids = self._span.get_span_context()
+        self._span = span
+        self._start_ns = start_ns
+        ids = span.get_span_context()
         self.traceparent = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-01"
 
     @property
     def is_open(self) -> bool:
-        """False for a span that is not sampled, and after its end."""
+        """False after its end."""
         return self._span.is_recording()
 
     def phase(self, name: str, start_s: float, duration_s: float) -> None:
         """Add a child that is over, `start_s` after this span's start."""
+        from opentelemetry.trace import set_span_in_context
+
         now = time.time_ns()
         start_ns = min(self._start_ns + max(0, int(start_s * _NS)), now)
-        child = self._tracer.start_span(name, self._context, start_time=start_ns)
+        child = self._tracer.start_span(name, set_span_in_context(self._span), start_time=start_ns)
         child.end(min(start_ns + max(0, int(duration_s * _NS)), now))
 
     def elapsed_s(self) -> float:
@@ -66,14 +58,13 @@ class Span:
 
     def end(self, error: PdserveError | ErrorInfo | None = None) -> None:
         """End the span once; further calls do nothing."""
-        if not self.is_open:
-            return
-        if error is not None:
+        if self.is_open and error is not None:
             from opentelemetry.trace import StatusCode
 
             self._span.set_attribute("error.type", error.code)
             self._span.set_status(StatusCode.ERROR, error.message)
-        self._span.end()
+        if self.is_open:
+            self._span.end()
 
 
 class Tracing:
@@ -116,9 +107,17 @@ class Tracing:
 
     def begin(self, name: str, traceparent: str, attributes: Attributes) -> Span | None:
         """Start a span under `traceparent`, or a new trace. Return None if it is not sampled."""
-        parent = self._extract({TRACEPARENT: traceparent})
-        span = Span(self._tracer, name, parent, attributes)
-        return span if span.is_open else None
+        from opentelemetry.trace import SpanKind
+
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            name,
+            self._extract({TRACEPARENT: traceparent}),
+            SpanKind.SERVER,
+            attributes,
+            start_time=now,
+        )
+        return Span(self._tracer, span, now) if span.is_recording() else None
 
     def close(self) -> None:
         """Export what waits, within a few seconds. Blocks."""

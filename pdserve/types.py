@@ -258,19 +258,8 @@ class GenerateRequest:
     resume: tuple[int, ...] = ()
 
     def under(self, traceparent: str) -> GenerateRequest:
-        """Return a copy within another span. `dataclasses.replace` takes three times as long."""
-        return GenerateRequest(
-            self.request_id,
-            self.model,
-            self.prompt_token_ids,
-            self.sampling,
-            self.deadline,
-            self.priority,
-            self.service_class,
-            self.tenant,
-            traceparent,
-            self.resume,
-        )
+        """Return a copy within another span."""
+        return replace(self, traceparent=traceparent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,10 @@
-"""Which roles may call which gRPC method. A certificate or a token gives a caller its role.
-
-A method without an entry is closed to everyone.
-"""
+"""Which roles may call which gRPC method. A certificate or a token gives a caller its role."""
 
 from __future__ import annotations
 
 import hmac
-import inspect
 import logging
 import time
-from contextlib import aclosing
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +18,7 @@ from pdserve.security.tls import read_token
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from pdserve.config import AccessConfig
 
@@ -45,32 +40,26 @@ class Party(StrEnum):
     ADMIN = "admin"
 
 
-_EVERYONE: frozenset[Party] | None = None
-_OPEN = (
-    "pdserve.v1.Generation",  # checks API keys itself
-    "grpc.health.v1.Health",
-    "grpc.reflection.v1alpha.ServerReflection",
-)
-_SERVICES = {
-    "pdserve.v1.Registry": frozenset({Party.WORKER}),
-    "pdserve.v1.Worker": frozenset({Party.ROUTER}),
-    "pdserve.v1.Admin": frozenset({Party.ADMIN}),
-}
 # A session is no gRPC method, and is guarded as if it were one.
 SESSION = "/pdserve.v1.Worker/Session"
-_METHODS = {
+# By method, else by service; None is everyone. What has no entry is closed to everyone.
+_ALLOWED: dict[str, frozenset[Party] | None] = {
+    "/pdserve.v1.Generation": None,  # checks API keys itself
+    "/grpc.health.v1.Health": None,
+    "/grpc.reflection.v1alpha.ServerReflection": None,
+    "/pdserve.v1.Registry": frozenset({Party.WORKER}),
     "/pdserve.v1.Registry/ListWorkers": frozenset({Party.WORKER, Party.ADMIN}),
+    "/pdserve.v1.Worker": frozenset({Party.ROUTER}),
     "/pdserve.v1.Worker/GetStatus": frozenset({Party.ROUTER, Party.ADMIN}),
     "/pdserve.v1.Worker/Drain": frozenset({Party.ROUTER, Party.ADMIN}),
+    "/pdserve.v1.Admin": frozenset({Party.ADMIN}),
 }
 
 
 def allowed(method: str) -> frozenset[Party] | None:
     """Return the roles that may call `method` (/package.Service/Method), or None for everyone."""
-    service = method.rpartition("/")[0].removeprefix("/")
-    if service in _OPEN:
-        return _EVERYONE
-    return _METHODS.get(method) or _SERVICES.get(service, frozenset())
+    service = method.rpartition("/")[0]
+    return _ALLOWED.get(method, _ALLOWED.get(service, frozenset()))
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -85,62 +74,59 @@ class Guard(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Handler | None]], details: Details
     ) -> Handler | None:
-        parties = allowed(details.method)
-        handler = await continuation(details)
-        if parties is None or handler is None:
+        handler, method = await continuation(details), details.method
+        if handler is None or allowed(method) is None:
             return handler
-        return self._guarded(handler, details.method, parties)
+        assert not handler.request_streaming, "guarded methods take one message"
+        kind = "unary_stream" if handler.response_streaming else "unary_unary"
+        behaviour = getattr(handler, kind)
 
-    async def check(self, context: Context, method: str, parties: frozenset[Party]) -> None:
-        """End the RPC unless its caller has one of the roles `parties`."""
+        async def guarded(request: object, context: Context) -> object:
+            try:
+                self._check_call(method, context)
+            except PdserveError as error:
+                await rpc.abort(context, error)
+            return await behaviour(request, context)  # streams are written to the context
+
+        made: Handler = getattr(grpc, f"{kind}_rpc_method_handler")(
+            guarded, handler.request_deserializer, handler.response_serializer
+        )
+        return made
+
+    def _check_call(self, method: str, context: Context) -> None:
         facts = context.auth_context()
-        uris = [bytes(raw).decode("ascii", "replace") for raw in facts.get("peer_uri", ())]
         tokens = [
             value.partition(" ")[2].strip()
             for name, value in context.invocation_metadata() or ()
             if name == "authorization" and isinstance(value, str) and value[:7].lower() == "bearer "
         ]
-        try:
-            self.check_caller(
-                method,
-                parties,
-                uris=uris,
-                tokens=tokens,
-                has_shown=bool(facts.get("x509_pem_cert")),
-                peer=context.peer(),
-            )
-        except PdserveError as error:
-            await rpc.abort(context, error)
+        self._check(
+            method,
+            uris=[bytes(raw).decode("ascii", "replace") for raw in facts.get("peer_uri", ())],
+            tokens=tokens,
+            is_known=bool(facts.get("x509_pem_cert") or tokens),
+            peer=context.peer(),
+        )
 
     def check_session(self, transport: asyncio.BaseTransport, token: str) -> None:
         """Check who opens a session. Raises Unauthenticated or PermissionDenied."""
         certificate = transport.get_extra_info("peercert")
         names = certificate.get("subjectAltName", ()) if certificate else ()
-        self.check_caller(
+        self._check(
             SESSION,
-            _SERVICES["pdserve.v1.Worker"],
             uris=[value for kind, value in names if kind == "URI"],
             tokens=[token] if token else [],
-            has_shown=bool(certificate),
+            is_known=bool(certificate or token),
             peer=str(transport.get_extra_info("peername")),
         )
 
-    def check_caller(
-        self,
-        method: str,
-        parties: frozenset[Party],
-        *,
-        uris: Iterable[str],
-        tokens: Sequence[str],
-        has_shown: bool,
-        peer: str,
+    def _check(
+        self, method: str, *, uris: Sequence[str], tokens: Sequence[str], is_known: bool, peer: str
     ) -> None:
-        """Raise Unauthenticated or PermissionDenied unless the caller has one of the roles
-        `parties`. `uris` are those of its certificate; `has_shown` is True if it has one."""
-        roles: set[Party] = set()
-        for uri in uris:
-            name = uri.removeprefix(_ROLE_URI)
-            roles |= {party for party in Party if party.value == name}
+        """Raise unless a URI of the caller's certificate or a token gives a role that may call
+        `method`. `is_known` is False for a caller who shows nothing."""
+        parties = allowed(method) or frozenset()
+        roles = {party for party in Party if f"{_ROLE_URI}{party}" in uris}
         for token in tokens:
             digest = digest_of(token)
             roles |= {x for known, x in self._known if hmac.compare_digest(known, digest)}
@@ -148,57 +134,25 @@ class Guard(grpc.aio.ServerInterceptor):
             return
         name = method.rpartition("pdserve.v1.")[2].replace("/", ".")
         needs = f"{name} requires role {' or '.join(sorted(parties)) or '(none has access)'}"
-        self._log(name, peer)
-        if not (has_shown or tokens):
-            raise Unauthenticated(f"authentication required: {needs} (client certificate or token)")
-        raise PermissionDenied(f"permission denied: {needs}")
-
-    def _log(self, name: str, peer: str) -> None:
         now = time.monotonic()
         if now - self._logged_at > _LOG_EVERY_S:
             self._logged_at = now
             logger.warning("rejected a call of %s by %s", name, peer)
-
-    def _guarded(self, handler: Handler, method: str, parties: frozenset[Party]) -> Handler:
-        async def unary(request: object, context: Context) -> object:
-            await self.check(context, method, parties)
-            return await behaviour(request, context)
-
-        async def streaming(request: object, context: Context) -> None:
-            await self.check(context, method, parties)
-            result = behaviour(request, context)
-            if not inspect.isasyncgen(result):
-                await result
-                return
-            async with aclosing(result) as messages:
-                async for message in messages:
-                    await context.write(message)
-
-        kind = ("unary" if not handler.request_streaming else "stream") + (
-            "_unary" if not handler.response_streaming else "_stream"
-        )
-        behaviour = getattr(handler, kind)
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        guarded: Handler = make(
-            streaming if handler.response_streaming else unary,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
-        return guarded
+        if not is_known:
+            raise Unauthenticated(f"authentication required: {needs} (client certificate or token)")
+        raise PermissionDenied(f"permission denied: {needs}")
 
 
-def make_guard(access: AccessConfig, *, shared_with: Party, at: str = "access") -> Guard | None:
+def make_guard(access: AccessConfig, *, shared_with: Party) -> Guard | None:
     """Return the guard of a server, or None if no roles are configured. Raises ConfigError."""
     if not access.asks_for_roles:
         return None
     file = access.worker_token_file
-    token = read_token(file, f"{at}.worker_token_file") if file else ""
+    token = read_token(file) if file else ""
     return Guard(token, access.admin_keys, shared_with)
 
 
-def guards(
-    access: AccessConfig, *, shared_with: Party, at: str = "access"
-) -> tuple[grpc.aio.ServerInterceptor, ...]:
+def guards(access: AccessConfig, *, shared_with: Party) -> tuple[Guard, ...]:
     """Return the guard of a server as interceptors for gRPC. Raises ConfigError."""
-    guard = make_guard(access, shared_with=shared_with, at=at)
+    guard = make_guard(access, shared_with=shared_with)
     return () if guard is None else (guard,)

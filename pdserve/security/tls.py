@@ -1,7 +1,7 @@
 """Credentials of gRPC servers and channels, TLS contexts of sockets, and the worker token.
 
 Files are checked when a process starts: they must be readable PEM, the key must belong to the
-certificate, and the certificate must be valid now. Errors are ConfigError with the key `at`.
+certificate, and the certificate must be valid now. Errors are ConfigError with the key, below `at`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 from cryptography import x509
@@ -23,22 +23,43 @@ if TYPE_CHECKING:
 MIN_TOKEN_CHARS = 32
 
 
-def server_credentials(tls: TlsConfig, at: str = "access.tls") -> grpc.ServerCredentials | None:
+class _Loaded(NamedTuple):
+    """A context, and the PEM files loaded into it."""
+
+    context: ssl.SSLContext
+    ca: bytes | None
+    key: bytes = b""
+    chain: bytes = b""
+
+
+def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
     """Return the credentials of a gRPC server, or None without TLS."""
-    if not tls.cert_file:
+    found = _server(tls, tls.ca_file if tls.is_mutual else "", "access.tls")
+    if found is None:
         return None
-    chain, key = _read_pair(tls.cert_file, tls.key_file, at)
-    ca = _read_ca(tls.ca_file, f"{at}.ca_file") if tls.is_mutual else None
-    return grpc.ssl_server_credentials(
-        [(key, chain)], root_certificates=ca, require_client_auth=tls.is_mutual
-    )
+    return grpc.ssl_server_credentials([(found.key, found.chain)], found.ca, tls.is_mutual)
+
+
+def server_context(tls: TlsConfig) -> ssl.SSLContext | None:
+    """Return the context of a socket that listens for sessions, or None without TLS."""
+    found = _server(tls, tls.ca_file if tls.is_mutual else "", "access.tls")
+    return None if found is None else found.context
+
+
+def http_context(tls: HttpTlsConfig) -> ssl.SSLContext | None:
+    """Return the context of the HTTP listener, or None without TLS."""
+    found = _server(tls, tls.ca_file, "access.http_tls")
+    if found is None:
+        return None
+    found.context.set_alpn_protocols(["http/1.1"])
+    return found.context
 
 
 def dialer(access: AccessConfig, at: str = "access") -> Dialer:
     """Return how a router or a worker connects to the others."""
     token, tls = "", access.tls
     if access.worker_token_file:
-        token = read_token(access.worker_token_file, f"{at}.worker_token_file")
+        token = read_token(access.worker_token_file, at)
     if not tls.cert_file:
         return Dialer(token=token) if token else PLAIN
     return tls_dialer(
@@ -62,31 +83,16 @@ def tls_dialer(
 ) -> Dialer:
     """Return how to connect with TLS to peers whose certificate `ca_file`, or a public CA, signed.
     With `cert_file` this process presents a certificate."""
-    ca = _read_ca(ca_file, f"{at}.ca_file") if ca_file else None
-    chain, key = _read_pair(cert_file, key_file, at) if cert_file else (None, None)
-    context = ssl.create_default_context(cadata=None if ca is None else ca.decode("ascii"))
-    if cert_file:
-        context.load_cert_chain(cert_file, key_file)
-    return Dialer(grpc.ssl_channel_credentials(ca, key, chain), peer_name, token, context)
+    # The default one knows the public CAs.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if ca_file else ssl.create_default_context()
+    _, ca, key, chain = _load(context, cert_file, key_file, ca_file, at)
+    credentials = grpc.ssl_channel_credentials(ca, key or None, chain or None)
+    return Dialer(credentials, peer_name, token, context)
 
 
-def server_context(tls: TlsConfig, at: str = "access.tls") -> ssl.SSLContext | None:
-    """Return the context of a socket that listens for sessions, or None without TLS."""
-    ca_file = tls.ca_file if tls.is_mutual else ""
-    return _listening(tls.cert_file, tls.key_file, ca_file, at) if tls.cert_file else None
-
-
-def http_context(tls: HttpTlsConfig, at: str = "access.http_tls") -> ssl.SSLContext | None:
-    """Return the context of the HTTP listener, or None without TLS."""
-    if not tls.cert_file:
-        return None
-    context = _listening(tls.cert_file, tls.key_file, tls.ca_file, at)
-    context.set_alpn_protocols(["http/1.1"])
-    return context
-
-
-def read_token(path: str, at: str) -> str:
+def read_token(path: str, at: str = "access") -> str:
     """Return the worker token in a file. Errors do not repeat the file's content."""
+    at = f"{at}.worker_token_file"
     token = _read(path, at).decode("ascii", "replace").strip()
     usable = token.isascii() and token.isprintable() and " " not in token
     if len(token) < MIN_TOKEN_CHARS or not usable:
@@ -94,16 +100,37 @@ def read_token(path: str, at: str) -> str:
     return token
 
 
-def _listening(cert_file: str, key_file: str, ca_file: str, at: str) -> ssl.SSLContext:
+def _server(tls: HttpTlsConfig, ca_file: str, at: str) -> _Loaded | None:
     """With `ca_file`, clients must present a certificate that it signed."""
-    _read_pair(cert_file, key_file, at)
+    if not tls.cert_file:
+        return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(cert_file, key_file)
     if ca_file:
-        context.load_verify_locations(cadata=_read_ca(ca_file, f"{at}.ca_file").decode("ascii"))
         context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    return _load(context, tls.cert_file, tls.key_file, ca_file, at)
+
+
+def _load(context: ssl.SSLContext, cert_file: str, key_file: str, ca_file: str, at: str) -> _Loaded:
+    """Check the files that are named, and load them into `context`."""
+    ca, key, chain = None, b"", b""
+    if ca_file:
+        ca, known = _read_certificates(ca_file, f"{at}.ca_file")
+        context.load_verify_locations(cadata=ca.decode("ascii"))
+        if not context.get_ca_certs():
+            refuse(f"{at}.ca_file", f"{ca_file} holds no CA certificate")
+        _check_dates(max(known, key=lambda x: x.not_valid_after_utc), ca_file, f"{at}.ca_file")
+    if cert_file:
+        chain, known = _read_certificates(cert_file, f"{at}.cert_file")
+        _check_dates(known[0], cert_file, f"{at}.cert_file")
+        key = _read(key_file, f"{at}.key_file")
+        try:
+            context.load_cert_chain(cert_file, key_file, password=lambda: "")
+        except ssl.SSLError as error:
+            wrong = "is not a private key in PEM, or is encrypted"
+            if "MISMATCH" in (error.reason or ""):
+                wrong = f"is not the key of {cert_file}"
+            refuse(f"{at}.key_file", f"{key_file} {wrong}")
+    return _Loaded(context, ca, key, chain)
 
 
 def _read(path: str, at: str) -> bytes:
@@ -113,44 +140,15 @@ def _read(path: str, at: str) -> bytes:
         refuse(at, f"cannot read {path}: {error.strerror or error}")
 
 
-def _read_pair(cert_file: str, key_file: str, at: str) -> tuple[bytes, bytes]:
-    """Return the certificate chain and its private key."""
-    chain, key = _read(cert_file, f"{at}.cert_file"), _read(key_file, f"{at}.key_file")
-    certificate = _certificates(chain, cert_file, f"{at}.cert_file")[0]
-    now = datetime.now(UTC)
-    if certificate.not_valid_after_utc < now:
-        end = certificate.not_valid_after_utc
-        refuse(f"{at}.cert_file", f"{cert_file}: certificate has expired ({end:%F})")
-    if certificate.not_valid_before_utc > now:
-        begin = certificate.not_valid_before_utc
-        refuse(f"{at}.cert_file", f"{cert_file}: certificate is not valid before {begin:%F}")
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            cert_file, key_file, password=lambda: ""
-        )
-    except ssl.SSLError as error:
-        wrong = "is not a private key in PEM, or is encrypted"
-        if "MISMATCH" in (error.reason or ""):
-            wrong = f"is not the key of {cert_file}"
-        refuse(f"{at}.key_file", f"{key_file} {wrong}")
-    return chain, key
-
-
-def _read_ca(path: str, at: str) -> bytes:
-    """Return CA certificates in PEM, of which at least one has not expired."""
+def _read_certificates(path: str, at: str) -> tuple[bytes, list[x509.Certificate]]:
     text = _read(path, at)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    ends = [x.not_valid_after_utc for x in _certificates(text, path, at)]
-    context.load_verify_locations(cadata=text.decode("ascii"))
-    if not context.get_ca_certs():
-        refuse(at, f"{path} holds no CA certificate")
-    if max(ends) < datetime.now(UTC):
-        refuse(at, f"{path}: certificate has expired ({max(ends):%F})")
-    return text
-
-
-def _certificates(text: bytes, path: str, at: str) -> list[x509.Certificate]:
     try:
-        return x509.load_pem_x509_certificates(text)
+        return text, x509.load_pem_x509_certificates(text)
     except ValueError:
         refuse(at, f"{path} is not a certificate in PEM")
+
+
+def _check_dates(certificate: x509.Certificate, path: str, at: str) -> None:
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not begin <= datetime.now(UTC) <= end:
+        refuse(at, f"{path}: certificate has expired, or is not valid yet ({begin:%F} to {end:%F})")

@@ -34,7 +34,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
-    __slots__ = ("addresses", "compatibility", "layout", "transports", "sequential")
+    __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff")
     class LayoutEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -46,13 +46,13 @@ class KvEndpoint(_message.Message):
     COMPATIBILITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
-    SEQUENTIAL_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     compatibility: str
     layout: _containers.ScalarMap[str, str]
     transports: _containers.RepeatedScalarFieldContainer[str]
-    sequential: bool
-    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., sequential: _Optional[bool] = ...) -> None: ...
+    handoff: str
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., compatibility: _Optional[str] = ..., layout: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Iterable[str]] = ..., handoff: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("worker_id", "instance_id", "role", "model", "address", "kv", "block_size", "total_blocks", "max_num_seqs", "pid", "engine", "settings", "debug_address", "session_address")
@@ -462,18 +462,14 @@ class StepMoments(_message.Message):
     def __init__(self, prefill: _Optional[_Union[Moments, _Mapping]] = ..., decode: _Optional[_Union[Moments, _Mapping]] = ...) -> None: ...
 
 class Moments(_message.Message):
-    __slots__ = ("steps", "end", "xx", "xy", "yy")
+    __slots__ = ("steps", "end", "sums")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
-    XX_FIELD_NUMBER: _ClassVar[int]
-    XY_FIELD_NUMBER: _ClassVar[int]
-    YY_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
     steps: float
     end: int
-    xx: _containers.RepeatedScalarFieldContainer[float]
-    xy: _containers.RepeatedScalarFieldContainer[float]
-    yy: float
-    def __init__(self, steps: _Optional[float] = ..., end: _Optional[int] = ..., xx: _Optional[_Iterable[float]] = ..., xy: _Optional[_Iterable[float]] = ..., yy: _Optional[float] = ...) -> None: ...
+    sums: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, steps: _Optional[float] = ..., end: _Optional[int] = ..., sums: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PlainTokens(_message.Message):
     __slots__ = ("stream_ids", "token_ids", "texts")

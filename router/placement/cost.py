@@ -26,7 +26,6 @@ from pdserve.step_moments import (
     DECODE_KV_TOKENS,
     DECODE_REQS,
     FEATURES,
-    PAIRS,
     PREFILL_PAIRS,
     PREFILL_TOKENS,
     StepMoments,
@@ -144,12 +143,10 @@ def fit_steps(own: StepMoments, pool: StepMoments, chunk_tokens: int = 0) -> Ste
     """Fit a worker's steps. Those of `pool`, all workers of the model, stand for a kind of step of
     which the worker measured too few."""
     prefill, decode = _enough(own.prefill, pool.prefill), _enough(own.decode, pool.decode)
-    sums = total((prefill, decode))
-    matrix = np.zeros((FEATURES, FEATURES))
-    for (i, j), value in zip(PAIRS, sums.xx, strict=True):
-        matrix[i, j] = matrix[j, i] = value
-    found = fit_costs(matrix, np.array(sums.xy)).tolist()
-    return StepModel(tuple(found), prefill.steps, decode.steps, sums.end, chunk_tokens)
+    both = total((prefill, decode))
+    sums = np.array(both.sums).reshape(FEATURES + 1, -1)
+    found = fit_costs(sums[:FEATURES, :FEATURES], sums[:FEATURES, FEATURES]).tolist()
+    return StepModel(tuple(found), prefill.steps, decode.steps, both.end, chunk_tokens)
 
 
 def _enough(own: Moments, pool: Moments) -> Moments:
@@ -157,7 +154,7 @@ def _enough(own: Moments, pool: Moments) -> Moments:
 
 
 def fit_costs(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:
-    """Return the non-negative least-squares solution for the moments `xx` and `xy`. The most
+    """Return the non-negative least-squares solution for the sums `xx` and `xy`. The most
     negative coefficient is removed until there is none."""
     found = np.zeros(len(xy))
     active = np.flatnonzero(np.diag(xx) > 1e-12)

@@ -39,21 +39,9 @@ def refusal(**changes: Any) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("host", "exposed"),
-    [
-        ("127.0.0.1", False),
-        ("127.9.9.9", False),
-        ("::1", False),
-        ("localhost", False),
-        ("0.0.0.0", True),
-        ("::", True),
-        ("10.0.0.1", True),
-        ("some.host", True),
-    ],
-)
-def test_what_others_can_reach(host: str, exposed: bool) -> None:
-    assert is_exposed(host) is exposed
+def test_what_others_can_reach() -> None:
+    assert not any(map(is_exposed, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
+    assert all(map(is_exposed, ("0.0.0.0", "::", "10.0.0.1", "some.host")))
 
 
 def test_loopback_may_be_open_and_what_is_closed_may_be_anywhere() -> None:

@@ -55,21 +55,10 @@ def test_vocabulary_and_end_token_agree_everywhere() -> None:
     assert config["pad_token_id"] == raw.token_to_id("<|pad|>")
 
 
-@pytest.mark.parametrize("text", ["  two  spaces\n\tand a tab ", "café à 4 €", "🚀👩‍🚀 你好", ""])
-def test_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    assert tokenizer.decode(ids) == text
-
-
 def test_chat_template_renders_messages(tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
-
-
-def test_chat_template_refuses_an_unknown_role(tokenizer: Any) -> None:
-    with pytest.raises(Exception, match="role must be system, user or assistant"):
-        tokenizer.apply_chat_template([{"role": "oracle", "content": "?"}], tokenize=False)
 
 
 @pytest.mark.parametrize(

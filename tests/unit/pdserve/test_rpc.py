@@ -84,17 +84,6 @@ async def test_an_error_arrives_as_what_it_was(error: PdserveError) -> None:
     assert vars(arrived) == vars(error)
 
 
-async def test_the_status_can_be_another_than_the_error_has() -> None:
-    async def refuse(request: bytes, context: Context) -> bytes:
-        status = grpc.StatusCode.FAILED_PRECONDITION
-        await rpc.abort(context, InvalidRequest("no"), status=status)
-
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(refuse)
-    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert type(rpc.error_from_rpc(caught.value)) is InvalidRequest
-
-
 @pytest.mark.parametrize(
     ("status", "metadata", "expected"),
     [

@@ -44,6 +44,10 @@ def fast_tokenizer() -> FastTokenizer:
     return fast
 
 
+def text_of(tokenizer: Tokenizer, token_ids: tuple[int, ...]) -> str:
+    return tokenizer._fast.decode(list(token_ids), skip_special_tokens=False)
+
+
 def write(directory: Path, config: Mapping[str, Any], fast: FastTokenizer | None = None) -> Path:
     (fast or fast_tokenizer()).save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
@@ -62,14 +66,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text)
     assert token_ids[0] == 0
-    assert all(0 <= x < tokenizer.vocab_size for x in token_ids)
-    assert tokenizer.decode(token_ids) == text
-
-
-def test_facts_of_the_files(tokenizer: Tokenizer) -> None:
-    assert tokenizer.eos_token_id == 1
-    assert tokenizer.vocab_size == fast_tokenizer().get_vocab_size()
-    assert tokenizer.has_chat_template
+    assert text_of(tokenizer, token_ids[1:]) == text
 
 
 def test_special_tokens_of_a_template_are_not_added_twice(tokenizer: Tokenizer) -> None:
@@ -77,11 +74,7 @@ def test_special_tokens_of_a_template_are_not_added_twice(tokenizer: Tokenizer) 
     assert rendered == "<s>[user]hi</s>[assistant]"
     token_ids = tokenizer.encode_chat(HI)
     assert token_ids.count(0) == 1
-    assert tokenizer.decode(token_ids, skip_special_tokens=False) == rendered
-
-
-def test_generation_prompt_can_be_left_out(tokenizer: Tokenizer) -> None:
-    assert tokenizer.render_chat(HI, add_generation_prompt=False) == "<s>[user]hi</s>"
+    assert text_of(tokenizer, token_ids) == rendered
 
 
 def test_saved_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> None:
@@ -89,7 +82,7 @@ def test_saved_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> No
     fast.enable_truncation(4)
     fast.enable_padding(length=64)
     tokenizer = Tokenizer.load(write(tmp_path, CONFIG, fast))
-    assert tokenizer.decode(tokenizer.encode("a long enough text")) == "a long enough text"
+    assert text_of(tokenizer, tokenizer.encode("a long enough text")) == f"{BOS}a long enough text"
     assert tokenizer.encode("a") == (0, *tokenizer.encode("a", add_special_tokens=False))
 
 
@@ -180,8 +173,6 @@ def test_where_the_template_is_taken_from(
 @pytest.mark.parametrize("config", [{}, {"chat_template": [{"name": "rag", "template": "r"}]}])
 def test_without_a_template_a_chat_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     tokenizer = Tokenizer.load(write(tmp_path, config))
-    assert not tokenizer.has_chat_template
-    assert tokenizer.eos_token_id is None
     with pytest.raises(InvalidRequest, match="no chat template") as caught:
         tokenizer.encode_chat(HI)
     assert caught.value.field == "messages"

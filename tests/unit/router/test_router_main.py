@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pdserve import rpc
 from pdserve.client import Client
 from pdserve.config import RouterConfig
-from pdserve.errors import ConfigError, RequestTooLarge, Unavailable
+from pdserve.errors import ConfigError, Unavailable
 from pdserve.http_server import bind
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import RegistryStub
@@ -87,7 +87,7 @@ async def test_message_over_the_limit_is_refused_and_hurts_no_other() -> None:
             call = channel.unary_stream("/pdserve.v1.Generation/Generate")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 _ = [message async for message in call(b"x" * 5000)]
-            assert caught.value.code() is RequestTooLarge.grpc_status
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await client.list_models() == []
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from pdserve import framing, wire
 from pdserve.errors import InvalidRequest, Unavailable
+from pdserve.step_moments import FEATURES
 from pdserve.types import ErrorInfo, FinishReason, Role
 from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import worker_pb2 as w
@@ -89,7 +90,9 @@ class TestStreams:
                 steps = moments_from_pb(second.frames[0].steps)
             assert steps.prefill.steps == pytest.approx(1, rel=0.5)
             assert steps.decode.steps > 0
-            assert steps.decode.xy[0] * timing.step_s == pytest.approx(steps.decode.steps, rel=0.01)
+            assert steps.decode.sums[FEATURES] * timing.step_s == pytest.approx(
+                steps.decode.steps, rel=0.01
+            )
 
     async def test_one_frame_a_step_carries_all_streams_of_a_router(self) -> None:
         async with a_worker() as server, RouterSide(server) as router:
