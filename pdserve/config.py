@@ -207,13 +207,11 @@ class RolesConfig(_Section, frozen=True):
     auto: Change roles by load. Otherwise only `pdserve role` does. Enable it on one router only.
     window_s: Loads are averaged over this time. Another split must be better for as long.
     cooldown_s: Pause after a role change, and after workers came or left.
-    min_load: Change nothing while both phases are loaded less.
     """
 
     auto: bool = False
     window_s: Duration = 30.0
     cooldown_s: Seconds = 60.0
-    min_load: Annotated[float, Meta(ge=0, le=100)] = 0.7
 
 
 class HealthConfig(_Section, frozen=True):
@@ -238,12 +236,10 @@ class RetryConfig(_Section, frozen=True):
     max_retries: Retries of one request.
     tokens_per_s: Retry budget of a model: prompt and output tokens computed again a second, on
         average. Requests beyond it fail with 503. 0: no limit.
-    burst_s: Seconds of the budget usable at once.
     """
 
     max_retries: Annotated[int, Meta(ge=0, le=1000)] = 16
     tokens_per_s: Amount = 20000.0
-    burst_s: Duration = 30.0
 
 
 class RouterConfig(_Section, frozen=True):
@@ -256,8 +252,6 @@ class RouterConfig(_Section, frozen=True):
     grpc_host: Address of the gRPC listener, for clients and workers.
     grpc_port: Port of the gRPC listener; 0 takes a free one.
     policy: How workers are chosen for a request.
-    prefix_max_blocks: Capacity of the prefix index in KV blocks, about 100 bytes each. 0: none.
-    decision_log_size: Requests whose placement `pdserve explain` shows.
     max_running_requests: Requests running on workers at a time.
     max_queued_requests: Requests that may wait. More are rejected with 429.
     queue_timeout_s: How long a request waits while no worker of a role is ready. Then 503.
@@ -288,8 +282,6 @@ class RouterConfig(_Section, frozen=True):
         "round_robin",
         "slo_aware",
     ] = "slo_aware"
-    prefix_max_blocks: Count = 2_000_000
-    decision_log_size: Count = 1024
     max_running_requests: Positive = 256
     max_queued_requests: Count = 1024
     queue_timeout_s: Seconds = 30.0

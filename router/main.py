@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 GRPC_STOP_S = 1.0
 # Prompts that a worker is given ahead: so many chunks, or one longer prompt.
+PREFIX_BLOCKS = 2_000_000  # of the prefix index, about 100 bytes each
+DECISIONS_KEPT = 1024  # requests whose placement `pdserve explain` shows
 PREFILL_CHUNKS_AHEAD = 2
 MAX_CONNECTIONS = 16_384
 _SERVICES = (
@@ -91,7 +93,7 @@ def make_services(
         log=decisions,
         prefill_chunks_ahead=PREFILL_CHUNKS_AHEAD,
     )
-    budget = RetryBudget(config.retry.tokens_per_s, config.retry.burst_s)
+    budget = RetryBudget(config.retry.tokens_per_s)
     return Services(
         fleet, admission, placer, costs, metrics, budget, config.retry, config.queue_timeout_s
     )
@@ -125,7 +127,7 @@ class RouterServer:
 
         # The fleet.
         self.metrics = metrics = RouterMetrics()
-        watcher = PrefixWatcher(config.prefix_max_blocks) if config.prefix_max_blocks else None
+        watcher = PrefixWatcher(PREFIX_BLOCKS)
         self.fleet = fleet = await enter(
             Fleet(
                 router_id=router_id,
@@ -140,7 +142,7 @@ class RouterServer:
         await enter(background("health-checks", checks.run))
 
         # The request path.
-        decisions = DecisionLog(config.decision_log_size)
+        decisions = DecisionLog(DECISIONS_KEPT)
         services = make_services(config, fleet, metrics, decisions, watcher)
         costs, admission = services.costs, services.admission
         tracing = open_tracing(config.otlp_endpoint, service="pdserve-router", instance=router_id)

@@ -133,6 +133,9 @@ class RetryPolicy:
         self._from_tokens = tokens
 
 
+BURST_S = 30.0  # of the retry budget, usable at once
+
+
 class RetryBudget:
     """Token bucket for each model: prompt and answer tokens that retries compute again.
 
@@ -141,7 +144,7 @@ class RetryBudget:
     refused forever. A rate of 0 disables the limit. Times are in seconds on the caller's clock.
     """
 
-    def __init__(self, tokens_per_s: float, burst_s: float) -> None:
+    def __init__(self, tokens_per_s: float, burst_s: float = BURST_S) -> None:
         self._rate = tokens_per_s
         self._burst_s = burst_s
         self._buckets: dict[str, TokenBucket] = {}

@@ -3,7 +3,7 @@
 Loads are in workers: a need of 1.5 keeps one and a half busy. A split's load is that of its busier
 phase, need over workers; the wanted split has the lowest. One worker at a time changes its role, if
 
-* the load of the busier phase is over `min_load` and falls by MIN_IMPROVEMENT,
+* the load of the busier phase is over MIN_LOAD and falls by MIN_IMPROVEMENT,
 * that held for a window, of loads averaged over about a window, and
 * for a cooldown no workers came, left or changed their role, and no role change failed.
 """
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIN_LOAD = 0.7
 MIN_IMPROVEMENT = 0.15
 # Workers that come or go, by this share of a role's workers, start a new cooldown.
 CHANGED = 0.1
@@ -118,7 +119,7 @@ class RoleState:
         loads = self._average(now_loads, now, config.window_s)
         best, role = loads.best(), None
         is_better = best.highest <= loads.highest * (1.0 - MIN_IMPROVEMENT)
-        if loads.highest > config.min_load and is_better and best != loads:
+        if loads.highest > MIN_LOAD and is_better and best != loads:
             more_prefill = best.prefill_workers > loads.prefill_workers
             role = Role.PREFILL if more_prefill else Role.DECODE
         if role is not self.wanted:

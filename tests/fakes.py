@@ -389,7 +389,7 @@ async def running_stack(
             Placer(fleet, least_loaded, log=decisions, prefill_chunks_ahead=prefill_chunks_ahead),
             costs,
             metrics,
-            RetryBudget(retry.tokens_per_s, retry.burst_s),
+            RetryBudget(retry.tokens_per_s),
             retry,
             queue_timeout_s,
         )

@@ -181,7 +181,7 @@ class TestFaults:
 
     async def test_a_storm_of_failures_ends_with_clean_errors(self) -> None:
         """Every transfer fails; what may be computed again is a few requests' worth."""
-        retry = RetryConfig(tokens_per_s=1.0, burst_s=5.0 * len(PROMPT))
+        retry = RetryConfig(tokens_per_s=len(PROMPT) / 6)
         router = {"retry": retry, "health": HealthConfig(stall_s=WAIT_S, eject_pair_s=0.0)}
         async with Cluster(prefill=2, decode=2, router=router) as cluster:
             for name in ("prefill-0", "prefill-1"):

@@ -17,6 +17,7 @@ import pytest
 from pdserve.config import HealthConfig
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
+from router import main
 from router.fleet import registry
 from router.placement import cost
 from tests.cluster import LEASE_S, Cluster
@@ -39,10 +40,10 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     monkeypatch.setattr(registry, "FORGET_AFTER_S", 0.0)
     monkeypatch.setattr(cost, "REFIT_S", 0.0)
     monkeypatch.setattr(cost, "MAX_PAIRS", KEPT)
+    monkeypatch.setattr(main, "DECISIONS_KEPT", KEPT)
+    monkeypatch.setattr(main, "PREFIX_BLOCKS", 64)
     router: dict[str, Any] = {
         "policy": "slo_aware",
-        "decision_log_size": KEPT,
-        "prefix_max_blocks": 64,
         "health": HealthConfig(stall_s=LEASE_S),
     }
     engine_args: dict[str, object] = {"prefix_cache": True, "total_blocks": 512}

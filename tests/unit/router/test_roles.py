@@ -18,6 +18,7 @@ from pdserve.types import Role, WorkerLoad
 from router.placement.cost import RequestMeans, StepModel, fit_steps
 from router.roles import (
     MIN_IMPROVEMENT,
+    MIN_LOAD,
     Loads,
     RoleState,
     loads_of,
@@ -104,7 +105,7 @@ def test_a_constant_load_is_followed_once_and_left_alone(
     # What is left to gain is less than what is asked, give or take what noise can hide.
     loads = Loads(service.prefill, service.decode, *need)
     enough = loads.highest * (1 - MIN_IMPROVEMENT - 0.1)
-    assert loads.highest <= CONFIG.min_load * 1.1 or loads.best().highest >= enough
+    assert loads.highest <= MIN_LOAD * 1.1 or loads.best().highest >= enough
     begun = len(service.changes)
     service.run(300.0, constant(*need))
     assert len(service.changes) <= begun + 1
