@@ -19,7 +19,6 @@ from pdserve.v1 import common_pb2
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Sequence
 
 ERROR_METADATA_KEY = "pdserve-error-bin"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -111,13 +110,11 @@ open_channel = PLAIN.open_channel
 
 
 def make_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-    *,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    guard: grpc.aio.ServerInterceptor | None = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Server:
     """Return a server without ports or services, which the caller starts and stops."""
     return grpc.aio.server(
-        interceptors=list(interceptors),
+        interceptors=[guard] if guard else [],
         options=server_options(max_message_bytes=max_message_bytes),
     )
 

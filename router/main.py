@@ -16,7 +16,7 @@ from pdserve import rpc
 from pdserve.errors import ConfigError
 from pdserve.http_server import HttpServer, bind, connection_limit
 from pdserve.metrics import watch_tasks
-from pdserve.security.roles import Party, guards
+from pdserve.security.roles import Party, make_guard
 from pdserve.security.tls import dialer, http_context, server_credentials
 from pdserve.telemetry import open_tracing
 from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
@@ -180,7 +180,7 @@ class RouterServer:
         config = self._config
         host, access = config.grpc_host, config.access
         server = rpc.make_server(
-            guards(access, shared_with=Party.WORKER), max_message_bytes=config.max_body_bytes
+            make_guard(access, shared_with=Party.WORKER), max_message_bytes=config.max_body_bytes
         )
         add_GenerationServicer_to_server(generation, server)
         add_RegistryServicer_to_server(registry, server)

@@ -104,7 +104,7 @@ class WorkerServer(WorkerServicer):
         stack.push_async_callback(self.service.close)
         engine = await self.service.start()
         session_address = await self._listen_for_sessions()
-        server = rpc.make_server(() if self._guard is None else (self._guard,))
+        server = rpc.make_server(self._guard)
         credentials = server_credentials(config.access.tls)
         try:
             port = rpc.listen(server, _join(config.host, config.port), credentials)

@@ -150,9 +150,3 @@ def make_guard(access: AccessConfig, *, shared_with: Party) -> Guard | None:
     file = access.worker_token_file
     token = read_token(file) if file else ""
     return Guard(token, access.admin_keys, shared_with)
-
-
-def guards(access: AccessConfig, *, shared_with: Party) -> tuple[Guard, ...]:
-    """Return the guard of a server as interceptors for gRPC. Raises ConfigError."""
-    guard = make_guard(access, shared_with=shared_with)
-    return () if guard is None else (guard,)
