@@ -175,7 +175,7 @@ class WorkerServer(WorkerServicer):
         """Take requests again. Raises Unavailable if the worker is to stop."""
         if self._is_stopping:
             raise Unavailable("this worker is stopping")
-        self.service.end_drain()
+        await self.service.end_drain()
         await self._report_health(is_serving=True)
 
     async def _report_health(self, *, is_serving: bool) -> None:

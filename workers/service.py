@@ -348,12 +348,13 @@ class WorkerService:
         was_open, self._is_draining = not self.is_draining, True
         return await self._empty(timeout_s, "this worker is draining", announce=was_open)
 
-    def end_drain(self) -> None:
-        """Take new requests again. Raises Unavailable if the engine died or the worker closes."""
+    async def end_drain(self) -> None:
+        """Take new requests again. Return when the routers know it, so that another worker can be
+        drained next. Raises Unavailable if the engine died or the worker closes."""
         if self._is_closing or self.failed.done():
             raise Unavailable("this worker is stopping")
         self._is_draining = False
-        self._routers.renew()
+        await self._routers.renewed()
 
     async def change_role(self, role: Role, drain_timeout_s: float) -> int:
         """Empty the worker, then register in the other role, in state PROVING. Return how many

@@ -61,7 +61,7 @@ async def test_what_runs_goes_on_elsewhere_and_the_worker_can_be_given_work_agai
         assert await command(cluster, "drain", idle) == 1
         assert f"without worker {idle}: no decode worker" in capsys.readouterr().err
         assert await command(cluster, "drain", busy, "--undo") == 0
-        await cluster.until_ready()
+        assert (await cluster.entries())[busy].state == "ready"
         assert await command(cluster, "drain", "nobody") == 1
         assert "no worker nobody is registered" in capsys.readouterr().err
 
