@@ -63,15 +63,12 @@ _LOAD: Final[tuple[_Option, ...]] = (
     ("--tokens-out", "N", _count, 200, "mean, with --tokens-in"),
     *_SHAPE,
     ("--rate:rate_per_s", "R", _positive, 4.0, "requests/s"),
-    ("--users", "N", _count, 0, "who wait for their answers, instead of a rate"),
-    ("--think-time:think_s", "S", _positive, 0.0, "between their requests"),
     ("--requests", "N", _count, 400, "to send"),
     ("--max-num-seqs", "N", _count, 64, "requests that a worker runs at once"),
     ("--blocks:total_blocks", "N", _count, 8192, "of KV in a worker"),
     ("--slo-ttft", "MS", _positive, 1000.0, "limit"),
     ("--slo-tpot", "MS", _positive, 100.0, "limit"),
-    ("--costs", "FILE", Path, None, "step costs, as --calibrate writes them"),
-    ("--calibrate", "FILE", Path, None, "measure the step costs of --model here, and write them"),
+    ("--costs", "FILE", Path, None, "step_s, prefill_s, decode_s, transfer_s as JSON, in seconds"),
     _SEED,
     _JSON,
 )
@@ -101,7 +98,7 @@ _OPTIONS: Final[Mapping[str, tuple[_Option, ...]]] = {
     "compare": (
         (
             *("--arms --variants", "V,...", str, None),
-            "1P1D, 2A, name=2A, nixl (vLLM's own P/D), ... (default: 1P1D,2A)",
+            "1P1D, 2A, name=2A, ... (default: 1P1D,2A)",
         ),
         ("--arm --variant:endpoints", "NAME=URL", "+", (), "a running OpenAI endpoint"),
         (
@@ -194,8 +191,8 @@ _ABOUT: Final = {
 }
 _KEYS: Final[Mapping[str, Mapping[str, str]]] = {
     "compare": {"--model": "worker.model", "--engine": "worker.engine"},
-    "simulate": {"--policy": "router.policy", "--model": "worker.model"},
-    "plan": {"--policy": "router.policy", "--model": "worker.model"},
+    "simulate": {"--policy": "router.policy"},
+    "plan": {"--policy": "router.policy"},
 }
 
 

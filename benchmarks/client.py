@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -69,25 +68,26 @@ class Request:
 
 
 class Target:
-    """An endpoint that continues a prompt of token ids. With several addresses, such as those of a
-    service's routers, each request goes to the next."""
+    """An endpoint that continues a prompt of token ids."""
 
     kind: ClassVar[str]
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self.address = ",".join(addresses)
-        self._addresses = addresses
-        self._next = itertools.cycle(addresses)
+    def __init__(self, address: str) -> None:
+        self.address = address
 
     async def model(self, name: str | None = None) -> ServedModel:
         """Return the model called `name`, or the only one. Raises BenchError if there is none."""
-        found = [_pick(await self._models(address), name) for address in self._addresses]
-        for address, model in zip(self._addresses, found, strict=True):
-            if model != found[0]:
-                raise BenchError(f"{address} serves {model}, not {found[0]} as the others")
-        return found[0]
+        models = {model.name: model for model in await self._models()}
+        if name is None and len(models) == 1:
+            return next(iter(models.values()))
+        served = f"served: {', '.join(models) or 'none'}"
+        if name is None:
+            raise BenchError(f"choose a model with --model; {served}")
+        if name not in models:
+            raise BenchError(f"--model {name!r} is not served there; {served}")
+        return models[name]
 
-    async def _models(self, address: str) -> list[ServedModel]:
+    async def _models(self) -> list[ServedModel]:
         raise NotImplementedError
 
     def prepare(
@@ -110,15 +110,16 @@ def exactly(tokens: int) -> SamplingParams:
 
 
 class HttpTarget(Target):
-    """An OpenAI-compatible server. Must be created inside a running loop.
-
-    `urls` may be several, separated by commas. `tls` is what aiohttp takes.
-    """
+    """An OpenAI-compatible server. Must be created inside a running loop. `tls` is what aiohttp
+    takes."""
 
     kind = "http"
 
-    def __init__(self, urls: str, api_key: str = "", tls: ssl.SSLContext | bool = True) -> None:
-        super().__init__([base_url(url) for url in urls.split(",")])
+    def __init__(self, url: str, api_key: str = "", tls: ssl.SSLContext | bool = True) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
+            raise BenchError(f"--url {url!r} is not like http://127.0.0.1:8000")
+        super().__init__(url.rstrip("/").removesuffix("/v1"))
         self._session = aiohttp.ClientSession(
             # A limit on connections would turn the open loop into a closed one.
             connector=aiohttp.TCPConnector(limit=0, ssl=tls),
@@ -126,8 +127,8 @@ class HttpTarget(Target):
             headers={"Content-Type": "application/json", **dict(rpc.authorization(api_key))},
         )
 
-    async def _models(self, address: str) -> list[ServedModel]:
-        url = f"{address}/v1/models"
+    async def _models(self) -> list[ServedModel]:
+        url = f"{self.address}/v1/models"
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S), self._session.get(url) as response:
                 response.raise_for_status()
@@ -152,9 +153,7 @@ class HttpTarget(Target):
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         try:
             async with self._session.post(
-                next(self._next) + request.path,
-                data=request.body,
-                headers=request.headers,
+                self.address + request.path, data=request.body, headers=request.headers
             ) as response:
                 if response.status != 200:
                     raw = await response.content.read(_ERROR_BODY_BYTES)
@@ -250,41 +249,31 @@ def _refusal(what: str, raw: bytes) -> TargetError:
 class GrpcTarget(Target):
     """pdserve's `Generation` service. Must be created inside a running loop.
 
-    `addresses` may be several, separated by commas. An answer that breaks off continues at another
-    of them, if one is there within `patience_s`.
+    With several addresses, separated by commas, an answer whose router is lost continues at the
+    next one.
     """
 
     kind = "grpc"
 
-    def __init__(
-        self,
-        addresses: str,
-        dialer: rpc.Dialer = rpc.PLAIN,
-        api_key: str = "",
-        *,
-        patience_s: float = 0.0,
-    ) -> None:
-        each = addresses.split(",")
-        super().__init__(each)
-        for address in each:
+    def __init__(self, addresses: str, dialer: rpc.Dialer = rpc.PLAIN, api_key: str = "") -> None:
+        super().__init__(addresses)
+        for address in addresses.split(","):
             if "/" in address or not address.rpartition(":")[2].isdecimal():
                 raise BenchError(f"--grpc {address!r} is not like 127.0.0.1:8001")
-        values: dict[str, Any] = {"dialer": dialer, "api_key": api_key, "patience_s": patience_s}
-        self._clients = {x: Client([x, *(y for y in each if y != x)], **values) for x in each}
+        self._client = Client(addresses.split(","), dialer=dialer, api_key=api_key)
 
-    async def _models(self, address: str) -> list[ServedModel]:
+    async def _models(self) -> list[ServedModel]:
         try:
-            cards = await self._clients[address].list_models(timeout_s=PROBE_TIMEOUT_S)
+            cards = await self._client.list_models(timeout_s=PROBE_TIMEOUT_S)
         except PdserveError as error:
             raise BenchError(
-                f"cannot list models at {address}: {error}; is pdserve's gRPC API there?"
+                f"cannot list models at {self.address}: {error}; is pdserve's gRPC API there?"
             ) from None
         return [ServedModel(x.name, x.max_model_len or None, x.vocab_size or None) for x in cards]
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
-        client = self._clients[next(self._next)]
         try:
-            async for delta in client.generate(
+            async for delta in self._client.generate(
                 request.body, request.sampling, model=request.model, request_id=request.request_id
             ):
                 yield piece_of(delta)
@@ -292,8 +281,7 @@ class GrpcTarget(Target):
             raise TargetError(f"{type(error).__name__}: {error}", error.code) from None
 
     async def aclose(self) -> None:
-        for client in self._clients.values():
-            await client.close()
+        await self._client.close()
 
 
 def piece_of(delta: Delta | AnswerDelta) -> Piece:
@@ -311,23 +299,3 @@ def piece_of(delta: Delta | AnswerDelta) -> Piece:
         usage=None if delta.usage is None else asdict(delta.usage),
         receipt=receipt,
     )
-
-
-def base_url(url: str) -> str:
-    """Remove a trailing slash and `/v1`. Raises BenchError if it is not an HTTP URL."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-        raise BenchError(f"--url {url!r} is not like http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def _pick(models: Sequence[ServedModel], name: str | None) -> ServedModel:
-    if name is None and len(models) == 1:
-        return models[0]
-    for model in models:
-        if model.name == name:
-            return model
-    names = ", ".join(model.name for model in models) or "none"
-    if name is None:
-        raise BenchError(f"choose a model with --model; served: {names}")
-    raise BenchError(f"--model {name!r} is not served there; served: {names}")

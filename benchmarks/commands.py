@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 from contextlib import aclosing
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +36,7 @@ from benchmarks.replay import (
 )
 from benchmarks.report.page import render_page
 from benchmarks.report.tables import Printer, render_compare, render_replay
-from benchmarks.simulate import Costs, Setup, calibrate, drawn_trace
+from benchmarks.simulate import Costs, Setup, drawn_trace
 from benchmarks.simulate import simulate as run_simulation
 from benchmarks.traces import load_trace
 from benchmarks.workload import Shape
@@ -210,16 +210,16 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[Variant]]:
         raise BenchError("--sweep needs --slo-ttft or --slo-tpot")
     if not args.rounds and not args.sweep:
         raise BenchError("--rounds 0 measures nothing without --sweep")
-    needs_http = any(variant.needs_http for variant in variants)
-    if needs_http and args.api == "grpc":
-        raise BenchError("--api grpc: a URL or nixl is measured over HTTP, so all must be")
+    has_endpoint = any(variant.url for variant in variants)
+    if has_endpoint and args.api == "grpc":
+        raise BenchError("--api grpc: an endpoint is measured over HTTP, so all must be")
     settings = _settings(
         CompareSettings,
         args,
         probes=args.sweep or 0,
         slo_s=slo_s,
         baseline=baseline,
-        api="http" if needs_http else args.api or "grpc",
+        api="http" if has_endpoint else args.api or "grpc",
         differ=tuple(x for x in args.differ.split(",") if x),
     )
     slo: dict[str, object] = {f"router.slo.{name}_s": x for name, x in slo_s.items()}
@@ -281,20 +281,12 @@ def chaos(args: argparse.Namespace) -> int:
 # -- simulate and plan
 
 
-def _load_of(
-    args: argparse.Namespace, progress: Progress
-) -> tuple[Setup, RouterConfig, Trace, Shape]:
+def _load_of(args: argparse.Namespace) -> tuple[Setup, RouterConfig, Trace, Shape]:
     """Return setup, router configuration, trace and shape. Raises BenchError, ConfigError."""
     slo_s = _limits(args)
     common = {f"router.slo.{name}_s": limit for name, limit in slo_s.items()} | changes_from(args)
     config = load_config(args.config, {"router.max_running_requests": 1 << 20, **common})
     costs = Costs() if args.costs is None else Costs.read(args.costs)
-    if args.calibrate is not None:
-        one = {"up.prefill": 1, "up.decode": 1, "router.policy": "least_loaded"}
-        ports = {"router.http_port": 0, "router.grpc_port": 0, "router.slo.reject_factor": 0.0}
-        real = load_config(args.config, {**common, **one, **ports})
-        costs = run_async(calibrate(to_mapping(real), progress))
-        write_text(args.calibrate, json.dumps(asdict(costs), indent=1) + "\n")
     setup = _settings(Setup, args, costs=costs, slo_s=slo_s)
     if args.tokens_in is not None:
         size = {"requests": args.requests, "seed": args.seed}
@@ -305,8 +297,8 @@ def _load_of(
 
 
 def simulate(args: argparse.Namespace) -> int:
+    setup, config, trace, shape = _load_of(args)
     with Progress() as progress:
-        setup, config, trace, shape = _load_of(args, progress)
         progress.step("simulating")
         result = run_simulation(setup, config, trace, shape, progress)
     _print_replay(result, as_json=args.json)
@@ -314,8 +306,8 @@ def simulate(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
+    setup, config, trace, shape = _load_of(args)
     with Progress() as progress:
-        setup, config, trace, shape = _load_of(args, progress)
         planner = Planner(setup, config, trace, shape, args.target, args.price, progress)
         plans = planner.plans()
     if args.json:

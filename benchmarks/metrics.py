@@ -7,13 +7,11 @@ tpot          (last token - first token) / (tokens - 1); only for answers of 2 t
 tt2t          second token - first token: the cost of the hand-off, which TPOT averages away
 e2e           last token - sent
 e2e_sched     last token - scheduled
-icl           gaps between chunks, all requests pooled
-itl           gaps between tokens, pooled; only if every chunk held one token
+itl           gaps between chunks of a stream, all good requests pooled
 lag           sent - scheduled
 ============  ==================================================================================
 
-Percentiles are over requests that ended well. The `adjusted` ones count every other request as
-infinitely slow, so that failing fast does not look fast.
+A request that did not end well counts as infinitely slow, so that failing fast does not look fast.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.stats import Distribution, distribution
+from benchmarks.stats import Distribution, distribution, percentile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 LAG_LIMIT_S: Final = 0.05
 LAG_SHARE_OF_TTFT: Final = 0.05
 PHASES: Final = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s")
+WORKERS: Final = ("prefill_worker", "decode_worker")
 TOTALS: Final = ("transfer_bytes", "transfer_blocks", "cached_tokens")
 NEED_TWO_TOKENS: Final = frozenset({"tpot", "tt2t"})
 
@@ -79,25 +78,23 @@ class SloSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiptSummary:
-    """The servers' own reports. Phases in seconds; counts are of requests."""
+    """The servers' own reports. Phases in seconds; `counts` by field of the receipt: of requests by
+    worker, and of fallbacks."""
 
     receipts: int
     transferred: int
     phases: Mapping[str, Distribution]
     totals: Mapping[str, int]
-    prefill_workers: Mapping[str, int]
-    decode_workers: Mapping[str, int]
-    first_token_sources: Mapping[str, int]
-    fallbacks: Mapping[str, int]
+    counts: Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """The figures of a run. Times in seconds, rates per second.
 
-    `window_s` runs from the first due time to the last token. `latency` and `adjusted` hold None
-    for a metric that no request defines. `itl` is None, with the reason in `itl_omitted`, if some
-    chunk held several tokens. `degraded` says why the client's own lateness spoils the run.
+    `window_s` runs from the first due time to the last token. `latency` holds None for a metric
+    that no request defines. `itl_caution` says why gaps between chunks are not gaps between tokens,
+    `degraded` why the client's own lateness spoils the run.
     """
 
     requests: int
@@ -110,10 +107,8 @@ class Summary:
     input_tokens_per_s: float
     output_tokens_per_s: float
     latency: Mapping[str, Distribution | None]
-    adjusted: Mapping[str, Distribution | None]
-    icl: Distribution | None
     itl: Distribution | None
-    itl_omitted: str | None
+    itl_caution: str | None
     lag: Distribution | None
     degraded: str | None
     slo: SloSummary | None
@@ -130,20 +125,18 @@ def summarise(
     due = [record.scheduled_s for record in records]
     last = [record.chunk_s[-1] for record in records if record.chunk_s]
     window_s = max(last) - min(due) if last else 0.0
-    latency = {name: distribution(values_of(good, name)) for name in PER_REQUEST}
-    adjusted = {}
+    latency = {}
     for name in PER_REQUEST:
         missed = sum(name not in NEED_TWO_TOKENS or record.output_tokens > 1 for record in bad)
-        adjusted[name] = distribution(values_of(good, name) + [math.inf] * missed)
+        latency[name] = distribution(values_of(good, name) + [math.inf] * missed)
     lag = distribution([r.sent_s - r.scheduled_s for r in records if r.sent_s is not None])
-    itl_omitted = _itl_omitted(good)
-    icl = distribution([gap for _, gap in timed_gaps(good)])
     slo = None
     if slo_s:
         met = sum(_meets(record, slo_s) for record in good)
-        attainment = met / max(1, len(records))
         slo = SloSummary(
-            limits_s=dict(slo_s), attainment=attainment, goodput_per_s=_per_s(met, window_s)
+            limits_s=dict(slo_s),
+            attainment=met / max(1, len(records)),
+            goodput_per_s=_per_s(met, window_s),
         )
     return Summary(
         requests=len(records),
@@ -156,12 +149,10 @@ def summarise(
         input_tokens_per_s=_per_s(sum(record.input_tokens for record in good), window_s),
         output_tokens_per_s=_per_s(sum(record.output_tokens for record in good), window_s),
         latency=latency,
-        adjusted=adjusted,
-        icl=icl,
-        itl=icl if itl_omitted is None else None,
-        itl_omitted=itl_omitted,
+        itl=distribution([gap for _, gap in timed_gaps(good)]),
+        itl_caution=_itl_caution(good),
         lag=lag,
-        degraded=_degraded(lag, latency["ttft"]),
+        degraded=_degraded(lag, values_of(good, "ttft")),
         slo=slo,
         errors=dict(Counter(record.error or "" for record in bad)),
         receipts=_receipts([record.receipt for record in good if record.receipt]),
@@ -183,10 +174,9 @@ def _meets(record: RequestRecord, slo_s: Mapping[str, float]) -> bool:
     return True
 
 
-def receipt_number(receipt: Mapping[str, object] | None, name: str) -> float:
+def receipt_number(receipt: Mapping[str, Any] | None, name: str) -> float:
     """Return a number of a receipt, 0 if it lacks it."""
-    value = (receipt or {}).get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float((receipt or {}).get(name) or 0)
 
 
 def values_of(records: Iterable[RequestRecord], name: str) -> list[float]:
@@ -200,11 +190,10 @@ def timed_gaps(records: Iterable[RequestRecord]) -> list[tuple[float, float]]:
     return [(end, end - begun) for record in records for begun, end in pairwise(record.chunk_s)]
 
 
-def _itl_omitted(good: Sequence[RequestRecord]) -> str | None:
-    unknown = sum(record.chunk_tokens is None for record in good)
-    several = sum(max(record.chunk_tokens or (1,)) > 1 for record in good)
-    if unknown:
+def _itl_caution(good: Sequence[RequestRecord]) -> str | None:
+    if unknown := sum(record.chunk_tokens is None for record in good):
         return f"chunks of {unknown} requests do not tell how many tokens they hold"
+    several = sum(max(record.chunk_tokens or (1,)) > 1 for record in good)
     return f"{several} requests had chunks of several tokens" if several else None
 
 
@@ -212,8 +201,8 @@ def _per_s(amount: float, duration_s: float) -> float:
     return amount / duration_s if duration_s > 0 else 0.0
 
 
-def _degraded(lag: Distribution | None, ttft: Distribution | None) -> str | None:
-    limit_s = max(LAG_LIMIT_S, LAG_SHARE_OF_TTFT * ttft.p50 if ttft else 0.0)
+def _degraded(lag: Distribution | None, ttft_s: Sequence[float]) -> str | None:
+    limit_s = max(LAG_LIMIT_S, LAG_SHARE_OF_TTFT * percentile(ttft_s, 50) if ttft_s else 0.0)
     if lag is None or lag.p99 <= limit_s:
         return None
     return (
@@ -222,25 +211,16 @@ def _degraded(lag: Distribution | None, ttft: Distribution | None) -> str | None
     )
 
 
-def _receipts(receipts: Sequence[Mapping[str, object]]) -> ReceiptSummary | None:
+def _receipts(receipts: Sequence[Mapping[str, Any]]) -> ReceiptSummary | None:
     if not receipts:
         return None
-    phases = {
-        name: distribution([receipt_number(x, name) for x in receipts if name in x])
-        for name in PHASES
-    }
-    fallbacks = (x for receipt in receipts for x in receipt.get("fallbacks") or ())  # type: ignore[attr-defined]
+    phases = {name: distribution([x[name] for x in receipts if name in x]) for name in PHASES}
+    counts = {name: Counter(x[name] for x in receipts if x.get(name)) for name in WORKERS}
+    counts["fallbacks"] = Counter(step for x in receipts for step in x.get("fallbacks") or ())
     return ReceiptSummary(
         receipts=len(receipts),
         transferred=sum(receipt_number(x, "transfer_bytes") > 0 for x in receipts),
         phases={name: found for name, found in phases.items() if found is not None},
         totals={name: int(sum(receipt_number(x, name) for x in receipts)) for name in TOTALS},
-        prefill_workers=_tally(x.get("prefill_worker") for x in receipts),
-        decode_workers=_tally(x.get("decode_worker") for x in receipts),
-        first_token_sources=_tally(x.get("first_token_source") for x in receipts),
-        fallbacks=_tally(fallbacks),
+        counts={name: dict(sorted(found.items())) for name, found in counts.items()},
     )
-
-
-def _tally(values: Iterable[object]) -> dict[str, int]:
-    return dict(sorted(Counter(str(value) for value in values if value).items()))

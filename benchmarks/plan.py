@@ -64,16 +64,12 @@ class Planner:
     def plans(self) -> list[Plan]:
         """Return the smallest disaggregated and the smallest aggregated service that were found.
         Raises BenchError if a single request misses the SLOs."""
-        alone = replace(self.setup, prefill=1, decode=1, users=0, rate_per_s=0.01, requests=20)
+        alone = replace(self.setup, prefill=1, decode=1, rate_per_s=0.01, requests=20)
         if not self._passes(self._run(alone)):
             raise BenchError("a request alone in the service misses the SLOs: no number helps")
         prefill, decode = self._guess()
         scale = max(1, ceil((prefill + decode) / MOST_WORKERS))
-        small = replace(
-            self.setup,
-            rate_per_s=self.setup.rate_per_s / scale,
-            users=ceil(self.setup.users / scale),
-        )
+        small = replace(self.setup, rate_per_s=self.setup.rate_per_s / scale)
         first = replace(small, prefill=ceil(prefill / scale), decode=ceil(decode / scale))
         whole = replace(small, prefill=0, decode=0, aggregated=first.prefill + first.decode)
         return [self._search(start, scale) for start in (first, whole)]
@@ -84,9 +80,8 @@ class Planner:
         cut = shape_workload(self.trace, self.shape).cut
         answer_s = cut.mean_output * (costs.step_s + s.max_num_seqs * costs.decode_s)
         prefill_s = costs.step_s + cut.mean_input * costs.prefill_s
-        rate = s.users / (prefill_s + answer_s + s.think_s) if s.users else s.rate_per_s
-        prefill = rate * prefill_s / BUSY
-        decode = rate * answer_s / s.max_num_seqs / BUSY
+        prefill = s.rate_per_s * prefill_s / BUSY
+        decode = s.rate_per_s * answer_s / s.max_num_seqs / BUSY
         return max(1, ceil(prefill)), max(1, ceil(decode))
 
     def _search(self, setup: Setup, scale: int) -> Plan:
@@ -134,7 +129,7 @@ def _more(setup: Setup, summary: Summary) -> Setup:
     """Add a tenth, at least one, of the kind whose limit is missed most."""
 
     def excess(metric: str) -> float:
-        found, limit_s = summary.adjusted[metric], setup.slo_s.get(metric)
+        found, limit_s = summary.latency[metric], setup.slo_s.get(metric)
         return 0.0 if found is None or limit_s is None else found.p95 / limit_s
 
     kind = "decode" if excess("tpot") > excess("ttft") else "prefill"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.errors import TargetError
 
@@ -40,7 +40,7 @@ class RequestRecord:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    receipt: Mapping[str, object] | None = None
+    receipt: Mapping[str, Any] | None = None
 
     def add(self, piece: Piece, at_s: float) -> None:
         """Note a piece of the stream at its arrival."""

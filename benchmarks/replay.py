@@ -2,7 +2,7 @@
 
 Each request is sent when it is due, however late earlier answers are (open loop). A closed loop
 would hide every stall, because the requests that fall into it are never sent (coordinated
-omission). The simulator also has a closed loop, of users who wait for their answers.
+omission).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import platform
-import random
 import time
 from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
 from contextlib import suppress
@@ -47,18 +46,15 @@ T = TypeVar("T")
 class ReplaySettings:
     """What is sent and when.
 
-    `rate_per_s`, if given, sets `speedup` to reach that many requests a second on average. With
-    `users` the arrivals of the trace do not count: so many users send one request after the other
-    and think `think_s` on average in between. `model` and `vocab_size` are needed if the endpoint
-    does not tell them. `warmup` requests are sent one by one before the clock starts.
+    `rate_per_s`, if given, sets `speedup` to reach that many requests a second on average. `model`
+    and `vocab_size` are needed if the endpoint does not tell them. `warmup` requests are sent one
+    by one before the clock starts.
     """
 
     trace: str
     shape: Shape = field(default_factory=Shape)
     speedup: float = 1.0
     rate_per_s: float | None = None
-    users: int = 0
-    think_s: float = 0.0
     seed: int = 0
     warmup: int = 1
     drain_timeout_s: float = 300.0
@@ -148,7 +144,7 @@ async def run_replay(
         if record.status != "ok":
             raise WarmupFailed(f"warm-up request {number} failed: {record.error}")
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    progress.begin(len(measured))
+    progress.requests(len(measured))
     # The bodies live as long as the run: the collector need not look at them meanwhile.
     gc.collect()
     gc.freeze()
@@ -204,28 +200,10 @@ async def _send_all(
     """
 
     async def send(record: RequestRecord, request: Request) -> None:
-        progress.sent()
-        try:
-            await _follow(target, request, record, now)
-        finally:
-            progress.ended(is_ok=record.status == "ok")
-
-    todo, chance = iter(plan), random.Random(settings.seed)
-
-    async def user() -> None:
-        # Users do not start at the same moment.
-        await asyncio.sleep(chance.uniform(0.0, settings.think_s or 1.0))
-        for record, request in todo:
-            record.scheduled_s = round(now(), 6)
-            await send(record, request)
-            if settings.think_s:
-                await asyncio.sleep(chance.expovariate(1 / settings.think_s))
+        await _follow(target, request, record, now)
+        progress.ended(is_ok=record.status == "ok")
 
     async with asyncio.TaskGroup() as group:
-        if settings.users:
-            for _ in range(settings.users):
-                group.create_task(user())
-            return
         tasks = []
         for record, request in plan:
             await asyncio.sleep(0)

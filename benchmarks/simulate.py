@@ -2,7 +2,7 @@
 
 Nothing of the router or of the workers is modelled a second time. The loop does not sleep: when no
 task can run, its clock jumps to the next timer. Router and workers share one process. The cost of
-an engine step is linear in its prompt tokens and its decoding requests; `calibrate` measures it.
+an engine step is linear in its prompt tokens and its decoding requests.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ import itertools
 import random
 import selectors
 import socket
-import tempfile
-import time
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.client import GrpcTarget, ServedModel, Target, exactly, piece_of
+from benchmarks.client import ServedModel, Target, piece_of
 from benchmarks.errors import BenchError, TargetError
 from benchmarks.replay import ReplaySettings, read_json, run_replay
-from benchmarks.service import Service
-from benchmarks.stats import percentile
 from benchmarks.traces import Trace, TraceMeta, TraceRequest
 from pdserve import deadline
 from pdserve.errors import PdserveError
@@ -39,7 +34,8 @@ from workers.fake.settings import FakeKv, FakeSettings
 from workers.service import WorkerService
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from pathlib import Path
 
     from benchmarks.client import Piece, Request
     from benchmarks.progress import Progress
@@ -77,8 +73,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A service and its load. With `users` the load is a closed loop: each user waits for the
-    answer and then thinks. Else requests come at `rate_per_s`, as the trace spaces them."""
+    """A service and its load: requests come at `rate_per_s`, as the trace spaces them."""
 
     prefill: int = 0
     decode: int = 0
@@ -87,8 +82,6 @@ class Setup:
     max_num_seqs: int = 64
     total_blocks: int = 8192
     rate_per_s: float = 4.0
-    users: int = 0
-    think_s: float = 0.0
     requests: int = 400
     seed: int = 0
     slo_s: Mapping[str, float]
@@ -146,11 +139,11 @@ class _SimulatedTarget(Target):
     kind = "simulated"
 
     def __init__(self, server: RequestServer, timeout_s: float) -> None:
-        super().__init__(["virtual time"])
+        super().__init__("virtual time")
         self._server = server
         self._timeout_s = timeout_s
 
-    async def _models(self, address: str) -> list[ServedModel]:
+    async def _models(self) -> list[ServedModel]:
         return [ServedModel(_MODEL.name, _MODEL.max_model_len, _MODEL.vocab_size)]
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
@@ -186,9 +179,7 @@ def simulate(
     settings = ReplaySettings(
         trace=trace.meta.name,
         shape=replace(shape, limit=setup.requests),
-        rate_per_s=None if setup.users else setup.rate_per_s,
-        users=setup.users,
-        think_s=setup.think_s,
+        rate_per_s=setup.rate_per_s,
         seed=setup.seed,
         warmup=0,
         drain_timeout_s=_NEVER_S,
@@ -266,72 +257,3 @@ def drawn_trace(mean_input: int, mean_output: int, *, requests: int, seed: int) 
     rows = tuple(TraceRequest(x, draw(mean_input), draw(mean_output)) for x in at_s)
     meta = TraceMeta(name=f"{mean_input} tokens in, {mean_output} out", format="drawn")
     return Trace(meta, rows)
-
-
-# -- calibration
-
-_SHORT, _LONG = 64, 512  # tokens of a prompt
-_AT_ONCE: Final = 8
-_ANSWER: Final = 33
-
-
-class _Times(NamedTuple):
-    """Seconds of one request."""
-
-    prefill: float
-    tpot: float
-    transfer: float
-
-
-async def calibrate(config: Mapping[str, Any], progress: Progress) -> Costs:
-    """Measure a real 1P1D on this machine for some seconds. Raises BenchError."""
-    async with AsyncExitStack() as ending:
-        directory = ending.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-bench-"))
-        progress.step("calibrating: starting 1P1D")
-        service = Service("1P1D", config, Path(directory))
-        ending.push_async_callback(service.stop)
-        await service.start()
-        target = await ending.enter_async_context(aclosing(GrpcTarget(service.ready["grpc"])))
-        progress.step("calibrating: measuring")
-        try:
-            await _measure(target, _SHORT, rounds=1)  # warm-up
-            short, long = await _measure(target, _SHORT), await _measure(target, _LONG)
-            many = await _measure(target, _SHORT, rounds=2, at_once=_AT_ONCE)
-        except TargetError as error:
-            raise BenchError(f"calibration: {error}") from None
-
-    def median(sample: Sequence[_Times], name: str) -> float:
-        return percentile([getattr(x, name) for x in sample], 50)
-
-    alone = median(short + long, "tpot")
-    per_request = max(0.0, (median(many, "tpot") - alone) / (_AT_ONCE - 1))
-    per_token = (median(long, "prefill") - median(short, "prefill")) / (_LONG - _SHORT)
-    return Costs(
-        step_s=max(0.0, alone - per_request),
-        prefill_s=max(0.0, per_token),
-        decode_s=per_request,
-        transfer_s=max(0.0, median(short + long, "transfer")),
-    )
-
-
-async def _measure(
-    target: GrpcTarget, length: int, *, rounds: int = 5, at_once: int = 1
-) -> list[_Times]:
-    model = await target.model()
-
-    async def ask(name: str) -> _Times:
-        chance = random.Random(name)
-        prompt = [chance.randrange(16, model.vocab_size or 1000) for _ in range(length)]
-        at, receipt = [], None
-        async for piece in target.stream(target.prepare(model, "", prompt, exactly(_ANSWER))):
-            at += [time.perf_counter()] * (piece.tokens or 0)
-            receipt = piece.receipt or receipt
-        assert receipt is not None
-        tpot_s = (at[-1] - at[1]) / (len(at) - 2)
-        return _Times(receipt["prefill_s"], tpot_s, receipt["exposed_transfer_s"])
-
-    found: list[_Times] = []
-    for number in range(rounds):
-        names = [f"{length}/{rounds}/{number}/{x}" for x in range(at_once)]
-        found += await asyncio.gather(*map(ask, names))
-    return found

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc.aio
@@ -37,15 +36,6 @@ class ServiceUnderTest(Service):
         self.names = [f"{role}-{i}" for role in roles for i in range(config["up"].get(role, 0))]
         self._gone: set[int] = set()  # pids that were ended
 
-    def left(self) -> list[str]:
-        """After `stop`: processes that still exist."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(hooks.DIRECTORY) == str(self.directory):
-                    found.append(f"process {process.pid}")
-        return found
-
     async def listed_by_all(self) -> list[w.ListWorkersResponse]:
         """Return what each router says of its workers; nothing for one that does not answer."""
         found = []
@@ -60,8 +50,10 @@ class ServiceUnderTest(Service):
 
     async def entries(self) -> dict[str, w.WorkerEntry]:
         """Return the workers by name, as the first router that answers has them."""
-        listed = next((x for x in await self.listed_by_all() if x.workers), None)
-        return {} if listed is None else {x.info.worker_id: x for x in listed.workers}
+        for listed in await self.listed_by_all():
+            if listed.workers:
+                return {x.info.worker_id: x for x in listed.workers}
+        return {}
 
     async def worker_pid(self, name: str) -> int:
         """Raises BenchError if the worker is not there."""
@@ -80,9 +72,7 @@ class ServiceUnderTest(Service):
         return [
             entry
             for name, entry in (await self.entries()).items()
-            if name.startswith(f"{role}-")
-            and entry.state == "ready"
-            and entry.info.pid not in self._gone
+            if name.startswith(role) and entry.state == "ready" and entry.info.pid not in self._gone
         ]
 
     def end(self, pid: int, sign: signal.Signals = signal.SIGKILL) -> None:
@@ -96,30 +86,29 @@ class ServiceUnderTest(Service):
             raise BenchError(f"not whole after {WHOLE_S:g} s: {', '.join(why)}")
 
     async def _missing(self) -> list[str]:
-        found = []
+        found = [] if all(self.router_pids()) else ["a router is not back"]
         for listed in await self.listed_by_all():
-            entries = {x.info.worker_id: x for x in listed.workers}
-            for name in self.names:
-                entry = entries.get(name)
-                if entry is None or entry.info.pid in self._gone:
-                    found.append(f"{name} is not back")
-                elif entry.state != "ready":
-                    found.append(f"{name} is {entry.state}")
+            back = {
+                x.info.worker_id
+                for x in listed.workers
+                if x.state == "ready" and x.info.pid not in self._gone
+            }
+            found += [f"{name} is not ready" for name in self.names if name not in back]
             ejected = [x for x in listed.ejected_pairs if x.remaining_s]
             found += [f"{x.prefill_worker} and {x.decode_worker} are ejected" for x in ejected]
-        return found if all(self.router_pids()) else [*found, "a router is not back"]
+        return found
 
     async def until_empty(self, within_s: float) -> list[tuple[int, str]]:
         """Wait until nothing is held anywhere. Return what still is: KV blocks, and in words."""
         return await _until_none(self._held, within_s)
 
     async def _held(self) -> list[tuple[int, str]]:
-        held = []
-        for number, listed in enumerate(await self.listed_by_all()):
-            for entry in listed.workers:
-                if entry.outstanding_requests or entry.outstanding_tokens:
-                    of = f"{entry.info.worker_id} at router {number}"
-                    held.append((0, f"{entry.outstanding_requests} requests of {of}"))
+        held = [
+            (0, f"router {number}: {entry.outstanding_requests} requests of {entry.info.worker_id}")
+            for number, listed in enumerate(await self.listed_by_all())
+            for entry in listed.workers
+            if entry.outstanding_requests or entry.outstanding_tokens
+        ]
         for name, entry in (await self.entries()).items():
             try:
                 async with rpc.open_channel(entry.info.address) as channel:
@@ -130,9 +119,10 @@ class ServiceUnderTest(Service):
                 continue
             ledger = status.ledger
             if ledger.pinned_blocks or ledger.transfers or ledger.engine_requests:
-                blocks, transfers = ledger.pinned_blocks, ledger.transfers
-                rest = f"{transfers} transfers, {ledger.engine_requests} requests"
-                held.append((blocks, f"{name}: {blocks} blocks, {rest}"))
+                rest = f"{ledger.transfers} transfers, {ledger.engine_requests} requests"
+                held.append(
+                    (ledger.pinned_blocks, f"{name}: {ledger.pinned_blocks} blocks, {rest}")
+                )
         return held
 
 

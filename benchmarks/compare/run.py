@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from benchmarks.client import GrpcTarget, HttpTarget, ServedModel, Target
 from benchmarks.compare.fairness import KV_TOKENS, ProcessorMeter, differences, settings_of
-from benchmarks.compare.nixl import NixlPair
 from benchmarks.compare.result import CompareResult, Kind, Measurement, VariantFacts
 from benchmarks.compare.summary import next_rate, probes_of
 from benchmarks.errors import BenchError
@@ -65,58 +63,52 @@ class CompareSettings:
     vocab_size: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class _Running:
-    """One variant: its processes, if they are started here, and the connection to it."""
+    """One variant: its processes, if they are started here, and the connection to it. `model` is
+    the one to ask for; None is the only one."""
 
     facts: VariantFacts
     served: ServedModel
     target: Target
-
-    def __init__(self, variant: Variant, settings: CompareSettings, directory: Path) -> None:
-        self.variant, self.name = variant, variant.name
-        self.service: Service | NixlPair | None = None
-        self.model = settings.endpoint_model if variant.url else None
-        if not variant.url:
-            make = NixlPair if variant.is_nixl else Service
-            self.service = make(self.name, variant.config, directory / self.name)
+    service: Service | None
+    model: str | None
 
     @property
     def ready(self) -> Mapping[str, Any]:
         return {} if self.service is None else self.service.ready
 
-    async def start(self, api: Literal["grpc", "http"], connect: Connect) -> None:
-        """Start it and ask what it is. Raises BenchError."""
-        begun = time.monotonic()
-        settings, ready_s = None, None
-        if self.service is None:
-            self.target = connect(self.variant.url)
-        else:
-            await self.service.start()
-            ready_s = round(time.monotonic() - begun, 2)
-            settings = settings_of(await self.service.workers())
-            make = GrpcTarget if api == "grpc" else HttpTarget
-            self.target = make(self.ready[api])
-        self.served = await self.target.model(self.model)
-        kind: Literal["started", "endpoint"] = "endpoint" if self.service is None else "started"
-        self.facts = VariantFacts(
-            name=self.name,
-            kind=kind,
-            api=api,
-            model=self.served.name,
-            settings=settings,
-            ready_s=ready_s,
-        )
 
-    async def stop(self) -> None:
-        if hasattr(self, "target"):
-            await self.target.aclose()
-        if self.service is not None:
-            await self.service.stop()
-
-    def pause(self, *, is_driven: bool) -> None:
-        """Stop processes that would not wait quietly (NIXL's poll), and let them run in turn."""
-        if isinstance(self.service, NixlPair):
-            self.service.signal(signal.SIGCONT if is_driven else signal.SIGSTOP)
+async def _start(
+    variant: Variant,
+    settings: CompareSettings,
+    connect: Connect,
+    directory: Path,
+    ending: AsyncExitStack,
+) -> _Running:
+    """Start a variant and ask what it is; `ending` stops it. Raises BenchError."""
+    begun, service, model, own, ready_s = time.monotonic(), None, None, None, None
+    if variant.url:
+        target, model = connect(variant.url), settings.endpoint_model
+    else:
+        service = Service(variant.name, variant.config, directory / variant.name)
+        ending.push_async_callback(service.stop)
+        await service.start()
+        ready_s = round(time.monotonic() - begun, 2)
+        own = settings_of(await service.workers())
+        make = GrpcTarget if settings.api == "grpc" else HttpTarget
+        target = make(service.ready[settings.api])
+    ending.push_async_callback(target.aclose)
+    served = await target.model(model)
+    facts = VariantFacts(
+        name=variant.name,
+        kind="started" if service else "endpoint",
+        api=settings.api,
+        model=served.name,
+        settings=own,
+        ready_s=ready_s,
+    )
+    return _Running(facts, served, target, service, model)
 
 
 async def run_compare(
@@ -136,15 +128,15 @@ async def run_compare(
     """
     trace = load_trace(settings.trace)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    running = {x.name: _Running(x, settings, directory) for x in variants}
+    running: dict[str, _Running] = {}
     async with AsyncExitStack() as ending:
         # One after the other, so that none is slowed down by another's start.
-        for each in running.values():
-            progress.step(f"starting {each.name}")
-            ending.push_async_callback(each.stop)
-            await each.start(settings.api, connect)
+        for variant in variants:
+            progress.step(f"starting {variant.name}")
+            each = await _start(variant, settings, connect, directory, ending)
+            running[variant.name] = each
             if each.facts.ready_s is not None:
-                progress.say(f"{each.name} is ready after {each.facts.ready_s:.1f} s")
+                progress.say(f"{variant.name} is ready after {each.facts.ready_s:.1f} s")
         settings = _settled(settings, trace, list(running.values()))
         result = CompareResult(
             created=created,
@@ -186,7 +178,7 @@ def _settled(
 ) -> CompareSettings:
     """Refuse variants that are set differently, and fill in what depends on them."""
     known = [x.facts.settings for x in variants if x.facts.settings is not None]
-    found = differences({x.name: x.facts.settings for x in variants}, settings.differ)
+    found = differences({x.facts.name: x.facts.settings for x in variants}, settings.differ)
     if found:
         share = " (--kv-cache-mib shares a fixed amount between the workers of each)"
         texts = "; ".join(f"{name}: {values}" for name, values in found.items())
@@ -232,14 +224,10 @@ class _Measuring:
         probed = [m for m in before if m.kind == "probe"]
 
         async def measure(name: str, number: int) -> Measurement:
-            if number == WARMUP:
-                requests = max(2, min(WARMUP_REQUESTS, s.requests))
-                return await self._measure(name, "round", WARMUP, s.rate_per_s, requests)
             return await self._measure(name, "round", number, s.rate_per_s, s.requests)
 
         first = len({m.number for m in found})
-        rounds = alternate(names, s.rounds, measure, first=first)
-        async for of_round in rounds:
+        async for of_round in alternate(names, s.rounds, measure, first=first):
             found += of_round.values()
             yield (*found, *probed)
         found += probed
@@ -251,8 +239,7 @@ class _Measuring:
                 if rate is None or len(probes) > number:
                     continue
                 # Long enough that a queue has the time to grow.
-                enough = min(MAX_PROBE_REQUESTS, ceil(rate * s.probe_s))
-                requests = max(s.requests, enough)
+                requests = max(s.requests, min(MAX_PROBE_REQUESTS, ceil(rate * s.probe_s)))
                 found.append(await self._measure(name, "probe", number, rate, requests))
                 yield tuple(found)
 
@@ -260,49 +247,46 @@ class _Measuring:
         self, name: str, kind: Kind, number: int, rate: float, requests: int
     ) -> Measurement:
         """Measure; repeat once with other prompts if the client was late."""
-        s = self.settings
-        what = "warm-up" if number == WARMUP else f"{kind} {number + 1}"
-        of = f" of {s.rounds}" if kind == "round" and number != WARMUP else ""
+        s, variant = self.settings, self.running[name]
+        is_warmup = number == WARMUP
+        what = "warm-up" if is_warmup else f"{kind} {number + 1}"
+        of = f" of {s.rounds}" if kind == "round" and not is_warmup else ""
         self.progress.step(f"{what}{of}, {name}, {rate:.2f}/s")
         # Each replay has prompts that no prefix cache has seen, the same for every variant.
-        place = 2 if number == WARMUP else int(kind == "probe")
-        seed = (3 * s.seed + place) * _SEEDS + max(0, number)
+        place = 2 if is_warmup else int(kind == "probe")
         assert s.scale_lengths is not None
+        shape = Shape(
+            scale_lengths=s.scale_lengths,
+            max_output_tokens=s.max_output_tokens,
+            max_total_tokens=s.max_total_tokens,
+            skip=number * s.requests if place == 0 else 0,
+            limit=max(2, min(WARMUP_REQUESTS, requests)) if is_warmup else requests,
+        )
         replay = ReplaySettings(
             trace=s.trace,
-            shape=Shape(
-                scale_lengths=s.scale_lengths,
-                max_output_tokens=s.max_output_tokens,
-                max_total_tokens=s.max_total_tokens,
-                skip=number * s.requests if place == 0 else 0,
-                limit=requests,
-            ),
+            shape=shape,
             rate_per_s=rate,
-            seed=seed,
-            warmup=1,
+            seed=(3 * s.seed + place) * _SEEDS + max(0, number),
             drain_timeout_s=self._drain_s(kind),
-            model=self.running[name].model,
+            model=variant.model,
             vocab_size=s.vocab_size,
         )
-        found = await self._once(name, kind, number, replay)
-        if number == WARMUP or summarise(found.records).degraded is None:
+        found = await self._once(variant, kind, number, replay)
+        if is_warmup or summarise(found.records).degraded is None:
             return found
-        again = await self._once(name, kind, number, replace(replay, seed=seed + _SEEDS // 2))
-        return replace(again, repeated=True)
+        again = replace(replay, seed=replay.seed + _SEEDS // 2)
+        return replace(await self._once(variant, kind, number, again), repeated=True)
 
     async def _once(
-        self, name: str, kind: Kind, number: int, replay: ReplaySettings
+        self, variant: _Running, kind: Kind, number: int, replay: ReplaySettings
     ) -> Measurement:
-        variant = self.running[name]
-        for each in self.running.values():
-            each.pause(is_driven=each is variant)
         idle = [x.ready for x in self.running.values() if x is not variant and x.ready]
         meter = ProcessorMeter(variant.ready, idle)
         result = await run_replay(replay, variant.target, self.progress, trace=self.trace)
         use = meter.use()
         problem = None if variant.service is None else await variant.service.problem()
         return Measurement(
-            variant=name,
+            variant=variant.facts.name,
             kind=kind,
             number=number,
             rate_per_s=replay.rate_per_s or 0.0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from benchmarks.compare.fairness import Validity, judge
 from benchmarks.metrics import Summary, summarise
@@ -70,43 +70,36 @@ def next_rate(probes: Sequence[Probe], *, first: float, limit: int) -> float | N
     return None if failed / passed <= CLOSE else sqrt(passed * failed)
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(NamedTuple):
     """One line of the comparison. `unit` is `s`, `share` or `per_s`."""
 
-    key: str
     label: str
     unit: str
 
-    @property
-    def less_is_better(self) -> bool:
-        return self.unit == "s"
 
-
-_LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tt2t": "TT2T", "e2e": "E2E"}
-_GAPS: Final = {"itl": "ITL", "icl": "ICL (gaps between chunks)"}
+_LATENCIES: Final = {"ttft": "TTFT", "tpot": "TPOT", "tt2t": "TT2T", "e2e": "E2E", "itl": "ITL"}
 _RATES: Final = {"goodput": "goodput, requests/s", "output_tokens": "output tokens/s"}
-FIGURES: Final = (
-    *(
-        Figure(f"{name}_{p}", f"{label} {p}", "s")
-        for name, label in (_LATENCIES | _GAPS).items()
+_PER: Final = {"": "", "_per_core": " per core", "_per_gpu": " per GPU"}
+FIGURES: Final = {
+    **{
+        f"{name}_{p}": Figure(f"{label} {p}", "s")
+        for name, label in _LATENCIES.items()
         for p in ("p50", "p99")
-    ),
-    Figure("attainment", "SLO attainment", "share"),
-    *(
-        Figure(f"{name}{each}", f"{label}{text}", "per_s")
+    },
+    "attainment": Figure("SLO attainment", "share"),
+    **{
+        f"{name}{per}": Figure(f"{label}{text}", "per_s")
         for name, label in _RATES.items()
-        for each, text in (("", ""), ("_per_core", " per core"), ("_per_gpu", " per GPU"))
-    ),
-)
+        for per, text in _PER.items()
+    },
+}
 
 
 def figures_of(summary: Summary, settings: VariantSettings | None) -> dict[str, float]:
     """Return the figures of one round by key, without those it does not define."""
     found: dict[str, float] = {}
-    samples = {name: summary.adjusted[name] for name in _LATENCIES}
-    for name, sample in (samples | {"itl": summary.itl, "icl": summary.icl}).items():
-        if sample is not None:
+    for name, sample in (*summary.latency.items(), ("itl", summary.itl)):
+        if sample is not None and name in _LATENCIES:
             found |= {f"{name}_p50": sample.p50, f"{name}_p99": sample.p99}
     rates = {"output_tokens": summary.output_tokens_per_s}
     if summary.slo is not None:
@@ -145,7 +138,7 @@ class VariantSummary:
     errors: Mapping[str, int]
     figures: Mapping[str, Estimate]
     ratios: Mapping[str, Estimate]
-    itl_omitted: str | None
+    itl_caution: str | None
     transferred: int
     transfer_bytes: int
     fallbacks: Mapping[str, int]
@@ -155,24 +148,14 @@ class VariantSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareSummary:
-    """The comparison. `has_itl` says that every chunk held one token, so that gaps between chunks
-    are gaps between tokens."""
-
     baseline: str
     validity: Validity
-    has_itl: bool
     variants: tuple[VariantSummary, ...]
 
     @property
-    def shown(self) -> list[Figure]:
-        """The figures that some variant has; of ITL and ICL the exact one."""
-        hidden = "icl" if self.has_itl else "itl"
-        return [
-            figure
-            for figure in FIGURES
-            if not figure.key.startswith(hidden)
-            and any(figure.key in variant.figures for variant in self.variants)
-        ]
+    def shown(self) -> dict[str, Figure]:
+        """The figures that some variant has."""
+        return {k: x for k, x in FIGURES.items() if any(k in v.figures for v in self.variants)}
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON. Its key for variants is `arms`, as the option is `--arms`."""
@@ -189,15 +172,9 @@ def summarise_compare(result: CompareResult) -> CompareSummary:
         ]
         for x in result.variants
     }
-    variants = tuple(
-        _variant(result, x, figures[x.name], figures[result.baseline]) for x in result.variants
-    )
-    return CompareSummary(
-        baseline=result.baseline,
-        validity=judge(result),
-        has_itl=all(variant.itl_omitted is None for variant in variants),
-        variants=variants,
-    )
+    base = figures[result.baseline]
+    variants = tuple(_variant(result, x, figures[x.name], base) for x in result.variants)
+    return CompareSummary(baseline=result.baseline, validity=judge(result), variants=variants)
 
 
 def _variant(
@@ -208,7 +185,7 @@ def _variant(
 ) -> VariantSummary:
     """`own` and `baseline` are the figures of each round."""
     medians, ratios = {}, {}
-    for key in (figure.key for figure in FIGURES):
+    for key in FIGURES:
         if not own or not all(key in x for x in own):
             continue
         medians[key] = estimate([x[key] for x in own], f"{facts.name}/{key}")
@@ -231,10 +208,10 @@ def _variant(
         errors=whole.errors,
         figures=medians,
         ratios=ratios,
-        itl_omitted=whole.itl_omitted,
+        itl_caution=whole.itl_caution,
         transferred=receipts.transferred if receipts else 0,
         transfer_bytes=receipts.totals["transfer_bytes"] if receipts else 0,
-        fallbacks=receipts.fallbacks if receipts else {},
+        fallbacks=receipts.counts["fallbacks"] if receipts else {},
         router_s_per_million_tokens=router_s / tokens * 1e6 if router_s and tokens else None,
         sweep=_sweep(result, facts),
     )
@@ -252,6 +229,6 @@ def _sweep(result: CompareResult, facts: VariantFacts) -> SweepSummary | None:
         passed=passed,
         failed=failed,
         per_device=passed / count if passed is not None and count else None,
-        device="GPU" if device == "gpu" else device,
+        device=device,
         ratio=passed / base if passed is not None and base else None,
     )

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _SHAPE: Final = re.compile(r"(?:([1-9]\d?)P([1-9]\d?)D)?(?:([1-9]\d?)A)?", re.ASCII)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,31}", re.ASCII)
 _SPARE_CORES: Final = 2  # for router and client, if each worker still has a core
-FAKE_BLOCK_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +24,7 @@ class Variant:
     """One system under test: workers started for it, or an endpoint that runs already.
 
     `overrides` are configuration keys that only this variant has, `config` is all of its
-    configuration. `is_nixl` stands for vLLM's own P/D instead of pdserve. `url` is "" for what is
-    started here.
+    configuration. `url` is "" for what is started here.
     """
 
     name: str
@@ -35,7 +33,6 @@ class Variant:
     aggregated: int = 0
     url: str = ""
     overrides: tuple[tuple[str, object], ...] = ()
-    is_nixl: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -43,26 +40,20 @@ class Variant:
         """The number of workers to start; 0 for an endpoint."""
         return self.prefill + self.decode + self.aggregated
 
-    @property
-    def needs_http(self) -> bool:
-        return self.is_nixl or bool(self.url)
-
 
 def parse_variant(text: str) -> Variant:
-    """Parse `1P1D`, `2A`, `1P1D1A`, `small=2A`, `nixl` or `peer=http://host:port`."""
+    """Parse `1P1D`, `2A`, `1P1D1A`, `small=2A` or `peer=http://host:port`."""
     name, equals, what = text.strip().partition("=")
     what = what if equals else name
     if not _NAME.fullmatch(name):
         raise BenchError(f"variant name {name!r}: use letters, digits and . _ + -")
     if what.startswith(("http://", "https://")):
         return Variant(name, url=what)
-    if what == "nixl":
-        return Variant(name, prefill=1, decode=1, is_nixl=True)
     found = _SHAPE.fullmatch(what)
     if not what or found is None:
         raise BenchError(
             f"{text!r} is not a variant: give 1P1D (prefill and decode workers), 2A (aggregated "
-            "workers), nixl, or name=http://host:port"
+            "workers), or name=http://host:port"
         )
     prefill, decode, aggregated = (int(count or 0) for count in found.groups())
     return Variant(name, prefill, decode, aggregated)
@@ -83,8 +74,6 @@ def parse_variants(texts: Sequence[str], settings: Sequence[str] = ()) -> tuple[
             raise BenchError(f"--arm-set must be NAME:KEY=VALUE, not {text!r}")
         if name not in found or found[name].url:
             raise BenchError(f"--arm-set {text!r}: no variant called {name!r} is started here")
-        if found[name].is_nixl and not key.startswith(("worker.engine_args.", "worker.model")):
-            raise BenchError(f"--arm-set {text!r}: a plain vLLM server has no {key}")
         more = (*found[name].overrides, (key, yaml.safe_load(value)))
         found[name] = replace(found[name], overrides=more)
     return tuple(found.values())
@@ -121,8 +110,6 @@ def config_changes(
     variant: Variant, cores: int, kv_cache_bytes: int | None, engine: str
 ) -> dict[str, Any]:
     """Return the dotted configuration keys of this variant. Raises BenchError."""
-    if variant.is_nixl and engine != "vllm":
-        raise BenchError(f"{variant.name}: vLLM's own P/D has no engine {engine}")
     changes: dict[str, Any] = {
         "up.prefill": variant.prefill,
         "up.decode": variant.decode,
@@ -132,11 +119,9 @@ def config_changes(
         "router.grpc_port": 0,
     }
     if kv_cache_bytes is not None:
-        share = kv_cache_bytes // variant.workers
-        if engine != "fake":
-            changes["worker.engine_args.kv_cache_memory_bytes"] = share
-        elif share >= FAKE_BLOCK_BYTES:
-            changes["worker.engine_args.total_blocks"] = share // FAKE_BLOCK_BYTES
-        else:
-            raise BenchError("--kv-cache-mib is less than a block for each worker")
+        if engine == "fake":
+            raise BenchError(
+                "--kv-cache-mib: the fake engine takes worker.engine_args.total_blocks"
+            )
+        changes["worker.engine_args.kv_cache_memory_bytes"] = kv_cache_bytes // variant.workers
     return changes | dict(variant.overrides)

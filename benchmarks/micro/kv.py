@@ -2,29 +2,24 @@
 
 Both processes run the worker half of the connector, as vLLM's worker does. Scattered blocks move
 to scattered blocks, others in every round, in caches larger than the processor's; the first
-transfer of each case is checked byte by byte. memcpy copies the same blocks within one process,
-also from shared memory to shared memory: private memory has larger pages, which copy faster.
+transfer of each case is checked byte by byte. memcpy gathers the same blocks within one process
+(numpy.take), also from shared memory to shared memory: private memory has larger pages, which copy
+faster.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
 import mmap
 import multiprocessing
 import random
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -56,14 +51,6 @@ if TYPE_CHECKING:
 # Transports.
 WAYS: Final = ("shm", "tcp")
 MEMCPY: Final = "memcpy"
-_COPY: Final = """
-#include <stddef.h>
-#include <string.h>
-void copy_blocks(char *to, char *from, size_t *to_ids, size_t *from_ids, size_t n, size_t size) {
-    for (size_t i = 0; i < n; i++)
-        memcpy(to + to_ids[i] * size, from + from_ids[i] * size, size);
-}
-"""
 PRODUCER, CONSUMER = "producer", "consumer"
 ARRIVAL_S: Final = 60.0
 SETTLE_S: Final = 0.01  # until this process has handed the work over and is quiet
@@ -76,8 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default=",".join(WAYS), metavar="WAY,...", help="transports")
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
+class _Case(NamedTuple):
     blocks: int
     block_bytes: int
     num_blocks: int  # of each cache
@@ -159,22 +145,6 @@ def _call(method: str, *arguments: object) -> Any:
         raise BenchError(f"{method}: {type(error).__name__}: {error}") from None
 
 
-def _compiled_copy() -> Any:
-    """Compile memcpy without Python between the blocks. Raises BenchError."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        raise BenchError("memcpy needs a C compiler, cc")
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "copy.c"), Path(folder, "copy.so")
-        source.write_text(_COPY, encoding="ascii")
-        options = ["-O2", "-shared", "-fPIC"]
-        subprocess.run([compiler, *options, "-o", str(library), str(source)], check=True)
-        function = ctypes.CDLL(str(library)).copy_blocks
-    function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t] * 2
-    function.restype = None
-    return function
-
-
 def _shared(size: int) -> tuple[SharedMemory, NDArray[np.uint64]]:
     memory = SharedMemory("pdserve-bench-kv")
     memory.grow(size)
@@ -207,7 +177,6 @@ class _Side:
             words = _shared(size)[1]
             words[:] = np.arange(len(words))
             self._source = words.reshape(case.num_blocks, -1)
-            self._copy_blocks = _compiled_copy()
         self._halves: dict[str, _Watched] = {}
         self._peers: dict[str, Any] = {}
 
@@ -266,10 +235,11 @@ class _Side:
 
     def copy(self, trip: int) -> float:
         """Return the seconds that memcpy takes."""
-        to_ids, from_ids = (np.array(self._ids(trip, x), np.uint64) for x in (CONSUMER, PRODUCER))
-        places = (self._address, self._source.ctypes.data, to_ids.ctypes.data, from_ids.ctypes.data)
+        ids, blocks = np.array(self._ids(trip, PRODUCER)), self._case.blocks
+        first = min(self._ids(trip, CONSUMER)[0], self._case.num_blocks - blocks)
         begun = time.perf_counter()
-        self._copy_blocks(*places, len(to_ids), self._case.block_bytes)
+        # In any other mode than `clip` numpy copies twice.
+        np.take(self._source, ids, axis=0, out=self._blocks[first : first + blocks], mode="clip")
         return time.perf_counter() - begun
 
     def wrong_blocks(self, trip: int) -> int:

@@ -1,7 +1,7 @@
 """The cost of a router for each streamed token and each request, beside other routers.
 
 pdserve's router stands before one prefill and one decode worker with scripted engines, so each
-request crosses both. vllm-router and smg (if on PATH) stand before one equally fast mock server.
+request crosses both. vllm-router (if on PATH) stands before one equally fast mock server.
 `direct` is the mock server without a router. CPU is that of the router's processes; a latency is
 from the engine step that made a token to its arrival at the client. Idle streams are measured only
 beside the first number of streams.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from benchmarks.progress import Progress
 
-OURS, PEERS, DIRECT = "pdserve", ("vllm-router", "smg"), "direct"
+OURS, PEER, DIRECT = "pdserve", "vllm-router", "direct"
 TIMEOUT_S: Final = 120.0
 TOKENS_PER_S: Final = 6400  # over all streams; a client in Python cannot read more
 TOKENS: Final = 32_768  # of all streams together, but 128 an answer at least
@@ -44,7 +44,8 @@ _RATIOS: Final = ("cpu_us_per_token", "cpu_us_per_request")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", default="64,1000", metavar="N,...", help="at once (64,1000)")
-    parser.add_argument("--only", metavar="NAME,...", help="these routers")
+    every = f"{DIRECT},{OURS},{PEER}"
+    parser.add_argument("--only", default=every, metavar="NAME,...", help="these routers")
     parser.add_argument("--quick", action="store_true", help="small: only shows that it works")
 
 
@@ -53,10 +54,8 @@ async def run(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Measure all routers in turns. Raises BenchError."""
     names, notes = [], []
-    for name in (DIRECT, OURS, *PEERS):
-        if args.only and name not in args.only.split(","):
-            continue
-        if name in PEERS and shutil.which(name) is None:
+    for name in args.only.split(","):
+        if name == PEER and shutil.which(name) is None:
             notes.append(f"{name} is not on PATH (`pip install {name}`)")
         else:
             names.append(name)
@@ -73,7 +72,7 @@ async def run(
 
     # Each round starts its routers anew and warms them up itself.
     rounds = [x async for x in alternate(names, args.rounds, measure, warm_up=False)]
-    baseline = PEERS[0] if PEERS[0] in names else names[0]
+    baseline = PEER if PEER in names else names[0]
     rows: list[dict[str, Any]] = []
     for streams in counts:
         for name in names:
@@ -210,8 +209,7 @@ async def _running(name: str, directory: Path, step_s: float, most: int) -> Asyn
         if name == DIRECT:
             yield _Router(name, f"http://127.0.0.1:{port}", "mock", mock.pid)
             return
-        command = [name, "launch"] if name == "smg" else [name]
-        command += ["--host", "127.0.0.1", "--port", str(own), "--policy", "round_robin"]
+        command = [name, "--host", "127.0.0.1", "--port", str(own), "--policy", "round_robin"]
         command += ["--worker-urls", f"http://127.0.0.1:{port}"]
         child = await start(name, own, *command, "--prometheus-port", str(free_port()))
         yield _Router(name, f"http://127.0.0.1:{own}", "mock", child.pid)

@@ -46,28 +46,26 @@ class Axis:
             found = [step * 10.0**decade for decade in range(low, high + 1) for step in steps]
             found = [x for x in found if self.low * (1 - 1e-9) <= x <= self.high * (1 + 1e-9)]
         else:
-            step = _nice((self.high - self.low) / count)
-            first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-            found = [n * step for n in range(first, last + 1)]
+            step = _nice(self.high / count)
+            found = [n * step for n in range(math.floor(self.high / step + 1e-9) + 1)]
         return [(self.at(x), f"{x / 1000:g}k" if abs(x) >= 1000 else f"{x:.10g}") for x in found]
 
 
-def _axis(title: str, values: Sequence[float], start: float, end: float, *, is_log: bool) -> Axis:
+def _axis(
+    title: str, values: Sequence[float], start: float, end: float, *, is_log: bool = False
+) -> Axis:
     """Make an axis from 0 with room for all values, or a logarithmic one for those above 0."""
-    if is_log:
-        above = [value for value in values if value > 0] or [1.0, 10.0]
-        low, high = _nice(min(above), is_below=True), _nice(max(above))
-        return Axis(title, low, high if high > low else low * 10, start, end, is_log=True)
     high = max(values, default=0.0) or 1.0
+    if is_log:
+        low = 10.0 ** math.floor(math.log10(min(x for x in values if x > 0)))
+        return Axis(title, low, max(_nice(high), low * 10), start, end, is_log=True)
     step = _nice(high / 5)
     return Axis(title, 0.0, math.ceil(high / step - 1e-9) * step, start, end)
 
 
-def _nice(rough: float, *, is_below: bool = False) -> float:
-    """Return the next of 1, 2, 5 times a power of ten that is not below (above) `rough`."""
+def _nice(rough: float) -> float:
+    """Return the next of 1, 2, 5 times a power of ten that is not below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
-    if is_below:
-        return max(x * power for x in (1, 2, 5) if x * power <= rough * (1 + 1e-9))
     return next(x * power for x in (1, 2, 5, 10) if x * power >= rough * (1 - 1e-9))
 
 
@@ -77,7 +75,7 @@ class Chart:
 
     x: Axis
     y: Axis
-    lines: list[Line]
+    lines: Sequence[Line]
     dots: Sequence[Dots]
     limits: list[tuple[float, bool, str]] = field(default_factory=list)
     width: float = WIDTH
@@ -96,21 +94,15 @@ def chart(
     lines: Sequence[Line] = (),
     dots: Sequence[Dots] = (),
     *,
-    x_end: float = 0.0,
     y_end: float = 0.0,
-    log: str = "",
+    is_log: bool = False,
 ) -> Chart:
-    """Make a chart with room for all; `log` names the logarithmic axes."""
+    """Make a chart with room for all; its x axis may be logarithmic."""
     places = [point for _, points in lines for point in points]
     places += [(x, y) for _, marks in dots for x, y, _ in marks]
-    xs, ys = [x for x, _ in places], [y for _, y in places]
-    if "x" not in log:
-        xs.append(x_end)
-    if "y" not in log:
-        ys.append(y_end)
-    x_axis = _axis(x_title, xs, 54, WIDTH - _RIGHT, is_log="x" in log)
-    y_axis = _axis(y_title, ys, HEIGHT - _BOTTOM, 12, is_log="y" in log)
-    return Chart(x_axis, y_axis, list(lines), dots)
+    x = _axis(x_title, [x for x, _ in places], 54, WIDTH - _RIGHT, is_log=is_log)
+    y = _axis(y_title, [y_end, *(y for _, y in places)], HEIGHT - _BOTTOM, 12)
+    return Chart(x, y, lines, dots)
 
 
 def steps(points: Sequence[Point]) -> list[Point]:
@@ -145,32 +137,21 @@ class Bars:
 
 
 def bars(
-    unit: str,
-    found: Mapping[str, Sequence[Sequence[Span]]],
-    end: float,
-    *,
-    is_wide: bool = False,
+    unit: str, found: Mapping[str, Sequence[Sequence[Span]]], end: float, *, is_wide: bool = False
 ) -> Bars:
     """Make bars by name, each of spans. Those of one name that overlap get rows of their own."""
     row, gap, width = (9, 12, 2 * WIDTH) if is_wide else (34, 14, WIDTH)
     lanes = []
     top = 8 + gap / 2
     for name, of_name in found.items():
-        placed = _pack(of_name)
-        height = row * (1 + max((number for number, _ in placed), default=0))
-        spans = [(top + number * row, span) for number, spans in placed for span in spans]
-        lanes.append((name, top + height / 2, top + height + gap / 2, spans))
+        free_at: list[float] = []
+        placed = []
+        for spans in sorted(of_name, key=lambda x: x[0].start):
+            place = next((i for i, at in enumerate(free_at) if at <= spans[0].start), len(free_at))
+            free_at[place : place + 1] = [spans[-1].end]
+            placed += [(top + place * row, span) for span in spans]
+        height = row * len(free_at)
+        lanes.append((name, top + height / 2, top + height + gap / 2, placed))
         top += height + gap
     x = Axis(unit, 0.0, end or 1.0, 96, width - _RIGHT)
     return Bars(x, row, width, top - gap / 2 + _BOTTOM, lanes)
-
-
-def _pack(bars: Sequence[Sequence[Span]]) -> list[tuple[int, Sequence[Span]]]:
-    """Give each bar the first row that is free when it starts."""
-    free_at: list[float] = []
-    placed = []
-    for spans in sorted((spans for spans in bars if spans), key=lambda x: x[0].start):
-        row = next((i for i, at in enumerate(free_at) if at <= spans[0].start), len(free_at))
-        free_at[row : row + 1] = [spans[-1].end]
-        placed.append((row, spans))
-    return placed

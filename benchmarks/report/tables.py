@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from benchmarks.compare.result import CompareResult, VariantFacts
     from benchmarks.compare.summary import CompareSummary, VariantSummary
-    from benchmarks.metrics import ReceiptSummary
     from benchmarks.replay import ReplayResult
     from benchmarks.stats import Distribution, Estimate
 
@@ -48,12 +47,10 @@ class Printer:
         self,
         columns: Sequence[str],
         rows: Sequence[Sequence[object]],
-        *,
-        title: str | None = None,
         caption: str | None = None,
     ) -> None:
         """Print a table with its first column on the left and numbers on the right."""
-        table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+        table = Table(caption=caption, caption_justify="left")
         for place, column in enumerate(columns):
             table.add_column(column, justify="right" if place else "left")
         for row in rows:
@@ -79,66 +76,47 @@ def render_replay(result: ReplayResult) -> None:
     """Print the figures of one replay."""
     s, target, out = result.summary(), result.target, Printer()
     out.line(f"{result.trace['name']} on {target['name']} at {target['address']}")
-    found = {label: (s.latency[name], s.adjusted[name]) for name, label in _LABELS.items()}
-    found |= {"ICL (between chunks)": (s.icl, None), "client lag": (s.lag, None)}
-    if s.itl is not None:
-        found["ITL"] = (s.itl, None)
-    rows = [[label, *_cells(x), _cell(adjusted, "p99")] for label, (x, adjusted) in found.items()]
-    caption = "milliseconds; adj p99 counts failures as infinite"
-    out.table(["", *_PERCENTILES, "adj p99"], rows, caption=caption)
+    found = {label: s.latency[name] for name, label in _LABELS.items()}
+    found |= {"ITL": s.itl, "client lag": s.lag}
+    caption = "milliseconds; failed requests count as infinitely slow"
+    out.table(["", *_PERCENTILES], _latency_rows(found), caption=caption)
     out.line(
         f"requests: {s.requests}, ok {s.ok}, failed {s.failed}, timed out {s.timed_out}\n"
         f"rates: offered {s.offered_per_s:.2f}/s, completed {s.completed_per_s:.2f}/s over "
         f"{s.window_s:.1f} s; input {s.input_tokens_per_s:.0f} tokens/s, output "
         f"{s.output_tokens_per_s:.0f} tokens/s"
     )
-    if s.itl_omitted:
-        out.line(f"no ITL: {s.itl_omitted}")
+    if s.itl_caution:
+        out.line(f"ITL is between chunks: {s.itl_caution}")
     if s.slo is not None:
-        limits = ", ".join(f"{k} <= {ms(limit)} ms" for k, limit in s.slo.limits_s.items())
+        limits = ", ".join(f"{k} <= {limit * 1000:g} ms" for k, limit in s.slo.limits_s.items())
         out.line(
             f"SLO {limits}: attained by {s.slo.attainment:.1%} of all requests, goodput "
             f"{s.slo.goodput_per_s:.2f}/s"
         )
     if s.receipts is not None:
-        _render_receipts(s.receipts, out)
+        totals, counts = s.receipts.totals, s.receipts.counts
+        caption = "milliseconds, as the server reports them"
+        phases = {name.removesuffix("_s"): x for name, x in s.receipts.phases.items()}
+        out.table(["phase", *_PERCENTILES], _latency_rows(phases), caption=caption)
+        out.line(
+            f"transfers: {s.receipts.transferred} of {s.receipts.receipts} requests, "
+            f"{totals['transfer_bytes'] / 2**20:.1f} MiB in {totals['transfer_blocks']} blocks; "
+            f"{totals['cached_tokens']} prompt tokens were cached"
+        )
+        for name, tally in counts.items():
+            out.line(f"{name.replace('_', ' ')}: {_tally(tally)}")
     for error, count in list(s.errors.items())[:_SHOWN_ERRORS]:
         out.line(f"{count} x {error}")
-    if len(s.errors) > _SHOWN_ERRORS:
-        out.line(f"and {len(s.errors) - _SHOWN_ERRORS} other errors")
     if s.degraded:
         out.line(f"DEGRADED: {s.degraded}")
 
 
-def _cells(found: Distribution | None) -> list[str]:
-    return [_cell(found, name) for name in _PERCENTILES]
-
-
-def _cell(found: Distribution | None, name: str) -> str:
-    return "-" if found is None else ms(getattr(found, name))
-
-
-def ms(seconds: float) -> str:
-    return f"{seconds * 1000:.2f}" if seconds < 0.01 else f"{seconds * 1000:.1f}"
-
-
-def _render_receipts(receipts: ReceiptSummary, out: Printer) -> None:
-    rows = [
-        [name.removesuffix("_s").replace("_", " "), *_cells(found)]
-        for name, found in receipts.phases.items()
+def _latency_rows(found: Mapping[str, Distribution | None]) -> list[list[object]]:
+    return [
+        [label, *(None if x is None else getattr(x, name) * 1000 for name in _PERCENTILES)]
+        for label, x in found.items()
     ]
-    caption = "milliseconds, as the server reports them"
-    out.table(["phase", *_PERCENTILES], rows, caption=caption)
-    totals = receipts.totals
-    out.line(
-        f"transfers: {receipts.transferred} of {receipts.receipts} requests, "
-        f"{totals['transfer_bytes'] / 2**20:.1f} MiB in {totals['transfer_blocks']} blocks; "
-        f"{totals['cached_tokens']} prompt tokens were cached\n"
-        f"prefill on {_tally(receipts.prefill_workers)}; decode on "
-        f"{_tally(receipts.decode_workers)}; first token from "
-        f"{_tally(receipts.first_token_sources)}\n"
-        f"fallbacks: {_tally(receipts.fallbacks)}"
-    )
 
 
 def _tally(counts: Mapping[str, int]) -> str:
@@ -160,11 +138,11 @@ def render_compare(result: CompareResult, summary: CompareSummary) -> None:
             "median over rounds [95 % interval]; times in ms; failures count as infinite; "
             f"ratios to {summary.baseline}, round by round"
         )
-        out.table(*figure_rows(summary), caption=caption)
-    if rows := sweep_rows(summary):
-        title = f"highest rate with {ATTAINMENT:.0%} attainment, requests/s"
-        caption = "probes as rate: attainment, in the order they were made"
-        out.table(SWEEP_HEAD, rows, title=title, caption=caption)
+        head, rows = figure_rows(summary)
+        out.table(head, [[text for text, _ in row] for row in rows], caption=caption)
+    if sweep := sweep_rows(summary):
+        out.line(f"highest rate with {ATTAINMENT:.0%} attainment, requests/s")
+        out.table(SWEEP_HEAD, sweep, caption="probes as rate: attainment, in their order")
     for text in variant_lines(summary):
         out.line(text)
     for caution in summary.validity.cautions:
@@ -211,18 +189,22 @@ def _variant_text(variant: VariantFacts) -> str:
     )
 
 
-def figure_rows(summary: CompareSummary) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of the table of figures."""
+def figure_rows(summary: CompareSummary) -> tuple[list[str], list[list[tuple[str, str]]]]:
+    """Return head and rows of the table of figures. A cell is its text, and for a ratio whose
+    interval excludes 1 `better` or `worse`."""
     head = [""]
     for variant in summary.variants:
         head += [variant.name] + [f"/ {summary.baseline}"] * (variant.name != summary.baseline)
     rows = []
-    for figure in summary.shown:
-        row = [f"{figure.label}, ms" if figure.unit == "s" else figure.label]
+    for key, (label, unit) in summary.shown.items():
+        row = [(f"{label}, ms" if unit == "s" else label, "")]
         for variant in summary.variants:
-            row.append(_estimate_text(variant.figures.get(figure.key), figure.unit))
+            row.append((_estimate_text(variant.figures.get(key), unit), ""))
             if variant.name != summary.baseline:
-                row.append(_estimate_text(variant.ratios.get(figure.key), "ratio"))
+                ratio, kind = variant.ratios.get(key), ""
+                if ratio is not None and not (ratio.low or 0) <= 1 <= (ratio.high or 1):
+                    kind = "better" if (ratio.value < 1) == (unit == "s") else "worse"
+                row.append((_estimate_text(ratio, "ratio"), kind))
         rows.append(row)
     return head, rows
 
@@ -266,14 +248,14 @@ def sweep_rows(summary: CompareSummary) -> list[list[str]]:
 
 
 def variant_lines(summary: CompareSummary) -> list[str]:
-    """Report failures, transfers, fallbacks, and why there is no ITL."""
+    """Report failures, transfers, fallbacks, and what ITL is."""
     lines = []
     for variant in summary.variants:
         if variant.requests:
             lines.append(f"{variant.name}: {_requests_text(variant)}")
         lines += [f"{variant.name}: {count} x {error}" for error, count in variant.errors.items()]
-        if variant.itl_omitted:
-            lines.append(f"no ITL: {variant.name}: {variant.itl_omitted}")
+        if variant.itl_caution:
+            lines.append(f"{variant.name}: ITL is between chunks: {variant.itl_caution}")
     return lines
 
 

@@ -153,22 +153,6 @@ async def test_all_requests_go_out_however_late_the_answers_are() -> None:
     assert [r.status for r in result.records] == ["ok"] * 6
 
 
-async def test_requests_go_to_several_addresses_in_turn() -> None:
-    async with FakeOpenAI().serve() as one, FakeOpenAI().serve() as other:
-        target = HttpTarget(f"{one.url},{other.url}")
-        settings = ReplaySettings(
-            trace="chat", shape=Shape(scale_lengths=Fraction(1, 64), limit=5), speedup=1000.0
-        )
-        await run_replay(settings, target, Progress())
-        await target.aclose()
-        assert (len(one.bodies), len(other.bodies)) == (3, 3)
-        other.models = [{"id": "another"}]
-        target = HttpTarget(f"{one.url},{other.url}")
-        with pytest.raises(BenchError, match="serves"):
-            await target.model(None)
-        await target.aclose()
-
-
 async def test_an_endpoint_that_cannot_be_used_is_named() -> None:
     async with FakeOpenAI().serve() as server:
         server.models = [{"id": "a"}, {"id": "b"}]
