@@ -575,8 +575,6 @@ class FakeEngine:
                 raise TransferFailed("a scripted fault dropped the transfer")
             await transfer.wait(self._settings.transfer_s + self._faults.delay_transfer_s)
             handoff = structs.replace(transfer.handoff.result(), exposed_s=self._now() - began)
-            if matches(self._faults.corrupt_transfer, request_id):
-                handoff = structs.replace(handoff, kv=bytes(x ^ 1 for x in handoff.kv))
             yield handoff
         finally:
             self._drop(transfer_id, "the consumer has it, or gave it up")

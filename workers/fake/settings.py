@@ -19,11 +19,10 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class FakeFaults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Faults. The first three are patterns (`*`, `?`) over request ids; "" matches none."""
+    """Faults. The first two are patterns (`*`, `?`) over request ids; "" matches none."""
 
     fail_prefill: str = ""  # the prefill of such a request ends with worker_failed
     drop_transfer: str = ""  # the transfer of such a request fails
-    corrupt_transfer: str = ""  # the KV of such a request arrives changed, and nothing notices
     delay_transfer_s: Seconds = 0.0  # is added to every transfer
     stalled: bool = False  # the engine accepts requests and makes no step
     stall_at_step: Step = 0  # it makes neither this step nor later ones; from 1, 0 for never

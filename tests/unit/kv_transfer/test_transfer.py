@@ -82,66 +82,6 @@ def test_what_the_target_has_already_is_not_sent(rig: Rig) -> None:
     assert target.cache.block(TO[0]) == before[TO[0]]
 
 
-def test_many_transfers_share_a_link_and_stay_apart(rig: Rig) -> None:
-    source, target = rig.pair(chunk_bytes=geometry().block_bytes)
-    for i in range(8):
-        target.start(source, f"t{i}", [3 * i, 3 * i + 1, 3 * i + 2], 12)
-    for i in reversed(range(8)):
-        source.prefill(f"t{i}", [23 - 3 * i, 22 - 3 * i, 21 - 3 * i], 12)
-    settle(source, target)
-    assert sorted(target.arrivals) == [f"d-t{i}" for i in range(8)]
-    assert sorted(source.sent) == [f"p-t{i}" for i in range(8)]
-    assert target.cache.blocks() == list(reversed(source.cache.blocks()))
-    assert len(source.links) == len(target.links) == 1
-
-
-@pytest.mark.parametrize("moment", ["before expect", "before blocks", "between chunks", "sent"])
-def test_a_cancelled_transfer_frees_both_sides(rig: Rig, moment: str) -> None:
-    source, target = rig.pair()
-    target.start(source, "t", TO, N)
-    if moment != "before expect":
-        source.expect("t")
-    if moment in ("between chunks", "sent"):
-        source.compute("t", FROM[:2], 8)
-        until(lambda: source.peers.counters.pushed_blocks == 2, source, target)
-    if moment == "sent":
-        source.compute("t", FROM, N)
-        source.finish("t")
-    target.cancel("t")
-    until(lambda: target.ended, target, source)
-    if moment == "before expect":
-        source.expect("t")
-    if moment != "sent":
-        source.compute("t", FROM, N)
-        source.finish("t")
-    settle(source, target)
-    assert (target.ended, source.sent) == (["d-t"], ["p-t"])
-    assert target.failed == ([] if target.arrivals else ["d-t"])
-
-
-def test_an_aborted_prefill_fails_its_target(rig: Rig) -> None:
-    source, target = rig.pair()
-    target.start(source, "t", TO, N)
-    source.expect("t")
-    source.compute("t", FROM[:2], 8)
-    source.finish("t", held=False)
-    settle(source, target)
-    assert target.failures == {"d-t": "the prefill was aborted"}
-    assert source.sent == []
-
-
-def test_a_source_that_nobody_asks_holds_its_blocks_until_the_lease_ends(rig: Rig) -> None:
-    source = rig.worker(lease_s=0.05)
-    source.prefill("t", FROM, N)
-    until(lambda: source.sent, source)
-    assert source.sent == ["p-t"]
-    assert source.peers.producer.expired_leases == 1
-    late = rig.worker()
-    late.start(source, "t", TO, N)
-    until(lambda: late.ended, late, source)
-    assert late.failures == {"d-t": "the lease ended"}
-
-
 @pytest.mark.parametrize("early", [True, False])
 def test_blocks_that_nobody_needs_are_freed_as_prefill_ends(rig: Rig, early: bool) -> None:
     source, target = rig.pair()
@@ -192,30 +132,6 @@ def test_blocks_outside_the_cache_are_not_written(rig: Rig, block: int) -> None:
     assert target.cache.snapshot() == before
     transfer(source, target, "u")
     assert target.arrivals.keys() == {"d-u"}
-
-
-def test_preempted_blocks_are_all_sent_again(rig: Rig) -> None:
-    source, target = rig.pair(chunk_bytes=geometry().block_bytes)
-    before = target.cache.blocks()
-    target.start(source, "t", TO, N)
-    source.expect("t")
-    source.compute("t", FROM[:2], 8)
-    until(lambda: source.peers.counters.pushed_blocks == 2, source, target)
-    source.step(preempted=["t"])
-    again = [11, 12, 13, 14]
-    for new in again:
-        source.cache.write(new, seed=new)
-    for block in FROM:
-        source.cache.write(block, seed=99)
-    source.compute("t", again[:1], 4)
-    source.compute("t", again, N)
-    source.finish("t")
-    settle(source, target)
-    assert target.failed == []
-    assert target.arrivals["d-t"].report.blocks == 4
-    for old, new in zip(again, TO, strict=True):
-        before[new] = source.cache.block(old)
-    assert target.cache.blocks() == before
 
 
 def test_a_transfer_that_is_started_twice_is_served_once(rig: Rig) -> None:

@@ -18,10 +18,8 @@ from pdserve.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
-    TransferCorrupted,
     TransferFailed,
     Unavailable,
-    WorkerFailed,
 )
 from pdserve.types import FinishReason, HandoffStyle, Role, SamplingParams, TransferReport, Usage
 from router.admission import Tenants
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 TRANSFER = TransferReport(0.02, 0.01, 4096, 3, "loopback")
-CORRUPTED = TransferCorrupted("KV digest mismatch in blocks 0-2")
 
 
 @pytest.fixture
@@ -115,17 +112,6 @@ class TestAnswer:
             assert last.receipt is not None
             assert (last.receipt.first_token_source, last.receipt.decode_worker) == ("prefill", "")
             assert not decode.has_submissions
-
-    async def test_an_aggregated_worker_does_both_phases(self) -> None:
-        aggregated = ScriptedWorker("a", Role.AGGREGATED)
-        async with running_stack(aggregated) as stack, stack.ask(request()) as answer:
-            submit = await aggregated.submitted()
-            assert submit.WhichOneof("phase") == "aggregated"
-            aggregated.send(submit, 7, 8, finish=LENGTH)
-            receipt = (await answer.rest()).receipt
-            assert receipt is not None
-            assert (receipt.prefill_worker, receipt.decode_worker) == ("a", "a")
-            assert receipt.first_token_source == "aggregated"
 
     async def test_with_a_sequential_handoff_decode_follows_prefill(self) -> None:
         prefill, decode = ScriptedWorker("p", Role.PREFILL), ScriptedWorker("d", Role.DECODE)
@@ -233,24 +219,6 @@ class TestRetry:
             assert f"pdserve_fallbacks_total{{{labels}}} 1.0" in text
             assert 'pdserve_requests_total{model="demo",outcome="stop"} 1.0' in text
 
-    async def test_prefill_that_fails_is_replaced(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        other = ScriptedWorker("p2", Role.PREFILL)
-        async with running_stack(prefill, decode, other) as stack, stack.ask(request()) as answer:
-            first, held = await prefill.submitted(), await decode.submitted()
-            prefill.fail(first, WorkerFailed("out of memory"))
-            assert await decode.cancelled() == held.stream_id
-            second, again = await other.submitted(), await decode.submitted()
-            assert second.prefill.transfer_id == again.decode.transfer_id
-            assert again.decode.producer_addresses == ["kv-p2"]
-            other.send(second, 7, finish=LENGTH)
-            decode.send(again, 8, finish=STOP)
-            last = await answer.rest()
-            assert last.receipt is not None
-            assert last.receipt.fallbacks == ("other_prefill:worker_failed",)
-            assert (last.token_ids, last.receipt.prefill_worker) == ((7, 8), "p2")
-
     async def test_if_no_worker_comes_the_error_says_when_to_retry(
         self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
@@ -280,24 +248,6 @@ class TestRetry:
                 await answer.rest()
             assert caught.value.retry_after_s > 1
             assert 'reason="retry_budget_exhausted",step="error"' in stack.metrics.render().decode()
-
-
-class TestDamagedKv:
-    async def test_another_prefill_worker_computes_it_again(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        other = ScriptedWorker("p2", Role.PREFILL)
-        async with running_stack(prefill, other, decode) as stack, stack.ask(request()) as answer:
-            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
-            decode.fail(await decode.submitted(), CORRUPTED)
-            second, again = await other.submitted(), await decode.submitted()
-            decode.send(again, 9, finish=STOP, transfer=TRANSFER)
-            other.send(second, 8, finish=LENGTH)
-            last = await answer.rest()
-            assert (last.token_ids, last.text) == ((7, 8, 9), "<7><8><9>")
-            assert last.receipt is not None
-            assert last.receipt.fallbacks == ("other_prefill:transfer_corrupted",)
-            assert stack.fleet.outliers.ejected(stack.fleet.now()) == {("p", "d")}
 
 
 class TestRefusals:
@@ -397,25 +347,3 @@ class TestRefusals:
                 'tenant_requests_open{tenant="b"} 0.0',
             ):
                 assert f"pdserve_{line}" in metrics
-
-
-class TestEnds:
-    @pytest.mark.parametrize("tokens", [0, 1, 2])
-    async def test_a_deadline_ends_the_answer_on_both_workers(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker, tokens: int
-    ) -> None:
-        deadline = asyncio.get_running_loop().time() + 0.3
-        async with stack.ask(request(deadline=deadline)) as answer:
-            to_prefill, to_decode = await prefill.submitted(), await decode.submitted()
-            if tokens:
-                prefill.send(to_prefill, 7, finish=LENGTH)
-                await answer.next()
-            if tokens > 1:
-                decode.send(to_decode, 8)
-                await answer.next()
-            with pytest.raises(DeadlineExceeded, match=f"after {tokens} tokens"):
-                await answer.rest()
-            assert await decode.cancelled() == to_decode.stream_id
-            if not tokens:
-                assert await prefill.cancelled() == to_prefill.stream_id
-        assert b'outcome="deadline_exceeded"} 1.0' in stack.metrics.render()

@@ -58,7 +58,6 @@ class EngineDriver:
         self.engine = engine
         self.streams: dict[int, Stream] = {}
         self.steps: list[list[StreamDelta]] = []
-        self.failures: list[BaseException] = []
         self.info: EngineInfo
         self._changed = asyncio.Event()
         self._ids = 0
@@ -123,7 +122,6 @@ class EngineDriver:
         self._changed.set()
 
     def _on_failure(self, error: BaseException) -> None:
-        self.failures.append(error)
         self._changed.set()
 
 
@@ -136,14 +134,13 @@ class Pair:
     producer_instance_id: str
     _transfers: int = 0
 
-    def phases(self, *, instance_id: str | None = None) -> tuple[PrefillPhase, DecodePhase]:
+    def phases(self) -> tuple[PrefillPhase, DecodePhase]:
         """Both parts of a new transfer."""
         self._transfers += 1
         transfer_id = f"transfer-{self._transfers}"
         assert self.prefill.info.kv is not None
-        decode = DecodePhase(
-            transfer_id, self.prefill.info.kv.addresses, instance_id or self.producer_instance_id
-        )
+        addresses = self.prefill.info.kv.addresses
+        decode = DecodePhase(transfer_id, addresses, self.producer_instance_id)
         return PrefillPhase(transfer_id), decode
 
     async def run(
@@ -163,15 +160,3 @@ class Pair:
         rest = await self.decode.finish(decoding)
         head = replace(first.last, finish_reason=None, report=None)
         return Stream([*first.deltas[:-1], head, *rest.deltas])
-
-    async def exported(
-        self, token_ids: Sequence[int], sampling: SamplingParams, *, tokens: int
-    ) -> tuple[Stream, DecodePhase]:
-        """What the prefill engine decoded before it was exported, with so many tokens or a few
-        more, and the phase that goes on with its KV."""
-        _, phase = self.phases()
-        stream_id = self.prefill.submit(token_ids, sampling)
-        stream = self.prefill.streams[stream_id]
-        await self.prefill.until(lambda: len(stream.token_ids) >= tokens)
-        self.prefill.engine.export(stream_id, phase.transfer_id)
-        return await self.prefill.finish(stream_id), replace(phase, live=True)

@@ -349,30 +349,6 @@ class TestCancels:
                 await other.until_empty()
             assert len(token_ids(await other.finish(1))) == 20
 
-    async def test_a_decode_that_is_cancelled_in_mid_transfer_frees_both_sides(self) -> None:
-        async with (
-            a_worker(Role.PREFILL) as prefill,
-            a_worker(Role.DECODE) as decode,
-            RouterSide(prefill) as to_prefill,
-            RouterSide(decode) as to_decode,
-        ):
-            assert prefill.info.kv is not None
-            phase = w.DecodePhase(
-                transfer_id="t",
-                producer_addresses=prefill.info.kv.addresses,
-                producer_instance_id=prefill.instance_id,
-            )
-            engine_of(prefill).faults = FakeFaults(delay_transfer_s=1000.0)
-            await to_decode.submit(1, decode=phase)
-            await to_prefill.submit(1, **PREFILL)
-            await to_prefill.finish(1)
-            async with asyncio.timeout(WAIT_S):
-                while not (await to_prefill.status()).ledger.in_flight_blocks:
-                    pass
-            await to_decode.cancel(1)
-            await to_decode.until_empty()
-            await to_prefill.until_empty()
-
     async def test_a_worker_that_stops_with_work_open_ends_the_streams(self) -> None:
         registry = FakeRegistry()
         async with a_worker(registry=registry, timing=SLOW) as server:
