@@ -75,23 +75,6 @@ async def test_structured_output_keeps_to_its_constraint(
     assert answer.finish_reason is FinishReason.STOP
 
 
-async def test_cancel_frees_the_blocks(aggregated: EngineProcess) -> None:
-    stream = aggregated.submit(PROMPT, params(3000, ignore_eos=True))
-    await aggregated.until(lambda: len(aggregated.answer(stream).token_ids) > 3)
-    load, ledger = await aggregated.status()
-    assert load is not None
-    assert (load.num_running_reqs, ledger.engine_requests) == (1, 1)
-    assert 0 < load.kv_cache_usage < 1
-    assert load.free_blocks < aggregated.info.total_blocks
-    aggregated.cancel(stream)
-    aggregated.cancel(stream)
-    aggregated.cancel(10_000)
-    load, _ = await aggregated.until_empty()
-    assert load is not None
-    assert load.free_blocks == aggregated.info.total_blocks
-    assert aggregated.answer(stream).finish_reason is None
-
-
 def structured(kind: Constraint, value: str) -> SamplingParams:
     return params(structured_output=StructuredOutput(kind, value))
 

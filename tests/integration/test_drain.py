@@ -228,18 +228,6 @@ async def test_an_answer_with_nowhere_to_go_ends_where_it_is(cluster: Cluster) -
     assert await draining == 0
 
 
-async def test_a_worker_that_does_not_let_go_in_time_is_left_without_kv(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upstream, "EXPORT_TIMEOUT_S", 0.05)
-    leaving = await begin(cluster)
-    draining = leaving.drain()
-    assert (await leaving.whole()).fallbacks == ("same_prefill:moved",)
-    cluster.faults(leaving.old, FakeFaults())
-    assert await draining == 0
-    assert 'continuations_total{from="prefill",model="pdserve-demo"} 1.0' in await metrics(cluster)
-
-
 async def underway(cluster: Cluster) -> tuple[Leaving, asyncio.Task[int]]:
     """The old worker has let go, and its KV is on the way without an end."""
     leaving = await begin(cluster)
@@ -266,23 +254,21 @@ async def test_an_answer_survives_either_worker_while_its_kv_is_on_the_way(
     await draining
 
 
-async def test_a_worker_that_dies_before_it_has_let_go_costs_a_prefill(cluster: Cluster) -> None:
+@pytest.mark.parametrize("says_its_last_word", [False, True])
+async def test_a_worker_that_dies_before_it_gives_its_kv_costs_a_prefill(
+    cluster: Cluster, says_its_last_word: bool
+) -> None:
     leaving = await begin(cluster)
     draining = leaving.drain()
     await leaving.asked_for()
-    await cluster.kill(leaving.old)
-    assert (await leaving.whole()).fallbacks == ("same_prefill:worker_failed",)
-    await draining
-
-
-async def test_a_worker_that_dies_with_its_last_word_costs_a_prefill(cluster: Cluster) -> None:
-    leaving = await begin(cluster)
-    draining = leaving.drain()
-    await leaving.asked_for()
-    cluster.crash(leaving.old)  # which says what it had to say, and gives no KV
-    fallbacks = (await leaving.whole()).fallbacks
-    assert fallbacks == ("live_kv:moved", "same_prefill:transfer_failed")
-    cluster.workers.pop(leaving.old)
+    if says_its_last_word:
+        cluster.crash(leaving.old)
+        expected: tuple[str, ...] = ("live_kv:moved", "same_prefill:transfer_failed")
+    else:
+        await cluster.kill(leaving.old)
+        expected = ("same_prefill:worker_failed",)
+    assert (await leaving.whole()).fallbacks == expected
+    cluster.workers.pop(leaving.old, None)
     await draining
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import pytest_asyncio
 
 from pdserve.client import Client
-from tests.e2e.pair import KINDS, joined, params, prompt
+from tests.e2e.pair import joined, params, prompt
 from tests.e2e.test_served import Stack
 from tests.up_process import UpProcess
 
@@ -107,19 +106,6 @@ async def test_only_what_decode_lacks_is_fetched(stack: Stack, aggregated: Engin
     assert_nixl(answer, 3)
 
 
-async def test_many_at_once_are_exact(stack: Stack, aggregated: EngineProcess) -> None:
-    kinds: list[dict[str, Any]] = [{}, *KINDS.values()]
-    jobs = [
-        (prompt(7 + 61 * i, 240), params(20, **{"ignore_eos": True, **kinds[i % len(kinds)]}))
-        for i in range(12)
-    ]
-    expected = [joined(await aggregated.run(ids, sampling)) for ids, sampling in jobs]
-    answers = await asyncio.gather(*(ask(stack, ids, sampling) for ids, sampling in jobs))
-    assert [answer.joined for answer in answers] == expected
-    for answer, (ids, _) in zip(answers, jobs, strict=True):
-        assert_nixl(answer, -(-len(ids) // BLOCK))
-
-
 async def test_a_first_token_that_ends_the_answer_frees_its_kv_at_once(
     stack: Stack, aggregated: EngineProcess
 ) -> None:
@@ -139,17 +125,6 @@ async def test_a_client_that_leaves_frees_both_workers(stack: Stack, pieces: int
         async with aclosing(cast("AsyncGenerator[Delta, None]", deltas)):
             for _ in range(pieces):
                 await anext(deltas)
-
-
-async def test_a_client_that_leaves_in_prefill_frees_it(stack: Stack) -> None:
-    for number in itertools.count():
-        ids = prompt(3000, 1000 + number)
-        task = asyncio.create_task(ask(stack, ids, params(400, ignore_eos=True)))
-        was_open = await stack.sees("engine_requests", task)
-        task.cancel()
-        await asyncio.wait([task])
-        if was_open:
-            return
 
 
 async def test_an_answer_outlives_its_decode_worker(

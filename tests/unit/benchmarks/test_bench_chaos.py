@@ -9,13 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import yaml
 
 from benchmarks.chaos.hooks import DIRECTORY, PRODUCERS, give, hits, patch
 from benchmarks.chaos.load import KINDS, Answer, Choice, Question, make_questions, wrong_tokens
-from benchmarks.chaos.matrix import REFERENCE, ChaosSettings, Row
-from benchmarks.chaos.scenarios import REPEATED, SCENARIOS, Run
-from pdserve.config import load_config
+from benchmarks.chaos.matrix import Row
+from benchmarks.chaos.scenarios import REPEATED, Run
 from pdserve.errors import InvalidRequest, Unavailable
 from pdserve.types import SamplingParams
 
@@ -113,14 +111,6 @@ async def test_a_request_that_is_sent_again_has_another_number() -> None:
     await run.load()
     assert run.is_over
     assert {n % REPEATED for n in run.answers} == {4, 5}
-
-
-@pytest.mark.parametrize("engine", ["fake", "vllm"])
-@pytest.mark.parametrize("own", dict.fromkeys([REFERENCE, *(x.config for x in SCENARIOS.values())]))
-def test_every_configuration_is_valid(engine: str, own: Any, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(ChaosSettings(engine=engine).config(own)))
-    assert load_config(path, {}).worker.engine == engine
 
 
 @pytest.mark.parametrize("name", PRODUCERS)

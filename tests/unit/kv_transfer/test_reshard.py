@@ -10,7 +10,6 @@ import pytest
 
 from kv_transfer.protocol.plan import Shard
 from kv_transfer.vllm.step import (
-    ConsumerDeclined,
     ConsumerStart,
     ProducerEnded,
     ProducerExpected,
@@ -109,31 +108,6 @@ def test_every_head_lands_where_its_rank_reads_it(rig: Rig, source_tp: int, targ
     assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
     total = sum(rank.arrivals["d-t"].report.bytes for rank in target.ranks)
     assert total == len(TO) * 3 * HEADS * HEAD_PAGE * max(1, target_tp // HEADS)
-
-
-@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2), (8, 2)])
-def test_a_producer_that_is_not_needed_is_told_on_every_rank(
-    rig: Rig, source_tp: int, target_tp: int
-) -> None:
-    source, target = pools(rig, source_tp, target_tp)
-    source.prefill()
-    target.step(declined=[ConsumerDeclined("t", source.addresses, source.instance_id)])
-    settle_all(source, target)
-    assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
-
-
-@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2), (8, 2)])
-def test_a_cancel_ends_every_part(rig: Rig, source_tp: int, target_tp: int) -> None:
-    source, target = pools(rig, source_tp, target_tp)
-    target.start(source)
-    source.step(expected=[ProducerExpected("t", "p-t")])
-    source.step(progress=[ProducerProgress("t", FROM[:2], 8)])
-    target.step(cancels=["t"])
-    target.until_ended()
-    source.step(ended=[ProducerEnded("t", TOKENS, True)])
-    settle_all(source, target)
-    assert all(rank.failed == rank.ended == ["d-t"] for rank in target.ranks)
-    assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
 
 
 def cut(source: Worker, target: Worker) -> None:

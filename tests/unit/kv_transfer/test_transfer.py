@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-from kv_transfer.transport.mapped import MappedTransport
-from kv_transfer.transport.tcp import TcpTransport
 from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import (
     FROM,
@@ -20,9 +16,6 @@ from tests.unit.kv_transfer.rig import (
     transfer,
     until,
 )
-
-if TYPE_CHECKING:
-    from kv_transfer.transport.base import LocalKv
 
 
 @pytest.mark.parametrize("order", ["subscription first", "prefill first", "between"])
@@ -173,22 +166,6 @@ def test_a_link_that_broke_is_made_again_for_the_next_transfer(rig: Rig) -> None
     until(lambda: target.failed, source, target)
     transfer(source, target, "u")
     assert target.arrivals.keys() == {"d-u"}
-
-
-def test_a_transport_that_cannot_be_used_is_counted_and_the_next_one_selected(
-    tcp_rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = [MappedTransport(), TcpTransport()]
-    source, target = tcp_rig.worker(transports=both), tcp_rig.worker(transports=both)
-    real = MappedTransport.offer
-
-    def elsewhere(self: MappedTransport, local: LocalKv) -> dict[str, object]:
-        return {**(real(self, local) or {}), "boot_id": "another host"}
-
-    monkeypatch.setattr(MappedTransport, "offer", elsewhere)
-    transfer(source, target)
-    assert target.arrivals["d-t"].report.transport == "tcp"
-    assert source.peers.counters.downgrades == 1
 
 
 @pytest.mark.parametrize("who", ["source", "target", "cancel"])

@@ -77,14 +77,6 @@ async def test_one_connection_serves_requests_one_after_another() -> None:
         assert service.count == 6
 
 
-async def test_client_that_leaves_cancels_its_handler() -> None:
-    async with serving() as (service, _, (_, writer)):
-        writer.write(SLOW)
-        await service.started.wait()
-        writer.transport.abort()
-        await service.cancelled.wait()
-
-
 @pytest.mark.parametrize(
     "request_head",
     [

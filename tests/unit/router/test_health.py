@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from pdserve.config import HealthConfig
 from pdserve.types import Role, WorkerLoad
 from router.fleet.health import (
     TICK_S,
@@ -17,8 +14,6 @@ from router.fleet.health import (
     StallDetector,
 )
 from router.fleet.registry import TICKS_PER_CHECK, Fleet
-from router.health_checks import ActiveHealthChecks
-from router.metrics import RouterMetrics
 from tests.fakes import Clock, worker_info
 
 CLOSED, OPEN, HALF_OPEN = BreakerState
@@ -99,49 +94,6 @@ class TestOutlierEjection:
         outliers = OutlierEjection(0.0)
         outliers.corrupted(PAIR, 0.0, "damaged")
         assert not outliers.ejected(0.0)
-
-
-class TestWhatIsProbed:
-    @pytest.fixture
-    def clock(self) -> Clock:
-        return Clock()
-
-    @pytest.fixture
-    def fleet(self, clock: Clock) -> Fleet:
-        fleet = Fleet(router_id="r", health=HealthConfig(eject_pair_s=SECONDS), clock=clock)
-        for worker_id, role in (("p1", P), ("d1", D)):
-            fleet.register(worker_info(worker_id, role))
-            fleet.attached(fleet.members[worker_id])
-        return fleet
-
-    @pytest.fixture
-    def checks(self, fleet: Fleet) -> ActiveHealthChecks:
-        return ActiveHealthChecks(fleet, RouterMetrics())
-
-    def test_a_suspended_worker_when_its_time_is_over(
-        self, fleet: Fleet, checks: ActiveHealthChecks, clock: Clock
-    ) -> None:
-        member = fleet.members["d1"]
-        member.breaker.trip(0.0, "it hangs")
-        assert checks.half_open() is None
-        clock.now = member.breaker.seconds
-        assert checks.half_open() == (member, None)
-        fleet.detached(member)
-        assert checks.half_open() is None, "it cannot be reached"
-
-    def test_an_ejected_pair_when_both_are_ready(
-        self, fleet: Fleet, checks: ActiveHealthChecks, clock: Clock
-    ) -> None:
-        p, d = fleet.members["p1"], fleet.members["d1"]
-        fleet.outliers.corrupted(PAIR, 0.0, "damaged")
-        assert checks.half_open() is None
-        clock.now = SECONDS
-        assert checks.half_open() == (d, p)
-        d.draining = True
-        assert checks.half_open() is None
-        fleet.register(replace(d.info, role=P, instance_id="e2"))
-        fleet.attached(fleet.members["d1"])
-        assert checks.half_open() is None, "it has another role now"
 
 
 def load(progress: int, *, has_work: bool = True, allowance_s: float = 0.0) -> WorkerLoad:

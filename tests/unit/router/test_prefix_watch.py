@@ -90,20 +90,6 @@ async def watching(
         yield fleet, watches
 
 
-async def test_a_snapshot_and_then_the_changes() -> None:
-    async with WatchedWorker("a").serving() as a:
-        a.store(1, 2, 3)
-        async with watching(a) as (_, watches):
-            assert depth(watches, "a", 1, 2, 3, 4) == 3
-            a.store(1, 2, 3, 4)
-            a.store(1, 7)
-            await until(lambda: depth(watches, "a", 1, 7) == 2)
-            assert depth(watches, "a", 1, 2, 3, 4) == 4
-            a.evict(1, 2)
-            await until(lambda: depth(watches, "a", 1, 2, 3, 4) == 1)
-            assert watches.synced == 1
-
-
 async def test_random_changes_of_two_workers_end_in_what_they_hold() -> None:
     rng = Random(7)
     async with (
@@ -126,15 +112,6 @@ async def test_random_changes_of_two_workers_end_in_what_they_hold() -> None:
         for worker, name in ((a, "a"), (b, "b")):
             for key in worker.keys:
                 assert depth(watches, name, *key) == len(key)
-
-
-async def test_a_worker_that_is_gone_is_found_no_more_at_once() -> None:
-    async with WatchedWorker("a").serving() as a:
-        a.store(1, 2)
-        async with watching(a) as (fleet, watches):
-            fleet.deregister("a", "e1")
-            assert depth(watches, "a", 1, 2) == 0
-            await until(lambda: len(watches.index) == 0)
 
 
 async def test_a_cache_is_read_again_when_there_is_room_for_all_of_it() -> None:

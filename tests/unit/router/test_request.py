@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +23,6 @@ from pdserve.types import FinishReason, HandoffStyle, Role, SamplingParams, Tran
 from router.admission import Tenants
 from router.answer import AnswerDelta
 from tests.fakes import ScriptedWorker, running_stack
-from tests.patience import WAIT_S
 from tests.unit.router.asking import PROMPT, request
 
 if TYPE_CHECKING:
@@ -138,22 +135,6 @@ class TestAnswer:
                 to_decode = await decode.submitted()
             assert await decode.cancelled() == to_decode.stream_id
             assert await prefill.cancelled() == submit.stream_id, "it holds KV"
-
-    async def test_a_request_leaves_nothing_to_the_garbage_collector(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        gc.disable()
-        try:
-            async with running_stack(prefill, decode) as stack, asyncio.timeout(WAIT_S):
-                async with stack.ask(request()) as answer:
-                    prefill.send(await prefill.submitted(), 7, finish=LENGTH)
-                    (generation,) = map(weakref.ref, stack.requests._generations)
-                    decode.send(await decode.submitted(), 8, 9, finish=LENGTH)
-                    await answer.rest()
-                while generation() is not None:  # noqa: ASYNC110 - nobody is told when it goes
-                    await asyncio.sleep(0.01)
-        finally:
-            gc.enable()
 
 
 class TestParallelSampling:

@@ -55,15 +55,6 @@ DECODE = {
 
 
 class TestStreams:
-    async def test_an_answer_comes_with_a_report_and_the_load(self) -> None:
-        async with a_worker() as server, RouterSide(server) as router:
-            await router.submit(1)
-            deltas = await router.finish(1)
-            assert len(token_ids(deltas)) == PLAIN.max_tokens
-            assert deltas[-1].finish_reason is FinishReason.LENGTH
-            assert deltas[-1].report is not None
-            assert all(frame.HasField("load") for frame in router.frames)
-
     async def test_a_router_without_streams_hears_of_a_load_that_changed(self) -> None:
         """It may remember what it has cancelled there, and take it for another router's."""
         async with (
@@ -243,17 +234,6 @@ class TestRefusals:
 
 
 class TestStatusAndDrain:
-    async def test_status_tells_what_is_open(self) -> None:
-        async with a_worker(timing=SLOW) as server, RouterSide(server) as router:
-            await router.begin(1)
-            status = await router.status()
-            assert wire.worker_from_pb(status.info) == server.info
-            assert status.open_streams == 1
-            assert status.ledger.engine_requests == 1
-            assert status.load.num_running_reqs == 1
-            assert not status.draining
-            await router.cancel(1)
-
     async def test_drain_lets_streams_end_and_refuses_those_of_routers_that_know(self) -> None:
         registry, step = FakeRegistry(), FakeSettings(step_s=0.002)
         async with (
