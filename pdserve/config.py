@@ -354,7 +354,8 @@ class WorkerConfig(_Section, frozen=True):
     role: Which phases the worker runs.
     engine: vLLM, or a fake engine that needs no model weights.
     model: Directory of the model, or `demo` for the one shipped.
-    model_name: Name under which the model is served. Empty: the directory's name.
+    model_names: Names under which the model is served. The first is its name in answers. Empty: the
+        directory's name.
     host: Address at which routers reach the worker.
     port: Port of the worker; 0 takes a free one.
     debug_host: Address of the HTTP listener for metrics and debugging. Empty: none.
@@ -374,7 +375,7 @@ class WorkerConfig(_Section, frozen=True):
     role: Role = Role.AGGREGATED
     engine: Literal["vllm", "fake"] = "vllm"
     model: Text = DEMO_MODEL
-    model_name: str = ""
+    model_names: tuple[Text, ...] = ()
     host: Text = "127.0.0.1"
     port: Port = 0
     debug_host: str = "127.0.0.1"
@@ -394,8 +395,9 @@ class WorkerConfig(_Section, frozen=True):
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
                 refuse("routers", f"must be host:port addresses, not {address!r}")
-        if len(set(self.cores)) != len(self.cores):
-            refuse("cores", "has a duplicate")
+        for key in ("cores", "model_names"):
+            if len(set(getattr(self, key))) != len(getattr(self, key)):
+                refuse(key, "has a duplicate")
         access, tls = self.access, self.access.tls
         if access.require_auth:
             is_nixl = self.kv.connector == "nixl"
@@ -427,18 +429,77 @@ class WorkerConfig(_Section, frozen=True):
         return path
 
     @property
-    def served_model_name(self) -> str:
-        if self.model_name:
-            return self.model_name
-        return DEMO_MODEL_NAME if self.model == DEMO_MODEL else Path(self.model).name
+    def served_names(self) -> tuple[str, ...]:
+        return served_names(self.model, self.model_names)
 
 
-class UpConfig(_Section, frozen=True):
-    """What `pdserve up` starts.
+def served_names(model: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of a model, given the keys `model` and `model_names`."""
+    return names or (DEMO_MODEL_NAME if model == DEMO_MODEL else Path(model).name,)
+
+
+class RoleConfig(_Section, frozen=True):
+    """The workers of one role.
+
+    workers: Number of workers.
+    gpus: GPUs that these workers share out, by NVML index. Empty: those that no other role has.
+    engine_args: Engine arguments of this role, over those of all workers.
+    """
+
+    workers: Annotated[int, Meta(ge=0, le=1024)] = 1
+    gpus: tuple[Count, ...] = ()
+    engine_args: dict[str, object] = {}
+
+
+class AggregatedConfig(RoleConfig, frozen=True):
+    workers: Annotated[int, Meta(ge=0, le=1024)] = 0
+
+
+class PoolsConfig(_Section, frozen=True):
+    """The workers of one model.
 
     prefill: Prefill workers.
     decode: Decode workers.
     aggregated: Workers that run both phases.
+    """
+
+    prefill: RoleConfig = RoleConfig()
+    decode: RoleConfig = RoleConfig()
+    aggregated: AggregatedConfig = AggregatedConfig()
+
+    def __post_init__(self) -> None:
+        prefill, decode = self.prefill.workers, self.decode.workers
+        if bool(prefill) != bool(decode):
+            missing = "decode" if prefill else "prefill"
+            refuse(
+                f"{missing}.workers",
+                "must be at least 1: prefill and decode workers need each other",
+            )
+        if not prefill + decode + self.aggregated.workers:
+            refuse("prefill.workers", "at least one worker is required")
+
+    def by_role(self) -> dict[Role, RoleConfig]:
+        return {role: getattr(self, role.value) for role in Role}
+
+
+class ModelConfig(PoolsConfig, frozen=True):
+    """One of several models.
+
+    model: Directory of the model, or `demo`.
+    model_names: Names under which the model is served, as in `worker.model_names`.
+    engine_args: Engine arguments of this model, over `worker.engine_args`.
+    """
+
+    model: Text = DEMO_MODEL
+    model_names: tuple[Text, ...] = ()
+    engine_args: dict[str, object] = {}
+
+
+class UpConfig(PoolsConfig, frozen=True):
+    """What `pdserve up` starts.
+
+    models: Models, if there are several. Each has its own workers; those above and `worker.model`
+        are then not used. Empty: `worker.model`.
     routers: Routers. The first has the ports of `router`, each further one ports 10 higher.
     cores_per_worker: CPU cores of each worker. 0: an equal share.
     start_timeout_s: Seconds until all processes must be ready.
@@ -447,22 +508,13 @@ class UpConfig(_Section, frozen=True):
     run_dir: Directory for logs. Empty: a temporary one.
     """
 
-    prefill: Annotated[int, Meta(ge=0, le=1024)] = 1
-    decode: Annotated[int, Meta(ge=0, le=1024)] = 1
-    aggregated: Annotated[int, Meta(ge=0, le=1024)] = 0
+    models: tuple[ModelConfig, ...] = ()
     routers: Annotated[int, Meta(ge=1, le=16)] = 1
     cores_per_worker: Count = 0
     start_timeout_s: Annotated[float, Meta(ge=1, le=_DAY_S)] = 300.0
     max_restarts: Count = 5
     ready_file: str = ""
     run_dir: str = ""
-
-    def __post_init__(self) -> None:
-        if bool(self.prefill) != bool(self.decode):
-            missing = "decode" if self.prefill else "prefill"
-            refuse(missing, "must be at least 1: prefill and decode workers need each other")
-        if not self.prefill + self.decode + self.aggregated:
-            refuse("prefill", "at least one worker is required")
 
 
 class Config(_Section, frozen=True):
@@ -477,6 +529,34 @@ class Config(_Section, frozen=True):
     up: UpConfig = UpConfig()
     router: RouterConfig = RouterConfig()
     worker: WorkerConfig = WorkerConfig()
+
+    def __post_init__(self) -> None:
+        if not self.up.models:
+            return
+        here = PoolsConfig.__struct_fields__
+        unused = [
+            ("up", name) for name in here if getattr(self.up, name) != getattr(UpConfig(), name)
+        ]
+        unused += [
+            ("worker", name)
+            for name in ("model", "model_names")
+            if getattr(self.worker, name) != getattr(WorkerConfig(), name)
+        ]
+        for section, name in unused:
+            refuse(f"{section}.{name}", "is not used with up.models; set it there")
+        names = [
+            name for each in self.models for name in served_names(each.model, each.model_names)
+        ]
+        if len(set(names)) != len(names):
+            refuse("up.models", "two models have the same name; set their model_names")
+
+    @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        """What `up` serves: `up.models`, or the one model of `worker`."""
+        up, worker = self.up, self.worker
+        pools = {name: getattr(up, name) for name in PoolsConfig.__struct_fields__}
+        one = ModelConfig(model=worker.model, model_names=worker.model_names, **pools)
+        return up.models or (one,)
 
 
 # Reading

@@ -264,13 +264,21 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model. `path` is the directory of its tokenizer."""
+    """A served model. `path` is the directory of its tokenizer, `aliases` are further names that it
+    answers to, and `sampling_defaults` the sampling parameters of requests that do not set them.
+    """
 
     name: str
     path: str
     max_model_len: int
     vocab_size: int
     dtype: str
+    aliases: tuple[str, ...] = ()
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
 
 class HandoffStyle(StrEnum):

@@ -195,7 +195,7 @@ worker_to_pb, _worker_from_pb = _codec(
     w.WorkerInfo,
     optional=("kv",),
     role=(role_to_pb, role_from_pb),
-    model=_codec(t.ModelInfo, w.ModelInfo),
+    model=_codec(t.ModelInfo, w.ModelInfo, aliases=_TUPLE, sampling_defaults=_MAP),
     kv=_KV,
     settings=_MAP,
 )
@@ -215,6 +215,11 @@ def worker_from_pb(message: w.WorkerInfo) -> t.WorkerInfo:
             raise InvalidRequest("worker.kv.addresses is missing", field="worker.kv.addresses")
         if message.kv.handoff not in list(t.HandoffStyle):
             raise InvalidRequest("worker.kv.handoff is unknown", field="worker.kv.handoff")
+    try:
+        t.SamplingParams(**message.model.sampling_defaults)  # type: ignore[arg-type]
+    except (InvalidRequest, TypeError) as error:
+        key = "worker.model.sampling_defaults"
+        raise InvalidRequest(f"{key}: {error}", field=key) from error
     return _worker_from_pb(message)
 
 

@@ -51,7 +51,9 @@ def run_cli(
 class UpProcess:
     """Owns the process and whatever it started; `close` leaves none of them."""
 
-    def __init__(self, directory: Path, *args: str, terminal: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *args: str, terminal: bool = False, command: str = "up"
+    ) -> None:
         self.ready_path = directory / "ready.json"
         self._heard = threading.Condition()
         self._lines: list[str] = []
@@ -62,14 +64,14 @@ class UpProcess:
         options += ["--set", f"router.health.stall_s={LEASE_S}"]
         # Nobody is refused because the machine is slow.
         options += ["--set", "router.slo.reject_factor=0"]
-        command = ["-m", "pdserve", "up", *options, *args]
+        words = ["-m", "pdserve", command, *options, *args]
         if terminal:
             self._terminal, stdin = os.openpty()
-            command = ["-c", _ON_TERMINAL, *command]
+            words = ["-c", _ON_TERMINAL, *words]
         else:
             self._terminal, stdin = -1, subprocess.DEVNULL
         self.process = subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, *words],
             cwd=ROOT,
             stdin=stdin,
             stdout=subprocess.PIPE,

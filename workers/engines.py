@@ -31,7 +31,7 @@ def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
     return VllmEngine(
         VllmSettings(
             model_path=str(config.model_path),
-            model_name=config.served_model_name,
+            model_names=config.served_names,
             threads=len(config.cores) or None,
             kv=kv,
             engine_args=config.engine_args,
@@ -72,12 +72,14 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
     path = config.model_path / "config.json"
     try:
         values: dict[str, Any] = json.loads(path.read_text())
+        name, *aliases = config.served_names
         model = ModelInfo(
-            name=config.served_model_name,
+            name=name,
             path=str(config.model_path),
             max_model_len=int(values["max_position_embeddings"]),
             vocab_size=int(values["vocab_size"]),
             dtype=str(values.get("dtype", values.get("torch_dtype", "auto"))),
+            aliases=tuple(aliases),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -79,7 +79,7 @@ async def _run(config: WorkerConfig, reports: Reports) -> int:
     for number in _SIGNALS:
         loop.add_signal_handler(number, signals.put_nowait, number)
     try:
-        failure = await _unless(signals, _serve(server, reports, config.served_model_name))
+        failure = await _unless(signals, _serve(server, reports, config.served_names[0]))
         if failure is None and hasattr(server.routers, "info"):
             await _unless(signals, server.drain(config.drain_timeout_s, stop=True))
     except ConfigError:

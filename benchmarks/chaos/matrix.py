@@ -48,9 +48,9 @@ _ENGINE_ARGS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 # The one engine that nothing happens to: however slow, it is not given up.
 REFERENCE: Final[tuple[tuple[str, Any], ...]] = (
-    ("up.prefill", 0),
-    ("up.decode", 0),
-    ("up.aggregated", 1),
+    ("up.prefill.workers", 0),
+    ("up.decode.workers", 0),
+    ("up.aggregated.workers", 1),
     ("up.cores_per_worker", 1),
     ("router.lease_s", 600.0),
     ("router.health.stall_s", 0.0),
@@ -74,7 +74,10 @@ class ChaosSettings:
         """Return the configuration of a service; `own` are dotted keys over all others."""
         keys = {**_CONFIG, "worker.engine": self.engine}
         keys |= {f"worker.engine_args.{k}": x for k, x in _ENGINE_ARGS[self.engine].items()}
-        keys |= dict(self.changes) | {"up.prefill": self.prefill, "up.decode": self.decode}
+        keys |= dict(self.changes) | {
+            "up.prefill.workers": self.prefill,
+            "up.decode.workers": self.decode,
+        }
         return to_mapping(load_config(None, keys | dict(own)))
 
 

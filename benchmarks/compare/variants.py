@@ -111,9 +111,9 @@ def config_changes(
 ) -> dict[str, Any]:
     """Return the dotted configuration keys of this variant. Raises BenchError."""
     changes: dict[str, Any] = {
-        "up.prefill": variant.prefill,
-        "up.decode": variant.decode,
-        "up.aggregated": variant.aggregated,
+        "up.prefill.workers": variant.prefill,
+        "up.decode.workers": variant.decode,
+        "up.aggregated.workers": variant.aggregated,
         "up.cores_per_worker": cores // variant.workers,
         "router.http_port": 0,
         "router.grpc_port": 0,

@@ -12,13 +12,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pdserve import __version__
-from pdserve.cli import admin, ask, config, explain, serve, status, top
+from pdserve.cli import admin, ask, config, explain, serve, status, top, vllm_serve
+from pdserve.cli.options import Parser
 from pdserve.errors import ClientError, ConfigError, PdserveError, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-_COMMANDS = (serve, ask, status, top, explain, admin, config)
+_COMMANDS = (vllm_serve, serve, ask, status, top, explain, admin, config)
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 _EPILOG = """\
@@ -33,7 +34,7 @@ first steps:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser. Each command sets `handler`: arguments to exit code, maybe async."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pdserve",
         description="Prefill/decode disaggregated serving of large language models on vLLM.",
         epilog=_EPILOG,

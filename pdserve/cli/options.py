@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pdserve.config import Key
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    Subparsers = argparse._SubParsersAction["Parser"]
     Handler = Callable[[argparse.Namespace], int | Coroutine[Any, Any, int]]
     Metadata = tuple[tuple[str, str], ...]
 
@@ -41,9 +41,24 @@ _TLS_OPTIONS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that can leave words it does not know to another program."""
+
+    passes_on = False
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """With `passes_on`, put unknown words into `words` instead of returning them."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if self.passes_on:
+            found.words, unknown = unknown, []
+        return found, unknown
+
+
 def add_command(
     commands: Subparsers, name: str, handler: Handler, summary: str, description: str = ""
-) -> argparse.ArgumentParser:
+) -> Parser:
     parser = commands.add_parser(
         name,
         help=summary,
@@ -74,10 +89,13 @@ def add_seconds(
     parser.add_argument(flag, type=seconds, default=default, metavar="SECONDS", help=text + note)
 
 
-def add_config_options(parser: argparse.ArgumentParser, flags: Mapping[str, str]) -> None:
-    """Add `--config`, `--set` and `flags` (option to dotted key). An option that is not given
-    leaves the file's value."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file")
+def add_config_options(
+    parser: argparse.ArgumentParser, flags: Mapping[str, str], *, file: bool = True
+) -> None:
+    """Add `--config` (if there is a `file`), `--set` and `flags` (option to dotted key). An option
+    that is not given leaves the file's value."""
+    if file:
+        parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file")
     parser.add_argument(
         "--set",
         action="append",

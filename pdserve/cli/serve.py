@@ -31,15 +31,15 @@ _LISTENERS = {
 }
 _ENGINE = {
     "--model": "worker.model",
-    "--model-name": "worker.model_name",
+    "--model-name": "worker.model_names",
     "--engine": "worker.engine",
     "--kv-connector": "worker.kv.connector",
     "--kv-transport": "worker.kv.transports",
 }
 _UP = {
-    "--prefill": "up.prefill",
-    "--decode": "up.decode",
-    "--aggregated": "up.aggregated",
+    "--prefill": "up.prefill.workers",
+    "--decode": "up.decode.workers",
+    "--aggregated": "up.aggregated.workers",
     "--routers": "up.routers",
     **_ENGINE,
     **_LISTENERS,

@@ -53,15 +53,15 @@ class Display:
     def tell(self, text: str, style: str | None = None) -> None:
         self._console.print(escape(text), style=style)
 
-    def serving(self, http: Sequence[str], grpc: Sequence[str], model: str) -> None:
+    def serving(self, http: Sequence[str], grpc: Sequence[str], models: Sequence[str]) -> None:
         self.close()
         took_s = time.monotonic() - self._began
-        self.tell(f"serving {model} after {took_s:.1f} s", "bold green")
+        self.tell(f"serving {', '.join(models)} after {took_s:.1f} s", "bold green")
         self.tell(
             f"  HTTP  {', '.join(http)}  (OpenAI-compatible)\n"
             f"  gRPC  {', '.join(grpc)}\n\n"
             "Try it:\n"
-            f"  {_curl_line(http[0], model)}\n"
+            f"  {_curl_line(http[0], models[0])}\n"
             f"  pdserve chat --grpc {','.join(grpc)}\n"
             f"  pdserve status --grpc {grpc[0]}\n\n"
             "Ctrl-C stops it."

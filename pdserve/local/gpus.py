@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -92,23 +93,34 @@ def is_cpu_build() -> bool:
         return True
 
 
-def share_gpus(
-    workers: int, gpus: Sequence[int], tensor_parallel: int = 1
-) -> list[tuple[int, ...]]:
-    """Return the GPUs of each worker, `tensor_parallel` each. If there are too few, workers share
-    them in groups. Raises ConfigError if there are not enough for one."""
+# What a worker is given: GPUs to take from (none: any that no other worker names), and how many.
+Wanted = tuple[tuple[int, ...], int]
+
+
+def share_gpus(wanted: Sequence[Wanted], gpus: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the GPUs of each worker. Workers that take from the same GPUs get the next ones in
+    turn; if there are too few, they share them. Raises ConfigError if there are not enough for one.
+    """
     if not gpus:
-        return [()] * workers
-    if tensor_parallel > len(gpus):
-        reason = f"a worker needs {tensor_parallel} GPUs; this process may use {len(gpus)}"
-        refuse("worker.engine_args.tensor_parallel_size", reason)
-    groups = len(gpus) // tensor_parallel
-    at = [i % groups * tensor_parallel for i in range(workers)]
-    return [tuple(gpus[first : first + tensor_parallel]) for first in at]
+        return [()] * len(wanted)
+    named = {gpu for theirs, _ in wanted for gpu in theirs}
+    free = tuple(gpu for gpu in gpus if gpu not in named)
+    taken: Counter[tuple[int, ...]] = Counter()  # places taken, by the GPUs they are taken from
+    found = []
+    for theirs, count in wanted:
+        pool = theirs or free
+        if count > len(pool):
+            reason = f"a worker needs {count} GPUs; it may use {len(pool)}"
+            refuse("worker.engine_args.tensor_parallel_size", reason)
+        at = taken[pool] % len(pool)
+        at = at if at + count <= len(pool) else 0
+        found.append(pool[at : at + count])
+        taken[pool] = at + count
+    return found
 
 
 def memory_share(mine: tuple[int, ...], shares: Sequence[tuple[int, ...]]) -> float | None:
     """Return vLLM's `gpu_memory_utilization` for a worker whose GPUs `mine` others use too, or None
     if it has them alone."""
-    sharers = shares.count(mine)
-    return int(100 * _UTILIZATION / sharers) / 100 if mine and sharers > 1 else None
+    sharers = max((sum(gpu in theirs for theirs in shares) for gpu in mine), default=1)
+    return int(100 * _UTILIZATION / sharers) / 100 if sharers > 1 else None

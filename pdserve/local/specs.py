@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from pdserve.config import WorkerConfig, refuse
 from pdserve.local.gpus import memory_share, share_gpus
-from pdserve.types import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from pdserve.config import Config, RouterConfig
+    from pdserve.local.gpus import Wanted
+    from pdserve.types import Role
 
 _CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus")
 # Engine arguments that set the use of GPU memory.
@@ -62,29 +64,43 @@ def worker_configs(
             refuse(f"worker.{name}", "is set by `pdserve up`; remove it from the configuration")
     strict = config.worker.access.require_auth or config.router.access.require_auth
     access = replace(config.worker.access, require_auth=strict)
-    counts = {"prefill": config.up.prefill, "decode": config.up.decode}
-    counts["aggregated"] = config.up.aggregated
-    names = [f"{role}-{i}" for role, count in counts.items() for i in range(count)]
-    args = config.worker.engine_args
-    tensor_parallel = args.get("tensor_parallel_size", 1)
-    if not isinstance(tensor_parallel, int) or tensor_parallel < 1:
-        tensor_parallel = 1  # the engine rejects it
-    cards = share_gpus(len(names), gpus, tensor_parallel)
-    shares = share_cores(len(names), cores, config.up.cores_per_worker)
+    workers: list[WorkerConfig] = []
+    names: Counter[Role] = Counter()
+    wanted: list[Wanted] = []
+    for i, model in enumerate(config.models):
+        at = f"up.models[{i}]" if config.up.models else "up"
+        for role, pool in model.by_role().items():
+            if missing := sorted(set(pool.gpus) - set(gpus)):
+                refuse(
+                    f"{at}.{role}.gpus", f"{missing} are not among {sorted(gpus)}, the GPUs here"
+                )
+            args = config.worker.engine_args | model.engine_args | pool.engine_args
+            worker = replace(
+                config.worker,
+                model=model.model,
+                model_names=model.model_names,
+                role=role,
+                engine_args=args,
+                access=access,
+            )
+            for _ in range(pool.workers):
+                workers.append(replace(worker, worker_id=f"{role}-{names[role]}"))
+                wanted.append((pool.gpus, _tensor_parallel(args)))
+                names[role] += 1
+    cards = share_gpus(wanted, gpus)
+    shares = share_cores(len(workers), cores, config.up.cores_per_worker)
     found = {}
-    for name, share, mine in zip(names, shares, cards, strict=True):
-        memory = memory_share(mine, cards)
-        is_told = memory is None or any(key in args for key in _OF_MEMORY)
-        found[name] = replace(
-            config.worker,
-            worker_id=name,
-            role=Role(name.partition("-")[0]),
-            cores=share,
-            gpus=mine,
-            engine_args=args if is_told else {**args, "gpu_memory_utilization": memory},
-            access=access,
-        )
+    for worker, share, mine in zip(workers, shares, cards, strict=True):
+        args, memory = worker.engine_args, memory_share(mine, cards)
+        if memory is not None and not any(key in args for key in _OF_MEMORY):
+            args = {**args, "gpu_memory_utilization": memory}
+        found[worker.worker_id] = replace(worker, cores=share, gpus=mine, engine_args=args)
     return found
+
+
+def _tensor_parallel(args: Mapping[str, object]) -> int:
+    size = args.get("tensor_parallel_size", 1)
+    return size if isinstance(size, int) and size > 0 else 1  # the engine rejects others
 
 
 def share_cores(workers: int, cores: Collection[int], per_worker: int = 0) -> list[tuple[int, ...]]:

@@ -54,6 +54,22 @@ _MAX_REPORT_BYTES = 1 << 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def make_run_dir(path: str = "") -> Path:
+    """Return the directory for logs: a new one in the temporary folder if `path` is empty."""
+    run_dir = Path(path or tempfile.mkdtemp(prefix="pdserve-"))
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse("up.run_dir", f"cannot create {run_dir}: {error}")
+    return run_dir
+
+
+def vllm_forkserver(run_dir: Path) -> ForkServer | None:
+    """Return what forks processes that have imported vLLM, which takes most of a worker's start.
+    None on GPUs, because CUDA does not survive a fork."""
+    return ForkServer(PRELOAD, run_dir / "forkserver.log") if is_cpu_build() else None
+
+
 @dataclass(slots=True)
 class Child:
     """A router or a worker, however often it was restarted. `process` is None while none runs.
@@ -89,27 +105,27 @@ class Child:
 class Supervisor:
     """One `pdserve up`. Owns the processes, the files in the run directory and the ready file."""
 
-    def __init__(self, config: Config, display: Display) -> None:
-        """Raises ConfigError if this machine cannot run the configuration."""
+    def __init__(
+        self, config: Config, display: Display, forkserver: ForkServer | None = None
+    ) -> None:
+        """`forkserver` has imported vLLM, if it is given. Raises ConfigError if this machine cannot
+        run the configuration."""
         self._routers = specs.router_configs(config)
         for router in self._routers.values():
             specs.check_ports(router)
-        _ = config.worker.model_path  # raises ConfigError if it holds no model
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
+        for worker in self._workers.values():
+            _ = worker.model_path  # raises ConfigError if it holds no model
+        self._models = list(dict.fromkeys(x.served_names[0] for x in self._workers.values()))
         self._config, self._display = config, display
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
-        self._run_dir = Path(config.up.run_dir or tempfile.mkdtemp(prefix="pdserve-"))
-        try:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            refuse("up.run_dir", f"cannot create {self._run_dir}: {error}")
+        self._run_dir = make_run_dir(config.up.run_dir)
         # vLLM leaves files in the temporary folder when it is killed.
         self._temporary_dir = tempfile.TemporaryDirectory(prefix="pdserve-tmp-")
-        self._forkserver: ForkServer | None = None
-        if config.worker.engine == "vllm" and is_cpu_build():
-            # A worker that is restarted need not import vLLM again, which takes most of its start.
-            self._forkserver = ForkServer(PRELOAD, self._run_dir / "forkserver.log")
+        self._forkserver = None
+        if config.worker.engine == "vllm":
+            self._forkserver = forkserver or vllm_forkserver(self._run_dir)
         names = (*self._routers, *self._workers)
         self._children = {name: Child(name, self._run_dir / f"{name}.log") for name in names}
         self._keepers: dict[str, asyncio.Task[int]] = {}
@@ -136,8 +152,8 @@ class Supervisor:
                 self._is_serving = True
                 self._announce()
                 facts = [self._children[name].facts for name in self._routers]
-                model = self._config.worker.served_model_name
-                self._display.serving([x["http"] for x in facts], [x["grpc"] for x in facts], model)
+                http, grpc_ = ([x[api] for x in facts] for api in ("http", "grpc"))
+                self._display.serving(http, grpc_, self._models)
                 done = await _first(*ends)
             code: int = max(end.result() for end in done)
             starting.cancel()
@@ -349,7 +365,7 @@ class Supervisor:
             "pid": os.getpid(),
             "http": routers[0]["http"],
             "grpc": routers[0]["grpc"],
-            "model": self._config.worker.served_model_name,
+            "model": self._models[0],
             "run_dir": str(self._run_dir),
             "router": routers[0],
             "routers": routers,

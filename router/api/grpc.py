@@ -126,11 +126,10 @@ class Generation(GenerationServicer):
         return g.ListModelsResponse(
             models=[
                 g.ModelCard(
-                    name=name,
-                    max_model_len=models[name].max_model_len,
-                    vocab_size=models[name].vocab_size,
+                    name=name, max_model_len=model.max_model_len, vocab_size=model.vocab_size
                 )
-                for name in sorted(models)
+                for _, model in sorted(models.items())
+                for name in model.names
             ]
         )
 
@@ -187,6 +186,7 @@ def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> Pars
         priority=request.priority,
         service_class=_service_class(request.service_class),
         resume=tuple(request.resume_token_ids),
+        given={field.name for field, _ in request.sampling.ListFields()},
     )
 
 

@@ -25,7 +25,7 @@ from pdserve.errors import (
 from pdserve.metrics import CONTENT_TYPE
 from router.api import openai
 from router.api.auth import EVERYONE
-from router.api.preprocess import check_request_id, new_request_id
+from router.api.preprocess import check_request_id, find_model, new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -117,19 +117,19 @@ class HttpApi:
 
     async def _list_models(self, _: web.BaseRequest) -> web.Response:
         models = self._generator.models()
-        cards = [self._card(models[name]) for name in sorted(models)]
+        cards = [self._card(x, model) for _, model in sorted(models.items()) for x in model.names]
         return _json({"object": "list", "data": cards})
 
     async def _show_model(self, request: web.BaseRequest) -> web.Response:
         name = request.path.removeprefix(f"{_MODELS}/")
-        model = self._generator.models().get(name)
+        model = find_model(self._generator.models(), name)
         if model is None:
             raise ModelNotFound(f"model {name!r} is not served", field="model")
-        return _json(self._card(model))
+        return _json(self._card(name, model))
 
-    def _card(self, model: ModelInfo) -> dict[str, object]:
+    def _card(self, name: str, model: ModelInfo) -> dict[str, object]:
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "pdserve",

@@ -199,6 +199,7 @@ class _Body(_Strict, kw_only=True):
             priority=self.priority or 0,
             service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
             resume=tuple(self.resume_token_ids or ()),
+            given=given.keys(),
         )
 
 

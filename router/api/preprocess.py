@@ -9,7 +9,7 @@ import secrets
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import (
     ConfigError,
@@ -22,7 +22,7 @@ from pdserve.tokenizer import ChatMessage, Tokenizer
 from pdserve.types import GenerateRequest, ServiceClass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pdserve.types import ModelInfo, SamplingParams
 
@@ -44,8 +44,9 @@ Prompt = str | tuple[int, ...] | list[ChatMessage]
 class ParsedRequest:
     """A request whose fields were checked one by one, without knowledge of the model.
 
-    `sampling.max_tokens` is OPEN_ENDED if the client gave no length. `prompt_field` and
-    `max_tokens_field` are the API's names, for errors.
+    `given` names the sampling parameters that the client set. `sampling.max_tokens` is OPEN_ENDED
+    if the client gave no length. `prompt_field` and `max_tokens_field` are the API's names, for
+    errors.
     """
 
     model: str
@@ -58,6 +59,7 @@ class ParsedRequest:
     priority: int = 0
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     resume: tuple[int, ...] = ()
+    given: Collection[str] = ()
 
 
 def new_request_id(prefix: str) -> str:
@@ -104,12 +106,12 @@ class Preprocessor:
             timeout_s = min(timeout_s, parsed.timeout_s)
         until = asyncio.get_running_loop().time() + timeout_s
         model = self._find(parsed.model)
-        sampling = parsed.sampling
+        sampling = _with_defaults(parsed, model.sampling_defaults)
         _check_ids(sampling.stop_token_ids, model, field="stop_token_ids")
         _check_ids(tuple(sampling.logit_bias), model, field="logit_bias")
         prompt = await self._tokenise(parsed, model)
         _check_ids(prompt, model, field=parsed.prompt_field)
-        sampling = _fit(parsed, len(prompt), model.max_model_len)
+        sampling = _fit(parsed, sampling, len(prompt), model)
         _check_resume(parsed.resume, sampling, model)
         return GenerateRequest(
             request_id=parsed.request_id,
@@ -128,11 +130,11 @@ class Preprocessor:
         models = self._models()
         if not models:
             raise Unavailable(self._why_none(), retry_after_s=1.0)
-        if name in models:
-            return models[name]
+        if (found := find_model(models, name)) is not None:
+            return found
         if not name and len(models) == 1:
             return next(iter(models.values()))
-        served = ", ".join(sorted(models))
+        served = ", ".join(sorted(x for model in models.values() for x in model.names))
         if not name:
             raise InvalidRequest(f"'model' is required; served: {served}", field="model")
         raise ModelNotFound(f"model {name!r} is not served; served: {served}", field="model")
@@ -170,6 +172,23 @@ class Preprocessor:
             raise Unavailable(text) from error
 
 
+def find_model(models: Mapping[str, ModelInfo], name: str) -> ModelInfo | None:
+    """Return the model that has this name or alias. `models` are by their first name."""
+    if name in models:
+        return models[name]
+    return next((model for model in models.values() if name in model.aliases), None)
+
+
+def _with_defaults(parsed: ParsedRequest, defaults: Mapping[str, float]) -> SamplingParams:
+    """Return the sampling parameters with the model's defaults for those that were not given."""
+    missing: dict[str, Any] = {
+        name: int(value) if name == "top_k" else value
+        for name, value in defaults.items()
+        if name not in parsed.given and name != "max_tokens"  # that is for `_fit`
+    }
+    return replace(parsed.sampling, **missing) if missing else parsed.sampling
+
+
 def _check_ids(token_ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < model.vocab_size:
         wrong = next(x for x in token_ids if not 0 <= x < model.vocab_size)
@@ -191,9 +210,11 @@ def _check_resume(resume: tuple[int, ...], sampling: SamplingParams, model: Mode
         )
 
 
-def _fit(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> SamplingParams:
+def _fit(
+    parsed: ParsedRequest, sampling: SamplingParams, prompt_tokens: int, model: ModelInfo
+) -> SamplingParams:
     """Return the sampling parameters with a `max_tokens` that fits the context."""
-    field = parsed.prompt_field
+    field, max_model_len = parsed.prompt_field, model.max_model_len
     if not prompt_tokens:
         raise InvalidRequest(f"'{field}' is empty", field=field)
     left = max_model_len - prompt_tokens
@@ -202,13 +223,14 @@ def _fit(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> Sampl
             f"'{field}' has {prompt_tokens} tokens; the model's context is {max_model_len} tokens",
             field=field,
         )
-    if parsed.sampling.max_tokens == OPEN_ENDED:
-        return replace(parsed.sampling, max_tokens=left)
-    if parsed.sampling.max_tokens > left:
+    if sampling.max_tokens == OPEN_ENDED:
+        most = int(model.sampling_defaults.get("max_tokens", left))
+        return replace(sampling, max_tokens=min(left, most))
+    if sampling.max_tokens > left:
         field = parsed.max_tokens_field
         raise ContextLengthExceeded(
             f"'{parsed.prompt_field}' has {prompt_tokens} tokens and '{field}' is "
-            f"{parsed.sampling.max_tokens}; the model's context is {max_model_len} tokens",
+            f"{sampling.max_tokens}; the model's context is {max_model_len} tokens",
             field=field,
         )
-    return parsed.sampling
+    return sampling

@@ -153,10 +153,18 @@ class Fleet:
                 f"worker {info.worker_id}: a {info.role} worker needs a kv endpoint",
                 field="worker.kv",
             )
-        for other in self.of_model(info.model.name):
+        for other in self.members.values():
             if other.lost or other.worker_id == info.worker_id:
                 continue
-            for name in ("vocab_size", "max_model_len"):
+            if other.info.model.name != info.model.name:
+                if shared := set(info.model.names) & set(other.info.model.names):
+                    raise InvalidRequest(
+                        f"worker {info.worker_id}: {sorted(shared)} is a name of model "
+                        f"{other.info.model.name} on worker {other.worker_id}",
+                        field="worker.model.aliases",
+                    )
+                continue
+            for name in ("vocab_size", "max_model_len", "aliases", "sampling_defaults"):
                 ours, theirs = getattr(info.model, name), getattr(other.info.model, name)
                 if ours != theirs:
                     raise InvalidRequest(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def settings(model: Path, *, kv: KvSettings | None = None, **engine_args: Any) -> VllmSettings:
     """Settings for a test's engine: float32, where no tie can flip, and a small KV cache."""
     args = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **engine_args}
-    return VllmSettings(str(model), "tiny", threads=1, kv=kv, engine_args=args)
+    return VllmSettings(str(model), ("tiny",), threads=1, kv=kv, engine_args=args)
 
 
 class EngineGone(Exception):

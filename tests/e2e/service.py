@@ -62,7 +62,7 @@ class Service:
             "worker.worker_id": name,
             "worker.role": name.partition("-")[0],
             "worker.model": self.model,
-            "worker.model_name": "tiny",
+            "worker.model_names": "[tiny]",
             "worker.routers": f"[{self.grpc}]",
             "worker.engine_args": (
                 "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256}"

@@ -1,5 +1,4 @@
-"""What `make run` starts, driven as its users drive it: real processes, real engines, the demo
-model."""
+"""`pdserve serve` with the demo model, driven as its users drive it, with real engines."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from tests.up_process import UpProcess
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-MODEL = "pdserve-demo"
+MODEL, ALIAS = "pdserve-demo", "gpt-4"
 QUESTION = [{"role": "user", "content": "What is prefill?"}]
 # More deaths than these in a row, and the supervisor gives up.
 MOST_KILLS = 3
@@ -37,7 +36,7 @@ EXPLAIN = "Explain disaggregated serving in detail."
 
 
 class Stack:
-    """A running `pdserve up` and what its ready file says."""
+    """A running `pdserve serve` and what its ready file says."""
 
     def __init__(self, up: UpProcess) -> None:
         self.up = up
@@ -85,7 +84,18 @@ def prompts_as_logged() -> list[str]:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     # With one worker of each role every policy places alike; this one asks what is cached.
     policy = ("--set", "router.policy=prefix_aware")
-    up = UpProcess(tmp_path_factory.mktemp("up"), "--http-port", "0", "--grpc-port", "0", *policy)
+    flags = (
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--max-num-seqs",
+        "32",
+        "--decode.max-num-seqs=48",
+    )
+    names = ("--served-model-name", MODEL, ALIAS)
+    directory = tmp_path_factory.mktemp("up")
+    up = UpProcess(directory, "demo", *flags, *names, *policy, command="serve")
     try:
         yield Stack(up)
         up.send(signal.SIGINT)
@@ -183,6 +193,14 @@ async def get(url: str) -> str:
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         assert response.status == 200
         return await response.text()
+
+
+async def test_flags_of_vllm_serve_are_for_both_roles_or_for_one(stack: Stack) -> None:
+    assert [x.info.max_num_seqs for x in await stack.statuses()] == [32, 48]
+    async with stack.client() as client:
+        assert [x.id async for x in client.models.list()] == [MODEL, ALIAS]
+        answer = await client.completions.create(model=ALIAS, prompt="What", max_tokens=1)
+    assert answer.model == MODEL
 
 
 async def test_worker_and_router_show_what_the_kv_plane_has_done(stack: Stack) -> None:

@@ -172,7 +172,7 @@ def test_a_worker_that_is_killed_at_its_start_ends_everything(tmp_path: Path) ->
     ("args", "reason"),
     [
         (("--model", "/nowhere"), "worker.model: /nowhere is not a model directory"),
-        (("--prefill", "0"), "up.prefill: must be at least 1"),
+        (("--prefill", "0"), "up.prefill.workers: must be at least 1"),
         (("--cores-per-worker", "4096"), "up.cores_per_worker"),
         (("--set", "worker.port=1"), "worker.port: is set by `pdserve up`"),
         (("--set", "worker.prot=1"), "worker.prot: unknown key"),

@@ -120,7 +120,7 @@ async def test_no_log_tells_a_secret_or_what_was_said(tmp_path: Path) -> None:
             worker_id="w",
             role=Role.AGGREGATED,
             engine="fake",
-            model_name="demo",
+            model_names=("demo",),
             routers=(addresses.grpc,),
             access=AccessConfig(**access),
             engine_args={"step_s": 0.001},

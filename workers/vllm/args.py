@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
 from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import EngineArgs, get_type_hints
 from vllm.platforms import current_platform
 
 from pdserve.errors import ConfigError
@@ -15,6 +17,8 @@ from workers.vllm.cache import events_config
 from workers.vllm.settings import cpu_cache_bytes, memory_left_to_kv
 
 if TYPE_CHECKING:
+    from dataclasses import Field
+
     from vllm.config import VllmConfig
 
     from workers.vllm.settings import KvSettings, VllmSettings
@@ -59,18 +63,15 @@ def kv_transfer_config(kv: KvSettings) -> KVTransferConfig:
 
 def engine_args(settings: VllmSettings) -> EngineArgs:
     """Raises ConfigError naming an engine argument that vLLM does not have."""
-    known = {f.name for f in fields(EngineArgs)}
-    for name in settings.engine_args:
+    known = {f.name: f for f in fields(EngineArgs)}
+    args = {**_DEFAULTS, **(_CPU_DEFAULTS if current_platform.is_cpu() else {})}
+    for name, value in settings.engine_args.items():
         if name not in known:
             raise ConfigError(
                 f"engine_args.{name} is not an engine argument of this vLLM",
                 field=f"engine_args.{name}",
             )
-    args = {
-        **_DEFAULTS,
-        **(_CPU_DEFAULTS if current_platform.is_cpu() else {}),
-        **settings.engine_args,
-    }
+        args[name] = _as_vllm_has_it(known[name], value)
     if current_platform.is_cpu() and "kv_cache_memory_bytes" not in args:
         args["kv_cache_memory_bytes"] = cpu_cache_bytes(settings.model_path, settings.threads)
     if settings.kv is not None and not current_platform.is_cpu():
@@ -78,13 +79,25 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         args |= memory_left_to_kv(settings.kv, args, total_bytes, EngineArgs.gpu_memory_utilization)
     return EngineArgs(
         model=settings.model_path,
-        served_model_name=settings.model_name,
+        served_model_name=list(settings.model_names),
         disable_log_stats=False,
         distributed_executor_backend="mp" if args.get("tensor_parallel_size", 1) > 1 else "uni",
         kv_transfer_config=None if settings.kv is None else kv_transfer_config(settings.kv),
         kv_events_config=events_config(enabled=bool(args["enable_prefix_caching"])),
         **args,
     )
+
+
+def _as_vllm_has_it(field: Field[Any], value: object) -> object:
+    """Return a mapping as the class of vLLM that the argument takes, if it takes one."""
+    kinds: list[Any] = [kind for kind in get_type_hints(field.type) if is_dataclass(kind)]
+    if not kinds or not isinstance(value, Mapping):
+        return value
+    try:
+        return TypeAdapter(kinds[0]).validate_python(value)
+    except ValidationError as error:
+        name = f"engine_args.{field.name}"
+        raise ConfigError(f"{name}: {error}", field=name) from error
 
 
 def settings_in_effect(config: VllmConfig) -> dict[str, str]:

@@ -95,7 +95,7 @@ class VllmCore:
         self.is_idle = False
         self.executor_died = False
         self.steps = StepWatch(self._scheduler)
-        self._cache_events = cache.watch(self._scheduler, config, settings.model_name)
+        self._cache_events = cache.watch(self._scheduler, config, settings.model_names[0])
         try:
             self.info = self._describe(settings)
             self.load = self._read_load()
@@ -119,11 +119,13 @@ class VllmCore:
         return EngineInfo(
             name=f"vllm {vllm.__version__}",
             model=ModelInfo(
-                name=settings.model_name,
+                name=settings.model_names[0],
                 path=str(model.tokenizer),
                 max_model_len=model.max_model_len,
                 vocab_size=model.get_vocab_size(),
                 dtype=str(model.dtype).removeprefix("torch."),
+                aliases=settings.model_names[1:],
+                sampling_defaults=model.get_diff_sampling_param(),
             ),
             block_size=config.cache_config.block_size,
             total_blocks=int(config.cache_config.num_gpu_blocks) - 1,  # less the null block

@@ -24,7 +24,7 @@ def preload() -> None:
     """Import vLLM in the environment that every engine sets. A forked engine sets it again for its
     own settings; of those, only the number of threads is read at import."""
     os.environ.pop("OMP_NUM_THREADS", None)
-    settings.apply_environment(VllmSettings(str(Path.cwd()), "", threads=1))
+    settings.apply_environment(VllmSettings(str(Path.cwd()), (), threads=1))
     for name in _MODULES:
         importlib.import_module(name)
     settings.is_preloaded = True

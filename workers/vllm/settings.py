@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 # Engine arguments that follow from other settings, or that the engine's design rests on.
-_RESERVED = frozenset(
+RESERVED = frozenset(
     {
         "model",
         "served_model_name",
@@ -56,7 +56,7 @@ class VllmSettings:
     """
 
     model_path: str
-    model_name: str
+    model_names: tuple[str, ...]
     threads: int | None = None
     kv: KvSettings | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class VllmSettings:
         if self.threads is not None and self.threads < 1:
             raise ConfigError("threads must be at least 1", field="threads")
         for name in self.engine_args:
-            if name in _RESERVED:
+            if name in RESERVED:
                 raise ConfigError(
                     f"engine_args.{name} cannot be set: the worker sets it itself",
                     field=f"engine_args.{name}",

@@ -17,7 +17,19 @@ from pdserve.security.keys import hash_key
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
-    *("up", "router", "worker", "chat", "generate", "status", "top", "explain", "drain", "role"),
+    *(
+        "serve",
+        "up",
+        "router",
+        "worker",
+        "chat",
+        "generate",
+        "status",
+        "top",
+        "explain",
+        "drain",
+        "role",
+    ),
     *("bench", "config"),
 )
 HEAVY = ("vllm", "torch", "aiohttp", "rich", "router", "workers", "kv_transfer", "numpy")

@@ -45,8 +45,8 @@ from pdserve.types import Role
         ("worker: {cores: [-1]}", "worker.cores[0]", ">= 0"),
         ("worker: {cores: [0, 0]}", "worker.cores", "duplicate"),
         ("worker: {engine_args: [1]}", "worker.engine_args", "expected `object`"),
-        ("up: {decode: 0}", "up.decode", "at least 1"),
-        ("up: {prefill: 0, decode: 0}", "up.prefill", "at least one worker"),
+        ("up: {decode: {workers: 0}}", "up.decode.workers", "at least 1"),
+        ("up: {prefill: {workers: 0}, decode: {workers: 0}}", "up.prefill.workers", "one worker"),
         ("router: {http_port: 1, http_port: 2}", "http_port", "written twice"),
         ("router: {tenants: [{name: a}, {weight: 1}]}", "router.tenants[1].name", "empty"),
         ("router: {tenants: [{name: a, weight: 0}]}", "router.tenants[0].weight", ">= 0.001"),
@@ -91,9 +91,9 @@ def test_a_configuration_survives_its_way_through_plain_values() -> None:
 
 
 def test_the_demo_model_has_a_name_and_a_directory_lends_its_own() -> None:
-    assert WorkerConfig().served_model_name == "pdserve-demo"
-    assert WorkerConfig(model="/models/llama-8b/").served_model_name == "llama-8b"
-    assert WorkerConfig(model_name="chat").served_model_name == "chat"
+    assert WorkerConfig().served_names == ("pdserve-demo",)
+    assert WorkerConfig(model="/models/llama-8b/").served_names == ("llama-8b",)
+    assert WorkerConfig(model_names=("chat", "gpt")).served_names == ("chat", "gpt")
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config import Config, RouterConfig, UpConfig, WorkerConfig
+from pdserve.config import (
+    AggregatedConfig,
+    Config,
+    RoleConfig,
+    RouterConfig,
+    UpConfig,
+    WorkerConfig,
+    parse,
+    read_yaml,
+)
 from pdserve.errors import ConfigError
-from pdserve.local.gpus import gpus_for, memory_share, share_gpus
+from pdserve.local.gpus import Wanted, gpus_for, memory_share, share_gpus
 from pdserve.local.specs import reachable, router_configs, share_cores, worker_configs
 from pdserve.local.supervisor import FORGIVEN_AFTER_S, Child
 from pdserve.types import Role
@@ -40,7 +49,8 @@ def test_more_cores_than_there_are_cannot_be_had() -> None:
 
 
 def test_workers_are_named_by_role_and_pinned_apart() -> None:
-    config = Config(up=UpConfig(prefill=1, decode=2, aggregated=1))
+    up = UpConfig(decode=RoleConfig(workers=2), aggregated=AggregatedConfig(workers=1))
+    config = Config(up=up)
     workers = worker_configs(config, range(4))
     assert {name: (x.role, x.cores) for name, x in workers.items()} == {
         "prefill-0": (Role.PREFILL, (0,)),
@@ -69,25 +79,82 @@ def test_what_is_chosen_by_up_is_refused_in_its_file(key: str, worker: WorkerCon
 
 
 @pytest.mark.parametrize(
-    ("workers", "gpus", "tensor_parallel", "shares"),
+    ("wanted", "gpus", "shares"),
     [
-        (2, [], 1, [(), ()]),
-        (2, [0, 1], 1, [(0,), (1,)]),
-        (2, [4, 5, 6, 7], 2, [(4, 5), (6, 7)]),
-        (2, [3], 1, [(3,), (3,)]),
-        (3, [0, 1], 1, [(0,), (1,), (0,)]),
+        ([((), 1)] * 2, [], [(), ()]),
+        ([((), 1)] * 2, [0, 1], [(0,), (1,)]),
+        ([((), 2)] * 2, [4, 5, 6, 7], [(4, 5), (6, 7)]),
+        ([((), 1)] * 2, [3], [(3,), (3,)]),
+        ([((), 1)] * 3, [0, 1], [(0,), (1,), (0,)]),
+        ([((), 2), ((), 4)], range(6), [(0, 1), (2, 3, 4, 5)]),
+        ([((), 2), ((), 4)], range(4), [(0, 1), (0, 1, 2, 3)]),
+        ([((2, 3), 1), ((2, 3), 1), ((), 2)], range(4), [(2,), (3,), (0, 1)]),
     ],
 )
 def test_gpus_are_shared_out(
-    workers: int, gpus: list[int], tensor_parallel: int, shares: list[tuple[int, ...]]
+    wanted: list[Wanted], gpus: list[int], shares: list[tuple[int, ...]]
 ) -> None:
-    assert share_gpus(workers, gpus, tensor_parallel) == shares
+    assert share_gpus(wanted, gpus) == shares
 
 
 def test_a_worker_cannot_have_more_gpus_than_there_are() -> None:
     with pytest.raises(ConfigError, match="a worker needs 3 GPUs") as caught:
-        share_gpus(1, [0, 1], 3)
+        share_gpus([((), 3)], [0, 1])
     assert caught.value.field == "worker.engine_args.tensor_parallel_size"
+
+
+def test_each_role_has_its_own_engine_arguments_and_gpus() -> None:
+    text = """
+    worker: {engine_args: {max_model_len: 64, seed: 1}}
+    up:
+      prefill: {workers: 2, gpus: [4, 5, 6, 7], engine_args: {tensor_parallel_size: 2}}
+      decode: {engine_args: {tensor_parallel_size: 4, seed: 2}}
+    """
+    workers = worker_configs(parse(Config, read_yaml(text, "test")), range(3), range(8))
+    common = {"max_model_len": 64, "seed": 1}
+    assert {name: (x.gpus, x.engine_args) for name, x in workers.items()} == {
+        "prefill-0": ((4, 5), common | {"tensor_parallel_size": 2}),
+        "prefill-1": ((6, 7), common | {"tensor_parallel_size": 2}),
+        "decode-0": ((0, 1, 2, 3), common | {"tensor_parallel_size": 4, "seed": 2}),
+    }
+
+
+def test_several_models_have_workers_of_their_own() -> None:
+    text = """
+    worker: {engine_args: {seed: 1}}
+    up:
+      models:
+        - {model: /models/a, model_names: [a, gpt], engine_args: {seed: 2}}
+        - {model: /models/b, prefill: {workers: 0}, decode: {workers: 0}, aggregated: {workers: 1}}
+        - {model: /models/c}
+    """
+    workers = worker_configs(parse(Config, read_yaml(text, "test")), range(5))
+    assert [
+        (name, x.role, x.served_names, x.engine_args["seed"]) for name, x in workers.items()
+    ] == [
+        ("prefill-0", Role.PREFILL, ("a", "gpt"), 2),
+        ("decode-0", Role.DECODE, ("a", "gpt"), 2),
+        ("aggregated-0", Role.AGGREGATED, ("b",), 1),
+        ("prefill-1", Role.PREFILL, ("c",), 1),
+        ("decode-1", Role.DECODE, ("c",), 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("up: {prefill: {gpus: [9]}}", "up.prefill.gpus"),
+        ("up: {models: [{model: a}, {decode: {gpus: [2, 3]}}]}", "up.models[1].decode.gpus"),
+        ("up: {models: [{model: a}], decode: {workers: 2}}", "up.decode"),
+        ("{up: {models: [{model: a}]}, worker: {model: b}}", "worker.model"),
+        ("up: {models: [{model: a}, {model: b, model_names: [a]}]}", "up.models"),
+        ("up: {models: [{model: a, decode: {workers: 0}}]}", "up.models[0].decode.workers"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_its_key(text: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        worker_configs(parse(Config, read_yaml(text, "test")), range(4), range(2))
+    assert caught.value.field == key
 
 
 def test_workers_on_one_gpu_share_its_memory_unless_they_are_told_how_much() -> None:

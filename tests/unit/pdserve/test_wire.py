@@ -99,11 +99,15 @@ def travelled(message: M) -> M:
     return type(message).FromString(message.SerializeToString())
 
 
+SAMPLED = {"temperature": 0.6, "top_k": 20.0}
+WORKER = made(t.WorkerInfo).map(
+    lambda x: replace(x, model=replace(x.model, sampling_defaults=SAMPLED))
+)
 REPORT = made(t.KvReport).map(lambda x: replace(x, totals={"pushed_bytes": 1e12, "push_s": 0.5}))
 FUNCTIONS: list[tuple[st.SearchStrategy[Any], Any, Any]] = [
     (SAMPLING, wire.sampling_to_pb, partial(wire.sampling_from_pb, default_max_tokens=1)),
     (DELTA, wire.delta_to_pb, wire.delta_from_pb),
-    (made(t.WorkerInfo), wire.worker_to_pb, wire.worker_from_pb),
+    (WORKER, wire.worker_to_pb, wire.worker_from_pb),
     (made(t.WorkerLoad), wire.load_to_pb, wire.load_from_pb),
     (made(t.KvLedger), wire.ledger_to_pb, wire.ledger_from_pb),
     (REPORT, wire.kv_report_to_pb, wire.kv_report_from_pb),
@@ -173,6 +177,14 @@ def test_a_kv_endpoint_without_an_address_is_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         wire.worker_from_pb(complete_worker(kv=w.KvEndpoint(compatibility="c")))
     assert caught.value.field == "worker.kv.addresses"
+
+
+@pytest.mark.parametrize("defaults", [{"top_p": 2.0}, {"heat": 1.0}])
+def test_sampling_defaults_that_no_request_may_have_are_refused(defaults: dict[str, float]) -> None:
+    model = w.ModelInfo(sampling_defaults=defaults)
+    with pytest.raises(InvalidRequest) as caught:
+        wire.worker_from_pb(complete_worker(model=model))
+    assert caught.value.field == "worker.model.sampling_defaults"
 
 
 @pytest.mark.parametrize(

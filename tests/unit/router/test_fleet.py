@@ -171,6 +171,11 @@ def test_only_the_registered_start_of_a_worker_leaves(fleet: Fleet) -> None:
             "worker.model.max_model_len",
             "model demo has max_model_len 9, but 4096 on worker p",
         ),
+        (
+            worker_info("x", DECODE, model=replace(MODEL, name="other", aliases=("demo",))),
+            "worker.model.aliases",
+            r"\['demo'\] is a name of model demo on worker p",
+        ),
     ],
 )
 def test_a_worker_that_cannot_serve_beside_the_others_is_refused(

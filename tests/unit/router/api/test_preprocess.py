@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from pdserve.tokenizer import ChatMessage, Tokenizer
 from pdserve.types import ModelInfo, SamplingParams
 from router.api.preprocess import (
     INLINE_CHARS,
+    OPEN_ENDED,
     ParsedRequest,
     Preprocessor,
 )
@@ -110,3 +112,17 @@ async def test_only_long_prompts_are_tokenised_in_a_thread(
     prompt = [ChatMessage("user", text)] if is_chat else text
     await intake.prepare(ask(prompt))
     assert (threads == [threading.get_ident()]) == (length <= INLINE_CHARS)
+
+
+async def test_sampling_parameters_that_are_not_given_are_the_models(model_dir: Path) -> None:
+    defaults = {"temperature": 0.6, "top_k": 20.0, "max_tokens": 9.0}
+    served = replace(model("a", model_dir), aliases=("b",), sampling_defaults=defaults)
+    intake = Preprocessor(lambda: {"a": served}, timeout_s=WAIT_S)
+    given = SamplingParams(max_tokens=OPEN_ENDED, temperature=1.0)
+    parsed = ParsedRequest("b", (1, 2), given, "r", given={"temperature"})
+    made = await intake.prepare(parsed)
+    assert made.model == "a"
+    assert made.sampling == SamplingParams(max_tokens=9, temperature=1.0, top_k=20)
+    parsed.given, given.max_tokens = (), 12
+    made = await intake.prepare(parsed)
+    assert made.sampling == SamplingParams(max_tokens=12, temperature=0.6, top_k=20)

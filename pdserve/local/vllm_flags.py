@@ -1,0 +1,69 @@
+"""Flags of `vllm serve`, read by vLLM's parser in another process: vLLM's import takes seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+from pdserve.local.forkserver import ForkFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pdserve.local.forkserver import Forked, ForkServer
+
+_MODULE = "workers.vllm.flags"
+_MAX_ANSWER_BYTES = 1 << 20
+_TIMEOUT_S = 300.0  # a cold import of vLLM from a network disk takes minutes
+
+
+async def read_flags(
+    words: Sequence[str], forkserver: ForkServer | None, log: Path
+) -> dict[str, object]:
+    """Return the dotted keys that the words after `vllm serve` set. Raises ConfigError with vLLM's
+    message."""
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_ANSWER_BYTES)
+    process: asyncio.subprocess.Process | Forked | None = None
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            with theirs:
+                process = await _start(json.dumps(words), forkserver, log, theirs.fileno())
+            line = await reader.readline()  # empty if the process has ended
+            await process.wait()
+    except (TimeoutError, ForkFailed):
+        line = b""
+    finally:
+        writer.close()
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+    if not line:
+        raise ConfigError(f"vLLM could not read the flags; see {log}")
+    answer: dict[str, dict[str, object]] = json.loads(line)
+    if "failed" in answer:
+        raise ConfigError(str(answer["failed"]))
+    return answer["ready"]
+
+
+async def _start(
+    words: str, forkserver: ForkServer | None, log: Path, fd: int
+) -> asyncio.subprocess.Process | Forked:
+    if forkserver is not None:
+        # Parent 0: the parent is the fork server, whatever its pid.
+        return await forkserver.start(_MODULE, "0", words, env=os.environ, log=log, fds=(fd,))
+    with log.open("ab") as file:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", _MODULE, str(os.getpid()), words, str(fd)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            pass_fds=(fd,),
+            start_new_session=True,
+        )

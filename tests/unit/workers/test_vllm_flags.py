@@ -1,0 +1,101 @@
+"""Flags of `vllm serve` become configuration keys with the same meaning, or are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdserve.config import Config, load_config
+from pdserve.errors import ConfigError
+from pdserve.security.keys import hash_key
+from workers.vllm.flags import read
+
+
+def read_line(line: str) -> dict[str, Any]:
+    return read(line.split())
+
+
+def config_of(line: str) -> Config:
+    return load_config(None, read_line(line))
+
+
+def test_a_model_alone_has_vllms_addresses_and_name() -> None:
+    config = config_of("org/llama")
+    assert config.worker.served_names == ("org/llama",)
+    router = config.router
+    assert (router.http_host, router.http_port, router.grpc_port) == ("0.0.0.0", 8000, 8001)
+    assert config.worker.engine_args == {}
+
+
+def test_flags_of_the_server_are_keys_of_the_router() -> None:
+    config = config_of(
+        "m --host ::1 --port 9000 --api-key one two --served-model-name a b --revision v2 "
+        "--ssl-certfile c.pem --ssl-keyfile k.pem --disable-log-stats"
+    )
+    router = config.router
+    assert (router.http_host, router.http_port, router.grpc_port) == ("::1", 9000, 9001)
+    assert (router.access.http_tls.cert_file, router.access.http_tls.key_file) == ("c.pem", "k.pem")
+    assert router.tenants[0].keys == (hash_key("one"), hash_key("two"))
+    assert (config.worker.model, config.worker.served_names) == ("m@v2", ("a", "b"))
+    assert config.worker.engine_args == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "args"),
+    [
+        ("--max-model-len 8k -tp 2", {"max_model_len": 8000, "tensor_parallel_size": 2}),
+        ("--max_num_seqs=4 --max-model-len -1", {"max_num_seqs": 4, "max_model_len": -1}),
+        ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--compilation-config.mode 3", {"compilation_config": {"mode": 3}}),
+        ('--hf-overrides {"a":1}', {"hf_overrides": {"a": 1}}),
+        (
+            "--trust-remote-code --quantization fp8",
+            {"trust_remote_code": True, "quantization": "fp8"},
+        ),
+        ("--generation-config vllm", {"generation_config": "vllm"}),
+    ],
+)
+def test_engine_arguments_are_parsed_as_vllm_does(flags: str, args: dict[str, object]) -> None:
+    assert config_of(f"m {flags}").worker.engine_args == args
+    assert config_of(f"{flags} m").worker.engine_args == args
+
+
+def test_flags_of_one_role_are_for_that_role() -> None:
+    config = config_of(
+        "m --max-num-seqs 8 --prefill.tensor-parallel-size 2 --decode.max-num-seqs=64 "
+        "--prefill.enforce-eager --prefill.compilation-config.mode 1 --dtype float32"
+    )
+    assert config.worker.engine_args == {"max_num_seqs": 8, "dtype": "float32"}
+    assert config.up.decode.engine_args == {"max_num_seqs": 64}
+    own = {"tensor_parallel_size": 2, "enforce_eager": True, "compilation_config": {"mode": 1}}
+    assert config.up.prefill.engine_args == own
+
+
+def test_a_token_of_the_hub_stays_out_of_the_configuration() -> None:
+    found = read_line("m --hf-token secret")
+    assert found.pop("hf_token") == "secret"
+    assert "secret" not in str(found)
+    assert read_line("m --hf-token") == read_line("m")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("m --max-modle-len 8", "unrecognized arguments: --max-modle-len 8"),
+        ("m --max-model-len many", "argument --max-model-len: invalid human_readable_int_or_auto"),
+        ("m --dtype float99", "argument --dtype: invalid choice: 'float99'"),
+        ("m --decode.nope 1", "flags of decode alone: unrecognized arguments: --nope"),
+        ("m --enable-auto-tool-choice", "--enable-auto-tool-choice: pdserve's router does not"),
+        ("m --reasoning-parser qwen3", "--reasoning-parser: pdserve's router does not"),
+        ("m --decode.port 1", "--decode.port: pdserve's router does not"),
+        ("m --kv-transfer-config {}", "--kv-transfer-config: pdserve sets this engine argument"),
+        ("m --data-parallel-size 2", "--data-parallel-size: pdserve sets this engine argument"),
+        ("--prefill.enforce-eager m", "put MODEL before it"),
+        ("--max-num-seqs 4", "MODEL is required"),
+    ],
+)
+def test_what_is_wrong_is_named_in_vllms_words(line: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_line(line)
+    assert message in caught.value.message

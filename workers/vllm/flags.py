@@ -1,0 +1,175 @@
+"""The flags of `vllm serve` as pdserve's configuration, read by vLLM's own parser.
+
+`python -m workers.vllm.flags PARENT_PID WORDS FD` reads WORDS, a JSON list, and reports to FD the
+dotted keys that they set, and `hf_token`, or what is wrong with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pdserve.config import DEMO_MODEL
+from pdserve.errors import ConfigError
+from pdserve.local.child import Reports, die_with
+from pdserve.security.keys import hash_key
+from pdserve.types import Role
+from workers.vllm.settings import RESERVED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+# Flags of vLLM's API server that are keys of ours.
+_KEYS = {
+    "host": "router.http_host",
+    "port": "router.http_port",
+    "grpc_port": "router.grpc_port",
+    "ssl_certfile": "router.access.http_tls.cert_file",
+    "ssl_keyfile": "router.access.http_tls.key_file",
+}
+# vLLM listens on all addresses; our gRPC port is the one after the HTTP port.
+_HOST, _PORT = "0.0.0.0", 8000
+# Flags that may be given because pdserve always does what these values ask for.
+_ALWAYS = {
+    "api_server_count": 1,
+    "data_parallel_size": 1,
+    "disable_fastapi_docs": True,
+    "disable_log_stats": True,
+    "disable_uvicorn_access_log": True,
+    "enable_log_requests": False,
+    "enable_prompt_tokens_details": True,
+    "enable_request_id_headers": True,
+    "headless": False,
+    "pipeline_parallel_size": 1,
+}
+# Engine arguments that need an API server that honours them.
+_OF_SERVER = frozenset({"reasoning_parser", "reasoning_parser_plugin"})
+_FLAG = re.compile(r"-(?![\d.])")  # a word that is a flag, not a negative number
+
+
+def read(words: Sequence[str]) -> dict[str, object]:
+    """Return the dotted keys that the words after `vllm serve` set, and `hf_token`, which belongs
+    in no configuration file. Raises ConfigError with vLLM's
+    message for a flag that it does not know, or naming one that pdserve cannot honour."""
+    common, words_by_role = _by_role(words)
+    by_role = {}
+    for role, role_words in words_by_role.items():
+        try:
+            by_role[f"up.{role}.engine_args"] = _engine_args(_parse(role_words), f"--{role}.")
+        except ConfigError as error:
+            raise ConfigError(f"flags of {role} alone: {error.message}") from error
+    given = _parse(common)
+    model = given.pop("model_tag", None) or given.pop("model", None)
+    if model is None:
+        raise ConfigError("MODEL is required: a directory, or a name of the Hugging Face hub")
+    names = given.pop("served_model_name", None) or ([] if model == DEMO_MODEL else [model])
+    if revision := given.pop("revision", None):
+        model = f"{model}@{revision}"
+    keys: dict[str, object] = {"worker.model": model, "worker.model_names": names}
+    token = given.pop("hf_token", None)  # without a value: the token of `hf auth login`, as always
+    if isinstance(token, str):
+        keys["hf_token"] = token
+    keys["router.http_host"] = given.pop("host", None) or _HOST
+    port = keys["router.http_port"] = given.pop("port", _PORT)
+    keys["router.grpc_port"] = port and port + 1
+    keys |= {key: given.pop(name) for name, key in _KEYS.items() if name in given}
+    api_keys = given.pop("api_key", None) or [x for x in [os.environ.get("VLLM_API_KEY")] if x]
+    if api_keys:
+        keys["router.tenants"] = [{"name": "default", "keys": [hash_key(x) for x in api_keys]}]
+    return keys | {"worker.engine_args": _engine_args(given, "--")} | by_role
+
+
+def _by_role(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the words without flags such as `--prefill.max-num-seqs 8`, and those by role."""
+    common: list[str] = []
+    by_role: dict[str, list[str]] = {}
+    flags_of = common
+    for word in words:
+        if _FLAG.match(word):
+            role, dot, name = word.removeprefix("--").partition(".")
+            is_of_role = bool(dot) and role in set(Role)
+            flags_of = by_role.setdefault(role, []) if is_of_role else common
+            flags_of.append(f"--{name}" if is_of_role else word)
+        else:
+            flags_of.append(word)
+    return common, by_role
+
+
+def _engine_args(given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the engine arguments among parsed flags. Raises ConfigError for other flags."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    args: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _ALWAYS and value == _ALWAYS[name]:
+            continue
+        flag = prefix + name.replace("_", "-")
+        if name == "model_tag":
+            raise ConfigError(f"{value!r} follows a flag {prefix}...; put MODEL before it")
+        if name not in known or name in _OF_SERVER:
+            raise ConfigError(
+                f"{flag}: pdserve's router does not honour this flag of vLLM's server"
+            )
+        if name in RESERVED:
+            raise ConfigError(f"{flag}: pdserve sets this engine argument itself")
+        args[name] = value
+    return args
+
+
+def _parse(words: Sequence[str]) -> dict[str, Any]:
+    """Return the flags that are given, under vLLM's names, as plain values."""
+    return vars(_parser().parse_args(["serve", *words], argparse.Namespace()))
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    """Return vLLM's parser, which reports only what was given."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(message)
+
+    parser = Parser(prog="pdserve")
+    serve = make_arg_parser(parser.add_subparsers().add_parser("serve"))
+    for action in serve._actions:
+        action.default = argparse.SUPPRESS
+        if callable(action.type):
+            action.type = _plain(action.type)
+    return parser
+
+
+def _plain(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `parse` with the JSON value of the text instead of one of vLLM's classes, which a
+    configuration file cannot hold."""
+    from vllm.engine.arg_utils import _expand_json_human_readable_numbers
+
+    @functools.wraps(parse)
+    def parse_plain(text: str) -> Any:
+        value = parse(text)
+        if dataclasses.is_dataclass(value):
+            return json.loads(_expand_json_human_readable_numbers(text))
+        return value
+
+    return parse_plain
+
+
+def _main(parent_pid: str, words: str, fd: str) -> None:
+    die_with(int(parent_pid))
+    reports = Reports(int(fd))
+    try:
+        reports.ready(read(json.loads(words)))
+    except ConfigError as error:
+        reports.failed(error.message)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
