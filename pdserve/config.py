@@ -205,13 +205,12 @@ class RolesConfig(_Section, frozen=True):
     """When the router moves workers between prefill and decode.
 
     auto: Change roles by load. Otherwise only `pdserve role` does. Enable it on one router only.
-    window_s: Loads are averaged over this time. Another split must be better for as long.
-    cooldown_s: Pause after a role change, and after workers came or left.
+    window_s: Loads are averaged over this time. Another split must be better for as long. After a
+        role change, and after workers came or left, it pauses for twice as long.
     """
 
     auto: bool = False
     window_s: Duration = 30.0
-    cooldown_s: Seconds = 60.0
 
 
 class HealthConfig(_Section, frozen=True):
@@ -220,26 +219,12 @@ class HealthConfig(_Section, frozen=True):
     stall_s: Seconds without a step after which a busy worker's requests continue elsewhere; more
         while a step is expected to take longer. 0: never.
     eject_s: Eject a worker for this time after three failures in a row, and longer while probes
-        fail. 0: never.
-    eject_pair_s: Eject a pair of workers for this time after KV was damaged between them, and
-        longer while probes fail. 0: never.
+        fail. Eject a pair of workers for six times as long after KV was damaged between them.
+        0: never.
     """
 
     stall_s: Annotated[float, Meta(ge=0, le=3600)] = 2.0
     eject_s: Seconds = 10.0
-    eject_pair_s: Seconds = 60.0
-
-
-class RetryConfig(_Section, frozen=True):
-    """The retry policy: what is computed again when a worker fails.
-
-    max_retries: Retries of one request.
-    tokens_per_s: Retry budget of a model: prompt and output tokens computed again a second, on
-        average. Requests beyond it fail with 503. 0: no limit.
-    """
-
-    max_retries: Annotated[int, Meta(ge=0, le=1000)] = 16
-    tokens_per_s: Amount = 20000.0
 
 
 class RouterConfig(_Section, frozen=True):
@@ -258,11 +243,11 @@ class RouterConfig(_Section, frozen=True):
     tenants: Tenants by API key. Without any, every caller is served.
     request_timeout_s: Deadline of a request that gives none.
     lease_s: Lease of a worker. One that does not renew it is lost.
-    max_body_bytes: Largest HTTP body or gRPC message of a client.
     access: Who may connect. API keys of clients are under `tenants`.
     roles: The autoscaler of roles.
     health: When a worker that is alive gets no work.
-    retry: The retry policy.
+    retry_tokens_per_s: Retry budget of a model: prompt and output tokens computed again a second
+        after failures, on average. Requests beyond it fail with 503. 0: no limit.
     otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
     stop_grace_s: Seconds that open requests have after SIGTERM.
     slo: Latency targets.
@@ -288,11 +273,10 @@ class RouterConfig(_Section, frozen=True):
     tenants: tuple[TenantConfig, ...] = ()
     request_timeout_s: Duration = 600.0
     lease_s: Lease = 5.0
-    max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 * 1024 * 1024
     access: RouterAccessConfig = RouterAccessConfig()
     roles: RolesConfig = RolesConfig()
     health: HealthConfig = HealthConfig()
-    retry: RetryConfig = RetryConfig()
+    retry_tokens_per_s: Amount = 20000.0
     otlp_endpoint: Endpoint = ""
     stop_grace_s: Amount = 10.0
     slo: SloConfig = SloConfig()

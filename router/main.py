@@ -54,6 +54,7 @@ PREFIX_BLOCKS = 2_000_000  # of the prefix index, about 100 bytes each
 DECISIONS_KEPT = 1024  # requests whose placement `pdserve explain` shows
 PREFILL_CHUNKS_AHEAD = 2
 MAX_CONNECTIONS = 16_384
+MAX_BODY_BYTES = 8 * 1024 * 1024  # of an HTTP request, or a gRPC message of a client
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
     worker_pb2.DESCRIPTOR.services_by_name["Registry"].full_name,
@@ -93,10 +94,8 @@ def make_services(
         log=decisions,
         prefill_chunks_ahead=PREFILL_CHUNKS_AHEAD,
     )
-    budget = RetryBudget(config.retry.tokens_per_s)
-    return Services(
-        fleet, admission, placer, costs, metrics, budget, config.retry, config.queue_timeout_s
-    )
+    budget = RetryBudget(config.retry_tokens_per_s)
+    return Services(fleet, admission, placer, costs, metrics, budget, config.queue_timeout_s)
 
 
 class RouterServer:
@@ -180,7 +179,7 @@ class RouterServer:
         config = self._config
         host, access = config.grpc_host, config.access
         server = rpc.make_server(
-            make_guard(access, shared_with=Party.WORKER), max_message_bytes=config.max_body_bytes
+            make_guard(access, shared_with=Party.WORKER), max_message_bytes=MAX_BODY_BYTES
         )
         add_GenerationServicer_to_server(generation, server)
         add_RegistryServicer_to_server(registry, server)
@@ -211,7 +210,7 @@ class RouterServer:
             *sockets,
             tls=http_context(config.access.http_tls),
             max_connections=connection_limit(MAX_CONNECTIONS),
-            max_body_bytes=config.max_body_bytes,
+            max_body_bytes=MAX_BODY_BYTES,
         )
         self._stack.push_async_callback(self._http.stop)
         await self._http.start()

@@ -36,7 +36,6 @@ from router.upstream import Answer, Attempt
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pdserve.config import RetryConfig
     from pdserve.telemetry import Span, Tracing
     from pdserve.types import GenerateRequest, ModelInfo
     from router.admission import AdmissionController
@@ -66,7 +65,6 @@ class Services:
     costs: CostModel
     metrics: RouterMetrics
     budget: RetryBudget
-    retry: RetryConfig
     queue_timeout_s: float = 30.0
 
 
@@ -262,7 +260,7 @@ class Generation:
         self.finish_reason = ""
         self.first_reservation: Reservation | None = None
         self._services = services
-        self._retry = RetryPolicy(services.retry.max_retries)
+        self._retry = RetryPolicy()
         self._demand = demand.without_children() if demand.children else demand
         self._attempt: Attempt | None = None
 

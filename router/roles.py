@@ -39,6 +39,7 @@ MIN_LOAD = 0.7
 MIN_IMPROVEMENT = 0.15
 # Workers that come or go, by this share of a role's workers, start a new cooldown.
 CHANGED = 0.1
+COOLDOWN = 2.0  # in windows
 MAX_COOLDOWN_S = 3600.0
 DRAIN_TIMEOUT_S = 30.0
 # Queued requests count as if they had to be done within this time.
@@ -128,7 +129,7 @@ class RoleState:
             return Verdict("balanced", loads, loads, f"{loads}; no change is needed")
         text = f"{loads}; {best.prefill_workers} and {best.decode_workers} are wanted"
         waits = {
-            "workers have changed": self.changed_at + config.cooldown_s - now,
+            "workers have changed": self.changed_at + COOLDOWN * config.window_s - now,
             f"the last role change failed ({self.failure})": self.paused_until - now,
             "it must stay so": self.wanted_since + config.window_s - now,
         }
@@ -161,7 +162,7 @@ class RoleState:
         if not failure:
             self.failed = []
             return
-        pause_s = config.cooldown_s * 2.0 ** min(32, len(self.failed))
+        pause_s = COOLDOWN * config.window_s * 2.0 ** min(32, len(self.failed))
         self.paused_until = now + min(MAX_COOLDOWN_S, pause_s)
         self.failed = [*self.failed, worker_id][-64:]
 

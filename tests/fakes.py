@@ -12,7 +12,7 @@ from unittest.mock import patch
 from msgspec import structs
 
 from pdserve import framing, rpc, wire
-from pdserve.config import HealthConfig, RetryConfig, SloConfig
+from pdserve.config import HealthConfig, SloConfig
 from pdserve.errors import InvalidRequest
 from pdserve.types import (
     FinishReason,
@@ -358,7 +358,7 @@ def fast_reconnects() -> AbstractContextManager[object]:
 async def running_stack(
     *workers: ScriptedWorker,
     health: HealthConfig | None = None,
-    retry: RetryConfig | None = None,
+    retry_tokens_per_s: float = 20000.0,
     limits: AdmissionLimits | None = None,
     tenants: Tenants | None = None,
     queue_timeout_s: float = 0.1,
@@ -366,7 +366,6 @@ async def running_stack(
     decisions: DecisionLog | None = None,
 ) -> AsyncIterator[Stack]:
     """By default the fleet finds no stalls. Ends by asserting that nothing leaked."""
-    retry = retry or RetryConfig()
     async with AsyncExitStack() as exits:
         exits.enter_context(fast_reconnects())
         for worker in workers:
@@ -389,8 +388,7 @@ async def running_stack(
             Placer(fleet, least_loaded, log=decisions, prefill_chunks_ahead=prefill_chunks_ahead),
             costs,
             metrics,
-            RetryBudget(retry.tokens_per_s),
-            retry,
+            RetryBudget(retry_tokens_per_s),
             queue_timeout_s,
         )
         requests = RequestServer(services)

@@ -33,8 +33,7 @@ FAULT_S: Final = 900.0
 _CONFIG: Final[Mapping[str, Any]] = {
     "router.http_port": 0,
     "router.grpc_port": 0,
-    "router.health.eject_pair_s": 5.0,
-    "router.health.eject_s": 3.0,
+    "router.health.eject_s": 1.0,
     "router.stop_grace_s": 5.0,
     "router.request_timeout_s": 120.0,
     "router.slo.reject_factor": 0.0,

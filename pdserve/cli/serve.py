@@ -25,7 +25,6 @@ _LISTENERS = {
     "--http-host": "router.http_host",
     "--http-port": "router.http_port",
     "--shared-http-port": "router.shared_http_port",
-    "--grpc-host": "router.grpc_host",
     "--grpc-port": "router.grpc_port",
     "--require-auth": "router.access.require_auth",
 }
@@ -43,28 +42,17 @@ _UP = {
     "--routers": "up.routers",
     **_ENGINE,
     **_LISTENERS,
-    "--cores-per-worker": "up.cores_per_worker",
     "--ready-file": "up.ready_file",
     "--run-dir": "up.run_dir",
-    "--start-timeout": "up.start_timeout_s",
-}
-_ROUTER = {
-    **_LISTENERS,
-    "--otlp-endpoint": "router.otlp_endpoint",
-    "--log-level": "router.log_level",
 }
 _WORKER = {
-    "--worker-id": "worker.worker_id",
     "--role": "worker.role",
     "--host": "worker.host",
     "--port": "worker.port",
     "--router": "worker.routers",
     "--cores": "worker.cores",
     **_ENGINE,
-    "--kv-host": "worker.kv.host",
     "--require-auth": "worker.access.require_auth",
-    "--otlp-endpoint": "worker.otlp_endpoint",
-    "--log-level": "worker.log_level",
 }
 # Garbage collection walks every open stream: 75 ms with 1,000 on a small machine. Requests leave
 # almost no cycles, so it runs rarely.
@@ -87,7 +75,7 @@ def register(commands: Subparsers) -> None:
         "Run one worker. On SIGTERM or Ctrl-C it takes no new work and ends after its last "
         "request; a second signal ends it at once.",
     )
-    for parser, flags in ((up, _UP), (router, _ROUTER), (worker, _WORKER)):
+    for parser, flags in ((up, _UP), (router, _LISTENERS), (worker, _WORKER)):
         add_config_options(parser, flags)
     add_child_options(router)
     add_child_options(worker)

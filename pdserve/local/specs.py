@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -119,24 +118,3 @@ def share_cores(workers: int, cores: Collection[int], per_worker: int = 0) -> li
         spare = 1 if (len(available) - 1) // workers >= 2 else 0
         share = (len(available) - spare) // workers
     return [tuple(available[i * share : (i + 1) * share]) for i in range(workers)]
-
-
-def check_ports(router: RouterConfig) -> None:
-    """Raise ConfigError if a configured port is taken, or its host is not on this machine."""
-    if router.http_port and router.http_port == router.grpc_port:
-        refuse("router.grpc_port", f"is {router.grpc_port} like http_port; they must differ")
-    for listener, key in (("http", "http"), ("grpc", "grpc"), ("http", "shared_http")):
-        host, port = getattr(router, f"{listener}_host"), getattr(router, f"{key}_port")
-        try:
-            family, kind, proto, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-        except OSError as error:
-            refuse(f"router.{listener}_host", f"{host} is not an address: {error}")
-        with socket.socket(family, kind, proto) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                reason = f"cannot listen on {host}:{port} ({error.strerror})"
-                refuse(f"router.{key}_port", f"{reason}; choose another, or 0 for a free one")

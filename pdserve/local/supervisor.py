@@ -111,8 +111,6 @@ class Supervisor:
         """`forkserver` has imported vLLM, if it is given. Raises ConfigError if this machine cannot
         run the configuration."""
         self._routers = specs.router_configs(config)
-        for router in self._routers.values():
-            specs.check_ports(router)
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
         for worker in self._workers.values():
             _ = worker.model_path  # raises ConfigError if it holds no model

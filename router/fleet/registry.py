@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 TICKS_PER_CHECK = 5
 FORGET_AFTER_S = 60.0
 _MAX_NAMED = 3
+# Damaged KV ejects a pair for this many times the ejection of a worker.
+PAIR_FACTOR = 6
 
 
 class Fleet:
@@ -67,7 +69,7 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.lease_s = lease_s
         self.health = health or HealthConfig()
-        self.outliers = OutlierEjection(self.health.eject_pair_s)
+        self.outliers = OutlierEjection(PAIR_FACTOR * self.health.eject_s)
         self.dialer = dialer
         self.now = clock or asyncio.get_running_loop().time
         self.lease_clock = PausingClock(self.now)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.cli import main
-from pdserve.config import HealthConfig, RetryConfig
+from pdserve.config import HealthConfig
 from pdserve.errors import PdserveError
 from pdserve.types import Role, SamplingParams
 from tests.cluster import WAIT_S, Answer, Cluster
@@ -181,8 +181,8 @@ class TestFaults:
 
     async def test_a_storm_of_failures_ends_with_clean_errors(self) -> None:
         """Every transfer fails; what may be computed again is a few requests' worth."""
-        retry = RetryConfig(tokens_per_s=len(PROMPT) / 6)
-        router = {"retry": retry, "health": HealthConfig(stall_s=WAIT_S, eject_pair_s=0.0)}
+        health = HealthConfig(stall_s=WAIT_S, eject_s=0.0)
+        router = {"retry_tokens_per_s": len(PROMPT) / 6, "health": health}
         async with Cluster(prefill=2, decode=2, router=router) as cluster:
             for name in ("prefill-0", "prefill-1"):
                 cluster.faults(name, FakeFaults(drop_transfer="*"))

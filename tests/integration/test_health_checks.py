@@ -38,7 +38,7 @@ async def test_only_a_probe_brings_an_ejected_pair_back(monkeypatch: pytest.Monk
     async with Cluster(
         prefill=1,
         decode=1,
-        router={"health": HealthConfig(stall_s=WAIT_S, eject_pair_s=0.05)},
+        router={"health": HealthConfig(stall_s=WAIT_S, eject_s=0.01)},
     ) as cluster:
         fleet = cluster.router.fleet
         cluster.faults("prefill-0", FakeFaults(drop_transfer="*"))

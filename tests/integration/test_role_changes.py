@@ -158,7 +158,7 @@ async def test_the_command_says_how_long_it_took(capsys: pytest.CaptureFixture[s
         assert "cannot become a prefill worker" in capsys.readouterr().err
 
 
-QUICK = RolesConfig(auto=True, window_s=0.3, cooldown_s=0.3)
+QUICK = RolesConfig(auto=True, window_s=0.2)
 ENGINES: dict[str, object] = {"step_s": 0.002, "prefill_s": 0.0002, "max_num_seqs": 3}
 # Prompts that take longer than their answers, and answers that take longer than their prompts.
 PROMPTS = [*PROMPT] * 12, replace(PLAIN, max_tokens=2)

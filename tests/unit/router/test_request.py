@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pdserve.config import RetryConfig, TenantConfig
+from pdserve.config import TenantConfig
 from pdserve.errors import (
     BudgetExhausted,
     ContextLengthExceeded,
@@ -216,9 +216,8 @@ class TestRetry:
         self, prefill: ScriptedWorker, decode: ScriptedWorker
     ) -> None:
         """The budget is 30 tokens, and the first retry takes 41."""
-        retry = RetryConfig(tokens_per_s=1.0)
         async with (
-            running_stack(prefill, decode, retry=retry) as stack,
+            running_stack(prefill, decode, retry_tokens_per_s=1.0) as stack,
             stack.ask(request()) as answer,
         ):
             prefill.send(await prefill.submitted(), 7, finish=LENGTH)

@@ -21,7 +21,7 @@ from pdserve.http_server import bind
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import RegistryStub
 from router.api.open_requests import OpenRequest, OpenRequests
-from router.main import RouterServer
+from router.main import MAX_BODY_BYTES, RouterServer
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
@@ -81,12 +81,11 @@ async def test_grpc_health_and_reflection_are_served() -> None:
 
 
 async def test_message_over_the_limit_is_refused_and_hurts_no_other() -> None:
-    config = RouterConfig(http_port=0, grpc_port=0, max_body_bytes=4096)
-    async with running(config) as addresses, Client(addresses.grpc) as client:
+    async with running(ANY_PORT) as addresses, Client(addresses.grpc) as client:
         async with rpc.open_channel(addresses.grpc) as channel:
             call = channel.unary_stream("/pdserve.v1.Generation/Generate")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                _ = [message async for message in call(b"x" * 5000)]
+                _ = [message async for message in call(bytes(MAX_BODY_BYTES + 1))]
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await client.list_models() == []
 
