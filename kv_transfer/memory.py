@@ -21,7 +21,7 @@ import re
 import stat
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -57,6 +57,13 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
+class StepEnd(Protocol):
+    """The moment at which the GPU has run what was enqueued before."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
 class KvRegion:
     """The bytes of a KV cache, addressed by page. Does not own the memory."""
 
@@ -82,9 +89,10 @@ class KvRegion:
             return self
         return KvRegion(self.address, self._size, self.geometry.narrowed(start, size))
 
-    def computed(self, block_ids: Sequence[int]) -> None:
-        """The engine has enqueued the step that fills these blocks. In host memory the step has
-        ended when it returns; on a GPU copies of the blocks wait for it."""
+    def step_end(self) -> StepEnd | None:
+        """Return the end of the engine steps that the calling thread has enqueued. None if they
+        have ended, as in host memory."""
+        return None
 
     def pages(self, block_ids: Sequence[int]) -> list[memoryview]:
         """Return the pages of these blocks, layer by layer. Raises KvTransferError for an id that

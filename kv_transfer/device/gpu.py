@@ -1,4 +1,4 @@
-"""One GPU as the NCCL transport uses it: staging slots with a stream each, and events."""
+"""One GPU as the NCCL transport uses it: staging slots with their streams, and events."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kv_transfer.device.region import copy_stream
 from kv_transfer.errors import KvTransferError
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ class Gpu:
         self.uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
     def open_stream(self) -> Any:
-        """Return a stream. High priority, so that copies do not queue behind a whole step; torch's
-        pool of such streams is shared by nobody in vLLM."""
-        return torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        return copy_stream(self.device)
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -47,6 +46,10 @@ class Gpu:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Have what comes next on the stream wait for the event. Does not wait itself."""
+        stream.wait_event(event)
 
     def has_fired(self, event: Any) -> bool:
         try:
@@ -64,10 +67,11 @@ def current_gpu() -> Gpu:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """Contiguous GPU memory for one operation, and the stream that it runs on."""
+    """Contiguous GPU memory for one operation, and the streams on which NCCL and the copies run."""
 
     memory: torch.Tensor
     stream: Any
+    copies: Any
 
     @property
     def address(self) -> int:
@@ -85,7 +89,7 @@ class Staging:
         self.lost = 0
         self.count = count
         memory = torch.empty((count, slot_bytes), dtype=torch.uint8, device=gpu.device)
-        self._free = [Slot(memory[n], gpu.open_stream()) for n in range(count)]
+        self._free = [Slot(memory[n], gpu.open_stream(), gpu.open_stream()) for n in range(count)]
         self._changed = threading.Condition()
 
     @property

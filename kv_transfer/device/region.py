@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
+    from kv_transfer.memory import StepEnd
+
+# Lower is higher; torch takes the nearest that the GPU has.
+_HIGHEST = -100
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -50,8 +54,6 @@ class DeviceRegion(KvRegion):
         page = len(self.heads) * self._head_bytes
         count = blocks // split
         self.geometry = KvGeometry(len(views), count, page, count * page, page)
-        # By block: recorded behind the engine step that filled it.
-        self._filled: list[torch.cuda.Event | None] = [None] * count
 
     def narrowed(self, start: int, size: int) -> DeviceRegion:
         """Return these bytes of each page, which must be whole heads. Raises KvTransferError."""
@@ -59,27 +61,39 @@ class DeviceRegion(KvRegion):
         if rest or more or not 0 < count <= len(self.heads) - first:
             raise KvTransferError(f"bytes {start}-{start + size} of a page are not whole heads")
         begin = self.heads.start + first
-        cut = DeviceRegion(self.views, self.split, range(begin, begin + count))
-        cut._filled = self._filled
-        return cut
+        return DeviceRegion(self.views, self.split, range(begin, begin + count))
 
-    def computed(self, block_ids: Sequence[int]) -> None:
-        """The engine has enqueued the step that fills these blocks."""
+    def step_end(self) -> StepEnd | None:
         device = self.views[0].device
-        if device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-            for block in block_ids:
-                self._filled[block] = event
+        if device.type != "cuda":
+            return None
+        # Blocking: a thread that waits for it sleeps.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def block_layout(self) -> list[int] | None:
+        """Return the shape and strides of a block. None if it is not one run of bytes, or not whole
+        heads. Between caches that are equal in this, a block is copied as it is."""
+        stack, num_heads = self._layers[0], self.views[0].shape[1]
+        block = stack[:, 0]
+        span = 1 + sum((n - 1) * s for n, s in zip(block.shape, block.stride(), strict=True))
+        if len(self._layers) > 1 or not stack.stride(1) == span == block.numel():
+            return None
+        if len(self.heads) < num_heads:
+            return None
+        return [self.split, block.element_size(), *block.shape, *block.stride()]
+
+    def block_address(self, block: int) -> int:
+        """Return where a block begins that is one run of bytes. Raises KvTransferError."""
+        if not self.geometry.has_blocks([block]):
+            raise KvTransferError("a block id is outside its KV cache")
+        return self._layers[0].data_ptr() + block * self.geometry.block_bytes
 
     def gather(self, block_ids: Sequence[int], staging: torch.Tensor) -> None:
-        """Enqueue a copy of the blocks into `staging` (bytes) on the current stream, behind the
-        engine steps that fill them. Raises KvTransferError if an id is not a block."""
-        copies = self._copies(block_ids, staging)
-        for event in {self._filled[block] for block in block_ids}:
-            if event is not None:
-                torch.cuda.current_stream(staging.device).wait_event(event)
-        for layers, part, table in copies:
+        """Enqueue a copy of the blocks into `staging` (bytes) on the current stream. The steps that
+        fill them have ended (vllm/worker.py). Raises KvTransferError if an id is not a block."""
+        for layers, part, table in self._copies(block_ids, staging):
             torch.index_select(layers, 1, table, out=part)
 
     def scatter(self, block_ids: Sequence[int], staging: torch.Tensor) -> None:
@@ -128,30 +142,33 @@ class DeviceRegion(KvRegion):
         with self._side_stream():
             staging = self._staging(len(own_ids))
             source.gather(source_ids, staging)
+            # All that may fail comes before the scatter, and the copy to the host after it: nothing
+            # writes to the blocks when this returns or raises.
+            sums = self._sums_of(staging)
             self.scatter(own_ids, staging)
-            return self._digests_of(staging)  # waits for both copies
+            return _folded(sums)
 
     def digests(self, block_ids: list[int]) -> bytes:
-        """Return the digests of the blocks, as memory.py defines them, once the engine steps that
-        fill the blocks have ended."""
+        """Return the digests of the blocks, as memory.py defines them."""
         with self._side_stream():
             staging = self._staging(len(block_ids))
             self.gather(block_ids, staging)
-            return self._digests_of(staging)
+            return _folded(self._sums_of(staging))
 
     def _staging(self, blocks: int) -> torch.Tensor:
         device = self.views[0].device
         return torch.empty(self.size_bytes(blocks), dtype=torch.uint8, device=device)
 
-    def _digests_of(self, staging: torch.Tensor) -> bytes:
-        """Compute the sums by plain torch operations, whose integers wrap as memory.py's do."""
+    def _sums_of(self, staging: torch.Tensor) -> torch.Tensor:
+        """Compute the sums [2, blocks, lanes] of the digests by plain torch operations, whose
+        integers wrap as memory.py's do. `staging` and one product of its size are all they hold."""
         pages = staging.view(self.geometry.num_layers, -1, self.geometry.page_bytes)
-        pages = torch.nn.functional.pad(pages, (0, -pages.shape[2] % ROW_BYTES))
-        rows = pages.transpose(0, 1).contiguous().view(torch.int64)
-        rows = rows.view(len(rows), -1, ROW_BYTES // 8)
-        weights = torch.arange(rows.shape[1], 0, -1, device=rows.device)[:, None]
-        sums = torch.stack([rows.sum(1), (rows * weights).sum(1)])
-        return fold_digests(*sums.cpu().numpy().view(np.uint64))
+        if rest := -pages.shape[2] % ROW_BYTES:
+            pages = torch.nn.functional.pad(pages, (0, rest))
+        rows = pages.view(torch.int64).view(*pages.shape[:2], -1, ROW_BYTES // 8)
+        layers, _, each, _ = rows.shape
+        weights = torch.arange(layers * each, 0, -1, device=rows.device).view(layers, 1, each, 1)
+        return torch.stack([rows.sum((0, 2)), (rows * weights).sum((0, 2))])
 
     def _side_stream(self) -> AbstractContextManager[object]:
         """Return the context in which copies run beside the engine's stream."""
@@ -161,9 +178,18 @@ class DeviceRegion(KvRegion):
         return torch.cuda.stream(_side_stream(device))
 
 
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream of the highest priority. Copies are short; on a stream like the engine's they
+    would queue behind kernels that fill the GPU."""
+    return torch.cuda.Stream(device, priority=_HIGHEST)  # type: ignore[no-untyped-call]
+
+
+_side_stream = cache(copy_stream)
+
+
+def _folded(sums: torch.Tensor) -> bytes:
+    """Wait for what is on the current stream, and return the digests."""
+    return fold_digests(*sums.cpu().numpy().view(np.uint64))
 
 
 def _as_words(view: torch.Tensor) -> torch.Tensor:

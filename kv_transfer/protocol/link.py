@@ -55,6 +55,9 @@ class ProducerChannel(Channel):
     # Whether `send` neither copies nor waits, so that any thread may call it.
     is_quick = False
 
+    def open(self) -> None:
+        """Do what the first chunk should not wait for. On the link's writer thread, before all."""
+
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
         """Announce the chunk and send the blocks, `part` of each page (None: all of it).
 

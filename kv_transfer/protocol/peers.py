@@ -131,6 +131,11 @@ class Peers:
             lease_s=self._settings.lease_s,
             heartbeat_s=self._settings.receive_timeout_s / 4,
         )
+        if not local.region.is_host:
+            # The first use of a kernel loads its code, which may wait for the whole GPU.
+            for count in (1, self.producer.chunk_blocks):
+                ids = list(range(min(count, local.region.geometry.num_blocks)))
+                local.region.copy_from(local.region, ids, ids)
         self._listener.settimeout(_TICK_S)
         self._acceptor.start()
         self._digester.start()
@@ -309,6 +314,9 @@ class Peers:
     def _write(self, link: Link) -> None:
         """Writer thread: send what is queued and could not be sent at once."""
         try:
+            if link.producer is not None:
+                with link.writing:
+                    link.producer.open()
             while link.wait_for_items():
                 with link.writing:
                     self._write_queued(link, may_wait=True)

@@ -146,7 +146,7 @@ class Producer(Generic[LinkT]):
         self, *, shard: Shard, chunk_blocks: int, lease_s: float, heartbeat_s: float
     ) -> None:
         self._shard = shard
-        self._chunk_blocks = max(1, chunk_blocks)
+        self.chunk_blocks = max(1, chunk_blocks)
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._transfers: dict[str, Transfer[LinkT]] = {}
@@ -227,7 +227,7 @@ class Producer(Generic[LinkT]):
         for part, start in wanted.items() if transfer.num_readers else [(None, 0)]:
             first = transfer.digests.setdefault(part, Digests(start)).end
             if first < count:
-                block_ids = transfer.block_ids[first : min(count, first + self._chunk_blocks)]
+                block_ids = transfer.block_ids[first : min(count, first + self.chunk_blocks)]
                 return Undigested(transfer, transfer.generation, part, first, block_ids)
         return None
 
@@ -442,7 +442,7 @@ class Producer(Generic[LinkT]):
                 ready = max(0, full - subscription.first_block)
             if reader.next_block < ready:
                 first = reader.next_block
-                reader.next_block = min(first + self._chunk_blocks, ready)
+                reader.next_block = min(first + self.chunk_blocks, ready)
                 start = subscription.first_block
                 block_ids = transfer.block_ids[start + first : start + reader.next_block]
                 reader.queued = SendChunk(

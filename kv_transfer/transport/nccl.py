@@ -1,12 +1,14 @@
-"""KV between two GPUs: gathered into a staging slot, sent by NCCL, scattered at the other end.
+"""KV between two GPUs, sent by NCCL.
 
-Each link has at most one communicator of two ranks: 0 sends, 1 receives. For each part of a chunk
-that fits a slot:
+Each link has at most one communicator of two ranks: 0 sends, 1 receives. If a block is one run of
+bytes, laid out alike at both ends, the blocks go as they are. Else they go through a slot at each
+end, in parts: while one part is sent, the next is gathered and the one before it scattered. For
+what fits a slot:
 
-    producer: gather into a slot ─ Chunk, Offer ──► consumer: take a slot, join if the id is new,
-              join if the id is new                           post the receive
-              post the send            ◄── Clear ─            (both have posted now)
-              wait, free the slot                             wait, scatter, wait, free the slot
+    producer: take a slot ─ Chunk, Offer ──► consumer: take a slot, join if the id is new,
+              join if the id is new                    post the receives, scatters behind them
+              post the sends           ◄── Clear ─     (after the first receive is posted)
+              wait, free the slot                      wait, free the slot
 
 Rules (docs/kv_transfer.md says which failure of vLLM's NCCL connector each one answers):
 
@@ -14,13 +16,15 @@ Rules (docs/kv_transfer.md says which failure of vLLM's NCCL connector each one 
   blocks that the model's own collectives need.
 * NCCL has no deadlines, so each wait has one of ours, and looks at the link as it goes. At a
   deadline, an error, or the end of the link, the communicator is aborted and the link closed; the
-  router retries the request. The slot is free again when the GPU has come to rest, else lost.
+  router retries the request. The slot is free again when the GPU has come to rest, else lost. A
+  consumer's blocks are given away only then.
 * All waits poll. Each link's threads make its NCCL calls, so a slow abort stops nobody else.
 * Communicators hold memory beside the KV cache. Their number has a limit for each direction, above
   which the longest unused one ends. One in use never does.
 
-Parts of a chunk go one after the other. To overlap the gather of one with the send of another would
-save about a fifth of a chunk's time (estimated, not measured) for a state machine at both ends.
+The GPU keeps the order of a part's gather, send and scatter, so that the host waits once for all.
+The first operation of a communicator takes long (it connects). So a new link moves one byte, while
+the prefill computes.
 
 Not run on a GPU yet: tests/unit/kv_transfer/test_nccl.py runs it over a fake NCCL, tests/gpu over a
 real one.
@@ -30,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
@@ -65,6 +70,10 @@ SENDER, RECEIVER = 0, 1
 CHANNEL_BYTES = {SENDER: 2 << 20, RECEIVER: 10 << 20}
 # How long an aborted communicator's stream may take to come to rest.
 QUARANTINE_S = 10.0
+# Of a slot, what is gathered, sent and scattered at once.
+PART_BYTES = 8 << 20
+# Operations that NCCL takes as one; larger groups have hung (pytorch#174288).
+MAX_GROUP = 256
 # A tenth of the slowest wire that is worth using.
 MIN_BYTES_PER_S = 1e8
 MIN_MOVE_S = 5.0
@@ -74,16 +83,18 @@ ONE_GPU_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 class Offer(Message, frozen=True):
-    """Producer: the next bytes are in a slot. They travel over this link's communicator `number`;
-    `unique_id` is its NCCL id, empty if the consumer has joined it before."""
+    """Producer: the next bytes travel over this link's communicator `number`; `unique_id` is its
+    NCCL id, empty if the consumer has joined it before. `is_direct`: block by block, from the KV
+    cache. Outside of a chunk, bytes to throw away."""
 
     number: Count
     size_bytes: Count
     unique_id: bytes = b""
+    is_direct: bool = False
 
 
 class Clear(Message, frozen=True):
-    """Consumer: the receive of the offered bytes is posted."""
+    """Consumer: the offered bytes are being received."""
 
     number: Count
 
@@ -146,6 +157,7 @@ class NcclTransport(Transport):
             "version": self._version,
             "gpu": self.gpu.uuid,
             "slot_bytes": staging.slot_bytes,
+            "block": _region_of(local).block_layout(),
         }
 
     def consumer(
@@ -167,14 +179,19 @@ class NcclTransport(Transport):
         slot_bytes = min(slot_bytes, staging.slot_bytes)
         if slot_bytes < local.region.geometry.block_bytes:
             raise TransportUnavailable(f"a slot of {slot_bytes} bytes holds no block")
-        return NcclConsumer(self, local, link, slot_bytes), {"slot_bytes": slot_bytes}
+        layout = _region_of(local).block_layout()
+        is_direct = layout is not None and layout == offer.get("block")
+        details = {"slot_bytes": slot_bytes, "is_direct": is_direct}
+        return NcclConsumer(self, local, link, slot_bytes, is_direct), details
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
         slot_bytes = details.get("slot_bytes")
         if type(slot_bytes) is not int or slot_bytes < local.region.geometry.block_bytes:
             raise ProtocolError(f"slot_bytes {slot_bytes!r} holds no block")
         own = self.staging(SENDER, local).slot_bytes
-        return NcclProducer(self, local, link, min(slot_bytes, own))
+        return NcclProducer(
+            self, local, link, min(slot_bytes, own), details.get("is_direct") is True
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -183,8 +200,8 @@ class NcclTransport(Transport):
     def staging(self, rank: int, local: LocalKv) -> Staging:
         """Return the slots of one direction. Raises KvTransferError if there is no memory for them,
         or the KV cache is not on this GPU."""
-        region, limits = local.region, self.limits
-        if not isinstance(region, DeviceRegion) or region.views[0].device != self.gpu.device:
+        region, limits = _region_of(local), self.limits
+        if region.views[0].device != self.gpu.device:
             raise KvTransferError(f"the KV cache is not in the memory of {self.gpu.device}")
         with self._lock:
             if rank not in self._staging:
@@ -254,18 +271,23 @@ class _End:
     rank: int
 
     def __init__(
-        self, transport: NcclTransport, local: LocalKv, link: Link, slot_bytes: int
+        self,
+        transport: NcclTransport,
+        local: LocalKv,
+        link: Link,
+        slot_bytes: int,
+        is_direct: bool,
     ) -> None:
-        assert isinstance(local.region, DeviceRegion)
         self._transport = transport
         self._nccl = transport.nccl
         self._gpu = transport.gpu
         self._limits = transport.limits
         self._all = transport.communicators[self.rank]
         self._staging = transport.staging(self.rank, local)
-        self._region = local.region
+        self._region = _region_of(local)
         self._link = link
         self._slot_bytes = slot_bytes
+        self._is_direct = is_direct
         self.in_use = threading.Lock()
         self._comm = 0  # NCCL's handle
         self._number = 0  # of the communicator that `_comm` is, or was
@@ -296,19 +318,25 @@ class _End:
             self._check_result(result)
             until(self._is_taken, timeout_s, "joining a communicator", self.check)
 
-    def _move(self, slot: Slot, size: int, on_posted: Callable[[], None] | None = None) -> None:
-        """Post the send or receive, and return when the bytes have moved."""
-        seconds = max(MIN_MOVE_S, size / MIN_BYTES_PER_S)
+    def _post(
+        self, slot: Slot, moves: list[tuple[int, int]], on_posted: Callable[[], None] | None = None
+    ) -> None:
+        """Post sends or receives (address, bytes) on the slot's stream, which is current."""
         post = self._nccl.send if self.rank == SENDER else self._nccl.recv
-        with self._gpu.on(slot.stream):
-            stream = slot.stream.cuda_stream
-            self._check_result(post(self._comm, 1 - self.rank, slot.address, size, stream))
-            if on_posted is not None:
-                on_posted()  # before NCCL has enqueued: the first time, that needs the peer's post
-            until(self._is_taken, seconds, "posting to NCCL", self.check)
-            # Recorded before NCCL has enqueued, the event would fire before the bytes have moved.
-            event = self._gpu.record(slot.stream)
-            until(lambda: self._has_moved(event), seconds, "moving a chunk over NCCL", self.check)
+        stream = slot.stream.cuda_stream
+        self._check_result(self._nccl.group_start())
+        results = [post(self._comm, 1 - self.rank, *move, stream) for move in moves]
+        for result in (*results, self._nccl.group_end()):
+            self._check_result(result)
+        if on_posted is not None:
+            on_posted()  # before NCCL has enqueued: the first time, that needs the peer's post
+        # What comes behind it on the stream must not overtake it.
+        until(self._is_taken, MIN_MOVE_S, "posting to NCCL", self.check)
+
+    def _until_moved(self, slot: Slot, size: int) -> None:
+        event = self._gpu.record(slot.stream)
+        seconds = max(MIN_MOVE_S, size / MIN_BYTES_PER_S)
+        until(lambda: self._has_moved(event), seconds, "moving a chunk over NCCL", self.check)
 
     def _has_moved(self, event: Any) -> bool:
         self._is_taken()
@@ -336,8 +364,11 @@ class _End:
         self._all.aborted += bool(self._comm)
         self._abort()
         try:
-            event = self._gpu.record(slot.stream)
-            until(lambda: self._gpu.has_fired(event), QUARANTINE_S, "the GPU's rest", _nothing)
+            events = [self._gpu.record(stream) for stream in (slot.stream, slot.copies)]
+            # A consumer's blocks are given away when this returns.
+            limit_s = QUARANTINE_S if self.rank == SENDER else math.inf
+            for event in events:
+                until(lambda e=event: self._gpu.has_fired(e), limit_s, "the GPU's rest", _nothing)  # type: ignore[misc]
         except (KvTransferError, RuntimeError) as stuck:
             raise SlotLost(f"{error}; {stuck}") from error
 
@@ -347,30 +378,58 @@ class NcclProducer(_End, ProducerChannel):
 
     rank = SENDER
 
-    def __init__(
-        self, transport: NcclTransport, local: LocalKv, link: Link, slot_bytes: int
-    ) -> None:
-        super().__init__(transport, local, link, slot_bytes)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._answers: list[Message] = []
         self._answered = threading.Condition()
+
+    def open(self) -> None:
+        with self.in_use, self._slot() as slot:
+            self._send_run(slot, 1, [_Part([], 0, [(slot.address, 1)])], None)
 
     def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
         region = self._region
         if part is not None:
             region = region.narrowed(part.source_start, part.size)
+        is_direct = self._is_direct and part is None
+        block_bytes = region.geometry.block_bytes
         self._link.write(chunk)
         with self.in_use:
-            for ids in _runs(block_ids, region, self._slot_bytes):
+            for ids in _runs(block_ids, self._slot_bytes // block_bytes):
                 with self._slot() as slot:
-                    try:
-                        with self._gpu.on(slot.stream):
-                            region.gather(ids, slot.memory)
-                            event = self._gpu.record(slot.stream)
-                            self._until_fired(event, "gathering a chunk")
-                            self._send_slot(slot, len(ids) * region.geometry.block_bytes)
-                    except BaseException as error:
-                        self._fail(slot, error)
-                        raise
+                    cache = region if is_direct else None
+                    parts = _parts(slot, ids, block_bytes, cache, is_direct=is_direct)
+                    size = len(ids) * block_bytes
+                    gathered = None if is_direct else region
+                    self._send_run(slot, size, parts, gathered, is_direct=is_direct)
+
+    def _send_run(
+        self,
+        slot: Slot,
+        size: int,
+        parts: list[_Part],
+        gathered: DeviceRegion | None,
+        *,
+        is_direct: bool = False,
+    ) -> None:
+        """Send what fits the slot. `gathered` is the cache that is copied into the slot first."""
+        try:
+            ready = []
+            if gathered is not None:
+                with self._gpu.on(slot.copies):
+                    for part in parts:
+                        gathered.gather(part.ids, slot.memory[part.start :])
+                        ready.append(self._gpu.record(slot.copies))
+            self._agree(slot, size, is_direct=is_direct)
+            with self._gpu.on(slot.stream):
+                for n, part in enumerate(parts):
+                    if ready:
+                        self._gpu.wait(slot.stream, ready[n])
+                    self._post(slot, part.moves)
+                self._until_moved(slot, size)
+        except BaseException as error:
+            self._fail(slot, error)
+            raise
 
     def told(self, body: bytes) -> None:
         """Take a message of the consumer; on the link's reader thread."""
@@ -387,25 +446,23 @@ class NcclProducer(_End, ProducerChannel):
             finally:
                 self.in_use.release()
 
-    def _until_fired(self, event: Any, what: str) -> None:
-        until(lambda: self._gpu.has_fired(event), self._limits.op_s, what, self.check)
-
-    def _send_slot(self, slot: Slot, size: int) -> None:
+    def _agree(self, slot: Slot, size: int, *, is_direct: bool) -> None:
+        """Offer the bytes until the consumer receives them."""
         while True:
             self._all.enter(self)
             unique_id = b""
             if not self._comm:
                 unique_id = self._nccl.unique_id()
                 self._number += 1
-            self._link.write(Inner(pack(Offer(self._number, size, unique_id))))
+            offer = Offer(self._number, size, unique_id, is_direct)
+            self._link.write(Inner(pack(offer)))
             if unique_id:
                 # The consumer may have to wait for a slot and for room before it joins.
                 self._join(self._number, unique_id, slot, self._limits.op_s + self._limits.init_s)
             if self._is_cleared():
-                break
+                return
             # The consumer had freed its idle end before it read the offer.
             self._abort()
-        self._move(slot, size)
 
     def _is_cleared(self) -> bool:
         """Wait for the consumer's answer. Return False if it has freed its end. Raises
@@ -428,7 +485,7 @@ class NcclProducer(_End, ProducerChannel):
 
 
 class NcclConsumer(_End, ConsumerChannel):
-    """The receiving end. Only its scatter writes to the KV cache."""
+    """The receiving end. Only what it posts writes to the KV cache."""
 
     rank = RECEIVER
 
@@ -445,24 +502,22 @@ class NcclConsumer(_End, ConsumerChannel):
             while done < chunk.count:
                 offer = self._read_offer()
                 count, rest = divmod(offer.size_bytes, block_bytes)
-                if (
-                    rest
-                    or not 0 < count <= chunk.count - done
-                    or offer.size_bytes > self._slot_bytes
-                ):
+                if rest or not 0 < count <= chunk.count - done:
                     raise ProtocolError(f"{offer.size_bytes} bytes offered of {chunk.size}")
                 ids = None if block_ids is None else block_ids[done : done + count]
-                if self._take(offer, region, ids):
+                if self._take(offer, block_bytes, region, ids):
                     done += count
         return b"" if block_ids is None else region.digests(block_ids)
 
     def told(self, body: bytes) -> None:
         """Take a message of the producer outside of a chunk; on the link's reader thread."""
         message = decode(body, KINDS)
-        if not isinstance(message, Ended):
-            raise ProtocolError(f"a {type(message).__name__} message outside of a chunk")
         with self.in_use:
-            if message.number == self._number:
+            if isinstance(message, Offer):
+                self._take(message, message.size_bytes, self._region, None)
+            elif not isinstance(message, Ended):
+                raise ProtocolError(f"a {type(message).__name__} message outside of a chunk")
+            elif message.number == self._number:
                 self._abort()
 
     def check(self) -> None:
@@ -473,10 +528,18 @@ class NcclConsumer(_End, ConsumerChannel):
             if not self._link.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 raise LinkClosed("the producer closed the link inside a chunk")
 
-    def _take(self, offer: Offer, region: DeviceRegion, block_ids: list[int] | None) -> bool:
-        """Receive what is offered. Return False if its communicator is gone: it is offered anew."""
+    def _take(
+        self, offer: Offer, block_bytes: int, region: DeviceRegion, block_ids: list[int] | None
+    ) -> bool:
+        """Receive what is offered, to throw it away if `block_ids` is None. Return False if its
+        communicator is gone: it is offered anew."""
+        is_fit = self._is_direct and region.geometry.block_bytes == block_bytes
+        if not 0 < offer.size_bytes <= self._slot_bytes or (offer.is_direct and not is_fit):
+            raise ProtocolError(f"cannot receive {offer}")
         if not offer.unique_id and (not self._comm or offer.number != self._number):
             return False
+        cache = region if offer.is_direct and block_ids is not None else None
+        ids = list(range(offer.size_bytes // block_bytes)) if block_ids is None else block_ids
         with self._slot() as slot:
             try:
                 if offer.unique_id:
@@ -484,14 +547,19 @@ class NcclConsumer(_End, ConsumerChannel):
                 self._all.enter(self)
                 if offer.unique_id:
                     self._join(offer.number, offer.unique_id, slot, self._limits.init_s)
-                self._move(slot, offer.size_bytes, self._clear)
-                if block_ids is not None:
-                    with self._gpu.on(slot.stream):
-                        region.scatter(block_ids, slot.memory)
-                        scattered = self._gpu.record(slot.stream)
-                    # No deadline: the blocks are given away when this returns.
-                    while not self._gpu.has_fired(scattered):
-                        time.sleep(POLL_S)
+                parts = _parts(slot, ids, block_bytes, cache, is_direct=offer.is_direct)
+                with self._gpu.on(slot.stream):
+                    for n, part in enumerate(parts):
+                        self._post(slot, part.moves, None if n else self._clear)
+                        if block_ids is not None and not offer.is_direct:
+                            self._gpu.wait(slot.copies, self._gpu.record(slot.stream))
+                            with self._gpu.on(slot.copies):
+                                region.scatter(part.ids, slot.memory[part.start :])
+                    self._until_moved(slot, offer.size_bytes)
+                    scattered = self._gpu.record(slot.copies)
+                # No deadline: the blocks are given away when this returns.
+                while not self._gpu.has_fired(scattered):
+                    time.sleep(POLL_S)
             except BaseException as error:
                 self._fail(slot, error)
                 raise
@@ -513,10 +581,49 @@ class NcclConsumer(_End, ConsumerChannel):
         return decode(message.body, KINDS)
 
 
-def _runs(block_ids: list[int], region: DeviceRegion, slot_bytes: int) -> Iterator[list[int]]:
-    """Yield the blocks in runs that fit a slot."""
-    step = slot_bytes // region.geometry.block_bytes
-    return (block_ids[n : n + step] for n in range(0, len(block_ids), step))
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Blocks that are posted at once: where they lie in the slot, and (address, bytes) of each
+    operation."""
+
+    ids: list[int]
+    start: int
+    moves: list[tuple[int, int]]
+
+
+def _parts(
+    slot: Slot,
+    ids: list[int],
+    block_bytes: int,
+    cache: DeviceRegion | None,
+    *,
+    is_direct: bool,
+) -> list[_Part]:
+    """Split a run of blocks, at both ends alike. `is_direct`: each block is an operation, from or
+    to the cache if it is given, else the slot."""
+    made, start = [], 0
+    for part in _runs(ids, MAX_GROUP if is_direct else max(1, PART_BYTES // block_bytes)):
+        size = len(part) * block_bytes
+        moves = [(slot.address + start, size)]
+        if cache is not None:
+            moves = [(cache.block_address(block), block_bytes) for block in part]
+        elif is_direct:
+            places = range(slot.address + start, slot.address + start + size, block_bytes)
+            moves = [(place, block_bytes) for place in places]
+        made.append(_Part(part, start, moves))
+        start += size
+    return made
+
+
+def _runs(ids: list[int], step: int) -> Iterator[list[int]]:
+    return (ids[n : n + step] for n in range(0, len(ids), step))
+
+
+def _region_of(local: LocalKv) -> DeviceRegion:
+    """Raises KvTransferError if the cache is in host memory."""
+    if not isinstance(local.region, DeviceRegion):
+        raise KvTransferError("the KV cache is not in GPU memory")
+    return local.region
 
 
 def _nothing() -> None:

@@ -1,7 +1,7 @@
 """The NCCL calls that the transport makes, by ctypes, from the library that torch brings.
 
 The official Python binding (nccl4py) is built for the newest NCCL, so that an older library lacks
-symbols, and changes its interface with each release. These ten functions have had one C interface
+symbols, and changes its interface with each release. These functions have had one C interface
 since 2.17, and ctypes releases the interpreter lock around each.
 
 The config struct is passed in its 2.17 form. NCCL copies `size` bytes of it, checks `magic`, and
@@ -83,6 +83,8 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclCommGetAsyncError": (_COMM, ctypes.POINTER(ctypes.c_int)),
     "ncclSend": _MOVE,
     "ncclRecv": _MOVE,
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
     "ncclCommAbort": (_COMM,),
     "ncclGetLastError": (_COMM,),
 }
@@ -145,6 +147,13 @@ class Nccl:
     def recv(self, comm: int, peer: int, address: int, size_bytes: int, stream: int) -> Result:
         """Enqueue a receive of exactly what rank `peer` sends: NCCL does not compare sizes."""
         return Result(self._lib.ncclRecv(address, size_bytes, _UINT8, peer, comm, stream))
+
+    def group_start(self) -> Result:
+        """Begin to collect this thread's sends or receives, which group_end posts as one."""
+        return Result(self._lib.ncclGroupStart())
+
+    def group_end(self) -> Result:
+        return Result(self._lib.ncclGroupEnd())
 
     def abort(self, comm: int) -> Result:
         """End what runs and free the communicator, whatever this returns. May take its time."""

@@ -6,28 +6,44 @@ limited time: then the copy's link is closed, which ends the copy.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.protocol.consumer import Failed
 from kv_transfer.protocol.messages import Cancel, Send, Subscribe
-from kv_transfer.protocol.peers import Peers
-from kv_transfer.vllm.step import Arrival, WorkerOutput
+from kv_transfer.protocol.peers import COPY_END_S, Peers
+from kv_transfer.vllm.step import Arrival, ProducerEnded, ProducerProgress, WorkerOutput
 from pdserve.types import ErrorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from kv_transfer.memory import StepEnd
     from kv_transfer.protocol.plan import Shard
     from kv_transfer.settings import KvSettings
     from kv_transfer.transport.base import LocalKv, Transport
     from kv_transfer.vllm.step import (
         ConsumerDeclined,
         ConsumerStart,
-        ProducerProgress,
         StepMetadata,
     )
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An engine step that the GPU may still run, and what to tell the producer when it has ended:
+    its progress, then the ends and releases (transfer ids) of the same transfers."""
+
+    end: StepEnd
+    progress: list[ProducerProgress]
+    then: list[ProducerEnded | str] = field(default_factory=list)
 
 
 class WorkerHalf:
@@ -39,7 +55,9 @@ class WorkerHalf:
         self.peers = Peers(settings, instance_id, transports)
         self._shard: Shard | None = None
         self._output = WorkerOutput()
-        self._ready_blocks: dict[str, int] = {}  # by transfer: noted as computed
+        self._running: list[_Running] = []  # oldest first; guarded by the lock of `peers`
+        self._to_follow: SimpleQueue[_Running | None] = SimpleQueue()
+        self._follower: threading.Thread | None = None
         self.resumed: dict[str, list[int]] = {}
 
     def register(self, local: LocalKv, compatibility: str, shard: Shard) -> None:
@@ -60,20 +78,18 @@ class WorkerHalf:
             for expected in metadata.expected:
                 perform(producer.expect(expected.transfer_id, expected.request_id, now))
             for transfer_id in metadata.preempted:
-                self._ready_blocks.pop(transfer_id, None)
+                for step in self._running:
+                    step.progress = [p for p in step.progress if p.transfer_id != transfer_id]
                 producer.preempt(transfer_id)
-            for c in metadata.computed:
-                self._note_computed(c)
-                peers.progress(c.transfer_id, c.block_ids, c.ready_tokens)
+            self._enqueued(metadata.computed)
             for e in metadata.ended:
-                self._ready_blocks.pop(e.transfer_id, None)
-                peers.end(e.transfer_id, e.token_ids, held=e.held, request_id=e.request_id)
+                self._after_progress(e.transfer_id, e)
             for s in metadata.starts:
                 self._subscribe(s, now)
             for request_id, reason in metadata.refused.items():
                 consumer.refuse(request_id, reason)
             for transfer_id in metadata.released:
-                perform(producer.release(transfer_id))
+                self._after_progress(transfer_id, transfer_id)
             for transfer_id in metadata.cancels:
                 perform(consumer.cancel(transfer_id, "cancelled"))
             for u in metadata.declined:
@@ -82,20 +98,63 @@ class WorkerHalf:
         peers.flush()
 
     def after_step(self, metadata: StepMetadata) -> None:
-        """The step has run: what it filled can be sent."""
-        peers = self.peers
-        with peers.lock:
-            for p in metadata.progress:
-                self._note_computed(p)
-                peers.progress(p.transfer_id, p.block_ids, p.ready_tokens)
-        peers.flush()
+        """The step is enqueued: what it fills can be sent when it has run."""
+        with self.peers.lock:
+            self._enqueued(metadata.progress)
+        self.peers.flush()
 
-    def _note_computed(self, progress: ProducerProgress) -> None:
-        """Copies of the blocks that this step fills must wait for it, and for no later one."""
-        first = self._ready_blocks.get(progress.transfer_id, 0)
-        self.peers.local.region.computed(progress.block_ids[first:])
-        block_size = self._known_shard().block_size
-        self._ready_blocks[progress.transfer_id] = progress.ready_tokens // block_size
+    def _enqueued(self, progress: list[ProducerProgress]) -> None:
+        """Tell the producer when the steps that are enqueued now have run. The caller holds the
+        lock.
+
+        Nothing is announced earlier. So no copy waits on the GPU for a step, where it would hold up
+        copies of earlier steps, and a consumer that copies by itself reads what was computed.
+        """
+        if not progress:
+            return
+        end = self.peers.local.region.step_end()
+        if end is None:
+            self._tell(progress)
+            return
+        step = _Running(end, progress)
+        self._running.append(step)
+        self._to_follow.put(step)
+        if self._follower is None:
+            self._follower = threading.Thread(target=self._follow, daemon=True, name="kv-steps")
+            self._follower.start()
+
+    def _after_progress(self, transfer_id: str, what: ProducerEnded | str) -> None:
+        """Tell the producer of the transfer's end or release, behind its last progress."""
+        for step in reversed(self._running):
+            if any(each.transfer_id == transfer_id for each in step.progress):
+                step.then.append(what)
+                return
+        self._tell([what])
+
+    def _tell(self, what: Iterable[ProducerProgress | ProducerEnded | str]) -> None:
+        peers = self.peers
+        for each in what:
+            if isinstance(each, ProducerProgress):
+                peers.progress(each.transfer_id, each.block_ids, each.ready_tokens)
+            elif isinstance(each, ProducerEnded):
+                peers.end(
+                    each.transfer_id, each.token_ids, held=each.held, request_id=each.request_id
+                )
+            else:
+                peers.perform(peers.producer.release(each))
+
+    def _follow(self) -> None:
+        """Wait for the end of each step, in order. A GPU that fails ends the engine, too."""
+        while (step := self._to_follow.get()) is not None:
+            try:
+                step.end.synchronize()
+            except RuntimeError:  # what torch raises for CUDA's errors
+                logger.exception("an engine step failed: its KV is not sent")
+                return
+            with self.peers.lock:
+                self._running.remove(step)
+                self._tell([*step.progress, *step.then])
+            self.peers.flush()
 
     def take_results(self) -> tuple[set[str], set[str], set[str]]:
         """Return requests whose blocks may be freed, requests whose load ended, and those of the
@@ -165,4 +224,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         """End every link and the listener. The KV cache itself is vLLM's."""
+        self._to_follow.put(None)
         self.peers.close()
+        if self._follower is not None:
+            self._follower.join(COPY_END_S)

@@ -7,11 +7,12 @@ is gone or still joining, the receiver posts before the sender, and nothing wait
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,18 +21,21 @@ from kv_transfer.device.gpu import Gpu
 from kv_transfer.transport.nccl_binding import UNIQUE_ID_BYTES, Nccl, Result
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    from kv_transfer.device.region import DeviceRegion
 
 GARBAGE = 0xEE
 
 
 @dataclass(eq=False)
 class Move:
-    """A send or receive as a stream sees it."""
+    """A send or receive as a stream sees it. It begins when the stream comes to it."""
 
     comm: FakeComm
     address: int
     size_bytes: int
+    has_begun: bool = False
     is_over: bool = False
 
 
@@ -45,7 +49,7 @@ class FakeComm:
     is_joined: bool = False
     is_gone: bool = False
     posted: int = 0
-    move: Move | None = None
+    moves: list[Move] = field(default_factory=list)  # that are not over
 
 
 class Fabric:
@@ -55,27 +59,36 @@ class Fabric:
         self.lock = threading.RLock()
         self.ids = itertools.count(1)
         self.comms: dict[bytes, dict[int, FakeComm]] = {}
+        self.gpus: list[FakeGpu] = []
         self.is_held = False  # no byte moves
         self.joins = True
         self.error: Result | None = None  # of every communicator
         self.posts: list[int] = []  # ranks, in the order in which they posted
+        self.groups: list[int] = []  # operations in each post
+        self.is_strict = True  # each run is one post
 
     def other(self, comm: FakeComm) -> FakeComm | None:
         found = self.comms[comm.unique_id].get(1 - comm.rank)
         return None if found is None or found.is_gone else found
 
-    def advance(self, comm: FakeComm) -> None:
-        """Move the bytes if both ends have posted. NCCL would spin for ever on unequal sizes."""
-        other = self.other(comm)
-        mine, theirs = comm.move, None if other is None else other.move
-        if self.is_held or mine is None or theirs is None or mine.size_bytes != theirs.size_bytes:
+    def run(self) -> None:
+        """Let every GPU do what it can."""
+        with self.lock:
+            while any(gpu.run() for gpu in self.gpus):
+                pass
+
+    def advance(self, mine: Move) -> None:
+        """Move the bytes if both ends have begun. NCCL would spin for ever on unequal sizes."""
+        other = self.other(mine.comm)
+        theirs = other.moves[0] if other is not None and other.moves else None
+        if self.is_held or theirs is None or not theirs.has_begun or mine is not mine.comm.moves[0]:
             return
-        source, target = (mine, theirs) if comm.rank == 0 else (theirs, mine)
-        ctypes.memmove(target.address, source.address, source.size_bytes)
-        mine.is_over = theirs.is_over = True
-        comm.move = None
-        assert other is not None
-        other.move = None
+        if mine.size_bytes == theirs.size_bytes:
+            source, target = (mine, theirs) if mine.comm.rank == 0 else (theirs, mine)
+            ctypes.memmove(target.address, source.address, source.size_bytes)
+            for move in (mine, theirs):
+                move.is_over = True
+                move.comm.moves.pop(0)
 
 
 class FakeNccl(Nccl):
@@ -85,7 +98,8 @@ class FakeNccl(Nccl):
         self.fabric = fabric
         self.number = version
         self.max_ctas: list[int] = []
-        self.streams: dict[int, list[Move]] = {}
+        self.streams: dict[int, FakeStream] = {}
+        self._group = threading.local()
         self.comms: dict[int, FakeComm] = {}
         self._handles = itertools.count(0x1000)
 
@@ -118,25 +132,47 @@ class FakeNccl(Nccl):
                 if other is None or not self.fabric.joins:
                     return Result.IN_PROGRESS
                 found.is_joined = other.is_joined = True
-            if found.move is not None and (other is None or other.move is None):
+            if found.posted == 1 and (other is None or not other.posted):
                 return Result.IN_PROGRESS  # the first operation connects, which takes both ends
             return Result.SUCCESS
 
-    def send(self, comm: int, peer: int, address: int, size_bytes: int, stream: int) -> Result:
-        return self._post(comm, peer, address, size_bytes, stream)
+    def group_start(self) -> Result:
+        self._group.moves = []
+        return Result.SUCCESS
 
-    def recv(self, comm: int, peer: int, address: int, size_bytes: int, stream: int) -> Result:
-        return self._post(comm, peer, address, size_bytes, stream)
+    def send(self, comm: int, peer: int, address: int, size_bytes: int, stream: int) -> Result:
+        found = self._comm(comm)
+        assert peer == 1 - found.rank
+        self._group.moves.append((self.streams[stream], Move(found, address, size_bytes)))
+        return Result.IN_PROGRESS
+
+    recv = send
+
+    def group_end(self) -> Result:
+        with self.fabric.lock:
+            moves, self._group.moves = self._group.moves, None
+            comm: FakeComm = moves[0][1].comm
+            assert comm.is_joined, "posted before it had joined"
+            assert not (self.fabric.is_strict and comm.moves), "two posts in flight"
+            self.fabric.posts.append(comm.rank)
+            self.fabric.groups.append(len(moves))
+            # The receiver posts first, and the sender only once it has.
+            receiver = self.fabric.comms[comm.unique_id][1]
+            comm.posted += 1
+            assert receiver.posted >= (comm.posted if self.fabric.is_strict else 1)
+            for stream, move in moves:
+                comm.moves.append(move)
+                stream.todo.append(move)
+            return Result.IN_PROGRESS
 
     def abort(self, comm: int) -> Result:
         with self.fabric.lock:
             found = self._comm(comm)
-            if found.move is not None:
+            for move in found.moves:
                 if found.rank == 1:  # half of it came
-                    size = found.move.size_bytes // 2 + 1
-                    ctypes.memset(found.move.address, GARBAGE, size)
-                found.move.is_over = True
-                found.move = None
+                    ctypes.memset(move.address, GARBAGE, move.size_bytes // 2 + 1)
+                move.is_over = True
+            found.moves.clear()
             found.is_gone = True
             return Result.SUCCESS
 
@@ -148,34 +184,30 @@ class FakeNccl(Nccl):
         assert not found.is_gone, "the communicator is gone"
         return found
 
-    def _post(self, comm: int, peer: int, address: int, size: int, stream: int) -> Result:
-        with self.fabric.lock:
-            found = self._comm(comm)
-            assert found.is_joined, "posted before it had joined"
-            assert found.move is None, "two operations in flight"
-            assert peer == 1 - found.rank
-            self.fabric.posts.append(found.rank)
-            # The receiver posts first, and the sender only once it has.
-            ends = self.fabric.comms[found.unique_id]
-            found.posted += 1
-            assert found.rank == 1 or ends[1].posted == found.posted
-            found.move = Move(found, address, size)
-            self.streams.setdefault(stream, []).append(found.move)
-            return Result.IN_PROGRESS
-
 
 @dataclass(eq=False)
 class FakeEvent:
-    """Fires when the operations in front of it are over."""
+    """Fires when its stream comes to it."""
 
-    gpu: FakeGpu
-    moves: list[Move] = field(default_factory=list)
     is_held: bool = False
+    has_fired: bool = False
+
+
+@dataclass(eq=False)
+class FakeStream:
+    """What a stream has to do, in order: a move, an event to fire, an event to wait for (in a
+    tuple), a copy."""
+
+    cuda_stream: int
+    todo: deque[Move | FakeEvent | tuple[FakeEvent] | Callable[[], None]] = field(
+        default_factory=deque
+    )
 
 
 class FakeGpu(Gpu):
-    """Streams and events in host memory. `is_stuck`: the GPU does not come to rest. `holds`: no
-    event fires that is recorded meanwhile. `copy_fails`: the next copy is refused."""
+    """Streams and events in host memory, which run when somebody looks at an event. `is_stuck`: the
+    GPU does not come to rest. `holds`: no event fires that is recorded meanwhile. `copies_left`:
+    how many gathers and scatters it will do."""
 
     def __init__(self, nccl: FakeNccl, uuid: str) -> None:
         self.device = torch.device("cpu")
@@ -183,25 +215,73 @@ class FakeGpu(Gpu):
         self.nccl = nccl
         self.is_stuck = False
         self.holds = False
+        self.copies_left = 10**6
         self.events: list[FakeEvent] = []
-        self._streams = itertools.count(1)
+        self._current = threading.local()
+        nccl.fabric.gpus.append(self)
+
+    def own(self, region: DeviceRegion) -> DeviceRegion:
+        """Return the region with copies that run when their stream comes to them."""
+        for name in ("gather", "scatter"):
+            setattr(region, name, functools.partial(self._enqueue, getattr(region, name)))
+        return region
+
+    def _enqueue(self, copy: Callable[..., None], *args: Any) -> None:
+        stream = getattr(self._current, "stream", None)
+        if stream is None:
+            copy(*args)
+        else:
+            stream.todo.append(functools.partial(copy, *args))
 
     def open_stream(self) -> Any:
-        return SimpleNamespace(cuda_stream=next(self._streams))
+        streams = self.nccl.streams
+        streams[len(streams) + 1] = FakeStream(len(streams) + 1)
+        return streams[len(streams)]
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        yield
+        before = getattr(self._current, "stream", None)
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
 
     def record(self, stream: Any) -> FakeEvent:
-        moves = list(self.nccl.streams.get(stream.cuda_stream, ()))
-        self.events.append(FakeEvent(self, moves, self.holds))
-        return self.events[-1]
+        event = FakeEvent(self.holds)
+        self.events.append(event)
+        stream.todo.append(event)
+        return event
+
+    def wait(self, stream: Any, event: FakeEvent) -> None:
+        stream.todo.append((event,))
 
     def has_fired(self, event: FakeEvent) -> bool:
-        with self.nccl.fabric.lock:
-            for move in event.moves:
-                if not move.is_over and not move.comm.is_gone:
-                    self.nccl.fabric.advance(move.comm)
-            is_over = all(move.is_over for move in event.moves)
-            return is_over and not event.is_held and not self.is_stuck
+        self.nccl.fabric.run()
+        return event.has_fired
+
+    def run(self) -> bool:
+        """Return True if something was done."""
+        before = sum(len(stream.todo) for stream in self.nccl.streams.values())
+        for stream in self.nccl.streams.values():
+            while stream.todo and not self.is_stuck and self._is_done(stream.todo[0]):
+                stream.todo.popleft()
+        return before > sum(len(stream.todo) for stream in self.nccl.streams.values())
+
+    def _is_done(self, what: Move | FakeEvent | tuple[FakeEvent] | Callable[[], None]) -> bool:
+        match what:
+            case Move():
+                what.has_begun = True
+                if not what.is_over:
+                    self.nccl.fabric.advance(what)
+                return what.is_over
+            case FakeEvent():
+                what.has_fired = not what.is_held
+                return what.has_fired
+            case (event,):
+                return event.has_fired
+        if not self.copies_left:
+            return False
+        self.copies_left -= 1
+        what()
+        return True

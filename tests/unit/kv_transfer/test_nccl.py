@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -149,12 +150,21 @@ class Pair:
 class World:
     """A prefill and a decode process, and the links between them."""
 
-    def __init__(self, limits: module.Limits = LIMITS) -> None:
+    def __init__(
+        self, limits: module.Limits = LIMITS, across_layers: tuple[bool, bool] = (False, False)
+    ) -> None:
         self.fabric = Fabric()
         self.nccls = FakeNccl(self.fabric), FakeNccl(self.fabric)
         self.gpus = FakeGpu(self.nccls[0], "GPU-0"), FakeGpu(self.nccls[1], "GPU-1")
-        self.memory = [self._memory(seed) for seed in (1, 2)]
-        self.caches = [LocalKv(device_region(list(m), BLOCKS), None) for m in self.memory]
+        self.memory = [
+            # In the layout BLHNC, or LBHNC.
+            memory.transpose(0, 1).contiguous().transpose(0, 1) if is_across else memory
+            for memory, is_across in zip(map(self._memory, (1, 2)), across_layers, strict=True)
+        ]
+        self.caches = [
+            LocalKv(gpu.own(device_region(list(memory), BLOCKS)), None)
+            for gpu, memory in zip(self.gpus, self.memory, strict=True)
+        ]
         self.producer = NcclTransport(self.nccls[0], self.gpus[0], limits)
         self.consumer = NcclTransport(self.nccls[1], self.gpus[1], limits)
         self.pairs: list[Pair] = []
@@ -225,38 +235,97 @@ def test_nothing_is_posted_before_the_other_end_posts_too(world: World) -> None:
     assert world.fabric.posts == [1, 0, 1, 0, 1, 0]
 
 
-def test_bytes_that_are_still_being_gathered_are_not_offered(world: World) -> None:
+def test_bytes_are_sent_once_they_are_gathered_and_received_once_they_are_scattered(
+    world: World,
+) -> None:
     pair = world.pair()
-    world.gpus[0].holds = True
-    pushing = threading.Thread(target=pair.push, daemon=True)
+    before = world.memory[1].clone()
+    producer, consumer = world.gpus
+    producer.copies_left = 0
+    pushing = threading.Thread(target=pair.push, args=[FROM[:2], TO[:2]], daemon=True)
     pushing.start()
-    until(lambda: world.gpus[0].events)
-    assert not world.nccls[1].comms
-    world.gpus[0].holds = False
-    for event in world.gpus[0].events:
-        event.is_held = False
+    until(lambda: world.fabric.posts == [1, 0])
+    world.fabric.run()
+    assert all(comm.moves for each in world.nccls for comm in each.live)
+    consumer.copies_left = 0
+    producer.copies_left = 1
     pushing.join(WAIT_S)
+    assert pair.received.empty()
+    assert torch.equal(world.memory[1], before)
+    consumer.copies_left = 1
     assert pair.received.get(timeout=WAIT_S) is None
-    assert world.is_exact()
+    assert torch.equal(world.memory[1][:, TO[:2]], world.memory[0][:, FROM[:2]])
 
 
-def test_a_chunk_is_not_received_before_its_scatter_has_ended(
+def test_parts_of_a_chunk_are_gathered_sent_and_scattered_at_the_same_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    region: Any = world.caches[1].region
-    scatter = region.scatter
-
-    def scatter_for_long(*args: Any) -> None:
-        scatter(*args)
-        world.gpus[1].holds = True
-
-    monkeypatch.setattr(region, "scatter", scatter_for_long)
+    """The first part is in place while the second is still being gathered."""
+    monkeypatch.setattr(module, "PART_BYTES", BLOCK_BYTES)
+    world.fabric.is_strict = False
     pair = world.pair()
-    threading.Thread(target=pair.push, args=[FROM[:2], TO[:2]], daemon=True).start()
-    until(lambda: world.gpus[1].holds and world.gpus[1].events[-1].is_held)
-    assert pair.received.empty()
-    world.gpus[1].events[-1].is_held = world.gpus[1].holds = False
+    world.gpus[0].copies_left = 1
+    pushing = threading.Thread(target=pair.push, args=[FROM[:2], TO[:2]], daemon=True)
+    pushing.start()
+    until(lambda: torch.equal(world.memory[1][:, TO[0]], world.memory[0][:, FROM[0]]))
+    assert not torch.equal(world.memory[1][:, TO[1]], world.memory[0][:, FROM[1]])
+    world.gpus[0].copies_left = 1
+    pushing.join(WAIT_S)
     assert pair.received.get(timeout=WAIT_S) is None
+    assert torch.equal(world.memory[1][:, TO[1]], world.memory[0][:, FROM[1]])
+
+
+@pytest.mark.parametrize("target", [TO, None])
+def test_blocks_that_are_one_run_of_bytes_go_without_staging(
+    target: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's layouts with the block outermost, which the connector asks for."""
+    monkeypatch.setattr(module, "MAX_GROUP", 2)
+    world = World(across_layers=(True, True))
+    world.fabric.is_strict = False
+    before = world.memory[1].clone()
+    world.gpus[0].copies_left = world.gpus[1].copies_left = 0
+    world.pair().move(target=target)
+    assert world.is_exact() if target else torch.equal(world.memory[1], before)
+    assert sum(world.fabric.groups) == 2 * len(FROM)
+    assert max(world.fabric.groups) == 2
+    world.close()
+
+
+def test_blocks_that_lie_otherwise_at_the_other_end_are_staged() -> None:
+    world = World(across_layers=(True, False))
+    world.pair().move()
+    assert world.is_exact()
+    world.close()
+
+
+def test_blocks_into_which_nccl_writes_are_not_given_away_before_the_gpu_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "QUARANTINE_S", 0.0)
+    world = World(across_layers=(True, True))
+    pair = world.pair()
+    world.fabric.is_held = True
+    with ThreadPoolExecutor(1) as pool:
+        pushed = pool.submit(pair.push)
+        until(lambda: 0 in world.fabric.posts)
+        world.gpus[1].is_stuck = True
+        pair.links[1].close()
+        assert isinstance(pushed.exception(WAIT_S), KvTransferError)
+    until(lambda: not world.nccls[1].live)
+    assert pair.received.empty()
+    world.gpus[1].is_stuck = False
+    assert pair.received.get(timeout=WAIT_S) is not None
+    world.close()
+
+
+def test_a_new_link_joins_before_its_first_chunk(world: World) -> None:
+    pair = world.pair()
+    pair.producer.open()
+    assert len(world.nccls[0].live) == len(world.nccls[1].live) == 1
+    pair.move()
+    assert world.is_exact()
+    assert len(world.nccls[0].comms) == 1
 
 
 def test_a_chunk_that_nobody_wants_any_more_is_thrown_away(world: World) -> None:

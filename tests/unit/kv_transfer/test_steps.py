@@ -1,0 +1,105 @@
+"""What a producer does while the GPU still runs the engine's steps. With asynchronous scheduling
+one runs and another is enqueued. Here events stand for the ends of steps, and the cache is in host
+memory."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kv_transfer.vllm.step import ProducerEnded, ProducerProgress
+from tests.patience import WAIT_S
+from tests.unit.kv_transfer.rig import FROM, TO, TOKENS, N, Rig, Worker, check_exact, settle, until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Gpu:
+    """Runs the steps of a worker, when told to."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._ends: list[threading.Event] = []
+        region: Any = worker.peers.local.region
+        region.step_end = self._enqueue
+
+    def _enqueue(self) -> Any:
+        end = threading.Event()
+        self._ends.append(end)
+        return SimpleNamespace(synchronize=lambda: end.wait(WAIT_S))
+
+    def run(self, *blocks: int) -> None:
+        """The oldest step that has not run fills these blocks and ends."""
+        for block in blocks:
+            self._worker.cache.write(block, seed=block)
+        self._ends.pop(0).set()
+
+    def run_all(self) -> None:
+        while self._ends:
+            self.run()
+
+
+@pytest.fixture
+def gpu(rig: Rig) -> Iterator[Gpu]:
+    made = Gpu(rig.worker())
+    yield made
+    made.run_all()
+
+
+def test_each_block_goes_when_its_own_step_has_ended_and_the_next_one_runs(
+    rig: Rig, gpu: Gpu
+) -> None:
+    """So a producer that is never idle sends what it computes, one step behind."""
+    source, target = gpu._worker, rig.worker()
+    before = target.cache.blocks()
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    until(lambda: source.look().transfers[0].transport, source)  # the subscription is here
+    source.compute("t", FROM[:1], 4)
+    for count in (2, 3, 4):
+        source.compute("t", FROM[:count], min(N, 4 * count))
+        assert source.peers.counters.pushed_blocks == count - 2
+        gpu.run(FROM[count - 2])
+        until(lambda n=count - 1: source.peers.counters.pushed_blocks == n, source, target)  # type: ignore[misc]
+    gpu.run(FROM[3])
+    source.finish("t")
+    settle(source, target)
+    check_exact(source, target, before)
+    assert target.look().totals["digest_mismatches"] == 0
+
+
+def test_an_end_waits_for_its_own_blocks_and_for_no_other_step(rig: Rig, gpu: Gpu) -> None:
+    """The ranks of a tensor-parallel worker end a step at different times."""
+    source, target = gpu._worker, rig.worker()
+    for name, to in (("t", TO), ("u", [0, 2, 4, 6])):
+        target.start(source, name, to, N)
+        source.expect(name)
+    source.compute("t", FROM, N)
+    source.compute("u", [8, 9, 10, 11], N)
+    source.step(ended=[ProducerEnded("t", TOKENS, held=True)])
+    assert target.ended == []
+    gpu.run(*FROM)
+    until(lambda: target.arrivals, source, target)
+    assert target.arrivals.keys() == {"d-t"}
+    source.step(ended=[ProducerEnded("u", TOKENS, held=True)], released=["u"])
+    gpu.run()
+    settle(source, target)
+    assert target.failures == {"d-u": "the request was cancelled"}
+    assert source.sent == ["p-t", "p-u"]
+
+
+def test_a_step_that_ends_after_a_preemption_announces_nothing_of_it(rig: Rig, gpu: Gpu) -> None:
+    source, target = gpu._worker, rig.worker()
+    target.start(source, "t", TO, N)
+    source.expect("t")
+    source.compute("t", FROM[:2], 8)
+    source.step(preempted=["t"])
+    gpu.run()
+    source.step(progress=[ProducerProgress("t", [20], 4)])
+    gpu.run()
+    until(lambda: source.peers.counters.pushed_blocks == 1, source, target)
+    assert source.look().transfers[0].blocks == 1
