@@ -66,7 +66,9 @@ class KvSettings:
     def device_bytes(self) -> int:
         """GPU memory that the transports may hold beside the KV cache."""
         names = ON_GPU if self.transports == (AUTO,) else self.transports
-        return 2 * SLOTS * SLOT_BYTES + self.nccl_budget_bytes if "nccl" in names else 0
+        nccl = 2 * SLOTS * SLOT_BYTES + self.nccl_budget_bytes if "nccl" in names else 0
+        # A copy or digest holds two chunks (device/region.py); mostly no more than two run at once.
+        return 4 * self.chunk_bytes + nccl
 
     def __post_init__(self) -> None:
         for name in _TIMES:

@@ -139,7 +139,7 @@ class DeviceRegion(KvRegion):
             raise KvTransferError(f"cannot copy {len(source_ids)} blocks to {len(own_ids)} places")
         if source.geometry.page_bytes != self.geometry.page_bytes:
             raise KvTransferError("the pages differ in size")
-        with self._side_stream():
+        with self.side_stream():
             staging = self._staging(len(own_ids))
             source.gather(source_ids, staging)
             # All that may fail comes before the scatter, and the copy to the host after it: nothing
@@ -150,7 +150,7 @@ class DeviceRegion(KvRegion):
 
     def digests(self, block_ids: list[int]) -> bytes:
         """Return the digests of the blocks, as memory.py defines them."""
-        with self._side_stream():
+        with self.side_stream():
             staging = self._staging(len(block_ids))
             self.gather(block_ids, staging)
             return _folded(self._sums_of(staging))
@@ -170,7 +170,7 @@ class DeviceRegion(KvRegion):
         weights = torch.arange(layers * each, 0, -1, device=rows.device).view(layers, 1, each, 1)
         return torch.stack([rows.sum((0, 2)), (rows * weights).sum((0, 2))])
 
-    def _side_stream(self) -> AbstractContextManager[object]:
+    def side_stream(self) -> AbstractContextManager[object]:
         """Return the context in which copies run beside the engine's stream."""
         device = self.views[0].device
         if device.type != "cuda":

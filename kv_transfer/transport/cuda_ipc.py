@@ -3,13 +3,15 @@
 The protocol is that of mapped.py; the memory is shared by CUDA IPC handles, as torch makes them.
 The consumer's GPU reads the producer's over NVLink or PCIe. A GPU that cannot reach the other's
 memory, or a process that does not see that GPU, fails to open the handle, and the next transport is
-used.
+used; so is it if the cache cannot be shared (memory from cuMemCreate, MIG).
 
 Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from kv_transfer.memory import KvRegion
     from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
     from kv_transfer.transport.base import LocalKv
+
+logger = logging.getLogger(__name__)
 
 
 class PeerGpuMemory:
@@ -40,6 +44,10 @@ class CudaIpcTransport(Transport):
 
     name = "cuda_ipc"
 
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._lock = threading.Lock()
+
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
         region = local.region
         if not isinstance(region, DeviceRegion):
@@ -47,9 +55,17 @@ class CudaIpcTransport(Transport):
         storages = {view.untyped_storage().data_ptr(): view for view in region.views}
         order = list(storages)
         first = region.views[0]
+        with self._lock:
+            if not self._handles:  # torch keeps an event and a wrapper for each export
+                try:
+                    with region.side_stream():
+                        self._handles = [_export(view) for view in storages.values()]
+                except RuntimeError as error:
+                    logger.warning("cuda_ipc is not offered: %s", error)
+                    return None
         return {
             "boot_id": boot_id(),
-            "handles": [_export(view) for view in storages.values()],
+            "handles": self._handles,
             "views": [
                 [order.index(view.untyped_storage().data_ptr()), view.storage_offset()]
                 for view in region.views
@@ -69,7 +85,9 @@ class CudaIpcTransport(Transport):
             raise TransportUnavailable("the workers run on different hosts")
         own = region.views[0]
         try:
-            storages = [_open(handle, own.device) for handle in offer["handles"]]
+            # On the engine's stream, torch would have the engine wait for the producer's.
+            with region.side_stream():
+                storages = [_open(handle, own.device) for handle in offer["handles"]]
             views = [
                 torch.empty(0, dtype=own.dtype, device=own.device).set_(
                     storages[index], offset, tuple(offer["shape"]), tuple(offer["stride"])

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kv_transfer import transport
 from kv_transfer.errors import UnsupportedLayout
@@ -48,6 +49,10 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
     from kv_transfer.transport.base import Transport
     from pdserve.types import ErrorInfo, KvLedger
+
+# Some attention kernels take larger blocks as several smaller ones, which vLLM does not do where
+# other layers lie between a layer's blocks.
+_MAX_UNSPLIT = 64
 
 
 class PdConnector(KVConnectorBase_V1):
@@ -144,6 +149,15 @@ class PdConnector(KVConnectorBase_V1):
 
     def ledger(self) -> KvLedger:
         return self._scheduler_half().ledger()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """On a GPU, ask for blocks that are one run of bytes over all layers: NCCL sends them
+        without staging. vLLM takes its own choice if the attention backend has not this layout, or
+        the user has set VLLM_KV_CACHE_LAYOUT."""
+        size = vllm_config.cache_config.block_size or 0
+        is_cpu = vllm_config.device_config.device_type == "cpu"
+        return None if is_cpu or not 0 < size <= _MAX_UNSPLIT else str(KVCacheLayout.BLHNC.name)
 
     # -- worker half
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -13,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kv_transfer.device.region import device_region
+from kv_transfer.vllm.connector import PdConnector
 
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 5, 2, 32, 8
 
@@ -42,6 +47,10 @@ def test_a_block_leaves_in_one_form_from_every_layout(
             view[:, head, :, :] = (tokens * 8 + layer * 2 + head)[:, :, None].to(view.dtype)
     region = device_region(views, BLOCKS)
     assert region.geometry.block_bytes == page * LAYERS
+    assert (region.block_layout() is not None) == layout.is_block_outermost
+    if layout.is_block_outermost:
+        block = ctypes.string_at(region.block_address(3), page * LAYERS)
+        assert block == raw[3 * page * LAYERS : 4 * page * LAYERS].numpy().tobytes()
     staging = torch.zeros(page * LAYERS, dtype=torch.uint8)
     region.gather([3], staging)
     split = TOKENS // kernel_tokens
@@ -51,3 +60,18 @@ def test_a_block_leaves_in_one_form_from_every_layout(
         for head in range(HEADS):
             numbers = (want * 8 + layer * 2 + head).bfloat16()
             assert (wire[layer, :, head] == numbers[:, :, None]).all()
+
+
+@pytest.mark.parametrize(
+    ("device", "block_size", "asks"), [("cuda", 16, True), ("cuda", 128, False), ("cpu", 16, False)]
+)
+def test_a_gpu_is_asked_for_blocks_that_are_one_run_of_bytes(
+    device: str, block_size: int, asks: bool
+) -> None:
+    config: Any = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(block_size=block_size),
+    )
+    name = PdConnector.get_required_kvcache_layout(config)
+    assert (name is not None) == asks
+    assert name is None or KVCacheLayout[name].is_block_outermost

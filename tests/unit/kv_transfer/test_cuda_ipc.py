@@ -86,3 +86,19 @@ def test_memory_that_cannot_be_mapped_goes_over_the_next_transport() -> None:
     ):
         with pytest.raises(TransportUnavailable, match=match):
             transport.consumer(local, offer | change, link)  # type: ignore[arg-type]
+
+
+def test_the_cache_is_exported_once_for_all_links(handles: dict[int, torch.UntypedStorage]) -> None:
+    local = LocalKv(device_region(list(cache(1)), BLOCKS), None)
+    transport = CudaIpcTransport()
+    assert transport.offer(local) == transport.offer(local)
+    assert len(handles) == 1
+
+
+def test_a_cache_that_cuda_does_not_share_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(view: torch.Tensor) -> list[Any]:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(cuda_ipc, "_export", export)
+    local = LocalKv(device_region(list(cache(1)), BLOCKS), None)
+    assert CudaIpcTransport().offer(local) is None

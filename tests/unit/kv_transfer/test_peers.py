@@ -7,7 +7,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from kv_transfer.device.region import device_region
 from kv_transfer.protocol import peers as peers_module
 from kv_transfer.protocol.messages import (
     HEADER,
@@ -18,6 +20,9 @@ from kv_transfer.protocol.messages import (
     decode,
     encode,
 )
+from kv_transfer.protocol.plan import Shard
+from kv_transfer.settings import KvSettings
+from kv_transfer.transport.base import LocalKv
 from kv_transfer.transport.mapped import MappedProducer
 from kv_transfer.transport.tcp import TcpProducer
 from pdserve.errors import TransferCorrupted
@@ -240,6 +245,46 @@ def test_preempted_blocks_are_waited_for(tcp_rig: Rig, monkeypatch: pytest.Monke
     source.step(preempted=["t"])
     until(lambda: target.ended, target, source)
     assert target.failed == ["d-t"]
+
+
+def test_what_a_transport_does_ahead_comes_before_the_first_chunk(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the first request of a pair does not wait for it."""
+    done: list[str] = []
+    for producer in (MappedProducer, TcpProducer):
+        send = producer.send
+        monkeypatch.setattr(producer, "open", lambda self: done.append("open"))
+        monkeypatch.setattr(
+            producer,
+            "send",
+            lambda *args, send=send: (done.append("send"), send(*args)),  # type: ignore[misc]
+        )
+    source, target = rig.pair()
+    target.start(source, "t", TO, N)
+    until(lambda: done, target, source)
+    source.prefill("t", FROM, N)
+    settle(source, target)
+    assert done == ["open", "send"]
+
+
+def test_kernels_are_used_once_before_a_cache_on_a_gpu_is_offered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first use loads them, which may wait for the whole GPU."""
+    copied: list[int] = []
+    region = device_region([torch.zeros(4, 2, 4, 8) for _ in range(3)], 4)
+    real = region.copy_from
+
+    def copy_from(source: Any, source_ids: list[int], own_ids: list[int]) -> bytes:
+        copied.append(len(own_ids))
+        return real(source, source_ids, own_ids)
+
+    monkeypatch.setattr(region, "copy_from", copy_from)
+    peers = peers_module.Peers(KvSettings(), "instance", [])
+    peers.register(LocalKv(region, None), "same", Shard(2, 128, 4))
+    peers.close()
+    assert copied == [1, 4]
 
 
 def test_a_producer_that_says_nothing_fails_the_transfer(rig: Rig) -> None:

@@ -16,7 +16,7 @@ from workers.vllm.settings import KvSettings, cpu_cache_bytes, memory_left_to_kv
 if TYPE_CHECKING:
     from pathlib import Path
 
-HELD = 2 * SLOTS * SLOT_BYTES + 100
+HELD = 4 * (16 << 20) + 2 * SLOTS * SLOT_BYTES + 100  # scratch, slots, communicators
 KV = KvSettings("instance_id", {"transports": ["nccl"], "nccl_budget_bytes": 100})
 
 
