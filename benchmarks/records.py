@@ -47,25 +47,22 @@ class RequestRecord:
         for name, count in (piece.usage or {}).items():
             setattr(self, name, count)
         self.receipt = piece.receipt or self.receipt
-        if piece.has_choice and piece.tokens != 0:
+        # Some servers send the finish reason after the last token, in a piece without text.
+        if piece.tokens or (piece.tokens is None and piece.text):
             self.chunk_s.append(round(at_s, 6))
             if piece.tokens is None:
                 self.chunk_tokens = None
             elif self.chunk_tokens is not None:
                 self.chunk_tokens.append(piece.tokens)
 
-    def complete(self, at_s: float, *, is_last_empty: bool = False) -> None:
+    def complete(self, at_s: float) -> None:
         """Note a good end. Raises TargetError if the answer does not have the requested length.
 
-        Each request asks for an exact number of tokens: a shorter answer would look faster. Some
-        servers send the finish reason with the last token and some after it. Where pieces do not
-        tell what they hold, the usage decides whether a last piece without text counts.
+        Each request asks for an exact number of tokens: a shorter answer would look faster.
         """
         made = self.completion_tokens
         if made is None:
             raise TargetError("no usage in the stream (stream_options.include_usage was ignored)")
-        if self.chunk_tokens is None and is_last_empty and len(self.chunk_s) > made:
-            self.chunk_s.pop()
         if made != self.output_tokens:
             raise TargetError(
                 f"{made} tokens instead of {self.output_tokens}: the endpoint ignored min_tokens "

@@ -176,13 +176,10 @@ async def _follow(
 ) -> None:
     """Send one request and record its answer. A failure is recorded too."""
     record.sent_s = round(now(), 6)
-    is_last_empty = False
     try:
         async for piece in target.stream(request):
             record.add(piece, now())
-            if piece.has_choice:
-                is_last_empty = not piece.text and piece.finish_reason is not None
-        record.complete(now(), is_last_empty=is_last_empty)
+        record.complete(now())
     except TargetError as error:
         record.fail(str(error), now())
 

@@ -104,26 +104,10 @@ def _reasons(result: CompareResult) -> Iterator[str]:
     share = _others_share(result)
     if share > OTHERS_SHARE_LIMIT:
         yield f"other processes used {share:.0%} of the cores; measure on a quieter machine"
-    yield from _unequal_rounds(result)
     for variant in result.variants:
         records = [r for m in result.of(variant.name, "round") for r in m.records]
         if records and not any(record.status == "ok" for record in records):
             yield f"{variant.name} answered no request of any round"
-
-
-def _unequal_rounds(result: CompareResult) -> Iterator[str]:
-    """A variant with a smaller context may have been sent fewer requests."""
-    sent: dict[int, set[tuple[tuple[int, int, int], ...]]] = {}
-    for measurement in result.measurements:
-        if measurement.kind == "round":
-            rows = tuple((r.index, r.input_tokens, r.output_tokens) for r in measurement.records)
-            sent.setdefault(measurement.number, set()).add(rows)
-    for number, rows_sent in sent.items():
-        if len(rows_sent) > 1:
-            yield (
-                f"round {number + 1}: the variants were not sent the same requests; give "
-                "--max-total-tokens that every variant takes"
-            )
 
 
 def _cautions(result: CompareResult) -> Iterator[str]:

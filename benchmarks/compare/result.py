@@ -41,7 +41,6 @@ class VariantFacts:
     api: Literal["grpc", "http"]
     model: str
     settings: VariantSettings | None
-    ready_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -87,26 +86,21 @@ async def _start(
     ending: AsyncExitStack,
 ) -> _Running:
     """Start a variant and ask what it is; `ending` stops it. Raises BenchError."""
-    begun, service, model, own, ready_s = time.monotonic(), None, None, None, None
+    service, model, own = None, None, None
     if variant.url:
         target, model = connect(variant.url), settings.endpoint_model
     else:
         service = Service(variant.name, variant.config, directory / variant.name)
         ending.push_async_callback(service.stop)
         await service.start()
-        ready_s = round(time.monotonic() - begun, 2)
         own = settings_of(await service.workers())
         make = GrpcTarget if settings.api == "grpc" else HttpTarget
         target = make(service.ready[settings.api])
     ending.push_async_callback(target.aclose)
     served = await target.model(model)
+    kind: Literal["started", "endpoint"] = "started" if service else "endpoint"
     facts = VariantFacts(
-        name=variant.name,
-        kind="started" if service else "endpoint",
-        api=settings.api,
-        model=served.name,
-        settings=own,
-        ready_s=ready_s,
+        name=variant.name, kind=kind, api=settings.api, model=served.name, settings=own
     )
     return _Running(facts, served, target, service, model)
 
@@ -133,10 +127,7 @@ async def run_compare(
         # One after the other, so that none is slowed down by another's start.
         for variant in variants:
             progress.step(f"starting {variant.name}")
-            each = await _start(variant, settings, connect, directory, ending)
-            running[variant.name] = each
-            if each.facts.ready_s is not None:
-                progress.say(f"{variant.name} is ready after {each.facts.ready_s:.1f} s")
+            running[variant.name] = await _start(variant, settings, connect, directory, ending)
         settings = _settled(settings, trace, list(running.values()))
         result = CompareResult(
             created=created,
@@ -267,7 +258,7 @@ class _Measuring:
             shape=shape,
             rate_per_s=rate,
             seed=(3 * s.seed + place) * _SEEDS + max(0, number),
-            drain_timeout_s=self._drain_s(kind),
+            drain_timeout_s=DRAIN_TIMEOUT_S,
             model=variant.model,
             vocab_size=s.vocab_size,
         )
@@ -296,12 +287,3 @@ class _Measuring:
             notes=() if problem is None else (problem,),
             records=result.records,
         )
-
-    def _drain_s(self, kind: Kind) -> float:
-        """A probe need not wait longer than the slowest answer within the limits takes."""
-        s = self.settings
-        if kind != "probe" or not {"ttft", "tpot"} <= set(s.slo_s):
-            return DRAIN_TIMEOUT_S
-        longest = max(row.output_tokens for row in self.trace.requests) * (s.scale_lengths or 1)
-        tokens = min(longest, s.max_output_tokens or longest)
-        return min(DRAIN_TIMEOUT_S, s.slo_s["ttft"] + float(tokens) * s.slo_s["tpot"] + 1.0)

@@ -204,7 +204,7 @@ def test_variants_of_real_engines_are_compared(tmp_path: Path) -> None:
 
 
 def test_chaos_on_real_engines_costs_no_answer_and_leaves_nothing(tmp_path: Path) -> None:
-    scenarios = ("freeze_decode", "corrupt_transfers", "abort_storm", "kill_decode")
+    scenarios = ("kill_prefill", "corrupt_transfers", "abort_storm", "kill_decode")
     options = ("--only", ",".join(scenarios), "--prefill", "1", "--requests", "9", "--json")
     ended = run_cli("bench", "chaos", *options, "--run-dir", str(tmp_path), within_s=START_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -149,22 +149,6 @@ async def check(asked: dict[str, Asked], expected: dict[str, list[Joined]]) -> N
         assert one.last.usage.completion_tokens == one.tokens
 
 
-async def test_a_prefill_worker_that_dies_in_mid_prefill_is_replaced(
-    service: Service, aggregated: EngineProcess
-) -> None:
-    ids, sampling = prompt(1500, 78), replace(PLAIN, max_tokens=30)
-    expected = await expected_of(aggregated, ids, sampling)
-    service.send("prefill-0", signal.SIGSTOP)
-    asked = Asked(service, ids, sampling)
-    async with asyncio.timeout(WAIT_S):
-        while not (await service.entries())["prefill-0"].outstanding_requests:
-            pass
-    await service.kill("prefill-0")
-    await asked.task
-    assert asked.answers == expected
-    assert asked.fallbacks == ("aggregated:worker_failed",)
-
-
 async def test_every_kind_of_answer_leaves_a_worker_with_its_kv(
     service: Service, jobs: tuple[Jobs, dict[str, list[Joined]]]
 ) -> None:
@@ -186,24 +170,6 @@ async def test_every_kind_of_answer_leaves_a_worker_with_its_kv(
     await check(asked, expected)
     fallbacks = [name for one in asked.values() for name in one.fallbacks]
     assert set(fallbacks) == {"live_kv:moved"}
-
-
-async def test_every_kind_of_answer_survives_its_workers(
-    service: Service, jobs: tuple[Jobs, dict[str, list[Joined]]]
-) -> None:
-    """Both decode workers are killed, one after the other, under answers of every kind."""
-    asked_for, expected = jobs
-    asked = {kind: Asked(service, *job) for kind, job in asked_for.items()}
-    for name, more in (("decode-0", 20), ("decode-1", 3)):
-        wanted = [(one, one.tokens + more * len(one.pieces)) for one in asked.values()]
-        for one, tokens in wanted:
-            await one.until(tokens)
-        # What is not complete yet was on this worker, or has left the other one.
-        cut_off = {kind for kind, one in asked.items() if not one.task.done()}
-        await service.kill(name)
-    await check(asked, expected)
-    # An answer may have been complete and still on its way to the client.
-    assert any(asked[kind].fallbacks for kind in cut_off)
 
 
 async def test_a_worker_changes_its_role_under_answers_and_loses_none(

@@ -107,9 +107,7 @@ def rounds(variant: str, ttfts: Sequence[float], **changes: Any) -> list[Measure
 
 
 def variant(name: str, **changes: Any) -> VariantFacts:
-    whole = VariantFacts(
-        name=name, kind="started", api="grpc", model="m", settings=SETTINGS, ready_s=8.0
-    )
+    whole = VariantFacts(name=name, kind="started", api="grpc", model="m", settings=SETTINGS)
     return replace(whole, **changes)
 
 

@@ -80,16 +80,13 @@ def timeline(output_tokens: int = 2) -> RequestRecord:
     )
 
 
-def test_a_last_empty_piece_counts_only_if_the_usage_says_so() -> None:
-    for made, chunks in ((2, 2), (3, 3)):
-        line = timeline(made)
-        for at_s in (1.0, 2.0):
-            line.add(Piece(text="x"), at_s)
-        line.add(Piece(text="", finish_reason="length"), 3.0)
-        line.add(Piece(has_choice=False, usage={"completion_tokens": made}), 3.0)
-        line.complete(3.0, is_last_empty=True)
-        assert len(line.chunk_s) == chunks
-        assert line.chunk_tokens == [1] * made
+def test_a_last_piece_without_text_holds_no_token() -> None:
+    line = timeline(2)
+    for at_s, text in ((1.0, "x"), (2.0, "y"), (3.0, "")):
+        line.add(Piece(text=text), at_s)
+    line.add(Piece(has_choice=False, usage={"completion_tokens": 2}), 3.0)
+    line.complete(3.0)
+    assert (line.chunk_s, line.chunk_tokens) == ([1.0, 2.0], [1, 1])
 
 
 def test_an_answer_of_another_length_is_a_failure() -> None:

@@ -90,26 +90,6 @@ async def test_routers_are_told_once_they_have_answered_or_are_away(stack: Async
     assert (len(routers[0].renewals), routers[1].renewals) == (2, [])
 
 
-async def test_it_registers_with_a_router_that_was_started_anew(stack: AsyncExitStack) -> None:
-    older, newer = FakeRegistry(lease_s=0.03), FakeRegistry(lease_s=0.03, forget=True)
-    async with older.serving() as address:
-        await begin(stack, w.RenewRequest(), address)
-        await older.until(lambda: older.renewals)
-    await stack.enter_async_context(newer.serving(int(address.rpartition(":")[2])))
-    await newer.until(lambda: newer.registered)
-
-
-async def test_it_waits_for_a_router_that_is_not_there_yet(stack: AsyncExitStack) -> None:
-    async with FakeRegistry().serving() as address:
-        port = int(address.rpartition(":")[2])
-    registrations = await begin(stack, w.RenewRequest(), address)
-    router = FakeRegistry()
-    await stack.enter_async_context(router.serving(port))
-    async with asyncio.timeout(WAIT_S):
-        await registrations.registered()
-    assert not registrations.refused.done()
-
-
 async def test_a_refusal_is_fatal_and_has_the_reason(stack: AsyncExitStack) -> None:
     router = FakeRegistry(refusal="another model is served here")
     address = await stack.enter_async_context(router.serving())

@@ -14,7 +14,6 @@ from scripted import ANSWER, ANSWER_TEXT, MAX_MODEL_LEN, RECEIPT, TIMEOUT_S, Hol
 from pdserve import rpc
 from pdserve.client import ModelCard
 from pdserve.errors import (
-    Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
@@ -36,8 +35,6 @@ from pdserve.v1 import common_pb2 as c
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router.answer import AnswerDelta
-from router.api.grpc import MAX_UNSENT_DELTAS
-from tests.patience import WAIT_S, skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -261,38 +258,3 @@ async def test_passed_deadline_ends_the_call_and_leaves_the_answer(apis: Apis) -
         with pytest.raises(DeadlineExceeded):
             _ = [delta async for delta in apis.client.generate("hi", timeout_s=0.2)]
     await apis.generator.left.wait()
-
-
-async def status_after(apis: Apis, ended: Callable[[], object]) -> Any:
-    """The error of a client that reads one delta, and goes on when its request has ended."""
-    # HTTP/2's flow control without gRPC's own guesses, so that little may be on its way.
-    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
-    address = apis.grpc_address
-    async with grpc.aio.insecure_channel(address, options) as channel, asyncio.timeout(WAIT_S):
-        call = GenerationStub(channel).Generate(g.GenerateRequest(text="hi"))
-        await call.read()
-        await apis.generator.left.wait()
-        await asyncio.sleep(0.05)  # until the answer waits for its reader
-        ended()
-        await apis.open_requests.drain(WAIT_S)
-
-        async def read_on() -> None:
-            while await call.read() is not grpc.aio.EOF:
-                pass
-
-        with pytest.raises(grpc.aio.AioRpcError) as told:
-            await read_on()
-        return rpc.error_from_rpc(told.value)
-
-
-async def test_client_that_does_not_read_is_cut(apis: Apis) -> None:
-    apis.generator.script = (AnswerDelta((1,), "x" * 1000),) * (3 * MAX_UNSENT_DELTAS)
-    assert isinstance(await status_after(apis, lambda: None), Cancelled)
-    assert apis.generator.unread > MAX_UNSENT_DELTAS // 2
-
-
-async def test_client_that_reads_too_slowly_is_ended_by_its_deadline(apis: Apis) -> None:
-    piece = AnswerDelta((1,), "x" * 100_000)
-    apis.generator.script = (ANSWER[0], piece, piece)
-    error = await status_after(apis, lambda: skip(2 * TIMEOUT_S))
-    assert isinstance(error, DeadlineExceeded)
