@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from pdserve.types import WorkerInfo
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
 
 READY_TIMEOUT_S: Final = 300.0
@@ -167,18 +168,9 @@ class Service:
         except grpc.aio.AioRpcError as error:
             raise BenchError(f"{self.name} does not list its workers: {error.code()}") from None
 
-    async def workers(self) -> list[dict[str, Any]]:
+    async def workers(self) -> list[WorkerInfo]:
         """Return what each worker says of itself. Raises BenchError."""
-        found = [wire.worker_from_pb(entry.info) for entry in (await self.listed()).workers]
-        of_model = ("max_model_len", "vocab_size", "dtype")
-        own = ("engine", "block_size", "total_blocks", "max_num_seqs")
-        return [
-            {"role": info.role.value, "model": info.model.name, "model_path": info.model.path}
-            | {name: getattr(info.model, name) for name in of_model}
-            | {name: getattr(info, name) for name in own}
-            | {"settings": dict(info.settings)}
-            for info in found
-        ]
+        return [wire.worker_from_pb(entry.info) for entry in (await self.listed()).workers]
 
     @property
     def is_alive(self) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from benchmarks.compare.result import CompareResult
+    from pdserve.types import WorkerInfo
 
 KV_TOKENS: Final = "kv_cache_tokens"
 # The size of a profiled KV cache differs by a few blocks from start to start.
@@ -28,25 +29,27 @@ IDLE_CORES: Final = 0.06
 # The share of the cores that other processes may use before it is noted, and before it is invalid.
 OTHERS_SHARE: Final = 0.1
 OTHERS_SHARE_LIMIT: Final = 0.25
-_SHARES: Final = ("cores", "gpus")
+_SHARES: Final = {"cores", "gpus"}
+_OF_MODEL: Final = ("max_model_len", "vocab_size", "dtype")
+_OF_WORKER: Final = ("engine", "block_size", "max_num_seqs")
 _NOT_BUSY: Final = ("idle", "iowait", "guest", "guest_nice")
 
 
-def settings_of(workers: Sequence[Mapping[str, Any]]) -> VariantSettings:
-    """Sum up what workers say of themselves (see `Service.workers`)."""
-    roles = Counter(worker["role"] for worker in workers)
+def settings_of(workers: Sequence[WorkerInfo]) -> VariantSettings:
+    """Sum up what workers say of themselves."""
+    roles = Counter(worker.role.value for worker in workers)
     values: dict[str, set[str]] = {}
-    gpus: set[str] = set()
     for worker in workers:
-        gpus |= set(filter(None, str(worker["settings"].get("gpus", "")).split(",")))
-        told = {k: x for k, x in worker.items() if k not in ("role", "total_blocks", "settings")}
-        told |= {k: x for k, x in worker["settings"].items() if k not in _SHARES}
-        for name, value in told.items():
-            values.setdefault(name, set()).add(str(value))
+        told = {"model": worker.model.name, "model_path": worker.model.path, **worker.settings}
+        told |= {name: str(getattr(worker.model, name)) for name in _OF_MODEL}
+        told |= {name: str(getattr(worker, name)) for name in _OF_WORKER}
+        for name in told.keys() - _SHARES:
+            values.setdefault(name, set()).add(told[name])
+    gpus = {x for worker in workers for x in worker.settings.get("gpus", "").split(",") if x}
     return VariantSettings(
         workers={x: roles[x] for x in ("prefill", "decode", "aggregated") if x in roles},
-        cores=sum(int(worker["settings"].get("cores", 0)) for worker in workers),
-        kv_cache_tokens=sum(worker["block_size"] * worker["total_blocks"] for worker in workers),
+        cores=sum(int(worker.settings.get("cores", 0)) for worker in workers),
+        kv_cache_tokens=sum(worker.block_size * worker.total_blocks for worker in workers),
         of_workers={name: tuple(sorted(found)) for name, found in sorted(values.items())},
         gpus=len(gpus),
     )
@@ -58,21 +61,19 @@ def differences(
     """Return the settings in which variants differ, except those in `differ`, each with the values
     by variant as text."""
     known = {name: found for name, found in variants.items() if found is not None}
-    found: dict[str, Mapping[str, str]] = {}
-    for name in sorted({key for x in known.values() for key in x.of_workers}):
-        values = {variant: "/".join(s.of_workers.get(name, ("-",))) for variant, s in known.items()}
-        if len(set(values.values())) > 1:
-            found[name] = values
-    for share in (*_SHARES, KV_TOKENS):
-        counts = {variant: getattr(s, share) for variant, s in known.items()}
-        room = KV_TOLERANCE * max(counts.values(), default=0) if share == KV_TOKENS else 0
-        if counts and max(counts.values()) - min(counts.values()) > room:
-            found[share] = {variant: str(n) for variant, n in counts.items()}
-    return {
-        name: ", ".join(f"{variant} {x}" for variant, x in values.items())
-        for name, values in found.items()
-        if name not in differ
+    told = {
+        name: {setting: "/".join(values) for setting, values in s.of_workers.items()}
+        | {share: str(getattr(s, share)) for share in (*_SHARES, KV_TOKENS)}
+        for name, s in known.items()
     }
+    tokens = [s.kv_cache_tokens for s in known.values()] or [0]
+    alike = {KV_TOKENS} if max(tokens) - min(tokens) <= KV_TOLERANCE * max(tokens) else set()
+    found = {}
+    for setting in sorted({x for each in told.values() for x in each} - {*differ} - alike):
+        values = {name: each.get(setting, "-") for name, each in told.items()}
+        if len(set(values.values())) > 1:
+            found[setting] = ", ".join(f"{name} {value}" for name, value in values.items())
+    return found
 
 
 @dataclass(frozen=True, slots=True)

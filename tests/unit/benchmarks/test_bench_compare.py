@@ -23,9 +23,12 @@ from benchmarks.compare.variants import (
 )
 from benchmarks.errors import BenchError
 from benchmarks.report.page import render_page
+from pdserve.types import Role
+from tests.fakes import worker_info
 
 if TYPE_CHECKING:
     from benchmarks.compare.result import CompareResult
+    from pdserve.types import WorkerInfo
 
 
 @pytest.mark.parametrize(
@@ -92,30 +95,31 @@ def test_the_kv_cache_is_shared_between_the_workers_of_a_variant() -> None:
         config_changes(own, 4, 64 << 20, "fake")
 
 
-def worker(role: str, **changes: Any) -> dict[str, Any]:
+def worker(role: Role, **changes: Any) -> WorkerInfo:
     settings = {"cores": "1", "gpus": "", "device": "cpu"} | changes.pop("settings", {})
-    whole = {"role": role, "block_size": 16, "total_blocks": 100, "dtype": "float32"}
-    return whole | changes | {"settings": settings}
+    return worker_info("w", role, settings=settings, **changes)
 
 
 def test_variants_that_are_set_differently_are_told_apart_by_name() -> None:
-    pd = settings_of([worker("prefill"), worker("decode")])
+    pd = settings_of([worker(Role.PREFILL), worker(Role.DECODE)])
     assert (pd.cores, pd.kv_cache_tokens, dict(pd.workers)) == (
         2,
         3200,
         {"prefill": 1, "decode": 1},
     )
-    alike = settings_of([worker("aggregated"), worker("aggregated", total_blocks=101)])
+    alike = settings_of([worker(Role.AGGREGATED), worker(Role.AGGREGATED, total_blocks=101)])
     assert differences({"1P1D": pd, "2A": alike, "peer": None}) == {}
-    other = settings_of([worker("aggregated", dtype="bfloat16", total_blocks=300)])
+    other = settings_of([worker(Role.AGGREGATED, max_num_seqs=9, total_blocks=300)])
     found = differences({"1P1D": pd, "1A": other})
     assert found == {
-        "dtype": "1P1D float32, 1A bfloat16",
+        "max_num_seqs": "1P1D 8, 1A 9",
         "cores": "1P1D 2, 1A 1",
         "kv_cache_tokens": "1P1D 3200, 1A 4800",
     }
-    assert differences({"1P1D": pd, "1A": other}, ("dtype", "cores", "kv_cache_tokens")) == {}
-    gpus = settings_of([worker("prefill", settings={"gpus": "0,1"})])
+    assert (
+        differences({"1P1D": pd, "1A": other}, ("max_num_seqs", "cores", "kv_cache_tokens")) == {}
+    )
+    gpus = settings_of([worker(Role.PREFILL, settings={"gpus": "0,1"})])
     assert gpus.gpus == 2
 
 

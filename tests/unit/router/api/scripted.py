@@ -69,7 +69,7 @@ Item = AnswerDelta | PdserveError | asyncio.Event | Hold
 @dataclass
 class ScriptedGenerator:
     """What a test sets, and what it can see: `waiting` is set when an answer comes to an event or
-    a hold of its script, `left` when an answer was left, with `unread` items of its script."""
+    a hold of its script, `left` when an answer was left."""
 
     served: dict[str, ModelInfo]
     script: tuple[Item, ...] = ANSWER
@@ -79,7 +79,6 @@ class ScriptedGenerator:
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
     open_requests: int = 0
-    unread: int = 0
 
     async def serve(self, request: GenerateRequest, out: Out) -> None:
         self.requests.append(request)
@@ -90,7 +89,6 @@ class ScriptedGenerator:
             while items:
                 await self._perform(items.popleft(), out)
         finally:
-            self.unread = len(items)
             self.left.set()
 
     async def _perform(self, item: Item, out: Out) -> None:
