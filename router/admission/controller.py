@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
@@ -95,7 +95,7 @@ class AdmissionController:
         self.tenants = tenants or Tenants()
         self._limits = limits
         self._latency = latency
-        self._models: dict[str, _Model] = {}
+        self._models = defaultdict[str, _Model](_Model)
         self._queued_of_tenant = Counter[str]()
         self._running_batch = 0
         self._wakes_soon = False
@@ -124,7 +124,7 @@ class AdmissionController:
         if self._wakes_soon:
             self._wake()  # requests that are queued already go first
         entry = self._enter(request, try_reserve, kv_tokens, now)
-        model = self._models.setdefault(request.model, _Model())
+        model = self._models[request.model]
         try:
             reservation = self._at_once(model, entry, now)
         except BaseException:
