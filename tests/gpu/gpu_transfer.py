@@ -12,34 +12,31 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from kv_transfer import transport
-from kv_transfer.device.region import DeviceRegion, device_region
 from kv_transfer.errors import KvTransferError
 from kv_transfer.protocol.messages import ChunkReady, Done, Inner
 from kv_transfer.settings import KvSettings
+from kv_transfer.transport import nccl
 from kv_transfer.transport.base import LocalKv
+from tests.gpu.caches import BLOCKS, content, on_gpu
 from tests.unit.kv_transfer.test_nccl import FakeLink
 
-LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 32, 64, 8, 16, 256
+if TYPE_CHECKING:
+    from kv_transfer.device.region import DeviceRegion
+
+LAYERS = 32
 FROM = [(7 * n + 3) % BLOCKS for n in range(40)]
 TO = [(11 * n + 5) % BLOCKS for n in range(40)]
 
 
-def content(seed: int) -> torch.Tensor:
-    dice = torch.Generator().manual_seed(seed)
-    shape = (LAYERS, BLOCKS, TOKENS, HEADS, CONTENT)
-    return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=dice)
-
-
 def made(name: str, seed: int) -> tuple[torch.Tensor, DeviceRegion, Any]:
-    cache = content(seed).cuda()
-    region = device_region(list(cache.transpose(2, 3)), BLOCKS)
-    return cache, region, transport.make(KvSettings(transports=(name,)))[0]
+    view, region = on_gpu(content(seed, layers=LAYERS), os.environ.get("GPU_TEST_LAYOUT", "LBNHC"))
+    return view, region, transport.make(KvSettings(transports=(name,)))[0]
 
 
 def say(link: Any, value: dict[str, Any]) -> None:
@@ -66,6 +63,7 @@ def producer(name: str, port: int) -> None:
             link.close()
 
     threading.Thread(target=read, daemon=True).start()
+    end.open()
     size = region.size_bytes(len(FROM))
     for _ in range(2):
         end.send(ChunkReady("t", 0, len(FROM), size), FROM, None)
@@ -92,6 +90,8 @@ def receive(name: str, region: DeviceRegion, made_transport: Any, *, kills: bool
                     scatter(ids, staging)
 
                 region.scatter = kill_then_scatter  # type: ignore[method-assign, assignment]
+            if name == "nccl":
+                end.told(link.read().body)
             for _ in range(2):
                 digests = end.receive(link.read(), TO, None)
                 assert digests == link.read().digests
@@ -108,16 +108,20 @@ def receive(name: str, region: DeviceRegion, made_transport: Any, *, kills: bool
 
 
 def main(role: str, name: str, port: str = "0") -> None:
+    if os.environ.get("GPU_TEST_HOSTS"):
+        # Two hosts to NCCL, which then asks for no more than one rank a GPU and host.
+        os.environ["NCCL_HOSTID"] = f"host-{os.getpid()}"
+        nccl.ONE_GPU_VERSION = 0
     if role == "producer":
         producer(name, int(port))
         return
     cache, region, made_transport = made(name, 2)
     if role == "kill":
         receive(name, region, made_transport, kills=True)
-        cache.copy_(content(2))
+        cache.copy_(content(2, layers=LAYERS))
     receive(name, region, made_transport, kills=False)
-    want = content(2)
-    want[:, TO] = content(1)[:, FROM]
+    want = content(2, layers=LAYERS)
+    want[:, TO] = content(1, layers=LAYERS)[:, FROM]
     assert torch.equal(cache.cpu(), want)
     assert made_transport.account().lost_slots == 0
     print("exact")  # noqa: T201 - to the test

@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import pytest_asyncio
-import torch
 
-from tests.e2e.engines import EngineProcess, settings
-from tests.e2e.models import ModelSpec, make_model
-from tests.e2e.pair import Pair, joined, params, prompt
-from workers.vllm.settings import KvSettings
+for _module in ("torch", "msgspec", "grpc", "pytest_asyncio"):
+    pytest.importorskip(_module)
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import pytest_asyncio  # noqa: E402
+
+from tests.e2e.engines import EngineProcess, settings  # noqa: E402
+from tests.e2e.models import ModelSpec, make_model  # noqa: E402
+from tests.e2e.pair import Pair, joined, params, prompt  # noqa: E402
+from tests.gpu.caches import lack as lack_of_gpu  # noqa: E402
+from workers.vllm.settings import KvSettings  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,8 +38,8 @@ _NAMES = itertools.count(1)
 
 def lack() -> str:
     """Why engines cannot run on a GPU here, or ""."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA GPU"
+    if reason := lack_of_gpu():
+        return reason
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:

@@ -9,32 +9,37 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+pytest.importorskip("torch")
+pytest.importorskip("msgspec")
+pytest.importorskip("grpc")
 
 from kv_transfer.errors import KvTransferError
 from kv_transfer.transport import nccl_binding
 from kv_transfer.transport.nccl import ONE_GPU_VARIABLE, ONE_GPU_VERSION
+from tests.gpu.caches import lack as lack_of_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
 ONE_GPU = {ONE_GPU_VARIABLE: "1"}
 NO_P2P = {**ONE_GPU, "NCCL_P2P_DISABLE": "1"}
 NET = {**NO_P2P, "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+# Any NCCL takes one GPU twice if each process says that it is another host.
+HOSTS = {**ONE_GPU, "GPU_TEST_HOSTS": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+DIRECT = {"GPU_TEST_LAYOUT": "BLHNC"}
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(LIMIT_S + 60)]
 
 
-def lack(transport: str) -> str:
+def lack(transport: str, environment: dict[str, str]) -> str:
     """Return why the transport cannot be tried here, or ""."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA GPU"
-    if transport != "nccl":
-        return ""
+    if transport != "nccl" or lack_of_gpu():
+        return lack_of_gpu()
     try:
         version = nccl_binding.load().version()
     except KvTransferError as error:
         return str(error)
-    if version < ONE_GPU_VERSION:
+    if version < ONE_GPU_VERSION and "GPU_TEST_HOSTS" not in environment:
         return f"NCCL {version} refuses two ranks on one GPU: {ONE_GPU_VERSION} is the first"
     return ""
 
@@ -42,15 +47,19 @@ def lack(transport: str) -> str:
 @pytest.mark.parametrize(
     ("role", "transport", "environment"),
     [
-        pytest.param("consumer", "nccl", ONE_GPU, id="direct"),
+        pytest.param("consumer", "nccl", HOSTS, id="two-hosts"),
+        pytest.param("consumer", "nccl", HOSTS | DIRECT, id="two-hosts-without-staging"),
+        pytest.param("kill", "nccl", HOSTS, id="two-hosts-peer-killed"),
+        pytest.param("consumer", "nccl", ONE_GPU, id="peer-to-peer"),
         pytest.param("consumer", "nccl", NO_P2P, id="through-host-memory"),
         pytest.param("consumer", "nccl", NET, id="through-sockets"),
         pytest.param("kill", "nccl", ONE_GPU, id="peer-killed"),
         pytest.param("consumer", "cuda_ipc", {}, id="cuda-ipc"),
+        pytest.param("kill", "cuda_ipc", DIRECT, id="cuda-ipc-peer-killed"),
     ],
 )
 def test_blocks_arrive_exactly(role: str, transport: str, environment: dict[str, str]) -> None:
-    if reason := lack(transport):
+    if reason := lack(transport, environment):
         pytest.skip(reason)
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.gpu_transfer", role, transport],
