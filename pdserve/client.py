@@ -5,31 +5,23 @@ async with Client("127.0.0.1:8001") as client:
         print(delta.text, end="")
 
 With the addresses of several routers, an answer continues at another router if the connection is
-lost. No token is lost or repeated.
+lost. No token is lost or repeated. A request with n above 1 starts again at another router only
+before its first token.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import uuid
-from collections import defaultdict
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
 import grpc.aio
 
 from pdserve import rpc, wire
-from pdserve.errors import (
-    Conflict,
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    Overloaded,
-    Unavailable,
-)
+from pdserve.errors import Conflict, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from pdserve.tokenizer import ChatMessage
 from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
@@ -38,6 +30,7 @@ from pdserve.v1.generation_pb2_grpc import GenerationStub
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
+    from pdserve.errors import PdserveError
     from pdserve.types import FinishReason, PositionLogprobs, Receipt, SamplingParams, Usage
 
 LIST_TIMEOUT_S = 10.0
@@ -45,7 +38,6 @@ LIST_TIMEOUT_S = 10.0
 PATIENCE_S = 30.0
 _FIRST_PAUSE_S = 0.05
 _MOST_DOUBLINGS = 4
-_SEED_BITS = 48
 # Statuses of a call that lost its router. They come without an error of ours.
 _LOST = (
     grpc.StatusCode.UNAVAILABLE,
@@ -147,25 +139,27 @@ class Client:
     async def _answer(
         self, request: g.GenerateRequest, deadline: float | None
     ) -> AsyncGenerator[g.GenerateResponse, None]:
-        """Yield the messages of an answer, each token once, from any router."""
-        answer, failures = _Answer(request), _Failures()
+        """Yield the messages of an answer, each token once, from any router. An answer with several
+        outputs (n above 1) is not continued once it has begun."""
+        failures, tokens = _Failures(), list[int]()
         if self._patience_s:
             request.request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
-            answer.make_repeatable()
         while True:
             at = self._at
             timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            call = self._stubs[at].Generate(
-                answer.next_request(), timeout=timeout_s, metadata=self._metadata
-            )
+            attempt = g.GenerateRequest(resume_token_ids=tokens)
+            attempt.MergeFrom(request)
+            call = self._stubs[at].Generate(attempt, timeout=timeout_s, metadata=self._metadata)
             try:
                 async for message in call:
                     failures.count = 0
-                    if answer.add(message):
-                        yield message
+                    tokens += message.token_ids
+                    yield message
                 return
             except grpc.aio.AioRpcError as error:
-                await self._pause(error, failures, at, deadline, has_begun=answer.has_begun)
+                if tokens and request.sampling.n > 1:
+                    raise _error_of(error) from error
+                await self._pause(error, failures, at, deadline, has_begun=bool(tokens))
             finally:
                 call.cancel()  # does nothing to a call that has ended
 
@@ -193,9 +187,7 @@ class Client:
     ) -> None:
         """Turn to the next router, after a pause once each was asked. Raises the PdserveError if
         that makes no sense. An answer that has begun waits for an overloaded router too."""
-        error = rpc.error_from_rpc(rpc_error)
-        if rpc_error.code() in _LOST and not rpc.has_error(rpc_error):
-            error = Unavailable(rpc_error.details() or "the connection to the router was lost")
+        error = _error_of(rpc_error)
         now, routers = time.monotonic(), len(self._stubs)
         failures.since = failures.since if failures.count else now
         failures.count += 1
@@ -220,73 +212,10 @@ class _Failures:
     since: float = 0.0
 
 
-@dataclass(slots=True)
-class _Output:
-    """What was received of one output. An attempt that repeats it has yet to send `repeated` of its
-    tokens, characters and logprobs again."""
-
-    token_ids: list[int] = field(default_factory=list)
-    characters: int = 0
-    logprobs: int = 0
-    repeated: tuple[int, int, int] = (0, 0, 0)
-    is_finished: bool = False
-
-
-class _Answer:
-    """What was received of a request. A single output is resumed after its last token. Several
-    outputs (n above 1) are requested again with the same seed, and what is known is left out."""
-
-    def __init__(self, request: g.GenerateRequest) -> None:
-        self._request = request
-        self._n = max(1, request.sampling.n)
-        self._outputs = defaultdict[int, _Output](_Output)
-
-    @property
-    def has_begun(self) -> bool:
-        return any(output.token_ids for output in self._outputs.values())
-
-    def make_repeatable(self) -> None:
-        """Choose the seed of several outputs, which every router would choose differently."""
-        sampling = self._request.sampling
-        if self._n > 1 and (not sampling.HasField("seed") or sampling.seed == -1):
-            sampling.seed = secrets.randbits(_SEED_BITS)
-
-    def next_request(self) -> g.GenerateRequest:
-        request = g.GenerateRequest()
-        request.CopyFrom(self._request)
-        for output in self._outputs.values():
-            if self._n == 1:
-                request.resume_token_ids.extend(output.token_ids)
-            else:
-                output.repeated = len(output.token_ids), output.characters, output.logprobs
-        return request
-
-    def add(self, message: g.GenerateResponse) -> bool:
-        """Remove from `message` what was received before. Return True if anything is left. Raises
-        InternalError if it contradicts what was received before."""
-        output = self._outputs[message.index]
-        if any(output.repeated):
-            _remove_repeated(message, output)
-        is_end = bool(message.finish_reason)
-        is_last = is_end and (not output.is_finished or message.HasField("usage"))
-        output.token_ids += message.token_ids
-        output.characters += len(message.text)
-        output.logprobs += len(message.logprobs)
-        output.is_finished |= is_end
-        return bool(message.token_ids or message.text or message.logprobs) or is_last
-
-
-def _remove_repeated(message: g.GenerateResponse, output: _Output) -> None:
-    tokens, characters, logprobs = output.repeated
-    sizes = len(message.token_ids), len(message.text), len(message.logprobs)
-    known = output.token_ids[len(output.token_ids) - tokens :]
-    if list(message.token_ids[:tokens]) != known[: sizes[0]]:
-        raise InternalError("the repeated answer differs from what was received before")
-    del message.token_ids[:tokens]
-    del message.logprobs[:logprobs]
-    message.text = message.text[characters:]
-    left = [max(0, x - size) for x, size in zip(output.repeated, sizes, strict=True)]
-    output.repeated = left[0], left[1], left[2]
+def _error_of(rpc_error: grpc.aio.AioRpcError) -> PdserveError:
+    if rpc_error.code() in _LOST and not rpc.has_error(rpc_error):
+        return Unavailable(rpc_error.details() or "the connection to the router was lost")
+    return rpc.error_from_rpc(rpc_error)
 
 
 def _request(prompt: str | Sequence[int] | Sequence[ChatMessage]) -> g.GenerateRequest:

@@ -7,7 +7,7 @@ import logging
 import resource
 import socket
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -26,7 +26,6 @@ _silent = logging.getLogger(f"{__name__}.aiohttp")
 _silent.setLevel(logging.CRITICAL + 1)
 
 BACKLOG = 2048
-MAX_CONNECTIONS = 16_384
 # Also bounds the time a client may take to send a request head.
 KEEPALIVE_TIMEOUT_S = 75.0
 # For the client to take the last bytes of a response.
@@ -35,12 +34,6 @@ STOP_TIMEOUT_S = 5.0
 TLS_HANDSHAKE_S = 15.0
 # Larger bodies may have to wait for the client.
 _LARGE_BODY = 16 * 1024
-# Open files that are no HTTP connections: gRPC, models, logs.
-_OTHER_FILES = 512
-_TOO_MANY = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: 21\r\n"
-    b"connection: close\r\n\r\ntoo many connections\n"
-)
 
 
 def bind(host: str, port: int, *, key: str = "http_port", is_shared: bool = False) -> socket.socket:
@@ -66,15 +59,10 @@ def bind(host: str, port: int, *, key: str = "http_port", is_shared: bool = Fals
     return sock
 
 
-def connection_limit(wanted: int) -> int:
-    """Raise this process's limit of open files for `wanted` connections. Return how many fit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = wanted + _OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        files = min(files, hard)
-    if soft != resource.RLIM_INFINITY and soft < files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    return max(1, min(wanted, files - _OTHER_FILES))
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: each connection is one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class HttpServer:
@@ -86,13 +74,11 @@ class HttpServer:
         handler: Handler,
         *sockets: socket.socket,
         tls: ssl.SSLContext | None = None,
-        max_connections: int = MAX_CONNECTIONS,
         max_body_bytes: int = 1 << 20,
     ) -> None:
         self._handler = handler
         self._sockets = sockets
         self._tls = tls
-        self._max_connections = max_connections
         self._servers: list[asyncio.Server] = []
         self._busy: set[RequestHandler] = set()
         self._stopping = False
@@ -116,16 +102,13 @@ class HttpServer:
         """Accept connections. Returns when the sockets listen."""
         for sock in self._sockets:
             server = await asyncio.get_running_loop().create_server(
-                lambda: _Refusal() if self._is_full() else self._connections(),
+                self._connections,
                 sock=sock,
                 backlog=BACKLOG,
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else TLS_HANDSHAKE_S,
             )
             self._servers.append(server)
-
-    def _is_full(self) -> bool:
-        return self.open_connections >= self._max_connections
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         protocol = request.protocol
@@ -171,12 +154,3 @@ class HttpServer:
         """Close every connection, those still busy after STOP_TIMEOUT_S too. Idempotent."""
         self.stop_listening()
         await self._connections.shutdown(STOP_TIMEOUT_S)
-
-
-class _Refusal(asyncio.Protocol):
-    """Tells a client that there are too many connections."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no subclass of asyncio's.
-        cast("asyncio.Transport", transport).write(_TOO_MANY)
-        transport.close()

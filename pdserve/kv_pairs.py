@@ -18,28 +18,12 @@ KvKind = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A property that differs between two workers."""
-
-    field: str
-    prefill: str
-    decode: str
-
-
-@dataclass(frozen=True, slots=True)
 class Unpaired:
-    """Two workers of one model that cannot exchange KV. `differences` is never empty."""
+    """Two workers of one model that cannot exchange KV, and why."""
 
     prefill: WorkerInfo
     decode: WorkerInfo
-    differences: tuple[Difference, ...]
-
-    @property
-    def reason(self) -> str:
-        ours, theirs = self.prefill.worker_id, self.decode.worker_id
-        return "; ".join(
-            f"{d.field}: {d.prefill} on {ours}, {d.decode} on {theirs}" for d in self.differences
-        )
+    reason: str
 
 
 def kind_of(worker: WorkerInfo) -> KvKind:
@@ -58,22 +42,27 @@ def unpaired(workers: Iterable[WorkerInfo]) -> Iterator[Unpaired]:
     prefills, decodes = ([x for x in known if x.role is r] for r in (Role.PREFILL, Role.DECODE))
     for prefill, decode in itertools.product(prefills, decodes):
         same_model = decode.model.name == prefill.model.name
-        if same_model and (found := tuple(_differences(prefill.kv, decode.kv))):
-            yield Unpaired(prefill, decode, found)
+        if same_model and (found := list(_differences(prefill.kv, decode.kv))):
+            ours, theirs = prefill.worker_id, decode.worker_id
+            reasons = [f"{name}: {x} on {ours}, {y} on {theirs}" for name, x, y in found]
+            yield Unpaired(prefill, decode, "; ".join(reasons))
 
 
-def _differences(prefill: KvEndpoint | None, decode: KvEndpoint | None) -> Iterator[Difference]:
+def _differences(
+    prefill: KvEndpoint | None, decode: KvEndpoint | None
+) -> Iterator[tuple[str, str, str]]:
+    """Yield each property that differs, and its two values."""
     if prefill is None or decode is None:
-        yield Difference("kv", *("an endpoint" if x else "no endpoint" for x in (prefill, decode)))
+        ours, theirs = ("an endpoint" if x else "no endpoint" for x in (prefill, decode))
+        yield "kv", ours, theirs
         return
     if prefill.compatibility != decode.compatibility:
-        ours, theirs = prefill.layout, decode.layout
-        differing = [x for x in {**ours, **theirs} if ours.get(x) != theirs.get(x)]
+        mine, other = prefill.layout, decode.layout
+        differing = [x for x in {**mine, **other} if mine.get(x) != other.get(x)]
         for name in differing:
-            yield Difference(name, ours.get(name, "none"), theirs.get(name, "none"))
+            yield name, mine.get(name, "none"), other.get(name, "none")
         if not differing:
-            yield Difference("compatibility", prefill.compatibility, decode.compatibility)
+            yield "compatibility", prefill.compatibility, decode.compatibility
     if set(prefill.transports).isdisjoint(decode.transports):
-        yield Difference(
-            "transports", *("+".join(x.transports) or "none" for x in (prefill, decode))
-        )
+        ours, theirs = ("+".join(x.transports) or "none" for x in (prefill, decode))
+        yield "transports", ours, theirs

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from pdserve import rpc
 from pdserve.errors import ConfigError
-from pdserve.http_server import HttpServer, bind, connection_limit
+from pdserve.http_server import HttpServer, bind, raise_file_limit
 from pdserve.metrics import watch_tasks
 from pdserve.security.roles import Party, make_guard
 from pdserve.security.tls import dialer, http_context, server_credentials
@@ -53,7 +53,6 @@ GRPC_STOP_S = 1.0
 PREFIX_BLOCKS = 2_000_000  # of the prefix index, about 100 bytes each
 DECISIONS_KEPT = 1024  # requests whose placement `pdserve explain` shows
 PREFILL_CHUNKS_AHEAD = 2
-MAX_CONNECTIONS = 16_384
 MAX_BODY_BYTES = 8 * 1024 * 1024  # of an HTTP request, or a gRPC message of a client
 _SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
@@ -201,6 +200,7 @@ class RouterServer:
 
     async def _start_http(self, api: HttpApi) -> str:
         config = self._config
+        raise_file_limit()
         sockets = [bind(config.http_host, config.http_port)]
         self._stack.callback(sockets[0].close)
         if shared := config.shared_http_port:
@@ -209,7 +209,6 @@ class RouterServer:
             api.handle,
             *sockets,
             tls=http_context(config.access.http_tls),
-            max_connections=connection_limit(MAX_CONNECTIONS),
             max_body_bytes=MAX_BODY_BYTES,
         )
         self._stack.push_async_callback(self._http.stop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -95,7 +94,6 @@ def _unpaired(entries: Iterable[w.WorkerEntry]) -> list[Row]:
             "model": pair.prefill.model.name,
             "prefill": pair.prefill.worker_id,
             "decode": pair.decode.worker_id,
-            "differences": [asdict(difference) for difference in pair.differences],
             "reason": pair.reason,
         }
         for pair in unpaired(infos)

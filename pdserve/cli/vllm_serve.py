@@ -19,11 +19,9 @@ _OWN = {
     "--decode": "up.decode.workers",
     "--aggregated": "up.aggregated.workers",
     "--routers": "up.routers",
-    "--cores-per-worker": "up.cores_per_worker",
     "--kv-transport": "worker.kv.transports",
     "--ready-file": "up.ready_file",
     "--run-dir": "up.run_dir",
-    "--start-timeout": "up.start_timeout_s",
 }
 
 

@@ -132,4 +132,4 @@ async def test_unpaired_workers_are_explained_and_never_used_together(
         plain = await asyncio.to_thread(run_cli, "status", "--json", *where)
         (pair,) = json.loads(plain.stdout)["unpaired"]
         assert (pair["prefill"], pair["decode"]) == ("prefill-0", "decode-9")
-        assert pair["differences"] == [{"field": "block_size", "prefill": "16", "decode": "32"}]
+        assert pair["reason"] == REASON

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 SAMPLINGS = {
     "greedy": LONG,
     "seeded": replace(LONG, temperature=1.0, seed=7),
-    "two answers": replace(LONG, temperature=1.0, seed=3, n=2),
-    "two answers without a seed": replace(LONG, temperature=1.0, n=2),
     "logprobs": replace(LONG, logprobs=2),
     "stopped": replace(LONG, stop=("zzzz",)),
 }

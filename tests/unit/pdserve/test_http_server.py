@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from pdserve import http_server
-from pdserve.http_server import HttpServer, bind, connection_limit
+from pdserve.http_server import HttpServer, bind
 from tests.patience import WAIT_S, skip
 
 if TYPE_CHECKING:
@@ -113,16 +112,6 @@ async def test_client_that_reads_no_response_is_disconnected() -> None:
         assert service.count == 1
 
 
-async def test_one_connection_too_many_is_refused() -> None:
-    async with serving(max_connections=1) as (_, server, (reader, writer)):
-        writer.write(GET)
-        await reader.readuntil(b"fine")
-        other, other_writer = await asyncio.open_connection(*writer.get_extra_info("peername"))
-        assert (await other.read()).startswith(b"HTTP/1.1 503")
-        other_writer.close()
-        assert server.open_connections == 1
-
-
 async def test_stop_closes_idle_connections_and_lets_a_response_end() -> None:
     async with serving() as (service, server, (reader, writer)):
         idle, idle_writer = await asyncio.open_connection(*writer.get_extra_info("peername"))
@@ -146,14 +135,3 @@ async def test_stop_cuts_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> N
         await service.started.wait()
         await server.stop()
         assert await reader.read() == b""
-
-
-def test_connections_are_as_many_as_files_allow() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        assert connection_limit(10) == 10
-        if before[1] != resource.RLIM_INFINITY:
-            assert connection_limit(1 << 40) < before[1]
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= before[0]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
