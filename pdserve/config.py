@@ -26,6 +26,7 @@ from pdserve.types import Role
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_NAME = "pdserve-demo"
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w./-]+)?")
 
 # Time that a drain may take after its streams have moved away: routers place them elsewhere, and
 # blocks become free at the next engine step, or after a fence of their transport.
@@ -337,9 +338,10 @@ class WorkerConfig(_Section, frozen=True):
     worker_id: Name of the worker. Empty: made from role and process id.
     role: Which phases the worker runs.
     engine: vLLM, or a fake engine that needs no model weights.
-    model: Directory of the model, or `demo` for the one shipped.
-    model_names: Names under which the model is served. The first is its name in answers. Empty: the
-        directory's name.
+    model: Directory of the model, its name on the Hugging Face hub (`org/name` or
+        `org/name@revision`), or `demo` for the one shipped.
+    model_names: Names under which the model is served. The first is its name in answers. Empty:
+        that of the directory or the hub.
     host: Address at which routers reach the worker.
     port: Port of the worker; 0 takes a free one.
     debug_host: Address of the HTTP listener for metrics and debugging. Empty: none.
@@ -400,26 +402,20 @@ class WorkerConfig(_Section, frozen=True):
         return [self.host, *(x.rpartition(":")[0] for x in self.routers)]
 
     @property
-    def model_path(self) -> Path:
-        """The model's directory. Raises ConfigError if it holds no model."""
-        if self.model == DEMO_MODEL:
-            from pdserve.demo import MODEL_DIR
-
-            path = MODEL_DIR
-        else:
-            path = Path(self.model).expanduser().resolve()
-        if not (path / "config.json").is_file():
-            refuse("worker.model", f"{path} is not a model directory: it has no config.json")
-        return path
-
-    @property
     def served_names(self) -> tuple[str, ...]:
         return served_names(self.model, self.model_names)
 
 
 def served_names(model: str, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of a model, given the keys `model` and `model_names`."""
-    return names or (DEMO_MODEL_NAME if model == DEMO_MODEL else Path(model).name,)
+    if names or model == DEMO_MODEL:
+        return names or (DEMO_MODEL_NAME,)
+    return (model.partition("@")[0] if is_hub_name(model) else Path(model).name,)
+
+
+def is_hub_name(model: str) -> bool:
+    """Return True for a name of the Hugging Face hub, which no file has too."""
+    return _HUB_NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
 class RoleConfig(_Section, frozen=True):
@@ -469,8 +465,8 @@ class PoolsConfig(_Section, frozen=True):
 class ModelConfig(PoolsConfig, frozen=True):
     """One of several models.
 
-    model: Directory of the model, or `demo`.
-    model_names: Names under which the model is served, as in `worker.model_names`.
+    model: As `worker.model`.
+    model_names: As `worker.model_names`.
     engine_args: Engine arguments of this model, over `worker.engine_args`.
     """
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.hub import with_directories
 from pdserve.types import ModelInfo, Role
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
     """Make the configured engine, not started. Raises ConfigError naming the key at fault."""
+    config = with_directories(config)
     if config.engine == "fake":
         return _make_fake(config, instance_id)
     from workers.vllm.engine import VllmEngine
@@ -30,7 +33,7 @@ def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
         kv = KvSettings(instance_id, extra, config.kv.connector, config.kv.host)
     return VllmEngine(
         VllmSettings(
-            model_path=str(config.model_path),
+            model_path=config.model,
             model_names=config.served_names,
             threads=len(config.cores) or None,
             kv=kv,
@@ -69,13 +72,13 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
         )
     if config.role is not Role.AGGREGATED:
         kv = FakeKv(instance_id, host=config.kv.host, lease_s=config.kv.lease_s)
-    path = config.model_path / "config.json"
+    path = Path(config.model, "config.json")
     try:
         values: dict[str, Any] = json.loads(path.read_text())
         name, *aliases = config.served_names
         model = ModelInfo(
             name=name,
-            path=str(config.model_path),
+            path=config.model,
             max_model_len=int(values["max_position_embeddings"]),
             vocab_size=int(values["vocab_size"]),
             dtype=str(values.get("dtype", values.get("torch_dtype", "auto"))),

@@ -7,13 +7,14 @@ import gc
 import logging
 import signal
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pdserve.cli.options import add_command, add_config_options, config_from
 from pdserve.local.child import add_child_options, exit_at_once, served_process
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Coroutine
 
     from pdserve.cli.options import Subparsers
     from pdserve.config import RouterConfig
@@ -81,11 +82,11 @@ def register(commands: Subparsers) -> None:
     add_child_options(worker)
 
 
-async def _up(args: argparse.Namespace) -> int:
+def _up(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
     from pdserve.local.display import Display
     from pdserve.local.supervisor import Supervisor
 
-    return await Supervisor(config_from(args), Display()).run()
+    return Supervisor(config_from(args), Display()).run()
 
 
 def _router(args: argparse.Namespace) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pdserve.cli.options import add_command, add_config_options, changes_from
 from pdserve.config import load_config
@@ -11,6 +12,7 @@ from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Coroutine
 
     from pdserve.cli.options import Subparsers
 
@@ -40,7 +42,7 @@ def register(commands: Subparsers) -> None:
     add_config_options(parser, _OWN, file=False)
 
 
-async def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
     from pdserve.local.display import Display
     from pdserve.local.supervisor import Supervisor, make_run_dir, vllm_forkserver
     from pdserve.local.vllm_flags import read_flags
@@ -48,16 +50,17 @@ async def _serve(args: argparse.Namespace) -> int:
     changes, display = changes_from(args), Display()
     run_dir = make_run_dir(str(changes.get("up.run_dir", "")))
     forkserver = vllm_forkserver(run_dir)
+    display.tell("importing vLLM")
     try:
-        display.tell("importing vLLM")
         try:
-            flags = await read_flags(args.words, forkserver, run_dir / "flags.log")
+            flags = asyncio.run(read_flags(args.words, forkserver, run_dir / "flags.log"))
         except ConfigError as error:
             args.parser.error(error.message)
         if token := flags.pop("hf_token", ""):
             os.environ["HF_TOKEN"] = str(token)
         config = load_config(None, {**flags, "up.run_dir": str(run_dir), **changes})
-        return await Supervisor(config, display, forkserver).run()
-    finally:
+        return Supervisor(config, display, forkserver).run()
+    except BaseException:
         if forkserver is not None:
             forkserver.close()
+        raise

@@ -27,6 +27,7 @@ import yaml
 from msgspec.structs import replace
 
 from pdserve.config import MOVE_S, UNPIN_S, refuse, to_mapping
+from pdserve.hub import with_directories
 from pdserve.local import specs
 from pdserve.local.forkserver import ForkFailed, ForkServer
 from pdserve.local.gpus import gpus_for, is_cpu_build
@@ -108,12 +109,11 @@ class Supervisor:
     def __init__(
         self, config: Config, display: Display, forkserver: ForkServer | None = None
     ) -> None:
-        """`forkserver` has imported vLLM, if it is given. Raises ConfigError if this machine cannot
-        run the configuration."""
+        """Download models of the hub. `forkserver` has imported vLLM, if it is given. Raises
+        ConfigError if this machine cannot run the configuration."""
         self._routers = specs.router_configs(config)
         self._workers = specs.worker_configs(config, os.sched_getaffinity(0), gpus_for(config))
-        for worker in self._workers.values():
-            _ = worker.model_path  # raises ConfigError if it holds no model
+        self._workers = {name: with_directories(x) for name, x in self._workers.items()}
         self._models = list(dict.fromkeys(x.served_names[0] for x in self._workers.values()))
         self._config, self._display = config, display
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
@@ -129,12 +129,13 @@ class Supervisor:
         self._keepers: dict[str, asyncio.Task[int]] = {}
         self._is_serving = self._is_stopping = False
         # Signals: the first one stops, the second one kills.
-        loop = asyncio.get_running_loop()
-        self._stopped, self._killed = loop.create_future(), loop.create_future()
+        self._stopped: asyncio.Future[int]
+        self._killed: asyncio.Future[int]
 
     async def run(self) -> int:
         """Start everything, serve until stopped, and return the exit code. No process is left."""
         loop = asyncio.get_running_loop()
+        self._stopped, self._killed = loop.create_future(), loop.create_future()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self._forget_ready_file()

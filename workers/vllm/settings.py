@@ -146,6 +146,9 @@ _UNLESS_SET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TOKENIZERS_PARALLELISM": "false",
+    # Models are directories by now (pdserve/hub.py). Set it to 0 for a model whose code is that of
+    # another repository.
+    "HF_HUB_OFFLINE": "1",
 }
 
 
@@ -167,8 +170,6 @@ def apply_environment(settings: VllmSettings) -> None:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = settings.kv.host
     if settings.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    if Path(settings.model_path).is_dir():
-        os.environ["HF_HUB_OFFLINE"] = "1"
     # torch is imported after the thread count is set: it reads that once.
     import torch
 

@@ -93,12 +93,8 @@ def test_a_configuration_survives_its_way_through_plain_values() -> None:
 def test_the_demo_model_has_a_name_and_a_directory_lends_its_own() -> None:
     assert WorkerConfig().served_names == ("pdserve-demo",)
     assert WorkerConfig(model="/models/llama-8b/").served_names == ("llama-8b",)
+    assert WorkerConfig(model="org/llama-8b@v2").served_names == ("org/llama-8b",)
     assert WorkerConfig(model_names=("chat", "gpt")).served_names == ("chat", "gpt")
-
-
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json"):
-        _ = WorkerConfig(model=str(tmp_path)).model_path
 
 
 def test_the_printed_file_is_the_defaults() -> None:
