@@ -210,16 +210,14 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[Variant]]:
         raise BenchError("--sweep needs --slo-ttft or --slo-tpot")
     if not args.rounds and not args.sweep:
         raise BenchError("--rounds 0 measures nothing without --sweep")
-    has_endpoint = any(variant.url for variant in variants)
-    if has_endpoint and args.api == "grpc":
-        raise BenchError("--api grpc: an endpoint is measured over HTTP, so all must be")
     settings = _settings(
         CompareSettings,
         args,
         probes=args.sweep or 0,
         slo_s=slo_s,
         baseline=baseline,
-        api="http" if has_endpoint else args.api or "grpc",
+        # An endpoint is measured over HTTP, so all must be.
+        api="http" if any(variant.url for variant in variants) else "grpc",
         differ=tuple(x for x in args.differ.split(",") if x),
     )
     slo: dict[str, object] = {f"router.slo.{name}_s": x for name, x in slo_s.items()}
@@ -228,7 +226,7 @@ def prepare(args: argparse.Namespace) -> tuple[CompareSettings, list[Variant]]:
     common = slo | changes_from(args)
     engine = load_config(args.config, common).worker.engine
     kv_cache_bytes = None if args.kv_cache_mib is None else args.kv_cache_mib << 20
-    cores = share_cores(variants, len(os.sched_getaffinity(0)), args.cores)
+    cores = share_cores(variants, len(os.sched_getaffinity(0)))
 
     def configured(variant: Variant) -> Variant:
         if variant.url:

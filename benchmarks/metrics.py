@@ -1,15 +1,13 @@
 """Latency, throughput and goodput, computed from request records.
 
-============  ==================================================================================
-ttft          first token - sent
-ttft_sched    first token - scheduled: what a user saw who came on time, client lag included
-tpot          (last token - first token) / (tokens - 1); only for answers of 2 tokens or more
-tt2t          second token - first token: the cost of the hand-off, which TPOT averages away
-e2e           last token - sent
-e2e_sched     last token - scheduled
-itl           gaps between chunks of a stream, all good requests pooled
-lag           sent - scheduled
-============  ==================================================================================
+====  ==========================================================================================
+ttft  first token - sent
+tpot  (last token - first token) / (tokens - 1); only for answers of 2 tokens or more
+tt2t  second token - first token: the cost of the hand-off, which TPOT averages away
+e2e   last token - sent
+itl   gaps between chunks of a stream, all good requests pooled
+lag   sent - scheduled: the lateness of the client, which spoils a run
+====  ==========================================================================================
 
 A request that did not end well counts as infinitely slow, so that failing fast does not look fast.
 """
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.stats import Distribution, distribution, percentile
+from benchmarks.stats import Distribution, distribution, percentiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,18 +30,14 @@ if TYPE_CHECKING:
 LAG_LIMIT_S: Final = 0.05
 LAG_SHARE_OF_TTFT: Final = 0.05
 PHASES: Final = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "decode_s")
-WORKERS: Final = ("prefill_worker", "decode_worker")
 TOTALS: Final = ("transfer_bytes", "transfer_blocks", "cached_tokens")
+WORKERS: Final = ("prefill_worker", "decode_worker")
 NEED_TWO_TOKENS: Final = frozenset({"tpot", "tt2t"})
-
-
-def _since(start_s: float | None, record: RequestRecord, chunk: int) -> float | None:
-    return record.chunk_s[chunk] - start_s if record.chunk_s and start_s is not None else None
 
 
 def _tpot(record: RequestRecord) -> float | None:
     tokens = record.completion_tokens
-    if not record.chunk_s or tokens is None or tokens < 2:
+    if tokens is None or tokens < 2:
         return None
     return (record.chunk_s[-1] - record.chunk_s[0]) / (tokens - 1)
 
@@ -55,15 +49,13 @@ def _tt2t(record: RequestRecord) -> float | None:
     return record.chunk_s[0 if record.chunk_tokens[0] > 1 else 1] - record.chunk_s[0]
 
 
+# Metrics with one value a request that ended well, in seconds. These can carry an SLO.
 PER_REQUEST: Final[Mapping[str, Callable[[RequestRecord], float | None]]] = {
-    "ttft": lambda record: _since(record.sent_s, record, 0),
-    "ttft_sched": lambda record: _since(record.scheduled_s, record, 0),
+    "ttft": lambda record: record.chunk_s[0] - (record.sent_s or 0.0),
     "tpot": _tpot,
     "tt2t": _tt2t,
-    "e2e": lambda record: _since(record.sent_s, record, -1),
-    "e2e_sched": lambda record: _since(record.scheduled_s, record, -1),
+    "e2e": lambda record: record.chunk_s[-1] - (record.sent_s or 0.0),
 }
-"""Metrics with one value a request, in seconds. These can carry an SLO."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +114,7 @@ def summarise(
     """Sum up records. `slo_s` limits some of PER_REQUEST."""
     good = [record for record in records if record.status == "ok"]
     bad = [record for record in records if record.status != "ok"]
-    due = [record.scheduled_s for record in records]
+    due = [record.scheduled_s for record in records] or [0.0]
     last = [record.chunk_s[-1] for record in records if record.chunk_s]
     window_s = max(last) - min(due) if last else 0.0
     latency = {}
@@ -144,7 +136,7 @@ def summarise(
         failed=sum(record.status == "failed" for record in bad),
         timed_out=sum(record.status == "timed_out" for record in bad),
         window_s=window_s,
-        offered_per_s=_per_s(len(records) - 1, max(due) - min(due)) if records else 0.0,
+        offered_per_s=_per_s(len(records) - 1, max(due) - min(due)),
         completed_per_s=_per_s(len(good), window_s),
         input_tokens_per_s=_per_s(sum(record.input_tokens for record in good), window_s),
         output_tokens_per_s=_per_s(sum(record.output_tokens for record in good), window_s),
@@ -166,10 +158,9 @@ def _meets(record: RequestRecord, slo_s: Mapping[str, float]) -> bool:
     tokens came misses it.
     """
     for name, limit_s in slo_s.items():
-        if name in NEED_TWO_TOKENS and record.output_tokens < 2:
-            continue
         value = PER_REQUEST[name](record)
-        if value is None or value > limit_s:
+        is_needless = name in NEED_TWO_TOKENS and record.output_tokens < 2
+        if not is_needless and (value is None or value > limit_s):
             return False
     return True
 
@@ -180,7 +171,7 @@ def receipt_number(receipt: Mapping[str, Any] | None, name: str) -> float:
 
 
 def values_of(records: Iterable[RequestRecord], name: str) -> list[float]:
-    """Return the values of a metric in PER_REQUEST, of those records that define it."""
+    """Return the values of a metric in PER_REQUEST, of those good records that define it."""
     metric = PER_REQUEST[name]
     return [value for record in records if (value := metric(record)) is not None]
 
@@ -202,7 +193,8 @@ def _per_s(amount: float, duration_s: float) -> float:
 
 
 def _degraded(lag: Distribution | None, ttft_s: Sequence[float]) -> str | None:
-    limit_s = max(LAG_LIMIT_S, LAG_SHARE_OF_TTFT * percentile(ttft_s, 50) if ttft_s else 0.0)
+    ttft_limit_s = LAG_SHARE_OF_TTFT * percentiles(ttft_s, 50)[0] if ttft_s else 0.0
+    limit_s = max(LAG_LIMIT_S, ttft_limit_s)
     if lag is None or lag.p99 <= limit_s:
         return None
     return (

@@ -16,7 +16,6 @@ T = TypeVar("T")
 RESAMPLES: Final = 2000
 MIN_ROUNDS: Final = 3  # an interval over fewer rounds says nothing
 WARMUP: Final = -1  # the number of the round whose results are dropped
-_PERCENTS: Final = (0, 50, 90, 95, 99, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +41,11 @@ class Estimate:
     high: float | None = None
 
 
-def percentiles(sample: Sequence[float], percents: Sequence[float]) -> list[float]:
+def percentiles(sample: Sequence[float], *percents: float) -> list[float]:
     """Interpolate linearly. If the sample holds infinities, take the next higher value."""
     method = "higher" if math.isinf(max(sample)) else "linear"
     found: list[float] = np.percentile(sample, percents, method=method).tolist()  # type: ignore[call-overload]
     return found
-
-
-def percentile(sample: Sequence[float], percent: float) -> float:
-    return percentiles(sample, [percent])[0]
 
 
 def distribution(sample: Sequence[float]) -> Distribution | None:
@@ -58,7 +53,7 @@ def distribution(sample: Sequence[float]) -> Distribution | None:
     if not sample:
         return None
     mean = math.fsum(sample) / len(sample)
-    return Distribution(len(sample), mean, *percentiles(sample, _PERCENTS))
+    return Distribution(len(sample), mean, *percentiles(sample, 0, 50, 90, 95, 99, 100))
 
 
 def estimate(rounds: Sequence[float], key: str) -> Estimate:
@@ -67,12 +62,12 @@ def estimate(rounds: Sequence[float], key: str) -> Estimate:
     Requests of one round influence each other, so whole rounds are drawn (block bootstrap; Efron
     and Tibshirani, An Introduction to the Bootstrap, ch. 8). The same `key` draws the same.
     """
-    middle = percentile(rounds, 50)
+    (middle,) = percentiles(rounds, 50)
     if len(rounds) < MIN_ROUNDS:
         return Estimate(middle)
     draw = np.random.default_rng(zlib.crc32(key.encode()))
     drawn = draw.choice(np.asarray(rounds), (RESAMPLES, len(rounds)))
-    return Estimate(middle, *percentiles(np.median(drawn, axis=1).tolist(), (2.5, 97.5)))
+    return Estimate(middle, *percentiles(np.median(drawn, axis=1).tolist(), 2.5, 97.5))
 
 
 def ratio(rounds: Sequence[tuple[float, float]], key: str) -> Estimate | None:
@@ -80,11 +75,6 @@ def ratio(rounds: Sequence[tuple[float, float]], key: str) -> Estimate | None:
     if any(bottom == 0 or math.isinf(top) or math.isinf(bottom) for top, bottom in rounds):
         return None
     return estimate([top / bottom for top, bottom in rounds], key)
-
-
-def in_turn(variants: Sequence[str], number: int) -> list[str]:
-    """Return the order of a round."""
-    return list(variants) if number % 2 == 0 else list(reversed(variants))
 
 
 async def alternate(
@@ -104,7 +94,8 @@ async def alternate(
         for name in variants:
             await measure(name, WARMUP)
     for number in range(first, rounds):
-        found = {name: await measure(name, number) for name in in_turn(variants, number)}
+        order = variants if number % 2 == 0 else variants[::-1]
+        found = {name: await measure(name, number) for name in order}
         yield {name: found[name] for name in variants}
 
 
@@ -118,6 +109,6 @@ def compare(
     found = {}
     for name in rounds[0]:
         quotient = ratio([(each[name], each[baseline]) for each in rounds], name)
-        median = percentile([each[name] for each in rounds], 50)
+        (median,) = percentiles([each[name] for each in rounds], 50)
         found[name] = (median, quotient.value if quotient and name != baseline else None)
     return found

@@ -33,7 +33,8 @@ class ServiceUnderTest(Service):
     def __init__(self, config: Mapping[str, Any], directory: Path) -> None:
         super().__init__("the service", config, directory, environment=hooks.environment(directory))
         roles = ("prefill", "decode", "aggregated")
-        self.names = [f"{role}-{i}" for role in roles for i in range(config["up"].get(role, 0))]
+        counts = {role: config["up"][role]["workers"] for role in roles}
+        self.names = [f"{role}-{i}" for role, count in counts.items() for i in range(count)]
         self._gone: set[int] = set()  # pids that were ended
 
     async def listed_by_all(self) -> list[w.ListWorkersResponse]:

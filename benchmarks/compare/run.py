@@ -17,7 +17,7 @@ from benchmarks.errors import BenchError
 from benchmarks.metrics import summarise
 from benchmarks.replay import ReplaySettings, host_facts, jsonable, run_replay
 from benchmarks.service import Service
-from benchmarks.stats import WARMUP, alternate, in_turn
+from benchmarks.stats import WARMUP, alternate
 from benchmarks.traces import load_trace
 from benchmarks.workload import Shape
 
@@ -223,7 +223,7 @@ class _Measuring:
             yield (*found, *probed)
         found += probed
         for number in range(s.probes):
-            for name in in_turn(names, number):
+            for name in names if number % 2 == 0 else names[::-1]:
                 own = [m for m in found if (m.variant, m.kind) == (name, "probe")]
                 probes = probes_of(own, s.slo_s)
                 rate = next_rate(probes, first=s.rate_per_s, limit=s.probes)

@@ -79,24 +79,15 @@ def parse_variants(texts: Sequence[str], settings: Sequence[str] = ()) -> tuple[
     return tuple(found.values())
 
 
-def share_cores(variants: Sequence[Variant], available: int, wanted: int | None = None) -> int:
+def share_cores(variants: Sequence[Variant], available: int) -> int:
     """Return the number of cores that the workers of each variant have together.
 
-    It is the same for all variants and divides evenly between the workers of each. By default it is
-    the most that is possible, leaving two cores to router and client if each worker still has one.
-    Raises BenchError if the variants cannot have the same number.
+    It is the same for all variants and divides evenly between the workers of each: the most that is
+    possible, leaving two cores to router and client if each worker still has one. Raises BenchError
+    if the variants cannot have the same number.
     """
     counts = sorted({variant.workers for variant in variants if not variant.url})
     step, each = math.lcm(*counts), " and ".join(map(str, counts))
-    if wanted is not None:
-        if wanted > available:
-            raise BenchError(f"--cores {wanted}: this process may use {available}")
-        if wanted % step:
-            raise BenchError(
-                f"--cores {wanted} does not divide evenly between {each} workers; use a multiple "
-                f"of {step}"
-            )
-        return wanted
     if step > available:
         raise BenchError(
             f"variants of {each} workers need {step} cores to have equally many; this process may "

@@ -107,7 +107,7 @@ async def _measure(
             await _drive(client, router, streams, tokens=4)  # warm-up
             tokens = max(4, int(max(128, TOKENS / streams) * scale))
             cpu_s, _, latencies_s = await _drive(client, router, streams, tokens=tokens)
-            p50_s, p99_s = percentiles(latencies_s, (50, 99))
+            p50_s, p99_s = percentiles(latencies_s, 50, 99)
             found = {
                 "cpu_us_per_token": cpu_s / (streams * tokens) * 1e6,
                 "p50_ms": p50_s * 1e3,

@@ -110,7 +110,8 @@ def _config(name: str, path: str, args: argparse.Namespace) -> dict[str, Any]:
         "slo": {"reject_factor": 0.0},
     }
     worker = {"model": path, "engine": args.engine, "engine_args": engine}
-    return {"router": router, "worker": worker, "up": {"cores_per_worker": 1, **WORKERS[name]}}
+    up = {role: {"workers": count} for role, count in WORKERS[name].items()}
+    return {"router": router, "worker": worker, "up": {"cores_per_worker": 1, **up}}
 
 
 async def _measure(

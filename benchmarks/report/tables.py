@@ -19,14 +19,7 @@ if TYPE_CHECKING:
     from benchmarks.replay import ReplayResult
     from benchmarks.stats import Distribution, Estimate
 
-_LABELS = {
-    "ttft": "TTFT from sending",
-    "ttft_sched": "TTFT from schedule",
-    "tpot": "TPOT",
-    "tt2t": "TT2T (token 1 to 2)",
-    "e2e": "E2E from sending",
-    "e2e_sched": "E2E from schedule",
-}
+_LABELS = {"ttft": "TTFT", "tpot": "TPOT", "tt2t": "TT2T (token 1 to 2)", "e2e": "E2E"}
 _PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 _SHOWN_ERRORS = 5
 SWEEP_HEAD = ["", "rate", "each", "ratio", "probes"]
