@@ -148,11 +148,6 @@ class RouterMetrics(Collector):
         if watcher is not None:
             index = watcher.index
             show_one("prefix_blocks", "KV blocks in the index.", lambda: len(index))
-            show_one("prefix_synced_workers", "Fully indexed workers.", lambda: watcher.synced)
-            text = "Workers with refused blocks."
-            show_one("prefix_truncated_workers", text, lambda: index.truncated_workers)
-            text = "KV blocks refused by a full index."
-            show_one("prefix_refused_blocks_total", text, lambda: index.refused_blocks)
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
         self._counts[name][labels] += by

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdserve import prefix_hash
 
@@ -23,25 +22,21 @@ if TYPE_CHECKING:
 _PURGE_BLOCKS = 1 << 14  # blocks looked at per purge step: about 2 ms
 
 
-@dataclass(slots=True, eq=False)
-class Holder:
-    """A worker in the index, from one snapshot of its cache, which began at `since`, to the next.
-    `is_whole`: all of the snapshot has arrived. `truncated`: the index had no room for some of its
-    blocks."""
+class Holder(NamedTuple):
+    """A worker in the index, from one snapshot of its cache to the next."""
 
     worker_id: str
     bit: int
-    since: float = 0.0
-    is_whole: bool = False
-    truncated: bool = False
 
 
 class PrefixIndex:
-    """Maps a block hash to a bit mask of the workers that have the block cached."""
+    """Maps a block hash to a bit mask of the workers that have the block cached.
+
+    A full index takes no further blocks: workers then have more cached than the router knows.
+    """
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self.refused_blocks = 0
         self._masks: dict[int, int] = {}
         self._live: dict[int, Holder] = {}  # by bit
         self._live_mask = 0
@@ -51,21 +46,12 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._masks)
 
-    @property
-    def truncated_workers(self) -> int:
-        return sum(holder.truncated for holder in self._live.values())
-
-    @property
-    def has_room(self) -> bool:
-        """Return True if reading a truncated worker's cache again is worthwhile."""
-        return len(self._masks) < 0.9 * self.max_blocks
-
-    def join(self, worker_id: str, now: float = 0.0) -> Holder:
+    def join(self, worker_id: str) -> Holder:
         """Add a worker without blocks."""
         if not self._free_bits:
             used = self._live_mask | self._departed_mask
             self._free_bits.append(1 << used.bit_length())
-        holder = Holder(worker_id, self._free_bits.pop(), now)
+        holder = Holder(worker_id, self._free_bits.pop())
         self._live[holder.bit] = holder
         self._live_mask |= holder.bit
         return holder
@@ -90,9 +76,6 @@ class PrefixIndex:
             mask = masks.get(block, 0)
             if mask or len(masks) < self.max_blocks:
                 masks[block] = mask | bit
-            else:
-                holder.truncated = True
-                self.refused_blocks += 1
 
     def cached_blocks(self, chain: Sequence[int]) -> dict[str, int]:
         """Return how many leading blocks of `chain` each worker has; workers with none are left
@@ -141,25 +124,15 @@ class PrefixIndex:
             departed ^= bit
 
 
-# A truncated worker's cache is read again after this time if the index has room.
-REREAD_S = 30.0
-
-
 class PrefixWatcher:
     """Keeps the index current by the workers' updates. A worker's blocks are in the index from its
     snapshot until its connection ends."""
 
-    def __init__(self, max_blocks: int, *, reread_s: float = REREAD_S) -> None:
+    def __init__(self, max_blocks: int) -> None:
         self.index = PrefixIndex(max_blocks)
-        self._reread_s = reread_s
         self._holders: dict[Member, Holder] = {}
         self._block_sizes: Counter[tuple[str, int]] = Counter()  # by model
         self._purger: asyncio.Task[None] | None = None
-
-    @property
-    def synced(self) -> int:
-        """Number of workers whose whole cache is in the index."""
-        return sum(x.is_whole and not x.truncated for x in self._holders.values())
 
     def cached_tokens(self, demand: Demand) -> Mapping[str, int]:
         """Return how many prompt tokens each worker would take from its cache, by worker id."""
@@ -170,22 +143,17 @@ class PrefixWatcher:
                 cached |= {worker: count * block_size for worker, count in blocks.items()}
         return cached
 
-    def apply(self, member: Member, update: w.CacheUpdate) -> bool:
-        """Apply an update of a worker. Return True if its cache should be read again, because the
-        index had no room for all of it and has now. Raises ValueError for a malformed update."""
-        now = asyncio.get_running_loop().time()
+    def apply(self, member: Member, update: w.CacheUpdate) -> None:
+        """Apply an update of a worker. Raises ValueError for a malformed one."""
         removed, stored = prefix_hash.unpack(update.removed), prefix_hash.unpack(update.stored)
         if update.reset:
             self.forget(member)
-            self._holders[member] = self.index.join(member.worker_id, now)
+            self._holders[member] = self.index.join(member.worker_id)
             self._block_sizes[member.info.model.name, member.info.block_size] += 1
         holder = self._holders.get(member)
         if holder is None:
             raise ValueError("a change of the cache came before its snapshot")
         self.index.apply(holder, removed, stored)
-        holder.is_whole = not update.more
-        may_reread = now - holder.since > self._reread_s and self.index.has_room
-        return holder.truncated and holder.is_whole and may_reread
 
     def forget(self, member: Member) -> None:
         """Drop a worker's blocks, if there are any."""

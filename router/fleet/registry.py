@@ -312,8 +312,8 @@ class Fleet:
 
     def cache_changed(self, member: Member, update: w.CacheUpdate) -> None:
         """The worker reported blocks of its prefix cache."""
-        if self._watches is not None and self._watches.apply(member, update):
-            self._links[member].watch_cache()
+        if self._watches is not None:
+            self._watches.apply(member, update)
 
     # -- Health
 

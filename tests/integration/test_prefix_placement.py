@@ -38,7 +38,7 @@ async def until_indexed(cluster: Cluster, *prompts: list[int]) -> None:
     assert watches is not None
 
     def is_indexed() -> bool:
-        if watches.synced < len(cluster.workers):
+        if len(watches._holders) < len(cluster.workers):
             return False
         for name, worker in cluster.workers.items():
             root = prefix_hash.root(worker.info.model.name, BLOCK)

@@ -47,6 +47,7 @@ def test_lookups_find_what_workers_hold_and_never_more(seed: int, max_blocks: in
     rng, index = Random(seed), PrefixIndex(max_blocks)
     holders: dict[str, Holder] = {}
     held: dict[str, set[str]] = {}
+    was_full = False
     for _ in range(60):
         name, prompt = rng.choice(WORKERS), some_prompt(rng)
         match rng.choice(("store", "store", "store", "evict", "leave", "purge")):
@@ -65,30 +66,28 @@ def test_lookups_find_what_workers_hold_and_never_more(seed: int, max_blocks: in
             case "purge":
                 next(index.purge(), None)
         assert len(index) <= max_blocks
+        was_full |= len(index) == max_blocks
         for asked in (prompt, some_prompt(rng)):
             found, real = index.cached_blocks(chain(asked)), naive(held, asked)
             for worker in found.keys() | real.keys():
                 depth = found.get(worker, 0)
                 assert depth <= real.get(worker, 0)
-                assert depth == real.get(worker, 0) or holders[worker].truncated
+                assert depth == real.get(worker, 0) or was_full
     for holder in holders.values():
         index.leave(holder)
     purge(index)
     assert len(index) == 0
 
 
-def test_a_truncated_worker_is_complete_once_it_is_read_again() -> None:
+def test_a_full_index_takes_no_more_blocks_until_some_are_gone() -> None:
     index = PrefixIndex(4)
     first, second = index.join("w0"), index.join("w1")
     index.apply(first, [], chain("0000"))
     index.apply(second, [], chain("0011"))
     assert index.cached_blocks(chain("00110")) == {"w0": 2, "w1": 2}
-    assert (index.refused_blocks, index.truncated_workers, index.has_room) == (2, 1, False)
     index.apply(first, chain("0000")[2:], [])
-    index.leave(second)
-    index.apply(index.join("w1"), [], chain("0011"))
+    index.apply(second, [], chain("0011"))
     assert index.cached_blocks(chain("00110")) == {"w0": 2, "w1": 4}
-    assert index.truncated_workers == 0
 
 
 def test_bits_of_departed_workers_are_used_again() -> None:
