@@ -146,10 +146,11 @@ async def _prepared(
     settings: ChaosSettings, service: ServiceUnderTest, clients: Clients, attempt: int
 ) -> Run:
     """Return a run of requests that were never sent before."""
-    # A fake engine has no grammar, and over HTTP a client has no second router.
+    # A fake engine has no grammar. Only over gRPC a client continues at a second router, and there
+    # only a single output.
     kinds = [kind for kind in KINDS if settings.engine != "fake" or kind != "structured"]
     if clients.has_failover:
-        kinds = [kind for kind in kinds if KINDS[kind][0] == "grpc"]
+        kinds = [kind for kind in kinds if KINDS[kind][0] == "grpc" and kind != "n"]
     questions = make_questions(
         settings.requests,
         seed=settings.seed,
