@@ -158,10 +158,6 @@ class HttpTarget(Target):
                 if response.status != 200:
                     raw = await response.content.read(_ERROR_BODY_BYTES)
                     raise _refusal(f"HTTP {response.status}", raw)
-                if response.content_type != "text/event-stream":
-                    for piece in _pieces(await response.json(), 0):
-                        yield piece
-                    return
                 async for piece in read_stream(response.content.iter_any()):
                     yield piece
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -116,8 +116,7 @@ async def run_replay(
         settings = replace(settings, speedup=speedup_for(due_s, settings.rate_per_s))
     ignored = f"; ignored fields: {', '.join(trace.ignored)}" if trace.ignored else ""
     progress.say(f"trace {trace.meta.name} ({trace.meta.format} format{ignored})", once=True)
-    for line in workload.cut.notes():
-        progress.say(line, once=True)
+    progress.say(str(workload.cut), once=True)
     maker = PromptMaker(trace.digest(), settings.seed, vocab_size, workload.cut.block_size)
 
     def planned(name: str, index: int, row: TraceRequest, at_s: float) -> _Planned:

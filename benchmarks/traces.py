@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import random
 from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from itertools import groupby, pairwise
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct, json
 
 from benchmarks.errors import BenchError
@@ -143,11 +143,10 @@ def infer_tick_s(rows: Sequence[TraceRequest]) -> float | None:
 
     A log is rounded if most of its requests share their arrival time with another one.
     """
-    distinct = sorted({row.arrival_s for row in rows})
+    distinct = np.unique([row.arrival_s for row in rows])
     if len(distinct) < 2 or 2 * len(distinct) > len(rows):
         return None
-    gaps = sorted(later - earlier for earlier, later in pairwise(distinct))
-    return gaps[len(gaps) // 2]
+    return float(np.sort(np.diff(distinct))[(len(distinct) - 1) // 2])
 
 
 def _read(path: Path, lines: Sequence[str]) -> tuple[str, list[TraceRequest], list[str]]:
@@ -155,8 +154,12 @@ def _read(path: Path, lines: Sequence[str]) -> tuple[str, list[TraceRequest], li
     values: Iterable[tuple[int, Any]]
     if path.suffix == ".csv":
         reader = csv.DictReader(lines)
-        name = _csv_format(path, set(reader.fieldnames or ()))
-        values = enumerate(reader, start=2)
+        needed = {x: _FORMATS[x].__struct_encode_fields__[:3] for x in ("azure", "burstgpt")}
+        has = [x for x, columns in needed.items() if set(columns) <= {*(reader.fieldnames or ())}]
+        if not has:
+            known = "; ".join(f"{x}: {', '.join(columns)}" for x, columns in needed.items())
+            raise BenchError(f"{path}:1: its columns are of no known format ({known})")
+        name, values = has[0], enumerate(reader, start=2)
     else:
         name = "mooncake"
         values = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
@@ -185,15 +188,6 @@ def _read(path: Path, lines: Sequence[str]) -> tuple[str, list[TraceRequest], li
     return name, rows, [x for x in fields if x not in kind.__struct_encode_fields__]
 
 
-def _csv_format(path: Path, header: set[str]) -> str:
-    needed = {name: _FORMATS[name].__struct_encode_fields__[:3] for name in ("azure", "burstgpt")}
-    for name, columns in needed.items():
-        if set(columns) <= header:
-            return name
-    known = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in needed.items())
-    raise BenchError(f"{path}:1: its columns are of no known format ({known})")
-
-
 def _check_blocks(path: Path, rows: Sequence[TraceRequest], block_size: int) -> None:
     for number, row in enumerate(rows, start=1):
         blocks = ceil(row.input_tokens / block_size)
@@ -214,17 +208,13 @@ def due_times_s(
     would measure the rounding. So the requests of one tick are spread over it at random. Their
     order does not change.
     """
-    start_s = arrivals_s[0]
-    if tick_s is None:
-        return [at_s - start_s for at_s in arrivals_s]
-    places = random.Random(f"tick jitter {seed}")
-    groups = [(at_s, len(list(group))) for at_s, group in groupby(arrivals_s)]
-    ends = [*(at_s for at_s, _ in groups[1:]), groups[-1][0] + tick_s]
-    due_s = []
-    for (at_s, count), end_s in zip(groups, ends, strict=True):
-        width_s = min(tick_s, end_s - at_s)
-        shares = sorted(places.random() for _ in range(count))
-        due_s += [at_s - start_s + share * width_s for share in shares]
+    at_s = np.asarray(arrivals_s) - arrivals_s[0]
+    if tick_s is not None:
+        ticks, tick_of = np.unique(at_s, return_inverse=True)
+        widths_s = np.minimum(tick_s, np.diff(ticks, append=ticks[-1] + tick_s))
+        shares = np.random.default_rng(seed).random(len(at_s))
+        at_s = np.sort(at_s + shares * widths_s[tick_of])
+    due_s: list[float] = at_s.tolist()
     return due_s
 
 

@@ -47,18 +47,13 @@ class Cut:
     mean_output: float
     block_size: int | None
 
-    def notes(self) -> list[str]:
-        lines = []
-        if self.capped:
-            lines.append(f"shortened the output of {self.capped} of {self.rows} requests")
-        if self.dropped:
-            lines.append(f"dropped {self.dropped} of {self.rows} requests that are too long")
-        lines.append(
+    def __str__(self) -> str:
+        return (
             f"{self.requests} requests, mean {self.mean_input:.1f} input and "
             f"{self.mean_output:.1f} output tokens (whole trace: {self.rows} requests, "
-            f"{self.mean_input_before:.1f} and {self.mean_output_before:.1f})"
+            f"{self.mean_input_before:.1f} and {self.mean_output_before:.1f}); outputs shortened: "
+            f"{self.capped}, too long and dropped: {self.dropped}"
         )
-        return lines
 
 
 @dataclass(frozen=True, slots=True)

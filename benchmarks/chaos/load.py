@@ -45,7 +45,6 @@ KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "n": ("grpc", {"temperature": 0.8, "n": 2}),
     "logprobs": ("grpc", {"temperature": 0.0, "logprobs": 3}),
     "structured": ("grpc", {"ignore_eos": False, "structured_output": _SCHEMA}),
-    "plain": ("http", {"temperature": 0.7}),
     "penalties": ("grpc", {"temperature": 0.9, "presence_penalty": 0.6, "frequency_penalty": 0.4}),
     "stop": ("sse", {"temperature": 0.9, "stop": (" the", "er")}),
 }
@@ -188,11 +187,7 @@ class Clients:
         if api == "grpc":
             return self.grpc.stream(Request(name, self._model, question.prompt, question.sampling))
         body = completion_body(self._model, question.prompt, question.sampling)
-        if api == "sse":
-            body["return_token_ids"] = True
-        else:
-            del body["stream_options"]
-            body["stream"] = False
+        body["return_token_ids"] = True
         return self._http.stream(Request(name, self._model, json.dumps(body).encode()))
 
 

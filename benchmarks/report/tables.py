@@ -149,18 +149,14 @@ def setup_lines(result: CompareResult) -> list[str]:
         f"{result.trace['name']} at {settings['rate_per_s']:g} requests/s, {settings['rounds']} "
         f"rounds of {settings['requests']}, lengths times {settings['scale_lengths']}"
     )
-    rounds = [m for m in result.measurements if m.kind == "round"]
-    cuts = [m.workload for m in rounds or result.measurements]
-    if cuts:
-        mean_in = sum(cut["mean_input"] for cut in cuts) / len(cuts)
-        mean_out = sum(cut["mean_output"] for cut in cuts) / len(cuts)
+    if result.measurements:
+        first = result.measurements[0]
         text += (
-            f": {mean_in:.0f} input and {mean_out:.0f} output tokens on average (the trace: "
-            f"{cuts[0]['mean_input_before']:.0f} and {cuts[0]['mean_output_before']:.0f})"
+            f" (in the first round {first.workload['mean_input']:.0f} input and "
+            f"{first.workload['mean_output']:.0f} output tokens on average, in the trace "
+            f"{first.workload['mean_input_before']:.0f} and "
+            f"{first.workload['mean_output_before']:.0f}), arrivals times {first.speedup:.2g}"
         )
-    if rounds:
-        speedups = [m.speedup for m in rounds]
-        text += f", arrivals times {min(speedups):.2g} to {max(speedups):.2g}"
     lines = [text, *(f"{variant.name}: {_variant_text(variant)}" for variant in result.variants)]
     if result.slo_s:
         limits = ", ".join(f"{name} {limit * 1000:g} ms" for name, limit in result.slo_s.items())
