@@ -128,19 +128,6 @@ async def test_what_the_decode_side_has_does_not_travel(
     await all_empty(pair.prefill, pair.decode)
 
 
-async def test_many_at_once_are_exact(pair: Pair, aggregated: EngineProcess) -> None:
-    seed = next(_NAMES) * 100
-    kinds = [{}, {"temperature": 0.9, "seed": 7}, {"repetition_penalty": 1.3}]
-    jobs = [
-        (prompt(5 + 83 * i, seed), params(12, ignore_eos=True, **kinds[i % 3])) for i in range(9)
-    ]
-    expected = [joined(await aggregated.run(ids, sampling)) for ids, sampling in jobs]
-    streams = [pair.submit(ids, sampling) for ids, sampling in jobs]
-    found = await asyncio.gather(*(pair.collect(s) for s in streams))
-    assert [said(answer) for answer in found] == [said(answer) for answer in expected]
-    await all_empty(pair.prefill, pair.decode)
-
-
 async def test_cancelled_requests_leave_nothing_on_any_rank(pair: Pair) -> None:
     seed = next(_NAMES) * 100
     streams = [pair.submit(prompt(400, seed + i), params(200)) for i in range(4)]

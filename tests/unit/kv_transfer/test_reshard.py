@@ -4,7 +4,7 @@ have them, and what one rank of several loses, the request loses."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,9 +17,6 @@ from kv_transfer.vllm.step import (
 )
 from tests.unit.kv_transfer.caches import geometry
 from tests.unit.kv_transfer.rig import BLOCK_SIZE, FROM, TO, TOKENS, N, Rig, Worker, settle, until
-
-if TYPE_CHECKING:
-    from kv_transfer.protocol.link import Link
 
 HEADS, HEAD_PAGE = 4, 16
 PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (8, 2), (2, 8), (8, 8)]
@@ -108,46 +105,6 @@ def test_every_head_lands_where_its_rank_reads_it(rig: Rig, source_tp: int, targ
     assert [rank.sent for rank in source.ranks] == [["p-t"]] * source_tp
     total = sum(rank.arrivals["d-t"].report.bytes for rank in target.ranks)
     assert total == len(TO) * 3 * HEADS * HEAD_PAGE * max(1, target_tp // HEADS)
-
-
-def cut(source: Worker, target: Worker) -> None:
-    """Break the link between two ranks."""
-    links: list[Link] = [x for x in target.links if x.peer_address == source.address]
-    for link in links:
-        target.peers._drop(link, "the test cuts it")
-
-
-@pytest.mark.parametrize("broken", [0, 1])
-def test_one_lost_link_of_two_fails_the_request_once_and_frees_both_ranks(
-    rig: Rig, broken: int
-) -> None:
-    source, target = pools(rig, 2, 1)
-    target.start(source)
-    source.step(expected=[ProducerExpected("t", "p-t")])
-    source.step(progress=[ProducerProgress("t", FROM[:2], 8)])
-    (only,) = target.ranks
-    until(lambda: all(part.received_blocks for _, part in only.peers.consumer), only)
-    cut(source.ranks[broken], only)
-    until(lambda: only.ended, only)
-    assert (only.ended, only.failed) == (["d-t"], ["d-t"])
-    assert only.failures == {"d-t": "the test cuts it"}
-    source.step(ended=[ProducerEnded("t", TOKENS, True)])
-    settle_all(source, target)
-    assert [rank.sent for rank in source.ranks] == [["p-t"]] * 2
-
-
-def test_a_reader_that_is_lost_takes_the_others_with_it(rig: Rig) -> None:
-    source, target = pools(rig, 1, 2)
-    target.start(source)
-    (only,) = source.ranks
-    until(lambda: sum(1 for _ in only.peers.producer.early()) == 2, only)
-    cut(only, target.ranks[0])
-    target.until_ended()
-    assert [rank.failed for rank in target.ranks] == [["d-t"], ["d-t"]]
-    assert target.ranks[1].failures == {"d-t": "the decode worker disconnected"}
-    source.prefill()
-    settle_all(source, target)
-    assert only.sent == ["p-t"]
 
 
 def test_ranks_in_the_wrong_order_are_found_out(rig: Rig) -> None:

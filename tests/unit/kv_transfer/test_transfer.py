@@ -45,24 +45,6 @@ def test_a_transfer_brings_every_block_and_the_tokens(rig: Rig, order: str) -> N
     assert source.peers.counters.pushed_bytes == target.peers.counters.received_bytes
 
 
-def test_blocks_go_as_they_are_computed(rig: Rig) -> None:
-    source, target = rig.pair(chunk_bytes=2 * geometry().block_bytes)
-    before = target.cache.blocks()
-    target.start(source, "t", TO, N)
-    source.expect("t")
-    for i, tokens in enumerate((3, 9, 14)):
-        count = -(-tokens // 4)
-        for block in FROM[:count]:
-            source.cache.write(block, seed=block)
-        source.compute("t", FROM[:count], tokens)
-        whole = [0, 2, 4][i]
-        until(lambda n=whole: source.peers.counters.pushed_blocks == n, source, target)  # type: ignore[misc]
-    source.finish("t")
-    settle(source, target)
-    assert target.failed == []
-    check_exact(source, target, before)
-
-
 def test_what_the_target_has_already_is_not_sent(rig: Rig) -> None:
     source, target = rig.pair()
     before = target.cache.blocks()

@@ -247,29 +247,6 @@ def test_suspended_workers_are_used_if_none_is_ready(fleet: Fleet) -> None:
     assert states(fleet) == {"a": "suspended", "b": "ready"}
 
 
-@pytest.mark.parametrize(("draining", "unhealthy"), [(True, ""), (False, "hot")])
-def test_a_suspended_worker_with_another_fault_is_not_used(
-    fleet: Fleet, draining: bool, unhealthy: str
-) -> None:
-    (a,) = add(fleet, worker_info("a", DECODE))
-    a.breaker.trip(0.0, "it hangs")
-    fleet.renew("a", "e1", load=None, draining=draining, unhealthy=unhealthy)
-    assert "ready" not in seen(fleet).values()
-
-
-@pytest.mark.parametrize(("running", "foreign"), [(1, 0), (3, 38)])
-def test_blocks_of_other_routers_are_seen_in_the_load(
-    fleet: Fleet, running: int, foreign: int
-) -> None:
-    """100 blocks, of which 60 are used; this router placed one request, with 2 blocks."""
-    (a,) = add(fleet, worker_info("a", DECODE))
-    Charge(a, kv_tokens=32)
-    assert not a.reported(WorkerLoad(0, running, 0.4, 60))
-    assert a.foreign_blocks == foreign
-    assert a.reported(WorkerLoad(0, 1, 0.0, 98)) is bool(foreign)
-    assert a.foreign_blocks == 0
-
-
 def test_why_nothing_is_served(fleet: Fleet, clock: Clock) -> None:
     assert fleet.why_none() == "no worker has registered yet"
     add(fleet, worker_info("a", DECODE), worker_info("b", DECODE))

@@ -10,7 +10,6 @@ import pytest
 
 from pdserve.config import TenantConfig
 from pdserve.errors import (
-    BudgetExhausted,
     ContextLengthExceeded,
     DeadlineExceeded,
     InvalidRequest,
@@ -199,35 +198,6 @@ class TestRetry:
             labels = 'model="demo",reason="transfer_failed",step="same_prefill"'
             assert f"pdserve_fallbacks_total{{{labels}}} 1.0" in text
             assert 'pdserve_requests_total{model="demo",outcome="stop"} 1.0' in text
-
-    async def test_if_no_worker_comes_the_error_says_when_to_retry(
-        self, stack: Stack, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        async with stack.ask(request()) as answer:
-            await prefill.submitted()
-            await decode.submitted()
-            stack.fleet.deregister("d", "e1")
-            stack.fleet.deregister("p", "e1")
-            with pytest.raises(Unavailable, match="no worker is ready for model demo") as caught:
-                await answer.rest()
-            assert caught.value.retry_after_s > 0
-
-    async def test_over_the_retry_budget_a_request_fails(
-        self, prefill: ScriptedWorker, decode: ScriptedWorker
-    ) -> None:
-        """The budget is 30 tokens, and the first retry takes 41."""
-        async with (
-            running_stack(prefill, decode, retry_tokens_per_s=1.0) as stack,
-            stack.ask(request()) as answer,
-        ):
-            prefill.send(await prefill.submitted(), 7, finish=LENGTH)
-            decode.fail(await decode.submitted(), TransferFailed("no blocks"))
-            prefill.send(await prefill.submitted(), 8, finish=LENGTH)
-            decode.fail(await decode.submitted(), TransferFailed("no blocks"))
-            with pytest.raises(BudgetExhausted, match=r"\(1 tokens/s\)") as caught:
-                await answer.rest()
-            assert caught.value.retry_after_s > 1
-            assert 'reason="retry_budget_exhausted",step="error"' in stack.metrics.render().decode()
 
 
 class TestRefusals:

@@ -175,17 +175,6 @@ async def test_a_break_is_heard_by_every_stream_and_the_link_comes_back(
         assert attached.link.submit(submit_of(), again) > max(ids), "ids are never reused"
 
 
-async def test_a_link_that_is_down_takes_no_work(worker: ScriptedWorker) -> None:
-    member = Member(worker.info, lease_end=0.0)
-    link = WorkerConnection(
-        member, router_id="router-1", observer=Observer(), connect=connect_over_tcp(rpc.PLAIN)
-    )
-    with pytest.raises(WorkerFailed, match="worker d is not attached"):
-        link.submit(submit_of(), Sink())
-    link.cancel(1)
-    assert link.close("never started") is None
-
-
 async def test_a_worker_of_another_instance_id_is_not_attached(worker: ScriptedWorker) -> None:
     worker.accepts_hello = False
     async with Attached(worker) as attached:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.types import FinishReason, ModelInfo
+from pdserve.types import ModelInfo
 from tests.unit.workers.engine_driver import PLAIN, EngineDriver, Pair, prompt
 from tests.unit.workers.router_side import PATIENT_KV
 from workers.fake import engine
@@ -87,26 +87,6 @@ def text_after(stream: Stream, tokens: int) -> str:
 
 
 class TestOneEngine:
-    async def test_a_stop_token_ends_the_answer_but_not_before_min_tokens(
-        self, driver: EngineDriver
-    ) -> None:
-        whole = await driver.run(prompt(20), LONG)
-        token = whole.token_ids[5]
-        stream = await driver.run(prompt(20), replace(LONG, stop_token_ids=(token,)))
-        assert stream.last.finish_reason is FinishReason.STOP
-        assert stream.last.stop_reason == token
-        assert stream.token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
-        late = replace(LONG, stop_token_ids=(token,), min_tokens=10)
-        assert token not in (await driver.run(prompt(20), late)).token_ids[:10]
-
-    async def test_logprobs_come_with_each_token(self, driver: EngineDriver) -> None:
-        stream = await driver.run(prompt(20), replace(PLAIN, logprobs=3))
-        positions = [x for d in stream.deltas for x in d.logprobs]
-        assert tuple(x.sampled.token_id for x in positions) == stream.token_ids
-        for position in positions:
-            assert [x.rank for x in position.top] == [1, 2, 3]
-            assert position.top[0].logprob >= position.top[1].logprob >= position.top[2].logprob
-
     async def test_a_stop_string_is_found_across_the_seam(self, driver: EngineDriver) -> None:
         whole = await driver.run(prompt(20), LONG)
         sampling = replace(LONG, stop=(text_after(whole, 8),))
@@ -149,15 +129,6 @@ class TestHandoff:
         assert ledger.pinned_blocks == ledger.leased_blocks > 0
         rest = await pair.decode.run(prompt(40), PLAIN, decode_phase)
         assert rest.token_ids == (await driver.run(prompt(40))).token_ids[1:]
-
-    async def test_a_stop_string_is_found_across_the_handoff(
-        self, driver: EngineDriver, pair: Pair
-    ) -> None:
-        whole = await driver.run(prompt(20), LONG)
-        sampling = replace(LONG, stop=(whole.text[1:4],))
-        one, apart = await driver.run(prompt(20), sampling), await pair.run(prompt(20), sampling)
-        assert (apart.token_ids, apart.text) == (one.token_ids, one.text)
-        assert apart.last.stop_reason == sampling.stop[0]
 
     async def test_a_stream_that_has_no_kv_yet_is_not_exported(self, pair: Pair) -> None:
         """Its prompt is not computed: it ends, for its router to submit it elsewhere."""
