@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -40,10 +40,13 @@ class Tokenizer:
         self._fast = fast
         self._template = template
 
-    @classmethod
-    def load(cls, directory: Path) -> Self:
+    @staticmethod
+    def load(directory: Path) -> Tokenizer:
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`, which overrides
-        the template in the configuration. Raises ConfigError naming the file."""
+        the template in the configuration, or a file of Mistral's own library. Raises ConfigError
+        naming the file."""
+        if directory.is_file():
+            return MistralTokenizer(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{path} does not exist", field="model")
@@ -52,15 +55,12 @@ class Tokenizer:
         # The library raises a bare Exception for a file that it cannot read.
         except Exception as error:
             raise ConfigError(f"{path} is not a tokenizer: {error}", field="model") from error
-        return cls(fast, _read_template(directory))
+        return Tokenizer(fast, _read_template(directory))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of `text`. Raises InvalidRequest for text that is not Unicode (a
         lone surrogate)."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidRequest("the text holds half a surrogate pair", field="prompt") from error
+        _check_unicode(text)
         # The batch call makes no offsets, and releases the GIL.
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return tuple(encoding.ids)
@@ -81,6 +81,50 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Return the token ids of the conversation, up to the start of the answer."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
+
+
+class MistralTokenizer(Tokenizer):
+    """A tokenizer of Mistral's own library (`tekken.json`, or a versioned sentencepiece model),
+    which writes conversations without a template."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            from mistral_common.protocol.instruct.validator import ValidationMode
+            from mistral_common.tokens.tokenizers import mistral
+        except ImportError as error:
+            raise ConfigError(f"{file} needs the package mistral-common", field="model") from error
+        # The mode that vLLM uses.
+        self._mistral = mistral.MistralTokenizer.from_file(str(file), mode=ValidationMode.test)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        _check_unicode(text)
+        tokenizer = self._mistral.instruct_tokenizer.tokenizer
+        return tuple(tokenizer.encode(text, bos=add_special_tokens, eos=False))
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        from mistral_common.exceptions import MistralCommonException
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest
+
+        for message in messages:
+            _check_unicode(message.content)
+        names = {"developer": "system"}  # the library does not know the first
+        plain: list[Any] = [
+            {"role": names.get(x.role, x.role), "content": x.content} for x in messages
+        ]
+        try:
+            request = ChatCompletionRequest.from_openai(messages=plain)
+            return tuple(self._mistral.encode_chat_completion(request).tokens)
+        except (MistralCommonException, ValueError) as error:
+            raise InvalidRequest(
+                f"Mistral's tokenizer refuses these messages: {error}", field="messages"
+            ) from error
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the text holds half a surrogate pair", field="prompt") from error
 
 
 def _read_template(directory: Path) -> ChatTemplate | None:

@@ -264,9 +264,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model. `path` is the directory of its tokenizer, `aliases` are further names that it
-    answers to, and `sampling_defaults` the sampling parameters of requests that do not set them.
-    """
+    """A served model. `path` is where its tokenizer is (`Tokenizer.load`), `aliases` are further
+    names that it answers to, and `sampling_defaults` the sampling parameters of requests that do
+    not set them."""
 
     name: str
     path: str

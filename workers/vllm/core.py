@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -43,6 +45,7 @@ from workers.vllm import cache, sampling
 from workers.vllm.args import engine_args, settings_in_effect, warn_of_cut_context
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.steps import StepWatch
+from workers.vllm.tokenizer import path_for_router
 
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
@@ -92,6 +95,7 @@ class VllmCore:
         self._streams: dict[int, _Stream] = {}
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
         self._wake = wake
+        self._tokenizer_dir = TemporaryDirectory(prefix="pdserve-tokenizer-")
         self.is_idle = False
         self.executor_died = False
         self.steps = StepWatch(self._scheduler)
@@ -116,11 +120,12 @@ class VllmCore:
     def _describe(self, settings: VllmSettings) -> EngineInfo:
         config = self._engine.vllm_config
         model = config.model_config
+        directory, made = Path(model.tokenizer), Path(self._tokenizer_dir.name)
         return EngineInfo(
             name=f"vllm {vllm.__version__}",
             model=ModelInfo(
                 name=settings.model_names[0],
-                path=str(model.tokenizer),
+                path=str(path_for_router(self._engine.get_tokenizer(), directory, made)),
                 max_model_len=model.max_model_len,
                 vocab_size=model.get_vocab_size(),
                 dtype=str(model.dtype).removeprefix("torch."),
@@ -330,6 +335,7 @@ class VllmCore:
         """End the engine and its processes. Idempotent."""
         self._streams.clear()
         self._engine.engine_core.shutdown()
+        self._tokenizer_dir.cleanup()
 
 
 def _finish_reason(reason: str) -> FinishReason:
