@@ -154,7 +154,8 @@ async def _freeze(run: Run, role: str, seconds: float) -> None:
 
 async def _damage(run: Run, order: str) -> None:
     await run.until_open(1)
-    directory, pid = run.service.directory, await run.service.worker_pid("prefill-0")
+    directory, entries = run.service.directory, await run.service.entries()
+    pid = entries["prefill-0"].info.pid
     run.strike()
     hooks.give(directory, pid, order)
     try:
@@ -228,7 +229,8 @@ async def _rolling_restart(run: Run) -> None:
     try:
         run.strike()
         for name in run.service.names:
-            run.service.end(await run.service.worker_pid(name), signal.SIGTERM)
+            entries = await run.service.entries()
+            run.service.end(entries[name].info.pid, signal.SIGTERM)
             await run.service.until_whole()
         for number in range(len(run.service.router_pids())):
             run.service.end(run.service.router_pids()[number], signal.SIGTERM)

@@ -56,13 +56,6 @@ class ServiceUnderTest(Service):
                 return {x.info.worker_id: x for x in listed.workers}
         return {}
 
-    async def worker_pid(self, name: str) -> int:
-        """Raises BenchError if the worker is not there."""
-        entry = (await self.entries()).get(name)
-        if entry is None or entry.info.pid in self._gone:
-            raise BenchError(f"{name} is not there")
-        return entry.info.pid
-
     def router_pids(self) -> list[int]:
         """Return the process of each router, by the ready file; 0 for one that was ended."""
         pids = [int(router["pid"]) for router in self.read_ready()["routers"]]
@@ -89,11 +82,8 @@ class ServiceUnderTest(Service):
     async def _missing(self) -> list[str]:
         found = [] if all(self.router_pids()) else ["a router is not back"]
         for listed in await self.listed_by_all():
-            back = {
-                x.info.worker_id
-                for x in listed.workers
-                if x.state == "ready" and x.info.pid not in self._gone
-            }
+            ready = [x.info for x in listed.workers if x.state == "ready"]
+            back = {info.worker_id for info in ready if info.pid not in self._gone}
             found += [f"{name} is not ready" for name in self.names if name not in back]
             ejected = [x for x in listed.ejected_pairs if x.remaining_s]
             found += [f"{x.prefill_worker} and {x.decode_worker} are ejected" for x in ejected]

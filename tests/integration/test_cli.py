@@ -120,13 +120,6 @@ def test_top_says_that_no_router_is_there() -> None:
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("seconds", ["0", "nan", "soon"])
-def test_top_refuses_an_interval_that_is_none(seconds: str) -> None:
-    ended = run_cli("top", "--interval", seconds)
-    assert ended.returncode == 2
-    assert "--interval" in ended.stderr
-
-
 def test_the_shipped_trace_is_replayed(service: dict[str, Any]) -> None:
     cut = [
         "--limit",

@@ -157,17 +157,6 @@ def test_a_worker_that_dies_at_its_start_ends_everything_with_its_reason(tmp_pat
         assert not running.ready_path.exists()
 
 
-def test_a_worker_that_is_killed_at_its_start_ends_everything(tmp_path: Path) -> None:
-    with up(tmp_path, "--set", "worker.engine_args={start_s: 600.0}") as running:
-        running.wait_for_line("prefill-0", "loading")
-        running.wait_for_line("decode-0", "loading")
-        victim = running.watch_children()[-1]
-        signal.pidfd_send_signal(running._pidfds[victim], signal.SIGKILL)
-        assert running.wait() == 1
-        assert "died (signal 9)" in running.output
-        assert running.survivors() == []
-
-
 @pytest.mark.parametrize(
     ("args", "reason"),
     [

@@ -175,17 +175,6 @@ def test_tokens_a_minute_and_one_request_larger_than_a_minute() -> None:
     assert rejection(this, 10, 80.0)[1] == 541.0
 
 
-def test_concurrent_requests() -> None:
-    this = tenant(max_concurrent_requests=2)
-    this.enter(10, 0.0)
-    this.enter(10, 0.0)
-    reason, retry_after_s = rejection(this, 10, 0.0)
-    assert reason == Refusal.TENANT_CONCURRENCY
-    assert retry_after_s >= 1.0
-    this.leave(5.0)
-    this.enter(10, 5.0)
-
-
 def test_a_rejected_request_costs_nothing() -> None:
     this = tenant(requests_per_minute=1.0, tokens_per_minute=10.0, max_concurrent_requests=1)
     for _ in range(3):

@@ -18,7 +18,7 @@ from pdserve.errors import (
     TransferFailed,
     Unavailable,
 )
-from pdserve.types import FinishReason, HandoffStyle, Role, SamplingParams, TransferReport, Usage
+from pdserve.types import FinishReason, Role, SamplingParams, TransferReport, Usage
 from router.admission import Tenants
 from router.answer import AnswerDelta
 from tests.fakes import ScriptedWorker, running_stack
@@ -108,32 +108,6 @@ class TestAnswer:
             assert last.receipt is not None
             assert (last.receipt.first_token_source, last.receipt.decode_worker) == ("prefill", "")
             assert not decode.has_submissions
-
-    async def test_with_a_sequential_handoff_decode_follows_prefill(self) -> None:
-        prefill, decode = ScriptedWorker("p", Role.PREFILL), ScriptedWorker("d", Role.DECODE)
-        for worker in (prefill, decode):
-            assert worker.info.kv is not None
-            kv = replace(worker.info.kv, handoff=HandoffStyle.SEQUENTIAL)
-            worker.info = replace(worker.info, kv=kv)
-        async with running_stack(prefill, decode) as stack:
-            async with stack.ask(request()) as answer:
-                to_prefill = await prefill.submitted()
-                assert not decode.has_submissions
-                assert stack.member(decode).reserved_blocks == 3, "from the start"
-                prefill.send(to_prefill, 7, finish=LENGTH, kv_handle=b"kv")
-                to_decode = await decode.submitted()
-                assert list(to_decode.resume_token_ids) == [7]
-                assert to_decode.decode.kv_handle == b"kv"
-                assert to_decode.decode.transfer_id == to_prefill.prefill.transfer_id
-                decode.send(to_decode, 8, 9, finish=STOP, transfer=TRANSFER)
-                assert (await answer.rest()).token_ids == (7, 8, 9)
-            async with stack.ask(request()) as answer:
-                submit = await prefill.submitted()
-                prefill.send(submit, 7, finish=LENGTH, kv_handle=b"kv")
-                await answer.next()
-                to_decode = await decode.submitted()
-            assert await decode.cancelled() == to_decode.stream_id
-            assert await prefill.cancelled() == submit.stream_id, "it holds KV"
 
 
 class TestParallelSampling:

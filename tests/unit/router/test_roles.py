@@ -169,14 +169,6 @@ def test_a_role_without_a_worker_gets_one(need: Need) -> None:
     assert service.prefill == (2 if need[0] else 1)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (0, 1), (1, 0), (0, 0)])
-def test_the_last_worker_of_a_role_stays(prefill: int, decode: int) -> None:
-    service = Service(prefill, decode)
-    service.run(300.0, constant(5.0, 0.0))
-    service.run(300.0, constant(0.0, 5.0))
-    assert not service.changes
-
-
 BLOCKS = 1000
 MEANS = RequestMeans()
 for _ in range(5):

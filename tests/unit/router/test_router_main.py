@@ -102,17 +102,6 @@ async def test_address_in_use_is_an_error_naming_the_key(api: str) -> None:
         await server.stop()
 
 
-async def test_stop_is_idempotent_and_frees_the_ports() -> None:
-    server = RouterServer(ANY_PORT)
-    addresses = await server.start()
-    await server.stop()
-    await server.stop()
-    for address in (addresses.http, addresses.grpc):
-        host, _, port = address.rpartition(":")
-        with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(host, int(port))
-
-
 async def test_routers_of_one_machine_share_a_port_and_one_that_stops_leaves_it_to_others() -> None:
     with bind("127.0.0.1", 0, is_shared=True) as held:  # nobody else gets it meanwhile
         port = held.getsockname()[1]

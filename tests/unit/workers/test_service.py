@@ -99,18 +99,6 @@ class TestStreams:
             assert len(steps) == PLAIN.max_tokens
             assert all([x.stream_id for x in step] == [1, 2, 3] for step in steps)
 
-    async def test_stream_ids_of_two_routers_do_not_meet(self) -> None:
-        async with (
-            a_worker() as server,
-            RouterSide(server, "one") as one,
-            RouterSide(server, "two") as two,
-        ):
-            await one.submit(1, tokens=(30, 31))
-            await two.submit(1, tokens=(40, 41))
-            answers = [token_ids(await x.finish(1)) for x in (one, two)]
-            assert answers[0] != answers[1]
-            assert [len(x) for x in answers] == [PLAIN.max_tokens] * 2
-
 
 class TestHello:
     @pytest.mark.parametrize(
@@ -317,17 +305,6 @@ class TestCancels:
             assert len(token_ids(await router.finish(2))) == 30
             assert router.deltas[1][-1].finish_reason is None
             await router.until_empty()
-
-    @pytest.mark.parametrize("how", ["close", "abort"])
-    async def test_the_end_of_a_session_cancels_all_that_came_over_it(self, how: str) -> None:
-        async with a_worker(timing=SLOW) as server, RouterSide(server, "other") as other:
-            async with RouterSide(server) as router:
-                for stream_id in range(5):
-                    await router.begin(stream_id)
-                await other.submit(1, replace(PLAIN, max_tokens=20))
-                getattr(router.transport, how)()
-                await other.until_empty()
-            assert len(token_ids(await other.finish(1))) == 20
 
     async def test_a_worker_that_stops_with_work_open_ends_the_streams(self) -> None:
         registry = FakeRegistry()
