@@ -233,7 +233,7 @@ class Placer:
         if constraints.step is RetryStep.AGGREGATED:
             policy = place_aggregated
         else:
-            candidates = [c for c in candidates if constraints.allows(c)]
+            candidates = [c for c in candidates if c.worker_id not in constraints.without]
         return self._reserve(policy, demand, candidates, cause=f"{constraints.step}: {cause}")
 
     def reserve_on(self, member: Member, demand: Demand) -> Reservation:

@@ -290,15 +290,15 @@ class Generation:
 
     async def _after_failure(self, end: Failed, moved: Moved | None) -> Reservation:
         """Place the next attempt. Raises the error of the failure if there is none."""
-        error, prefill = end.error, self.answer.prefill_worker
+        error = end.error
         if not isinstance(error, RETRYABLE):
             raise error
         failed = end.stream.worker_id
         if isinstance(error, TransferCorrupted) and end.stream.phase is Phase.DECODE:
             # Either worker may have damaged the KV; the producer is easier to replace.
             producer = None if moved is None else moved.producer
-            failed = prefill if producer is None else producer.member.worker_id
-        self._retry.failed(failed, prefill, error, len(self.answer.tokens))
+            failed = self.answer.prefill_worker if producer is None else producer.worker_id
+        self._retry.failed(failed, error, len(self.answer.tokens))
         return await self._reserve_again(error, MOVED if end.was_moving else error.code)
 
     async def _reserve_again(self, error: PdserveError, reason: str) -> Reservation:
@@ -307,9 +307,8 @@ class Generation:
         give_up_at = asyncio.get_running_loop().time() + self._services.queue_timeout_s
         while True:
             unavailable: Unavailable | None = None
-            prefill, done = self.answer.prefill_worker, len(self.answer.tokens)
-            pair_helps = done + 1 < self.answer.max_tokens
-            while (step := self._retry.next(prefill, pair_helps=pair_helps)) is not None:
+            pair_helps = len(self.answer.tokens) + 1 < self.answer.max_tokens
+            while (step := self._retry.next(pair_helps=pair_helps)) is not None:
                 try:
                     reservation = self._reserve(step, error.message)
                 except BudgetExhausted as exhausted:
@@ -364,13 +363,11 @@ class Generation:
     def _continue(self, reservation: Reservation, reason: str, cause: str) -> None:
         """Record that the next attempt uses `reservation`."""
         prefill, tokens = reservation.prefill, len(self.answer.tokens)
-        step, kv_from = RetryStep.OTHER_PREFILL.value, "prefill"
+        step, kv_from = RetryStep.PAIR.value, "prefill"
         if reservation.producer is not None:
             step = kv_from = LIVE_KV
         elif prefill is None:
             step = RetryStep.AGGREGATED.value
-        elif prefill.worker_id == self.answer.prefill_worker:
-            step = RetryStep.SAME_PREFILL.value
         self._retry.continued(step, reason, tokens)
         model, metrics = self.request.model, self._services.metrics
         metrics.count("fallbacks", model, step, reason)
@@ -396,7 +393,7 @@ class Generation:
                 return True
         if live_only or not attempt.handoff.uses(worker_id):
             return False
-        elsewhere = Constraints(RetryStep.OTHER_PREFILL, without=frozenset({worker_id}))
+        elsewhere = Constraints(RetryStep.PAIR, without=frozenset({worker_id}))
         with suppress(Unavailable):
             attempt.leave(self._reserve(elsewhere, reason))
             return True

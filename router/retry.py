@@ -1,14 +1,12 @@
 """Retries: what the next attempt of a request may use after a failure, and how much may be
 computed again.
 
-    same prefill worker ─► other prefill worker ─► aggregated ─► error
+    pair of workers ─► aggregated ─► error
 
 A pair of workers comes first, because a long prefill on a decode worker delays every stream there.
-The same prefill worker comes before others if the failure was not its own, since it has the KV of
-the prompt in its prefix cache. Each step is used once. All steps are available again after
-`progress_tokens` more tokens, and after the failure of a worker, which the next attempt avoids. A
-request under which `max_worker_failures` workers failed without that progress is not tried on yet
-another, because it may be what kills them.
+Each step is used once. All steps are available again after `progress_tokens` more tokens, and after
+the failure of a worker, which the next attempt avoids. A request under which `max_worker_failures`
+workers failed without that progress is not tried on yet another, because it may be what kills them.
 """
 
 from __future__ import annotations
@@ -20,17 +18,14 @@ from typing import TYPE_CHECKING
 from pdserve.errors import (
     BudgetExhausted,
     Overloaded,
-    TransferCorrupted,
     TransferFailed,
     Unavailable,
     WorkerFailed,
 )
-from pdserve.types import Role
 from router.admission.tenants import TokenBucket
 
 if TYPE_CHECKING:
     from pdserve.errors import PdserveError
-    from router.placement.values import Candidate
 
 # Failures of a worker or of a moment. Other errors would happen again elsewhere.
 RETRYABLE = (WorkerFailed, TransferFailed, Unavailable, Overloaded)
@@ -44,29 +39,17 @@ class RetryStep(StrEnum):
     """Steps under the names that receipts, metrics and logs use. AGGREGATED is one worker for both
     phases."""
 
-    SAME_PREFILL = "same_prefill"
-    OTHER_PREFILL = "other_prefill"
+    PAIR = "pair"
     AGGREGATED = "aggregated"
 
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Which workers an attempt may use.
-
-    `prefill` is the only one that may prefill, "" for any. None of `without` takes part, and none
-    of `avoid` if there are others.
-    """
+    """An attempt may use none of `without`, and none of `avoid` if there are others."""
 
     step: RetryStep
-    prefill: str = ""
     without: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
-
-    def allows(self, candidate: Candidate) -> bool:
-        if candidate.worker_id in self.without:
-            return False
-        prefills = candidate.role is not Role.DECODE
-        return not (self.prefill and prefills) or candidate.worker_id == self.prefill
 
 
 @dataclass(slots=True)
@@ -84,9 +67,8 @@ class RetryPolicy:
     _from_tokens: int = 0
     _moves: int = 0  # entries of `done` that followed no failure
 
-    def failed(self, worker_id: str, prefill: str, error: PdserveError, tokens: int) -> None:
-        """An attempt failed on `worker_id` after `tokens` of the answer. `prefill` is the worker
-        that prefilled last, "" if none did for another."""
+    def failed(self, worker_id: str, error: PdserveError, tokens: int) -> None:
+        """An attempt failed on `worker_id` after `tokens` of the answer."""
         if tokens - self._from_tokens >= self.progress_tokens:
             self.restart()
         self._avoid.add(worker_id)
@@ -96,10 +78,6 @@ class RetryPolicy:
             self._worker_failures += 1
             if self._worker_failures < self.max_worker_failures:
                 self._left = list(RetryStep)
-        is_corrupted = isinstance(error, TransferCorrupted)
-        is_unfit = is_corrupted or not prefill or prefill in self._failed
-        if is_unfit and RetryStep.SAME_PREFILL in self._left:
-            self._left.remove(RetryStep.SAME_PREFILL)
 
     def restart(self) -> None:
         """Make all steps available again."""
@@ -110,21 +88,15 @@ class RetryPolicy:
     def is_used_up(self) -> bool:
         return len(self.done) - self._moves >= self.max_retries
 
-    def next(self, prefill: str, *, pair_helps: bool) -> Constraints | None:
+    def next(self, *, pair_helps: bool) -> Constraints | None:
         """Return the next step, which is then used up, or None if there is none."""
-        if self.is_used_up:
+        if not pair_helps and RetryStep.PAIR in self._left:
+            self._left.remove(RetryStep.PAIR)
+        if self.is_used_up or not self._left:
             return None
-        while self._left:
-            step = self._left.pop(0)
-            failed, avoid = frozenset(self._failed), frozenset(self._avoid)
-            match step:
-                case RetryStep.AGGREGATED:
-                    return Constraints(step, avoid=avoid)
-                case RetryStep.SAME_PREFILL if pair_helps and prefill:
-                    return Constraints(step, prefill, failed - {prefill}, avoid - {prefill})
-                case RetryStep.OTHER_PREFILL if pair_helps:
-                    return Constraints(step, "", failed, avoid)
-        return None
+        step = self._left.pop(0)
+        failed = self._failed if step is RetryStep.PAIR else ()
+        return Constraints(step, frozenset(failed), frozenset(self._avoid))
 
     def continued(self, step: str, reason: str, tokens: int) -> None:
         """The next attempt starts after `tokens` of the answer."""

@@ -263,10 +263,10 @@ async def test_a_worker_that_dies_before_it_gives_its_kv_costs_a_prefill(
     await leaving.asked_for()
     if says_its_last_word:
         cluster.crash(leaving.old)
-        expected: tuple[str, ...] = ("live_kv:moved", "same_prefill:transfer_failed")
+        expected: tuple[str, ...] = ("live_kv:moved", "pair:transfer_failed")
     else:
         await cluster.kill(leaving.old)
-        expected = ("same_prefill:worker_failed",)
+        expected = ("pair:worker_failed",)
     assert (await leaving.whole()).fallbacks == expected
     cluster.workers.pop(leaving.old, None)
     await draining

@@ -84,7 +84,7 @@ async def test_a_request_that_is_placed_again_says_why() -> None:
         decode.send(to_decode, 8, finish=LENGTH)
         await answer.rest()
     found = log.of("again")
-    assert [x.cause for x in found] == ["", "other_prefill: its engine died"]
+    assert [x.cause for x in found] == ["", "pair: its engine died"]
     chosen = [x.decision.placement for x in found]
     assert [x and x.prefill and x.prefill.worker_id for x in chosen] == ["p1", "p2"]
     assert [x.decision.turn for x in found] == [0, 1]

@@ -167,9 +167,9 @@ class TestRetry:
             assert last.token_ids == (7, 8, 9)
             assert last.usage == Usage(40, 3, 4), "each token counts once"
             assert last.receipt is not None
-            assert last.receipt.fallbacks == ("same_prefill:transfer_failed",)
+            assert last.receipt.fallbacks == ("pair:transfer_failed",)
             text = stack.metrics.render().decode()
-            labels = 'model="demo",reason="transfer_failed",step="same_prefill"'
+            labels = 'model="demo",reason="transfer_failed",step="pair"'
             assert f"pdserve_fallbacks_total{{{labels}}} 1.0" in text
             assert 'pdserve_requests_total{model="demo",outcome="stop"} 1.0' in text
 
