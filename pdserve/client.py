@@ -64,11 +64,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model that the router serves."""
+    """A model that the router serves, or a LoRA adapter of the model `parent`."""
 
     name: str
     max_model_len: int
     vocab_size: int
+    parent: str = ""
 
 
 class Client:
@@ -172,7 +173,10 @@ class Client:
                 response = await self._stubs[at].ListModels(
                     g.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
                 )
-                return [ModelCard(m.name, m.max_model_len, m.vocab_size) for m in response.models]
+                return [
+                    ModelCard(m.name, m.max_model_len, m.vocab_size, m.parent)
+                    for m in response.models
+                ]
             except grpc.aio.AioRpcError as error:
                 await self._pause(error, failures, at)
 

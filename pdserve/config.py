@@ -352,6 +352,8 @@ class WorkerConfig(_Section, frozen=True):
     kv: How KV blocks travel between workers.
     access: Who may connect.
     engine_args: Engine arguments of vLLM, under vLLM's names.
+    adapters: LoRA adapters: directories by the name under which they are served. Sets `enable_lora`
+        in `engine_args`, where `max_loras` and `max_lora_rank` are set too.
     otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
     drain_timeout_s: Seconds after which the streams of a stopping worker are moved.
     log_level: Lowest level that is logged.
@@ -372,6 +374,7 @@ class WorkerConfig(_Section, frozen=True):
     kv: KvConfig = KvConfig()
     access: AccessConfig = AccessConfig()
     engine_args: dict[str, object] = {}
+    adapters: dict[Text, Text] = {}
     otlp_endpoint: Endpoint = ""
     drain_timeout_s: Amount = 30.0
     log_level: LogLevel = "info"
@@ -384,6 +387,10 @@ class WorkerConfig(_Section, frozen=True):
         for key in ("cores", "model_names"):
             if len(set(getattr(self, key))) != len(getattr(self, key)):
                 refuse(key, "has a duplicate")
+        if name := next((x for x in self.served_names if x in self.adapters), None):
+            refuse("adapters", f"{name} is a name of the model")
+        if self.adapters and self.engine_args.get("enable_lora") is False:
+            refuse("engine_args.enable_lora", "must not be false if adapters are listed")
         access, tls = self.access, self.access.tls
         if access.require_auth:
             is_nixl = self.kv.connector == "nixl"
@@ -468,11 +475,13 @@ class ModelConfig(PoolsConfig, frozen=True):
     model: As `worker.model`.
     model_names: As `worker.model_names`.
     engine_args: Engine arguments of this model, over `worker.engine_args`.
+    adapters: LoRA adapters of this model, as in `worker.adapters`.
     """
 
     model: Text = DEMO_MODEL
     model_names: tuple[Text, ...] = ()
     engine_args: dict[str, object] = {}
+    adapters: dict[Text, Text] = {}
 
 
 class UpConfig(PoolsConfig, frozen=True):
@@ -519,7 +528,7 @@ class Config(_Section, frozen=True):
         ]
         unused += [
             ("worker", name)
-            for name in ("model", "model_names")
+            for name in ("model", "model_names", "adapters")
             if getattr(self.worker, name) != getattr(WorkerConfig(), name)
         ]
         for section, name in unused:
@@ -535,7 +544,9 @@ class Config(_Section, frozen=True):
         """What `up` serves: `up.models`, or the one model of `worker`."""
         up, worker = self.up, self.worker
         pools = {name: getattr(up, name) for name in PoolsConfig.__struct_fields__}
-        one = ModelConfig(model=worker.model, model_names=worker.model_names, **pools)
+        one = ModelConfig(
+            model=worker.model, model_names=worker.model_names, adapters=worker.adapters, **pools
+        )
         return up.models or (one,)
 
 

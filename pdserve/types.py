@@ -239,6 +239,21 @@ class Receipt:
     predicted_ttft_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One revision of a LoRA adapter of `model`. `digest` is that of the files in `path`."""
+
+    name: str
+    digest: str
+    path: str
+    model: str
+
+    @property
+    def key(self) -> str:
+        """Its name in engines and in prefix hashes: another revision finds no KV of this one."""
+        return f"{self.name}@{self.digest}"
+
+
 @dataclass(slots=True)
 class GenerateRequest:
     """One request as the router works on it: tokenised, checked, with its deadline as a point on
@@ -256,6 +271,16 @@ class GenerateRequest:
     tenant: str = ""
     traceparent: str = ""  # of the client, or of the router's own span
     resume: tuple[int, ...] = ()
+    adapter: Adapter | None = None
+
+    @property
+    def served_name(self) -> str:
+        """The name that the client asked for: of the adapter, or of the model."""
+        return self.model if self.adapter is None else self.adapter.name
+
+    @property
+    def adapter_key(self) -> str:
+        return "" if self.adapter is None else self.adapter.key
 
     def under(self, traceparent: str) -> GenerateRequest:
         """Return a copy within another span."""
@@ -307,7 +332,8 @@ class WorkerInfo:
 
     `instance_id` changes at every start of its process. `address` serves gRPC (control), and
     `session_address` the sessions of routers. `settings` are what else of its engine bears on
-    speed; `debug_address` is its HTTP listener's, or "".
+    speed; `debug_address` is its HTTP listener's, or "". `max_loras` is how many LoRA adapters run
+    at a time, 0 if the engine takes none.
     """
 
     worker_id: str
@@ -324,6 +350,7 @@ class WorkerInfo:
     settings: Mapping[str, str] = field(default_factory=dict)
     debug_address: str = ""
     session_address: str = ""
+    max_loras: int = 0
 
 
 @dataclass(slots=True)

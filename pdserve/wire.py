@@ -124,6 +124,7 @@ delta_to_pb, _delta_from_pb = _codec(
     report=_REPORT,
     error=_ERROR,
 )
+adapter_to_pb, adapter_from_pb = _codec(t.Adapter, w.Adapter)
 _ledger_to_pb, ledger_from_pb = _codec(t.KvLedger, w.KvLedger)
 _MOMENTS = _codec(Moments, w.Moments, sums=_TUPLE)
 moments_to_pb, _moments_from_pb = _codec(

@@ -78,7 +78,8 @@ class RegistryService(RegistryServicer):
             info = wire.worker_from_pb(request.worker)
             _check_address(info.address, "worker.address")
             _check_address(info.session_address, "worker.session_address")
-            self._fleet.register(info, draining=request.draining)
+            adapters = [wire.adapter_from_pb(x) for x in request.adapters]
+            self._fleet.register(info, draining=request.draining, adapters=adapters)
         except InvalidRequest as error:
             await rpc.abort(context, error, status=grpc.StatusCode.FAILED_PRECONDITION)
         return w.RegisterResponse(lease_s=self._fleet.lease_s)
@@ -95,6 +96,7 @@ class RegistryService(RegistryServicer):
             draining=request.draining,
             kv=wire.kv_report_from_pb(request.kv) if request.HasField("kv") else None,
             unhealthy=request.unhealthy,
+            adapters=[wire.adapter_from_pb(x) for x in request.adapters],
         ):
             unknown = Unavailable(f"worker {worker_id} is not registered")
             await rpc.abort(context, unknown, status=grpc.StatusCode.NOT_FOUND)
@@ -137,6 +139,7 @@ class RegistryService(RegistryServicer):
             outstanding_requests=member.outstanding_requests,
             outstanding_tokens=member.outstanding_tokens if prefills else member.reserved_tokens,
             unhealthy=member.unhealthy,
+            adapters=sorted(member.adapters),
         )
         if breaker.until is not None:
             state = breaker.state(now).value

@@ -40,4 +40,18 @@ class Generates(Protocol):
 
     async def serve(self, request: t.GenerateRequest, out: Out) -> None: ...
     def models(self) -> Mapping[str, t.ModelInfo]: ...
+    def adapters(self) -> Mapping[str, t.Adapter]: ...
     def check_ready(self) -> None: ...
+
+
+def served(generator: Generates) -> Mapping[str, tuple[t.ModelInfo, t.Adapter | None]]:
+    """Return all that a request can name as its model: models by their names, then LoRA adapters
+    with their model."""
+    models = generator.models()
+    found: dict[str, tuple[t.ModelInfo, t.Adapter | None]] = {
+        name: (model, None) for _, model in sorted(models.items()) for name in model.names
+    }
+    for name, adapter in sorted(generator.adapters().items()):
+        if adapter.model in models:
+            found.setdefault(name, (models[adapter.model], adapter))
+    return found

@@ -103,6 +103,7 @@ def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
         prefill_only=demand.prefill_only,
         children=demand.children,
         child_tokens=demand.child_tokens,
+        adapter=demand.adapter,
         avoid=sorted(demand.avoid),
         excluded=[a.ExcludedPair(prefill=p, decode=d) for p, d in sorted(demand.excluded)],
         candidates=[_candidate_to_pb(c, decision, reasons) for c in decision.candidates],

@@ -23,6 +23,7 @@ from pdserve.v1 import admin_pb2, generation_pb2, worker_pb2
 from pdserve.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from pdserve.v1.worker_pb2_grpc import add_RegistryServicer_to_server
+from router.adapters import Adapters
 from router.admin import AdminService, RegistryService
 from router.admission import AdmissionController, AdmissionLimits, Tenants
 from router.api.auth import Keys
@@ -149,6 +150,15 @@ class RouterServer:
         self.requests = requests = RequestServer(services, tracing)
         await enter(background("admit-queued-requests", requests.admit_queued))
 
+        # LoRA adapters.
+        adapters = Adapters(
+            fleet,
+            requests.open_adapters.__getitem__,
+            request_timeout_s=config.request_timeout_s,
+        )
+        self._stack.push_async_callback(adapters.close)
+        await enter(background("adapter-repair", adapters.repair))
+
         # Role changes.
         changer = RoleChanger(fleet, metrics)
         autoscaler = Autoscaler(fleet, costs, admission, changer, config.roles)
@@ -160,16 +170,19 @@ class RouterServer:
         watch_tasks(metrics.registry)
 
         # The APIs.
-        keys, opened = Keys(config.tenants), self._open_requests
+        keys, opened = Keys(config.tenants, config.access), self._open_requests
         preprocessor = Preprocessor(
-            requests.models, timeout_s=config.request_timeout_s, why_none=fleet.why_none
+            requests.models,
+            requests.adapters,
+            timeout_s=config.request_timeout_s,
+            why_none=fleet.why_none,
         )
         grpc_address = await self._start_grpc(
             Generation(requests, preprocessor, opened, keys),
             RegistryService(fleet, requests, costs, roles),
             AdminService(decisions, fleet, changer),
         )
-        http_api = HttpApi(requests, preprocessor, opened, metrics.render, keys)
+        http_api = HttpApi(requests, preprocessor, opened, metrics.render, adapters, keys)
         return RouterAddresses(http=await self._start_http(http_api), grpc=grpc_address)
 
     async def _start_grpc(

@@ -49,7 +49,7 @@ PERIOD_S = 0.25
 
 
 @asynccontextmanager
-async def _worker(fleet: Fleet, member: Member) -> AsyncIterator[WorkerAsyncStub]:
+async def worker_stub(fleet: Fleet, member: Member) -> AsyncIterator[WorkerAsyncStub]:
     """Connect to a worker. Raises its errors as PdserveError."""
     async with fleet.dialer.open_channel(member.info.address) as channel:
         try:
@@ -91,7 +91,7 @@ async def drain(
             open_streams=streams, pinned_blocks=pinned, seconds=seconds, **fields
         )
 
-    async with _worker(fleet, member) as stub:
+    async with worker_stub(fleet, member) as stub:
         request = w.DrainRequest(timeout_s=timeout_s, stop=stop)
         call = stub.Drain(request, timeout=timeout_s + MOVE_AND_FREE_S, metadata=metadata)
         asking = asyncio.ensure_future(call)
@@ -121,7 +121,7 @@ async def drain(
 
 async def undrain(fleet: Fleet, worker_id: str) -> None:
     """Raises InvalidRequest for an unknown worker, and the worker's error."""
-    async with _worker(fleet, _registered(fleet.members.values(), worker_id)) as stub:
+    async with worker_stub(fleet, _registered(fleet.members.values(), worker_id)) as stub:
         await stub.Undrain(
             w.UndrainRequest(), timeout=RPC_TIMEOUT_S, metadata=fleet.dialer.metadata
         )
@@ -168,7 +168,7 @@ class RoleChanger:
         done: a.ChangeRoleResponse,
     ) -> None:
         metadata, loop = self._fleet.dialer.metadata, asyncio.get_running_loop()
-        async with _worker(self._fleet, member) as stub:
+        async with worker_stub(self._fleet, member) as stub:
             request = w.SetRoleRequest(role=wire.role_to_pb(role), drain_timeout_s=drain_s)
             # If this fails and the worker changed all the same, it changes back by itself.
             timeout_s = drain_s + MOVE_AND_FREE_S

@@ -47,7 +47,7 @@ class _NoRoomError(Unavailable):
 class Charge:
     """Capacity that one stream takes of one worker. Releasing it again does nothing."""
 
-    __slots__ = ("_blocks", "_leave_backlog", "_prompt_tokens", "_released", "member")
+    __slots__ = ("_adapter", "_blocks", "_leave_backlog", "_prompt_tokens", "_released", "member")
 
     def __init__(
         self,
@@ -55,8 +55,10 @@ class Charge:
         prompt_tokens: int = 0,
         kv_tokens: int = 0,
         leave_backlog: Callable[[], None] | None = None,
+        adapter: str = "",
     ) -> None:
         self.member = member
+        self._adapter = adapter
         self._prompt_tokens = prompt_tokens
         self._blocks = member.blocks_for(kv_tokens)
         self._leave_backlog = leave_backlog
@@ -64,6 +66,8 @@ class Charge:
         member.outstanding_requests += 1
         member.outstanding_tokens += prompt_tokens
         member.reserved_blocks += self._blocks
+        if adapter:
+            member.use_adapter(adapter)
 
     def prefilled(self) -> bool:
         """The prompt is computed. Return True if that made room for another prompt."""
@@ -81,6 +85,8 @@ class Charge:
         self.prefilled()
         self.member.outstanding_requests -= 1
         self.member.reserved_blocks -= self._blocks
+        if self._adapter:
+            self.member.resident[self._adapter] -= 1
 
 
 class Reservation:
@@ -103,6 +109,7 @@ class Reservation:
         cached: Mapping[str, int] = NO_TOKENS_CACHED,
         prediction: Prediction | None = None,
         leave_backlog: Callable[[], None] | None = None,
+        adapter: str = "",
     ) -> None:
         self.decode, self.prefill, self.producer = decode, prefill, producer
         self.cached, self.prediction = cached, prediction
@@ -112,12 +119,12 @@ class Reservation:
             # It holds blocks for one prefill only, and promises none.
             kv_tokens = children_kv_tokens = 0
         if children_kv_tokens:
-            self._children_charge = Charge(decode, kv_tokens=children_kv_tokens)
+            self._children_charge = Charge(decode, 0, children_kv_tokens, None, adapter)
         if prefill is None:
-            self.decode_charge = Charge(decode, prompt_tokens, kv_tokens, leave_backlog)
+            self.decode_charge = Charge(decode, prompt_tokens, kv_tokens, leave_backlog, adapter)
         else:
-            self.prefill_charge = Charge(prefill, prompt_tokens, 0, leave_backlog)
-            self.decode_charge = Charge(decode, kv_tokens=kv_tokens)
+            self.prefill_charge = Charge(prefill, prompt_tokens, 0, leave_backlog, adapter)
+            self.decode_charge = Charge(decode, 0, kv_tokens, None, adapter)
 
     @property
     def pair(self) -> Pair | None:
@@ -199,13 +206,14 @@ class Placer:
             prefill_only=prefill_only,
             request_id=request.request_id,
             token_ids=token_ids,
+            adapter=request.adapter_key,
         )
 
     def reserve(self, demand: Demand) -> Reservation | None:
         """Place a new request. Return None if it must wait for room. Raises Unavailable if waiting
         for room would not help."""
         candidates = self._fleet.candidates(demand.model)
-        busy = self._busy(candidates, demand.prompt_tokens)
+        busy = self._busy(candidates, demand)
         try:
             if not busy:
                 return self._reserve(self._policy_or_aggregated, demand, candidates, is_new=True)
@@ -305,6 +313,7 @@ class Placer:
             cached=decision.cached,
             prediction=prediction,
             leave_backlog=leave_backlog,
+            adapter=demand.adapter,
         )
 
     def _unsaturated(self, decision: Decision, policy: Place) -> Decision:
@@ -322,17 +331,21 @@ class Placer:
             return structs.replace(decision, placement=None)
         return policy(left, demand, self._turn, self._context)
 
-    def _busy(self, candidates: Sequence[Candidate], prompt_tokens: int) -> set[str]:
-        """Return the workers that prefill and have enough prompts queued in their engine."""
-        if not self._chunks_ahead:
-            return set()
+    def _busy(self, candidates: Sequence[Candidate], demand: Demand) -> set[str]:
+        """Return the workers that prefill and have enough prompts queued in their engine, or run as
+        many other LoRA adapters as they can."""
+
+        def has_enough(c: Candidate) -> bool:
+            tokens = c.outstanding_tokens + demand.prompt_tokens
+            limit = self._chunks_ahead * chunk_tokens(c.info)
+            return bool(c.outstanding_tokens and 0 < limit < tokens)
+
         return {
             c.worker_id
             for c in candidates
-            if c.outstanding_tokens
-            and c.role is not Role.DECODE
+            if c.role is not Role.DECODE
             and c.state is MemberState.READY
-            and c.outstanding_tokens + prompt_tokens > self._chunks_ahead * chunk_tokens(c.info)
+            and (has_enough(c) or not c.can_run(demand.adapter))
         }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pdserve.telemetry import Span, Tracing
-    from pdserve.types import GenerateRequest, ModelInfo
+    from pdserve.types import Adapter, GenerateRequest, ModelInfo
     from router.admission import AdmissionController
     from router.answer import Out
     from router.fleet.member import Member
@@ -76,6 +77,7 @@ class RequestServer:
         self._tracing = tracing
         self._generations: set[Generation] = set()
         self.open_requests = 0
+        self.open_adapters = Counter[str]()  # open requests by the key of their LoRA adapter
 
     async def admit_queued(self) -> None:
         """Admit queued requests whenever workers or room come. Runs until it is cancelled."""
@@ -97,6 +99,7 @@ class RequestServer:
         arrived, admitted, outcome = loop.time(), 0.0, ""
         generations: list[Generation] = []
         self.open_requests += 1
+        self.open_adapters[request.adapter_key] += 1
         try:
             if self._tracing is not None:
                 span = self._begin_span(self._tracing, request)
@@ -126,6 +129,9 @@ class RequestServer:
             raise
         finally:
             self.open_requests -= 1
+            self.open_adapters[request.adapter_key] -= 1
+            if not self.open_adapters[request.adapter_key]:
+                del self.open_adapters[request.adapter_key]
             self._generations.difference_update(generations)
             if admitted:
                 code = outcome if ended_by is None else ended_by.code
@@ -219,6 +225,10 @@ class RequestServer:
     def models(self) -> Mapping[str, ModelInfo]:
         """The models of the registered workers, by name."""
         return self._services.fleet.models()
+
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The LoRA adapters that are served, by name."""
+        return self._services.fleet.adapters
 
     def check_ready(self) -> None:
         """Raises Unavailable unless every model can be served now."""

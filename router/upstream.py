@@ -231,6 +231,7 @@ class Attempt:
         submit.prompt_token_ids.extend(request.prompt_token_ids)
         submit.resume_token_ids.extend(resume)
         submit.traceparent = request.traceparent
+        submit.adapter = request.adapter_key
         submit.probe = self._is_probe
         submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
         return command

@@ -141,10 +141,13 @@ class Cluster:
                 on_token(answer)
         return answer
 
-    def expected(self, token_ids: Sequence[int], sampling: SamplingParams) -> Answer:
+    def expected(
+        self, token_ids: Sequence[int], sampling: SamplingParams, adapter: str = ""
+    ) -> Answer:
         """What one engine that nothing happens to says."""
         vocab_size = next(iter(self.workers.values())).info.model.vocab_size
-        work = Work(1, "expected", tuple(token_ids), sampling, AggregatedPhase())
+        phase = AggregatedPhase()
+        work = Work(1, "expected", tuple(token_ids), sampling, phase, adapter=adapter)
         sequence, answer = FakeSequence(work, vocab_size), Answer()
         while answer.finish_reason is None:
             delta = sequence.advance(0.0)

@@ -22,12 +22,12 @@ Key = Hashable
 
 class CacheMirror:
     """State: the chain hash and the children of each block by the engine's key, and what changed
-    since `take`. Blocks after one that is not known here are left out: tokens alone do not identify
-    one with a salt, an adapter or an image."""
+    since `take`. Blocks after one that is not known here are left out: tokens and adapter do not
+    identify one with a salt or an image."""
 
     def __init__(self, model: str, block_size: int) -> None:
+        self._model = model
         self._block_size = block_size
-        self._root = prefix_hash.root(model, block_size)
         self._hashes: dict[Key, int] = {}
         self._parents: dict[Key, Key] = {}
         self._children: dict[Key, dict[Key, None]] = {}
@@ -40,7 +40,17 @@ class CacheMirror:
     def __contains__(self, key: Key) -> bool:
         return key in self._hashes
 
-    def store(self, keys: Sequence[Key], parent: Key | None, token_ids: Sequence[int]) -> None:
+    def root(self, adapter: str = "") -> int:
+        """Return the seed of the first block of a prompt for the model, or for an adapter of it."""
+        return prefix_hash.root(self._model, self._block_size, adapter)
+
+    def store(
+        self,
+        keys: Sequence[Key],
+        parent: Key | None,
+        token_ids: Sequence[int],
+        adapter: str = "",
+    ) -> None:
         """Add blocks that follow one another after `parent`; `token_ids` are those of all of them.
         Known blocks are skipped."""
         skipped = 0
@@ -51,7 +61,7 @@ class CacheMirror:
             return
         if parent is not None and parent not in self._hashes:
             return
-        seed = self._root if parent is None else self._hashes[parent]
+        seed = self.root(adapter) if parent is None else self._hashes[parent]
         hashes = prefix_hash.chain(token_ids[skipped * self._block_size :], self._block_size, seed)
         for key, chain_hash in zip(keys[skipped:], hashes, strict=True):
             if key in self._hashes:

@@ -38,7 +38,14 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
     from pdserve.errors import PdserveError
     from pdserve.step_moments import StepMoments
-    from pdserve.types import KvEndpoint, KvLedger, ModelInfo, SamplingParams, WorkerLoad
+    from pdserve.types import (
+        Adapter,
+        KvEndpoint,
+        KvLedger,
+        ModelInfo,
+        SamplingParams,
+        WorkerLoad,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +89,14 @@ class Work:
     sampling: SamplingParams
     phase: Phase
     resume_token_ids: tuple[int, ...] = ()
+    adapter: str = ""  # key of a loaded LoRA adapter
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What a started engine is. `kv` is None if KV cannot leave the engine; `settings` are other
-    settings in effect that bear on its speed."""
+    settings in effect that bear on its speed; `max_loras` is how many LoRA adapters run at a time,
+    0 if it takes none."""
 
     name: str
     model: ModelInfo
@@ -96,6 +105,7 @@ class EngineInfo:
     max_num_seqs: int
     kv: KvEndpoint | None
     settings: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +171,21 @@ class Engine(Protocol):
         """Return what its steps have cost, or None before the start."""
         ...
 
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Load a LoRA adapter and keep it until it is unloaded. Raises InvalidRequest if the engine
+        cannot take it."""
+        ...
+
+    async def unload_adapter(self, key: str) -> None:
+        """Unload an adapter that no request uses. Unknown ones are ignored."""
+        ...
+
     async def close(self) -> None:
         """End everything. Idempotent."""
         ...
+
+
+NO_LORA = "the engine takes no LoRA adapters; set worker.engine_args.enable_lora to true"
 
 
 def check_work(work: Work, model: ModelInfo, *, has_kv: bool) -> None:

@@ -27,7 +27,9 @@ def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
     from workers.vllm.engine import VllmEngine
     from workers.vllm.settings import KvSettings, VllmSettings
 
-    kv = None
+    engine_args, kv = dict(config.engine_args), None
+    if config.adapters:
+        engine_args["enable_lora"] = True
     if config.role is not Role.AGGREGATED:
         extra = connector_config(config.kv, config.access)
         kv = KvSettings(instance_id, extra, config.kv.connector, config.kv.host)
@@ -37,7 +39,7 @@ def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
             model_names=config.served_names,
             threads=len(config.cores) or None,
             kv=kv,
-            engine_args=config.engine_args,
+            engine_args=engine_args,
         )
     )
 

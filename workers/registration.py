@@ -165,7 +165,9 @@ class Registrations:
             return renewed.lease_s
         router.known = None
         router.registered.clear()
-        request = w.RegisterRequest(worker=wire.worker_to_pb(info), draining=state.draining)
+        request = w.RegisterRequest(
+            worker=wire.worker_to_pb(info), draining=state.draining, adapters=state.adapters
+        )
         reply = await stub.Register(request, timeout=_RPC_S, metadata=metadata)
         router.known = info
         router.registered.set()

@@ -103,6 +103,13 @@ class WorkerServer(WorkerServicer):
             stack.push_async_callback(asyncio.to_thread, self._tracing.close)
         stack.push_async_callback(self.service.close)
         engine = await self.service.start()
+        for name, path in config.adapters.items():
+            try:
+                await self.service.load_adapter(name, path, engine.model.name)
+            except PdserveError as error:
+                raise ConfigError(
+                    f"adapters.{name}: {error.message}", field=f"adapters.{name}"
+                ) from error
         session_address = await self._listen_for_sessions()
         server = rpc.make_server(self._guard)
         credentials = server_credentials(config.access.tls)
@@ -206,6 +213,7 @@ class WorkerServer(WorkerServicer):
             block_size=engine.block_size,
             total_blocks=engine.total_blocks,
             max_num_seqs=engine.max_num_seqs,
+            max_loras=engine.max_loras,
             pid=os.getpid(),
             engine=engine.name,
             settings={**machine, **engine.settings},
@@ -262,6 +270,25 @@ class WorkerServer(WorkerServicer):
             if not self.service.settle_role(keep=request.keep):
                 raise Unavailable("this worker has no role change to settle")
         return w.SettleRoleResponse()
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: w.LoadAdapterRequest, context: Context
+    ) -> w.Adapter:
+        async with _refusing(context):
+            if not request.name:
+                raise InvalidRequest("lora_name is empty", field="lora_name")
+            model = self.info.model.name
+            adapter = await self.service.load_adapter(
+                request.name, request.path, model, request.digest
+            )
+        return wire.adapter_to_pb(adapter)
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: w.UnloadAdapterRequest, context: Context
+    ) -> w.UnloadAdapterResponse:
+        async with _refusing(context):
+            await self.service.unload_adapter(request.adapter)
+        return w.UnloadAdapterResponse()
 
 
 @asynccontextmanager

@@ -29,6 +29,7 @@ from pdserve.errors import (
 from pdserve.prefix_hash import pack
 from pdserve.types import Role, StreamDelta
 from pdserve.v1 import worker_pb2 as w
+from workers.adapters import read_adapter
 from workers.engine import AggregatedPhase, DecodePhase, Phase, PrefillPhase, Work, ended_by
 from workers.registration import Registrations
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
     from pdserve.security.roles import Guard
     from pdserve.telemetry import Span, Tracing
-    from pdserve.types import KvLedger, WorkerLoad
+    from pdserve.types import Adapter, KvLedger, WorkerLoad
     from workers.engine import CacheChange, Engine, EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class _Stream:
     router_stream_id: int
     is_prefill: bool
     span: Span | None
+    adapter: str
 
 
 class WorkerService:
@@ -111,6 +113,7 @@ class WorkerService:
         self.role_state = RoleState.SERVING
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.cached_blocks: dict[int, None] = {}  # chain hashes, each after its parent
+        self.adapters: dict[str, Adapter] = {}  # those that requests may use, by key
         self.is_moving = False  # routers should move the open streams to other workers
         self.guard = guard
         self.connections: set[Session] = set()  # open, also those without a hello
@@ -124,6 +127,7 @@ class WorkerService:
         self._exported = 0  # streams that another worker took over with their KV
         self._sessions: dict[str, Session] = {}
         self._streams: dict[int, _Stream] = {}
+        self._adapter_lock = asyncio.Lock()
         self._held: deque[int] = deque(maxlen=_MAX_HELD)  # ended prefills, by engine stream id
         self._is_draining = False
         self._is_announcing = False
@@ -169,6 +173,7 @@ class WorkerService:
             moving=self.is_moving,
             unhealthy=self._unhealthy,
             kv=None if kv is None else wire.kv_report_to_pb(kv.report()),
+            adapters=map(wire.adapter_to_pb, self.adapters.values()),
         )
 
     def set_unhealthy(self, reason: str) -> None:
@@ -241,7 +246,8 @@ class WorkerService:
             name = f"{submit.WhichOneof('phase')}_stream"
             span = self._tracing.begin(name, submit.traceparent, attributes)
         is_prefill = isinstance(work.phase, PrefillPhase)
-        self._streams[stream_id] = _Stream(session, submit.stream_id, is_prefill, span)
+        stream = _Stream(session, submit.stream_id, is_prefill, span, work.adapter)
+        self._streams[stream_id] = stream
         session.streams.add(stream_id)
         self._idle.clear()
         try:
@@ -257,6 +263,8 @@ class WorkerService:
         is_open = self._is_announcing or not self.is_draining
         if self._is_closing or not (is_open or (is_probe and not self._is_draining)):
             raise Unavailable("this worker is draining")
+        if submit.adapter and submit.adapter not in self.adapters:
+            raise Unavailable(f"adapter {submit.adapter} is not loaded on this worker")
 
     def _refuse(self, session: Session, router_stream_id: int, error: PdserveError) -> None:
         stream_id = session.first_stream_id + router_stream_id
@@ -340,6 +348,43 @@ class WorkerService:
         stream.session.streams.discard(stream_id)
         if not self._streams:
             self._idle.set()
+
+    # LoRA adapters.
+
+    async def load_adapter(self, name: str, path: str, model: str, digest: str = "") -> Adapter:
+        """Load the adapter in the directory `path`, and report it to routers. Raises InvalidRequest
+        if it cannot be loaded, or has another digest."""
+        async with self._adapter_lock:
+            adapter = await asyncio.to_thread(read_adapter, name, path, model)
+            if digest and adapter.digest != digest:
+                raise InvalidRequest(
+                    f"adapter {name}: the files in {adapter.path} have changed: their digest is "
+                    f"{adapter.digest}, and {digest} is served",
+                    field="lora_path",
+                )
+            if adapter.key not in self.adapters:
+                await self._engine.load_adapter(adapter)
+                if await asyncio.to_thread(read_adapter, name, path, model) != adapter:
+                    await self._engine.unload_adapter(adapter.key)
+                    text = f"the files in {adapter.path} changed while they were loaded"
+                    raise InvalidRequest(text, field="lora_path")
+                self.adapters[adapter.key] = adapter
+                self._routers.renew()
+            return adapter
+
+    async def unload_adapter(self, key: str) -> None:
+        """Report an adapter no more, and unload it when no request uses it. Unknown ones are
+        ignored."""
+        self.adapters.pop(key, None)
+        self._routers.renew()
+        while self._uses(key):  # noqa: ASYNC110 - streams end in many places
+            await asyncio.sleep(_LEDGER_POLL_S)
+        async with self._adapter_lock:
+            if key not in self.adapters:  # nobody has loaded it again
+                await self._engine.unload_adapter(key)
+
+    def _uses(self, key: str) -> bool:
+        return any(stream.adapter == key for stream in self._streams.values())
 
     # Drain and role.
 
@@ -614,6 +659,7 @@ def _work(submit: w.Submit, stream_id: int, role: Role) -> Work:
         sampling=wire.sampling_from_pb(submit.sampling, default_max_tokens=max_tokens),
         phase=phase,
         resume_token_ids=tuple(submit.resume_token_ids),
+        adapter=submit.adapter,
     )
 
 

@@ -78,8 +78,9 @@ def show(request: a.ExplainedRequest, workers: dict[str, WorkerInfo], console: C
         console.print(f"\n{number}. {when:%H:%M:%S.%f} {where}", soft_wrap=True)
         if decision.cause:
             line(f"placed again: {decision.cause}")
-        one = ", one token requested" if decision.prefill_only else ""
-        line(f"prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{one}")
+        more = ", one token requested" if decision.prefill_only else ""
+        more += f", adapter {decision.adapter}" if decision.adapter else ""
+        line(f"prompt {decision.prompt_tokens} tokens, KV {decision.kv_tokens} tokens{more}")
         if decision.avoid or decision.excluded:
             pairs = [f"{pair.prefill} with {pair.decode}" for pair in decision.excluded]
             line(f"excluded: {', '.join([*decision.avoid, *pairs])}")

@@ -78,6 +78,7 @@ def worker_configs(
                 config.worker,
                 model=model.model,
                 model_names=model.model_names,
+                adapters=model.adapters,
                 role=role,
                 engine_args=args,
                 access=access,

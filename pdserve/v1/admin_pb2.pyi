@@ -30,7 +30,7 @@ class ExplainedRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ...) -> None: ...
 
 class PlacementDecision(_message.Message):
-    __slots__ = ("unix_time_s", "cause", "policy", "turn", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "tried_before", "children", "child_tokens")
+    __slots__ = ("unix_time_s", "cause", "policy", "turn", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "tried_before", "children", "child_tokens", "adapter")
     UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class PlacementDecision(_message.Message):
     TRIED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     CHILDREN_FIELD_NUMBER: _ClassVar[int]
     CHILD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     unix_time_s: float
     cause: str
     policy: str
@@ -69,7 +70,8 @@ class PlacementDecision(_message.Message):
     tried_before: int
     children: int
     child_tokens: int
-    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., turn: _Optional[int] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[ExcludedPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., tried_before: _Optional[int] = ..., children: _Optional[int] = ..., child_tokens: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., turn: _Optional[int] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[ExcludedPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., tried_before: _Optional[int] = ..., children: _Optional[int] = ..., child_tokens: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ExcludedPair(_message.Message):
     __slots__ = ("prefill", "decode")

@@ -267,6 +267,16 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.SettleRoleRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.SettleRoleResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pdserve.v1.Worker/LoadAdapter',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pdserve.v1.Worker/UnloadAdapter',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -309,6 +319,20 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter, or does nothing if this revision of it is loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Reports the adapter no more, waits until no request uses it, and unloads it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -336,6 +360,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SettleRole,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.SettleRoleRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.SettleRoleResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.Adapter.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -475,6 +509,60 @@ class Worker:
             '/pdserve.v1.Worker/SettleRole',
             pdserve_dot_v1_dot_worker__pb2.SettleRoleRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.SettleRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/LoadAdapter',
+            pdserve_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/UnloadAdapter',
+            pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -108,6 +108,10 @@ class WorkerStub:
     accepts only probes.
     """
     SettleRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]
+    """Loads a LoRA adapter, or does nothing if this revision of it is loaded."""
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
+    """Reports the adapter no more, waits until no request uses it, and unloads it."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -128,6 +132,10 @@ class WorkerAsyncStub(WorkerStub):
     accepts only probes.
     """
     SettleRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]  # type: ignore[assignment]
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]  # type: ignore[assignment]
+    """Loads a LoRA adapter, or does nothing if this revision of it is loaded."""
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Reports the adapter no more, waits until no request uses it, and unloads it."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """Control of a worker. Requests travel over the session instead: one connection per router to
@@ -175,5 +183,21 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.SettleRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.SettleRoleResponse, _abc.Awaitable[_worker_pb2.SettleRoleResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.Adapter, _abc.Awaitable[_worker_pb2.Adapter]]:
+        """Loads a LoRA adapter, or does nothing if this revision of it is loaded."""
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _worker_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
+        """Reports the adapter no more, waits until no request uses it, and unloads it."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -96,7 +96,11 @@ class Entry:
         return hash((request.tenant, request.prompt_token_ids, request.sampling.max_tokens))
 
     def needs_at_least(self, other: Entry) -> bool:
-        return self.prompt_tokens >= other.prompt_tokens and self.kv_tokens >= other.kv_tokens
+        """Return True if it cannot be placed while `other` cannot. A request that waits for its
+        LoRA adapter says nothing about others."""
+        if self.prompt_tokens < other.prompt_tokens or self.kv_tokens < other.kv_tokens:
+            return False
+        return other.request.adapter_key in ("", self.request.adapter_key)
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
-"""API keys of tenants. No key is kept, logged or repeated."""
+"""API keys of tenants and administrators. No key is kept, logged or repeated."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdserve.errors import Unauthenticated
+from pdserve.config import AccessConfig
+from pdserve.errors import PermissionDenied, Unauthenticated
 from pdserve.security.keys import digest_in, digest_of
 
 if TYPE_CHECKING:
@@ -14,26 +15,41 @@ if TYPE_CHECKING:
 
 
 class Keys:
-    """Digests of all tenants' keys. Without tenants, everyone is let in as tenant ""."""
+    """Digests of all keys. Without tenants, everyone is let in as tenant "". Without any way to
+    authenticate, everyone is an administrator."""
 
-    def __init__(self, tenants: Iterable[TenantConfig] = ()) -> None:
+    def __init__(
+        self, tenants: Iterable[TenantConfig] = (), access: AccessConfig | None = None
+    ) -> None:
+        access = access or AccessConfig()
         tenants = tuple(tenants)
         self._is_open = not tenants
         # How long a look-up takes tells something of a digest, which tells nothing of a key.
         self._tenants = {digest_in(text): x.name for x in tenants for text in x.keys}
+        self._admins = {digest_in(text) for text in access.admin_keys}
+        self._admin_is_open = self._is_open and not access.asks_for_roles
 
     def tenant_of(self, authorization: str | None) -> str:
         """Return the tenant of an Authorization header. Raises Unauthenticated."""
         if self._is_open:
             return ""
-        scheme, _, key = (authorization or "").strip().partition(" ")
-        key = key.strip()
-        if scheme.lower() != "bearer" or not key:
-            raise Unauthenticated("an API key is required: Authorization: Bearer KEY")
-        tenant = self._tenants.get(digest_of(key))
+        tenant = self._tenants.get(_digest(authorization))
         if tenant is None:
             raise Unauthenticated("unknown API key")
         return tenant
+
+    def check_admin(self, authorization: str | None) -> None:
+        """Raises Unauthenticated or PermissionDenied."""
+        if not self._admin_is_open and _digest(authorization) not in self._admins:
+            raise PermissionDenied("a key of router.access.admin_keys is required")
+
+
+def _digest(authorization: str | None) -> bytes:
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    key = key.strip()
+    if scheme.lower() != "bearer" or not key:
+        raise Unauthenticated("an API key is required: Authorization: Bearer KEY")
+    return digest_of(key)
 
 
 EVERYONE = Keys()

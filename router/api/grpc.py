@@ -22,6 +22,7 @@ from pdserve.tokenizer import ChatMessage
 from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationServicer
+from router.answer import served
 from router.api.auth import EVERYONE
 from router.api.open_requests import END_S
 from router.api.preprocess import (
@@ -122,14 +123,15 @@ class Generation(GenerationServicer):
             self._keys.tenant_of(_metadata(context, "authorization"))
         except PdserveError as error:
             await rpc.abort(context, error)
-        models = self._generator.models()
         return g.ListModelsResponse(
             models=[
                 g.ModelCard(
-                    name=name, max_model_len=model.max_model_len, vocab_size=model.vocab_size
+                    name=name,
+                    max_model_len=model.max_model_len,
+                    vocab_size=model.vocab_size,
+                    parent="" if adapter is None else adapter.model,
                 )
-                for _, model in sorted(models.items())
-                for name in model.names
+                for name, (model, adapter) in served(self._generator).items()
             ]
         )
 

@@ -23,14 +23,16 @@ from pdserve.errors import (
     wait_s,
 )
 from pdserve.metrics import CONTENT_TYPE
+from router.answer import served
 from router.api import openai
 from router.api.auth import EVERYONE
-from router.api.preprocess import check_request_id, find_model, new_request_id
+from router.api.preprocess import check_request_id, new_request_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-    from pdserve.types import ModelInfo
+    from pdserve.types import Adapter, ModelInfo
+    from router.adapters import Adapters
     from router.answer import AnswerDelta, Generates
     from router.api.auth import Keys
     from router.api.open_requests import OpenRequests
@@ -46,6 +48,7 @@ BODY_TIMEOUT_S = 30.0
 # Bytes that may wait in the router for a client that reads slower than its answer is made.
 MAX_UNSENT_BYTES = 1 << 20
 _MODELS = "/v1/models"
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _HEADERS = web.RequestKey("response_headers", dict[str, str])
 _TENANT = web.RequestKey("tenant", str)
 _EVENT_STREAM = {
@@ -66,17 +69,21 @@ class HttpApi:
         preprocessor: Preprocessor,
         open_requests: OpenRequests,
         render_metrics: Callable[[], bytes],
+        adapters: Adapters,
         keys: Keys = EVERYONE,
     ) -> None:
         self._generator = generator
         self._preprocessor = preprocessor
         self._open_requests = open_requests
         self._render_metrics = render_metrics
+        self._adapters = adapters
         self._keys = keys
         self._started = int(time.time())
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", partial(self._generate, openai.ChatRequest)),
             "/v1/completions": ("POST", partial(self._generate, openai.CompletionRequest)),
+            _LOAD: ("POST", self._load_adapter),
+            _UNLOAD: ("POST", self._unload_adapter),
             _MODELS: ("GET", self._list_models),
             "/health": ("GET", self._health),
             "/ready": ("GET", self._ready),
@@ -103,7 +110,9 @@ class HttpApi:
 
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
-        if path.startswith("/v1/"):
+        if path in (_LOAD, _UNLOAD):
+            self._keys.check_admin(request.headers.get("authorization"))
+        elif path.startswith("/v1/"):
             request[_TENANT] = self._keys.tenant_of(request.headers.get("authorization"))
         method, handler = self._routes.get(path, ("", None))
         if handler is None and path.startswith(f"{_MODELS}/"):
@@ -116,27 +125,38 @@ class HttpApi:
         return await handler(request)
 
     async def _list_models(self, _: web.BaseRequest) -> web.Response:
-        models = self._generator.models()
-        cards = [self._card(x, model) for _, model in sorted(models.items()) for x in model.names]
+        cards = [self._card(name, *x) for name, x in served(self._generator).items()]
         return _json({"object": "list", "data": cards})
 
     async def _show_model(self, request: web.BaseRequest) -> web.Response:
         name = request.path.removeprefix(f"{_MODELS}/")
-        model = find_model(self._generator.models(), name)
-        if model is None:
+        found = served(self._generator).get(name)
+        if found is None:
             raise ModelNotFound(f"model {name!r} is not served", field="model")
-        return _json(self._card(name, model))
+        return _json(self._card(name, *found))
 
-    def _card(self, name: str, model: ModelInfo) -> dict[str, object]:
+    def _card(self, name: str, model: ModelInfo, adapter: Adapter | None) -> dict[str, object]:
         return {
             "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "pdserve",
+            **({} if adapter is None else {"parent": model.name, "root": adapter.path}),
             # Not OpenAI's: clients need these to make prompts of token ids that fit.
             "max_model_len": model.max_model_len,
             "vocab_size": model.vocab_size,
         }
+
+    async def _load_adapter(self, request: web.BaseRequest) -> web.Response:
+        body = openai.read(openai.LoadAdapterRequest, await _read_body(request))
+        name = body.lora_name
+        await self._adapters.load(name, body.lora_path, model=body.model, replace=body.load_inplace)
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_adapter(self, request: web.BaseRequest) -> web.Response:
+        name = openai.read(openai.UnloadAdapterRequest, await _read_body(request)).lora_name
+        await self._adapters.unload(name)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _health(self, _: web.BaseRequest) -> web.Response:
         return _json({"status": "ok"})
@@ -169,12 +189,12 @@ class HttpApi:
                 key = _idempotency_key(request)
                 self._open_requests.claim(open_request, made.tenant, key, bool(made.resume))
                 if body.stream:
-                    writer = openai.EventWriter(body, request_id, made.model)
+                    writer = openai.EventWriter(body, request_id, made.served_name)
                     events = EventStream(request, request[_HEADERS], writer)
                     await self._generator.serve(made, events)
                     events.end()
                     return events.response
-                answer = openai.WholeAnswer(body, request_id, made.model)
+                answer = openai.WholeAnswer(body, request_id, made.served_name)
                 await self._generator.serve(made, answer)
                 return web.Response(body=answer.body(), content_type="application/json")
         except PdserveError as error:

@@ -10,7 +10,7 @@ import re
 import time
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -249,6 +249,23 @@ class CompletionRequest(_Body, kw_only=True):
         return tuple(prompt)
 
 
+class LoadAdapterRequest(_Strict):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[_Text, Meta(description="Name that requests give as `model`.")]
+    lora_path: Annotated[_Text, Meta(description="Directory on the workers' machines.")]
+    load_inplace: Annotated[
+        bool, Meta(description="Replace the adapter that is served under this name.")
+    ] = False
+    model: Annotated[str, Meta(description="Its model, if the router serves several.")] = ""
+
+
+class UnloadAdapterRequest(_Strict):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: _Text
+
+
 class TextPart(_Strict, tag_field="type", tag="text"):
     text: str
 
@@ -376,18 +393,20 @@ def _not_supported(field: str) -> UnsupportedField:
 
 
 RequestBody = ChatRequest | CompletionRequest
+Body = TypeVar("Body", bound=_Strict)
 
-_DECODERS: dict[type[RequestBody], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (ChatRequest, CompletionRequest)
+_DECODERS: dict[type[_Strict], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind)
+    for kind in (ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest)
 }
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*?)`")
 
 
-def read(kind: type[RequestBody], data: bytes) -> RequestBody:
+def read(kind: type[Body], data: bytes) -> Body:
     """Decode and validate a body. Raises InvalidRequest naming the field."""
     try:
-        body: RequestBody = _DECODERS[kind].decode(data)
+        body: Body = _DECODERS[kind].decode(data)
     except msgspec.ValidationError as error:
         raise _error_for(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -649,14 +668,18 @@ def _finite(token: TokenLogprob) -> float:
 
 # -- OpenAPI
 
+POSTS = (
+    *("/v1/chat/completions", "/v1/completions"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
 _GETS = ("/v1/models", "/health", "/ready", "/metrics", "/openapi.json")
 
 
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the HTTP API."""
-    kinds = (ChatRequest, CompletionRequest, Response, ErrorBody)
-    (chat, completion, answer, error), schemas = msgspec.json.schema_components(
-        kinds, ref_template="#/components/schemas/{name}"
+    kinds = (ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest)
+    (*bodies, answer, error), schemas = msgspec.json.schema_components(
+        (*kinds, Response, ErrorBody), ref_template="#/components/schemas/{name}"
     )
     for name in ("ChatRequest", "CompletionRequest"):
         for field, schema in schemas[name]["properties"].items():
@@ -668,8 +691,9 @@ def openapi() -> dict[str, Any]:
         return {"200": {"description": "Success.", **content}, "default": failure}
 
     paths: dict[str, Any] = {path: {"get": {"responses": responses()}} for path in _GETS}
-    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", completion)):
-        content = {"application/json": {"schema": answer}, "text/event-stream": {}}
+    generated = {"application/json": {"schema": answer}, "text/event-stream": {}}
+    for path, body in zip(POSTS, bodies, strict=True):
+        content = {"text/plain": {}} if path.endswith("_adapter") else generated
         paths[path] = {
             "post": {
                 "requestBody": {

@@ -24,7 +24,7 @@ from pdserve.types import GenerateRequest, ServiceClass
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from pdserve.types import ModelInfo, SamplingParams
+    from pdserve.types import Adapter, ModelInfo, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def check_request_id(request_id: str, *, field: str) -> str:
 
 
 class Preprocessor:
-    """Prepares requests for the models that `models` returns.
+    """Prepares requests for the models that `models` returns, and their LoRA adapters.
 
     `timeout_s` is the deadline of requests that give none, and the latest that one may give.
     `why_none` explains why no model is served. The tokenizer of a model is read once, by `load` in
@@ -86,12 +86,14 @@ class Preprocessor:
     def __init__(
         self,
         models: Callable[[], Mapping[str, ModelInfo]],
+        adapters: Callable[[], Mapping[str, Adapter]] = dict,
         *,
         timeout_s: float,
         why_none: Callable[[], str] = lambda: "no worker has registered yet",
         load: Callable[[Path], Tokenizer] = Tokenizer.load,
     ) -> None:
         self._models = models
+        self._adapters = adapters
         self._why_none = why_none
         self._timeout_s = timeout_s
         self._load = load
@@ -105,7 +107,7 @@ class Preprocessor:
         if parsed.timeout_s is not None:
             timeout_s = min(timeout_s, parsed.timeout_s)
         until = asyncio.get_running_loop().time() + timeout_s
-        model = self._find(parsed.model)
+        model, _ = self._find(parsed.model)
         sampling = _with_defaults(parsed, model.sampling_defaults)
         _check_ids(sampling.stop_token_ids, model, field="stop_token_ids")
         _check_ids(tuple(sampling.logit_bias), model, field="logit_bias")
@@ -113,6 +115,8 @@ class Preprocessor:
         _check_ids(prompt, model, field=parsed.prompt_field)
         sampling = _fit(parsed, sampling, len(prompt), model)
         _check_resume(parsed.resume, sampling, model)
+        # It may have been unloaded or replaced while the prompt was tokenised.
+        model, adapter = self._find(parsed.model)
         return GenerateRequest(
             request_id=parsed.request_id,
             model=model.name,
@@ -124,17 +128,21 @@ class Preprocessor:
             service_class=parsed.service_class,
             tenant=tenant,
             traceparent=traceparent,
+            adapter=adapter,
         )
 
-    def _find(self, name: str) -> ModelInfo:
-        models = self._models()
+    def _find(self, name: str) -> tuple[ModelInfo, Adapter | None]:
+        models, adapters = self._models(), self._adapters()
         if not models:
             raise Unavailable(self._why_none(), retry_after_s=1.0)
         if (found := find_model(models, name)) is not None:
-            return found
+            return found, None
+        if (adapter := adapters.get(name)) is not None and adapter.model in models:
+            return models[adapter.model], adapter
         if not name and len(models) == 1:
-            return next(iter(models.values()))
-        served = ", ".join(sorted(x for model in models.values() for x in model.names))
+            return next(iter(models.values())), None
+        names = [x for model in models.values() for x in model.names]
+        served = ", ".join(sorted((*names, *adapters)))
         if not name:
             raise InvalidRequest(f"'model' is required; served: {served}", field="model")
         raise ModelNotFound(f"model {name!r} is not served; served: {served}", field="model")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from pdserve.kv_pairs import kind_of
 from router.fleet.health import Breaker, StallDetector
-from router.placement.values import Candidate, MemberState
+from router.placement.values import NO_ADAPTERS, Candidate, MemberState
 
 if TYPE_CHECKING:
     from pdserve.kv_pairs import KvKind
     from pdserve.step_moments import StepMoments
-    from pdserve.types import KvReport, WorkerInfo, WorkerLoad
+    from pdserve.types import Adapter, KvReport, WorkerInfo, WorkerLoad
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,9 @@ class Member:
     routers were last seen to hold. `load`, `kv` and `steps` are None until reported. `lease_end`
     is on the clock of leases; for a lost worker it is the time of its loss. `unhealthy` is the
     worker's own verdict on its machine, `gone` the reason of its loss, `replaced` the instance id
-    of the start before this one.
+    of the start before this one. `adapters` are the LoRA adapters that the worker reported, by key,
+    and `resident` those that this router used last, at most `max_loras` unless more are in use,
+    with their open streams.
     """
 
     info: WorkerInfo
@@ -42,6 +44,9 @@ class Member:
     unhealthy: str = ""
     gone: str = ""
     replaced: str = ""
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+    adapters_retry_at: float = 0.0
+    resident: dict[str, int] = field(default_factory=dict)
     breaker: Breaker = field(default_factory=Breaker)
     stalls: StallDetector = field(default_factory=StallDetector)
     kind: KvKind = field(init=False, repr=False)
@@ -87,6 +92,13 @@ class Member:
         """Return the blocks of `tokens`, capped to those that there are."""
         return min(-(-tokens // self.info.block_size), self.info.total_blocks)
 
+    def use_adapter(self, key: str) -> None:
+        """A stream with this adapter begins. The least recently used idle one makes room."""
+        self.resident[key] = self.resident.pop(key, 0) + 1
+        idle = (x for x, streams in self.resident.items() if not streams)
+        if len(self.resident) > self.info.max_loras and (oldest := next(idle, None)) is not None:
+            del self.resident[oldest]
+
     def reported(self, load: WorkerLoad) -> bool:
         """Take a report. Return True if the worker has more room than was known.
 
@@ -113,4 +125,6 @@ class Member:
             self.outstanding_requests,
             self.outstanding_tokens,
             self.reserved_blocks + self.foreign_blocks,
+            self.adapters.keys(),
+            self.resident.copy() if self.resident else NO_ADAPTERS,
         )

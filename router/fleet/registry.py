@@ -26,11 +26,11 @@ from router.fleet.member import Member
 from router.placement.values import MemberState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from pdserve.metrics import Histogram
     from pdserve.rpc import Dialer
-    from pdserve.types import KvReport, ModelInfo, WorkerInfo, WorkerLoad
+    from pdserve.types import Adapter, KvReport, ModelInfo, WorkerInfo, WorkerLoad
     from pdserve.v1 import worker_pb2 as w
     from router.fleet.connection import Connect
     from router.placement.values import Candidate
@@ -46,7 +46,9 @@ PAIR_FACTOR = 6
 
 
 class Fleet:
-    """State: `members` by worker id, and a connection to each that is not lost.
+    """State: `members` by worker id, a connection to each that is not lost, and the LoRA adapters
+    that are served, by name: `adapters`. Reports do not change those in `changing`, which this
+    router loads or unloads now.
 
     `token_gaps` returns the histogram of a model's gaps between tokens. With `watches` the prefix
     cache of each worker is indexed. `clock` is the event loop's by default. An async context
@@ -67,6 +69,8 @@ class Fleet:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.members: dict[str, Member] = {}
+        self.adapters: dict[str, Adapter] = {}
+        self.changing: set[str] = set()
         self.lease_s = lease_s
         self.health = health or HealthConfig()
         self.outliers = OutlierEjection(PAIR_FACTOR * self.health.eject_s)
@@ -128,7 +132,9 @@ class Fleet:
     def lease_now(self) -> float:
         return self.lease_clock.now()
 
-    def register(self, info: WorkerInfo, *, draining: bool = False) -> None:
+    def register(
+        self, info: WorkerInfo, *, draining: bool = False, adapters: Collection[Adapter] = ()
+    ) -> None:
         """Add a worker, or renew it if this start of it is known.
 
         Raises InvalidRequest, naming the field, if it cannot serve beside the others, or if a later
@@ -146,7 +152,9 @@ class Fleet:
                 self._lose(known, "it registered again")
         if known is None or known.lost:
             self._add(info, known)
-        self.renew(info.worker_id, info.instance_id, load=None, draining=draining)
+        self.renew(
+            info.worker_id, info.instance_id, load=None, draining=draining, adapters=adapters
+        )
         self._reconcile()
 
     def _check_compatible(self, info: WorkerInfo) -> None:
@@ -200,6 +208,7 @@ class Fleet:
         draining: bool,
         kv: KvReport | None = None,
         unhealthy: str = "",
+        adapters: Collection[Adapter] = (),
     ) -> bool:
         """Extend a lease. Return False if this start of the worker must register. A report that was
         not sent leaves the last one as it is."""
@@ -213,9 +222,29 @@ class Fleet:
             self.reported(member, load)
         if kv is not None:
             member.kv = kv
+        self._report_adapters(member, {adapter.key: adapter for adapter in adapters})
         if member.state != before:
             self.capacity_changed()
         return True
+
+    def _report_adapters(self, member: Member, adapters: dict[str, Adapter]) -> None:
+        """An adapter that a worker reports for the first time is served. One that a worker reports
+        no more is not: another router unloads it. A revision is served until no worker has it."""
+        before, member.adapters = member.adapters, adapters
+        gone = before.keys() - adapters.keys()
+        for name in {(before | adapters)[key].name for key in before.keys() ^ adapters.keys()}:
+            if name in self.changing:
+                continue
+            reported = [x.adapters for x in self.members.values() if not x.lost]
+            found = {key: x for each in reported for key, x in each.items() if x.name == name}
+            served = self.adapters.pop(name, None)
+            if served is not None and (served.key in found or not found):
+                found = {served.key: served} | found  # without a worker, it waits for one
+            left = [x for key, x in found.items() if key not in gone]
+            if left:
+                self.adapters[name] = left[0]
+        if before.keys() != adapters.keys():
+            self.capacity_changed()
 
     def deregister(self, worker_id: str, instance_id: str) -> None:
         """The worker leaves; unknown workers are ignored."""

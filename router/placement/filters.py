@@ -1,7 +1,8 @@
 """Filters: which workers can serve a demand, and in words why others cannot.
 
-In this order: ready; large enough for the prompt and a token; not to be avoided, unless its role
-would have no other worker; able to exchange KV with a worker of the other phase; KV blocks free.
+In this order: ready; large enough for the prompt and a token; with the LoRA adapter loaded; not to
+be avoided, unless its role would have no other worker; able to exchange KV with a worker of the
+other phase; KV blocks and a slot for the adapter free.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ class Eligible:
     def has_pair(self) -> bool:
         return any(self.producers(c) for c in self.decodes)
 
-    def with_room(self, tokens: int) -> list[Candidate]:
-        """Return the workers that can decode, get KV from somewhere, and have free blocks."""
+    def with_room(self, demand: Demand) -> list[Candidate]:
+        """Return the workers that can decode, get KV from somewhere, and have room."""
         decodes = [c for c in self.decodes if self.producers(c)]
-        return [c for c in (*decodes, *self.aggregated) if c.has_room(tokens)]
+        return [c for c in (*decodes, *self.aggregated) if c.has_room(demand)]
 
 
 def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
@@ -72,9 +73,15 @@ def eligible(candidates: Sequence[Candidate], demand: Demand) -> Eligible:
 
 
 def able(candidates: Sequence[Candidate], demand: Demand) -> list[Candidate]:
-    """Return the ready workers that could hold the prompt and a token if they were idle."""
-    least = demand.prompt_tokens
-    return [c for c in candidates if c.state is MemberState.READY and c.capacity_tokens > least]
+    """Return the ready workers that could run the prompt and a token if they were idle."""
+    least, adapter = demand.prompt_tokens, demand.adapter
+    return [
+        c
+        for c in candidates
+        if c.state is MemberState.READY
+        and c.capacity_tokens > least
+        and (not adapter or adapter in c.adapters)
+    ]
 
 
 def prefer(candidates: list[Candidate], avoid: frozenset[str]) -> list[Candidate]:
@@ -156,10 +163,16 @@ def _reason(candidate: Candidate, decision: Decision, found: Eligible) -> str:
         return f"{candidate.state}"
     if capacity <= demand.prompt_tokens:
         return f"holds {capacity} tokens, the prompt alone has {demand.prompt_tokens}"
+    if demand.adapter and demand.adapter not in candidate.adapters:
+        return f"adapter {demand.adapter} is not loaded"
     if candidate not in (*found.prefills, *found.decodes, *found.aggregated):
         return "to be avoided"
     full = ""
-    if candidate.role is not Role.PREFILL and not candidate.has_room(demand.kv_tokens):
+    if candidate.role is Role.PREFILL:
+        pass
+    elif not candidate.can_run(demand.adapter):
+        full = f"as many other adapters run there as max_loras ({candidate.info.max_loras}) allows"
+    elif not candidate.has_room(demand):
         taken, total = candidate.reserved_blocks, candidate.info.total_blocks
         full = f"no room: {taken} of {total} blocks are reserved, {demand.kv_tokens} tokens needed"
     if decision.policy in _NOT_TRIED:
@@ -179,7 +192,7 @@ def _unpaired_reason(candidate: Candidate, found: Eligible, demand: Demand) -> s
         pairs = [(candidate, c) for c in found.decodes if candidate in found.producers(c)]
         if not pairs:
             return "it can give KV to no decode worker"
-        pairs = [(p, d) for p, d in pairs if d.has_room(demand.kv_tokens)]
+        pairs = [(p, d) for p, d in pairs if d.has_room(demand)]
         if not pairs:
             return "no decode worker that it can give KV to has room"
     names = {(p.worker_id, d.worker_id) for p, d in pairs}

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 # Score of a reported value that no worker has reported yet.
 UNKNOWN = 0.5
+# Weight of the scorer `adapter`, beside those of the policy, for requests with a LoRA adapter.
+ADAPTER_WEIGHT = 0.3
 # Scores that differ by less are equal: sums of ratios differ in the last bit.
 _EQUAL = 1e-9
 # Of a larger pool this many workers are scored for each phase. The best of 64 random ones is among
@@ -97,6 +99,20 @@ def cached_share(workers: Workers, demand: Demand, cached: Cached) -> list[float
     return [min(1.0, cached.get(c.worker_id, 0) / tokens) for c in workers]
 
 
+def adapter(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
+    """1 where the LoRA adapter was used last, 0.8 with a slot (max_loras) for it, 0.4 if an idle
+    adapter must leave its slot, 0 if none is idle."""
+
+    def of(c: Candidate) -> float:
+        if demand.adapter in c.resident:
+            return 1.0
+        if len(c.resident) < c.info.max_loras:
+            return 0.8
+        return 0.4 if c.can_run(demand.adapter) else 0.0
+
+    return [of(c) for c in workers]
+
+
 def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]) -> list[float]:
     """Return `value` of each worker's report, and the mean of them for workers without one."""
     known = [None if c.load is None else value(c.info, c.load) for c in workers]
@@ -108,6 +124,9 @@ def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]
 
 
 def score(workers: Workers, weights: Weights, demand: Demand, cached: Cached) -> Scoreboard:
+    if weights and demand.adapter:
+        others = ((scorer, weight * (1 - ADAPTER_WEIGHT)) for scorer, weight in weights)
+        weights = ((adapter, ADAPTER_WEIGHT), *others)
     totals, columns = dict.fromkeys(workers, 0.0 if weights else 1.0), []
     for scorer, weight in weights:
         column = scorer(workers, demand, cached)
@@ -160,7 +179,7 @@ class Policy:
         demand = decision.demand
         if not found.prefills and not found.aggregated:
             raise Unavailable(f"no prefill worker is ready for model {demand.model}")
-        roomy = [c for c in found.aggregated if c.has_room(demand.kv_tokens)]
+        roomy = [c for c in found.aggregated if c.has_room(demand)]
         if tried := self._draw(found.prefills + roomy, decision, salt=1):
             decision.prefill = score(tried, self.prefill, demand, decision.cached)
             decision.totals = decision.prefill.totals
@@ -170,7 +189,7 @@ class Policy:
         demand, turn, cached = decision.demand, decision.turn, decision.cached
         if not found.has_pair and not found.aggregated:
             raise Unavailable(what_is_missing(demand.model, found.prefills, found.decodes))
-        roomy = found.with_room(demand.kv_tokens)
+        roomy = found.with_room(demand)
         producers = {c: found.allowed_producers(c) for c in roomy if c.role is Role.DECODE}
         reachable = [c for c in roomy if producers.get(c) != []]
         if not reachable:
@@ -284,7 +303,7 @@ def place_aggregated(
         raise Unavailable(f"no worker is ready for model {demand.model}")
     if waits_for_room:
         # A prefill worker's engine queues the request instead.
-        found = [c for c in found if c.role is Role.PREFILL or c.has_room(demand.kv_tokens)]
+        found = [c for c in found if c.role is Role.PREFILL or c.has_room(demand)]
     return _least_loaded_of(found, Decision(AGGREGATED, candidates, demand, turn))
 
 
@@ -312,7 +331,7 @@ def place_live(
         and c.worker_id != source.worker_id
         and exchange(source.kind, c.kind)
         and (source.worker_id, c.worker_id) not in demand.excluded
-        and c.has_room(demand.kv_tokens)
+        and c.has_room(demand)
     ]
     if not found:
         raise Unavailable(f"no decode worker can continue with the KV of {source.worker_id}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -20,6 +20,7 @@ Cached = Mapping[str, int]
 """Cached prompt tokens by worker id; workers without any are left out."""
 
 NO_TOKENS_CACHED: Cached = MappingProxyType({})
+NO_ADAPTERS: Mapping[str, int] = MappingProxyType({})
 
 
 class MemberState(StrEnum):
@@ -38,7 +39,7 @@ class Demand:
 
     `prefill_only`: one token is wanted, so no decode. `avoid`: workers to use only if there is no
     other. `excluded`: pairs (prefill, decode) that must not exchange KV now. `children`: answers
-    beyond the first, each with `child_tokens` of `kv_tokens`.
+    beyond the first, each with `child_tokens` of `kv_tokens`. `adapter`: key of a LoRA adapter.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Demand:
     token_ids: tuple[int, ...] = field(default=(), repr=False)
     children: int = 0
     child_tokens: int = 0
+    adapter: str = ""
     _hashes: dict[int, list[int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -60,7 +62,7 @@ class Demand:
         computed once per block size."""
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            root = prefix_hash.root(self.model, block_size)
+            root = prefix_hash.root(self.model, block_size, self.adapter)
             blocks = prefix_hash.usable_blocks(len(self.token_ids), block_size)
             hashes = prefix_hash.chain(self.token_ids, block_size, root, blocks=blocks)
             self._hashes[block_size] = hashes
@@ -77,7 +79,8 @@ class Candidate(Struct, eq=False):
 
     `kind` tells which workers it can exchange KV with. `load` is None until the worker reported it.
     This router's own placements are always known: `outstanding_tokens` of prompts not yet
-    prefilled, `reserved_blocks` of KV.
+    prefilled, `reserved_blocks` of KV, and in `resident` the open streams of each LoRA adapter that
+    was last used there. `adapters` are the keys of those that are loaded.
     """
 
     worker_id: str
@@ -90,6 +93,8 @@ class Candidate(Struct, eq=False):
     outstanding_requests: int
     outstanding_tokens: int
     reserved_blocks: int
+    adapters: Container[str] = ()
+    resident: Mapping[str, int] = NO_ADAPTERS
 
     @property
     def used(self) -> float:
@@ -97,11 +102,19 @@ class Candidate(Struct, eq=False):
         slots = self.outstanding_requests / self.info.max_num_seqs
         return max(slots, self.reserved_blocks / self.info.total_blocks)
 
-    def has_room(self, tokens: int) -> bool:
-        """Return True if the KV blocks for `tokens` are not reserved."""
+    def has_room(self, demand: Demand) -> bool:
+        """Return True if KV blocks for `demand` are not reserved, and its adapter can run."""
         info = self.info
-        blocks = min(-(-tokens // info.block_size), info.total_blocks)
-        return self.reserved_blocks + blocks <= info.total_blocks
+        blocks = min(-(-demand.kv_tokens // info.block_size), info.total_blocks)
+        has_blocks = self.reserved_blocks + blocks <= info.total_blocks
+        return has_blocks and self.can_run(demand.adapter)
+
+    def can_run(self, adapter: str) -> bool:
+        """Return False if as many other adapters run as the engine runs at a time: it would keep
+        the request waiting until one of them ends."""
+        if not adapter or self.resident.get(adapter):
+            return True
+        return sum(map(bool, self.resident.values())) < self.info.max_loras
 
 
 class Placement(Struct, frozen=True):
@@ -168,7 +181,7 @@ class Decision(Struct, eq=False):
         x = self.demand
         # Written out: `dataclasses.replace` takes three times as long.
         sizes = (x.prompt_tokens, x.kv_tokens, x.prefill_only, x.avoid, x.excluded)
-        demand = Demand(x.model, *sizes, x.request_id, (), x.children, x.child_tokens)
+        demand = Demand(x.model, *sizes, x.request_id, (), x.children, x.child_tokens, x.adapter)
         return structs.replace(self, demand=demand)
 
 

@@ -17,12 +17,13 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pdserve.errors import PdserveError
 from workers.vllm.engine import VllmEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.types import StreamDelta
+    from pdserve.types import Adapter, StreamDelta
     from workers.engine import CacheChange
 
 HEADER = struct.Struct("<I")
@@ -43,6 +44,14 @@ def _apply(cached: dict[int, None], change: CacheChange) -> None:
     for block in change.removed:
         cached.pop(block, None)
     cached.update(dict.fromkeys(change.stored))
+
+
+async def _load(engine: VllmEngine, adapter: Adapter) -> PdserveError | None:
+    try:
+        await engine.load_adapter(adapter)
+    except PdserveError as error:
+        return error
+    return None
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,10 +76,10 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         match await read_frame(reader):
             case ("submit", work):
                 engine.submit(work)
-            case ("cancel", stream_id):
-                engine.cancel(stream_id)
-            case ("export", stream_id, transfer_id):
-                engine.export(stream_id, transfer_id)
+            case ("cancel" | "export" as what, *values):
+                getattr(engine, what)(*values)
+            case ("load_adapter", adapter):
+                write_frame(writer, ("loaded", await _load(engine, adapter)))
             case ("status",):
                 write_frame(writer, ("status", (engine.load(), engine.ledger())))
             case ("kv",):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvState
     from pdserve.local.forkserver import Forked
     from pdserve.types import (
+        Adapter,
         ErrorInfo,
         FinishReason,
         KvLedger,
@@ -178,6 +179,7 @@ class EngineProcess:
         *,
         resume: Sequence[int] = (),
         request_id: str = "",
+        adapter: str = "",
     ) -> int:
         """Submit work and return its stream id."""
         stream_id = next(self._ids)
@@ -188,6 +190,7 @@ class EngineProcess:
             sampling=sampling or SamplingParams(temperature=0.0),
             phase=phase or AggregatedPhase(),
             resume_token_ids=tuple(resume),
+            adapter=adapter,
         )
         self._answers[stream_id] = Answer()
         write_frame(self._writer, ("submit", work))
@@ -224,9 +227,16 @@ class EngineProcess:
         phase: Phase | None = None,
         *,
         resume: Sequence[int] = (),
+        adapter: str = "",
     ) -> Answer:
         """Submits work and waits for its end."""
-        return await self.collect(self.submit(prompt, sampling, phase, resume=resume))
+        stream_id = self.submit(prompt, sampling, phase, resume=resume, adapter=adapter)
+        return await self.collect(stream_id)
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Raises what the engine raises."""
+        if (error := await self._ask("load_adapter", WAIT_S, adapter)) is not None:
+            raise error
 
     async def status(self) -> tuple[WorkerLoad | None, KvLedger]:
         """Load and ledger now."""
@@ -253,8 +263,8 @@ class EngineProcess:
         except TimeoutError:
             raise TimeoutError(f"not empty: {await self.status()}") from None
 
-    async def _ask(self, what: str, timeout_s: float) -> Any:
-        write_frame(self._writer, (what,))
+    async def _ask(self, what: str, timeout_s: float, *values: object) -> Any:
+        write_frame(self._writer, (what, *values))
         await self.until(lambda: not self._replies.empty(), timeout_s)
         return self._replies.get_nowait()[1]
 

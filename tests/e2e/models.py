@@ -138,6 +138,34 @@ def _write(directory: Path, spec: ModelSpec) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
 
 
+def make_adapter(directory: Path, seed: int, *, rank: int = 8) -> Path:
+    """Writes a random LoRA adapter for the default model, large enough to change its answers."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    spec = ModelSpec()
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for layer in range(spec.layers):
+        for name, rows in (("q_proj", spec.hidden), ("v_proj", spec.kv_heads * 64)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            a, b = rng.normal(size=(rank, spec.hidden)), rng.normal(size=(rows, rank))
+            weights[f"{at}.lora_A.weight"] = (a * 0.05).astype(np.float32)
+            weights[f"{at}.lora_B.weight"] = (b * 0.3).astype(np.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
 if __name__ == "__main__":
     from pathlib import Path
 

@@ -35,6 +35,7 @@ _LOOK_S = 0.05
 class Service:
     """A router and its workers by name: prefill-0, decode-0, decode-1, ..."""
 
+    http: str
     grpc: str
     client: Client
     registry: RegistryStub
@@ -52,20 +53,22 @@ class Service:
             stack.push_async_callback(router.stop)
             client = await stack.enter_async_context(Client(addresses.grpc))
             channel = await stack.enter_async_context(rpc.open_channel(addresses.grpc))
-            service = Service(addresses.grpc, client, RegistryStub(channel), model)
+            service = Service(addresses.http, addresses.grpc, client, RegistryStub(channel), model)
             stack.push_async_callback(service._end_all)
             yield service
 
-    async def add(self, name: str) -> None:
-        """Starts a worker; `until_ready` waits for it."""
+    async def add(self, name: str, *, adapters: str = "{}", engine_args: str = "") -> None:
+        """Starts a worker; `until_ready` waits for it. `adapters` and `engine_args` are YAML."""
         options = {
             "worker.worker_id": name,
             "worker.role": name.partition("-")[0],
             "worker.model": self.model,
             "worker.model_names": "[tiny]",
             "worker.routers": f"[{self.grpc}]",
+            "worker.adapters": adapters,
             "worker.engine_args": (
-                "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256}"
+                "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256"
+                f"{engine_args}}}"
             ),
         }
         env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

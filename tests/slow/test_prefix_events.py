@@ -117,7 +117,7 @@ async def test_evicted_blocks_are_known_to_be_gone(small: EngineProcess) -> None
     assert len(await small.cached_blocks()) < FEW_BLOCKS
 
 
-async def test_blocks_that_tokens_alone_do_not_tell_are_left_out() -> None:
+async def test_blocks_that_tokens_and_adapter_do_not_tell_are_left_out() -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
     from workers.cache_mirror import CacheMirror
@@ -137,11 +137,14 @@ async def test_blocks_that_tokens_alone_do_not_tell_are_left_out() -> None:
         return (0, 0) if change is None else (len(change.removed), len(change.stored))
 
     assert told(stored(b"a", None, extra_keys=[("salt",)]), stored(b"b", b"a")) == (0, 0)
-    assert told(stored(b"c", None, lora_id=1), stored(b"d", None, medium="CPU")) == (0, 0)
+    adapter = {"lora_id": 1, "lora_name": "x@1"}
+    salted = stored(b"c", None, **adapter, extra_keys=[("x@1", "salt")])
+    assert told(salted, stored(b"d", None, medium="CPU")) == (0, 0)
+    assert told(stored(b"c", None, **adapter, extra_keys=[("x@1",)])) == (0, 1)
     assert told(stored(b"a", None, extra_keys=[None]), stored(b"b", b"a")) == (0, 2)
     # Another block holds the same tokens still.
     assert told(BlockRemoved([b"b"], "GPU", 0)) == (0, 0)
     del held[b"b"]
     assert told(BlockRemoved([b"b"], "GPU", 0)) == (1, 0)
-    assert told(AllBlocksCleared()) == (1, 0)
+    assert told(AllBlocksCleared()) == (2, 0)
     assert events.take() is None

@@ -44,6 +44,7 @@ from pdserve.types import (
 )
 from workers.cache_mirror import CacheMirror
 from workers.engine import (
+    NO_LORA,
     DecodePhase,
     EngineInfo,
     PrefillPhase,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
     from pdserve.step_moments import StepMoments
-    from pdserve.types import ModelInfo, PositionLogprobs
+    from pdserve.types import Adapter, ModelInfo, PositionLogprobs
     from workers.engine import CacheCallback, FailureCallback, StepCallback, Work
     from workers.fake.settings import FakeFaults, FakeKv
 
@@ -118,7 +119,8 @@ class Sequence:
         if len(self.generated) >= sampling.max_tokens:
             return self.end(StreamDelta(stream_id), FinishReason.LENGTH, now)
         if self.kv is None:
-            self.kv = model.extend(model.kv_of(self.work.prompt_token_ids), self.generated)
+            kv = model.kv_of(self.work.prompt_token_ids, self.work.adapter)
+            self.kv = model.extend(kv, self.generated)
         else:
             self.kv = model.extend(self.kv, self.generated[-1:])
         is_early = len(self.generated) < sampling.min_tokens
@@ -193,24 +195,24 @@ class PrefixCache(CacheMirror):
         self._max_blocks = max_blocks
         self._recent: OrderedDict[int, None] = OrderedDict()
 
-    def hit(self, prompt_token_ids: tuple[int, ...]) -> int:
+    def hit(self, prompt_token_ids: tuple[int, ...], adapter: str = "") -> int:
         """Return how many tokens of the prompt need not be computed."""
         count = prefix_hash.usable_blocks(len(prompt_token_ids), self._block_size)
-        chain = self._chain(prompt_token_ids, count)
+        chain = self._chain(prompt_token_ids, adapter, count)
         return sum(x in self._recent for x in chain) * self._block_size
 
-    def keep(self, prompt_token_ids: tuple[int, ...]) -> None:
+    def keep(self, prompt_token_ids: tuple[int, ...], adapter: str = "") -> None:
         """Cache the blocks of a prompt that was computed or received."""
-        chain = self._chain(prompt_token_ids, self._max_blocks)
-        self.store(chain, None, prompt_token_ids[: len(chain) * self._block_size])
+        chain = self._chain(prompt_token_ids, adapter, self._max_blocks)
+        self.store(chain, None, prompt_token_ids[: len(chain) * self._block_size], adapter)
         for chain_hash in reversed(chain):
             self._recent[chain_hash] = None
             self._recent.move_to_end(chain_hash)
         while len(self._recent) > self._max_blocks:
             self.remove(self._recent.popitem(last=False)[0])
 
-    def _chain(self, token_ids: tuple[int, ...], count: int) -> list[int]:
-        return prefix_hash.chain(token_ids, self._block_size, self._root, blocks=count)
+    def _chain(self, token_ids: tuple[int, ...], adapter: str, count: int) -> list[int]:
+        return prefix_hash.chain(token_ids, self._block_size, self.root(adapter), blocks=count)
 
 
 class FakeEngine:
@@ -267,6 +269,7 @@ class FakeEngine:
             max_num_seqs=settings.max_num_seqs,
             kv=endpoint,
             settings={name: f"{getattr(settings, name):g}" for name in times},
+            max_loras=settings.max_loras,
         )
 
     async def _listen(self, kv: FakeKv) -> KvEndpoint:
@@ -373,6 +376,13 @@ class FakeEngine:
     def step_moments(self) -> StepMoments:
         return self._recorder.moments(self._now())
 
+    async def load_adapter(self, adapter: Adapter) -> None:
+        if not self._settings.max_loras:
+            raise InvalidRequest(NO_LORA, field="lora_name")
+
+    async def unload_adapter(self, key: str) -> None:
+        """An adapter is only a seed of its tokens: nothing is loaded."""
+
     async def close(self) -> None:
         self._end(WorkerFailed("the engine was closed"))
         self._ended.clear()
@@ -464,7 +474,9 @@ class FakeEngine:
                 sequence.fetch = self._spawn(fetch, "fake-engine-fetch")
             else:
                 if self._cache is not None:
-                    sequence.cached_tokens = self._cache.hit(sequence.work.prompt_token_ids)
+                    sequence.cached_tokens = self._cache.hit(
+                        sequence.work.prompt_token_ids, sequence.work.adapter
+                    )
                 self._running[stream_id] = sequence
 
     def _step_shape(self) -> StepShape:
@@ -485,7 +497,7 @@ class FakeEngine:
             delta = ended_by(work.stream_id, WorkerFailed("a scripted fault failed the prefill"))
         else:
             if sequence.kv is None and self._cache is not None:
-                self._cache.keep(work.prompt_token_ids)
+                self._cache.keep(work.prompt_token_ids, work.adapter)
             delta = sequence.advance(self._now())
         if delta.finish_reason is None:
             return delta
@@ -604,7 +616,7 @@ class FakeEngine:
             sequence.receive(handoff, report)
             self._running[stream_id] = sequence
             if self._cache is not None:
-                self._cache.keep(sequence.work.prompt_token_ids)
+                self._cache.keep(sequence.work.prompt_token_ids, sequence.work.adapter)
                 self._report_cache()
         del self._receiving[stream_id]
         sequence.fetch = None

@@ -30,9 +30,9 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
-def kv_of(token_ids: Sequence[int]) -> bytes:
+def kv_of(token_ids: Sequence[int], adapter: str = "") -> bytes:
     """Return the KV of a prompt: 8 bytes."""
-    return _digest(struct.pack(f"<{len(token_ids)}I", *token_ids))
+    return _digest(adapter.encode() + struct.pack(f"<{len(token_ids)}I", *token_ids))
 
 
 def extend(kv: bytes, token_ids: Iterable[int]) -> bytes:

@@ -59,6 +59,7 @@ class FakeSettings(FakeFaults, frozen=True, kw_only=True):
     block_size: Count = 16
     total_blocks: Count = 4096
     max_num_seqs: Count = 64
+    max_loras: Step = 0
     start_s: Seconds = 0.0
     prefill_s: Seconds = 0.0
     decode_s: Seconds = 0.0

@@ -40,6 +40,10 @@ _CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
+# LoRA adapters that an engine keeps in host memory. It takes no more, so that it never reads the
+# files of one again, which may have changed.
+_MAX_CPU_LORAS = 32
+
 # By `kv.connector`: class and module.
 _CONNECTORS = {
     "pdserve": ("PdConnector", "kv_transfer.vllm.connector"),
@@ -72,6 +76,8 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
                 field=f"engine_args.{name}",
             )
         args[name] = _as_vllm_has_it(known[name], value)
+    if args.get("enable_lora"):
+        args.setdefault("max_cpu_loras", max(_MAX_CPU_LORAS, args.get("max_loras", 1)))
     if current_platform.is_cpu() and "kv_cache_memory_bytes" not in args:
         args["kv_cache_memory_bytes"] = cpu_cache_bytes(settings.model_path, settings.threads)
     if settings.kv is not None and not current_platform.is_cpu():

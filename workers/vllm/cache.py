@@ -63,7 +63,8 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
             elif isinstance(event, BlockRemoved):
                 self._remove(event)
             elif isinstance(event, BlockStored) and self._is_plain(event):
-                self._mirror.store(event.block_hashes, event.parent_block_hash, event.token_ids)
+                parent, adapter = event.parent_block_hash, event.lora_name or ""
+                self._mirror.store(event.block_hashes, parent, event.token_ids, adapter)
         return self._mirror.take() or None
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -72,13 +73,13 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
                 self._mirror.remove(key)
 
     def _is_plain(self, event: BlockStored) -> bool:
-        """Return whether tokens alone identify the blocks. `extra_keys` are what else is in their
-        hashes: adapter, images, salt, embeddings."""
+        """Return whether tokens and adapter identify the blocks. `extra_keys` are what else is in
+        their hashes: the adapter's name, images, salt, embeddings."""
+        adapter = () if event.lora_name is None else (event.lora_name,)
         return (
             event.medium == self._pool.medium
             and event.block_size == self._block_size
-            and event.lora_id is None
-            and not any(event.extra_keys or ())
+            and all((x or ()) == adapter for x in event.extra_keys or ((),))
         )
 
 

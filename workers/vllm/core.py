@@ -8,6 +8,7 @@ parallelism vLLM's multiprocess executor runs the model; its processes end with 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import vllm
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from kv_transfer.vllm.connector import handshake_in, snapshot_in
@@ -40,16 +42,17 @@ from pdserve.types import (
     StreamDelta,
     WorkerLoad,
 )
-from workers.engine import DecodePhase, EngineInfo, PrefillPhase, check_work, ended_by
+from workers.engine import NO_LORA, DecodePhase, EngineInfo, PrefillPhase, check_work, ended_by
 from workers.vllm import cache, sampling
 from workers.vllm.args import engine_args, settings_in_effect, warn_of_cut_context
 from workers.vllm.kv_params import handle_of, params_for
+from workers.vllm.lora import mend_cpu_operations
 from workers.vllm.steps import StepWatch
 from workers.vllm.tokenizer import path_for_router
 
 if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
-    from pdserve.types import TransferReport
+    from pdserve.types import Adapter, TransferReport
     from workers.engine import CacheChange, Work
     from workers.vllm.settings import VllmSettings
 
@@ -82,9 +85,10 @@ class VllmCore:
         ConfigError, or what vLLM raises."""
         if settings.kv is None:
             patch_runner_v1()  # else the connector does, in each process that runs the model
-        self._engine = LLMEngine.from_engine_args(
-            engine_args(settings), enable_multiprocessing=False
-        )
+        args = engine_args(settings)
+        if args.enable_lora:
+            mend_cpu_operations()
+        self._engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
         config, core = self._engine.vllm_config, self._engine.engine_core.engine_core
         warn_of_cut_context(config)
         self._scheduler = core.scheduler
@@ -94,6 +98,8 @@ class VllmCore:
         self._runner_half: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
         self._streams: dict[int, _Stream] = {}
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
+        self._adapters: dict[str, LoRARequest] = {}
+        self._adapter_ids = itertools.count(1)
         self._wake = wake
         self._tokenizer_dir = TemporaryDirectory(prefix="pdserve-tokenizer-")
         self.is_idle = False
@@ -137,6 +143,7 @@ class VllmCore:
             max_num_seqs=config.scheduler_config.max_num_seqs,
             kv=self._endpoint(),
             settings=settings_in_effect(config),
+            max_loras=config.lora_config.max_loras if config.lora_config else 0,
         )
 
     def _endpoint(self) -> KvEndpoint | None:
@@ -205,9 +212,15 @@ class VllmCore:
                     "this engine has no KV connector to continue a request with",
                     field="resume_token_ids",
                 )
+            adapter = self._adapters.get(work.adapter)
+            if work.adapter and adapter is None:
+                raise InvalidRequest(f"adapter {work.adapter} is not loaded", field="adapter")
             transfer = params_for(work, self._handoff)
             vllm_id = self._engine.add_request(
-                key, tokens_input(list(work.prompt_token_ids)), sampling.to_vllm(work, transfer)
+                key,
+                tokens_input(list(work.prompt_token_ids)),
+                sampling.to_vllm(work, transfer),
+                lora_request=adapter,
             )
         except (PdserveError, VLLMClientError, ValueError) as error:
             self._engine.abort_request([key])  # vLLM may have registered it before it refused
@@ -240,6 +253,34 @@ class VllmCore:
         self._remember_held(stream)
         last = StreamDelta(stream_id, finish_reason=FinishReason.ABORT, exported_tokens=tokens)
         return [replace(last, report=_report(stream))]
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load a LoRA adapter, if it is not. Raises InvalidRequest with vLLM's reason."""
+        config = self._engine.vllm_config.lora_config
+        if config is None:
+            raise InvalidRequest(NO_LORA, field="lora_name")
+        if adapter.key in self._adapters:
+            return
+        if len(self._adapters) >= config.max_cpu_loras:
+            raise InvalidRequest(
+                f"{len(self._adapters)} adapters are loaded, as many as "
+                f"worker.engine_args.max_cpu_loras allows",
+                field="lora_name",
+            )
+        request = LoRARequest(adapter.key, next(self._adapter_ids), adapter.path)
+        self.steps.pause()
+        try:
+            self._engine.add_lora(request)
+        except Exception as error:
+            # Depending on what is wrong, and on the executor, of any class.
+            text = f"adapter {adapter.name} cannot be loaded from {adapter.path}: {error}"
+            raise InvalidRequest(text, field="lora_path") from error
+        self._adapters[adapter.key] = request
+
+    def unload_adapter(self, key: str) -> None:
+        """Unload an adapter that no request uses."""
+        if (request := self._adapters.pop(key, None)) is not None:
+            self._engine.remove_lora(request.lora_int_id)
 
     def cache_change(self) -> CacheChange | None:
         """Return what changed in the prefix cache since the last call, or None."""

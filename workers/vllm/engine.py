@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kv_transfer.snapshot import KvSnapshot
     from pdserve.errors import PdserveError
     from pdserve.step_moments import StepMoments
-    from pdserve.types import StreamDelta, WorkerLoad
+    from pdserve.types import Adapter, StreamDelta, WorkerLoad
     from workers.engine import CacheCallback, EngineInfo, FailureCallback, StepCallback, Work
     from workers.vllm.core import KvLook, VllmCore
     from workers.vllm.settings import VllmSettings
@@ -39,6 +39,8 @@ _POLL_S = 0.001
 # How often leases are checked while only transfers are pending and progress wakes the thread.
 _TRANSFER_TICK_S = 0.05
 _CLOSE_TIMEOUT_S = 60.0
+# For an adapter to be read from a slow disk.
+_ADAPTER_TIMEOUT_S = 120.0
 
 
 class VllmEngine:
@@ -90,6 +92,32 @@ class VllmEngine:
 
     def export(self, stream_id: int, transfer_id: str) -> None:
         self._put(lambda core: core.export(stream_id, transfer_id))
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await self._do(lambda core: core.load_adapter(adapter))
+
+    async def unload_adapter(self, key: str) -> None:
+        await self._do(lambda core: core.unload_adapter(key))
+
+    async def _do(self, action: Callable[[VllmCore], None]) -> None:
+        """Have the step thread do `action`, and wait for it. Raises its error, or Unavailable."""
+        done: Future[None] = Future()
+
+        def act(core: VllmCore) -> None:
+            try:
+                action(core)
+            except Exception as error:  # noqa: BLE001 - raised to the caller
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        try:
+            async with asyncio.timeout(_ADAPTER_TIMEOUT_S):
+                if self._put(act):
+                    return await asyncio.shield(asyncio.wrap_future(done))
+        except TimeoutError:
+            raise Unavailable(f"the engine did not answer in {_ADAPTER_TIMEOUT_S:g} s") from None
+        raise Unavailable("the engine has stopped")
 
     def _put(self, action: _Action, new_stream_id: int | None = None) -> bool:
         """Have the step thread do `action`. Return False if the thread has stopped."""

@@ -79,6 +79,8 @@ def read(words: Sequence[str]) -> dict[str, object]:
     port = keys["router.http_port"] = given.pop("port", _PORT)
     keys["router.grpc_port"] = port and port + 1
     keys |= {key: given.pop(name) for name, key in _KEYS.items() if name in given}
+    if adapters := given.pop("lora_modules", None):
+        keys["worker.adapters"] = {x.name: x.path for x in adapters}
     api_keys = given.pop("api_key", None) or [x for x in [os.environ.get("VLLM_API_KEY")] if x]
     if api_keys:
         keys["router.tenants"] = [{"name": "default", "keys": [hash_key(x) for x in api_keys]}]

@@ -82,6 +82,10 @@ class StepWatch:
         """The engine core begins a step."""
         self._has_work, self._began = has_work, self._clock()
 
+    def pause(self) -> None:
+        """The engine does something that is no step and may take long."""
+        self._allowance_s = UNKNOWN_S
+
     def tick(self) -> None:
         """A layer of the step has been computed."""
         self._count += 1

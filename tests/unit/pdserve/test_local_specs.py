@@ -126,7 +126,7 @@ def test_several_models_have_workers_of_their_own() -> None:
       models:
         - {model: /models/a, model_names: [a, gpt], engine_args: {seed: 2}}
         - {model: /models/b, prefill: {workers: 0}, decode: {workers: 0}, aggregated: {workers: 1}}
-        - {model: /models/c}
+        - {model: /models/c, adapters: {x: /adapters/x}}
     """
     workers = worker_configs(parse(Config, read_yaml(text, "test")), range(5))
     assert [
@@ -138,6 +138,7 @@ def test_several_models_have_workers_of_their_own() -> None:
         ("prefill-1", Role.PREFILL, ("c",), 1),
         ("decode-1", Role.DECODE, ("c",), 1),
     ]
+    assert [len(x.adapters) for x in workers.values()] == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,8 @@ def test_several_models_have_workers_of_their_own() -> None:
         ("up: {models: [{model: a}], decode: {workers: 2}}", "up.decode"),
         ("{up: {models: [{model: a}]}, worker: {model: b}}", "worker.model"),
         ("up: {models: [{model: a}, {model: b, model_names: [a]}]}", "up.models"),
+        ("{up: {models: [{model: a}]}, worker: {adapters: {x: y}}}", "worker.adapters"),
+        ("worker: {model_names: [x], adapters: {x: y}}", "worker.adapters"),
         ("up: {models: [{model: a, decode: {workers: 0}}]}", "up.models[0].decode.workers"),
     ],
 )

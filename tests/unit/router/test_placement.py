@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.config import RouterConfig
 from pdserve.errors import ModelNotFound, Unavailable
-from pdserve.types import WorkerLoad
+from pdserve.types import Adapter, WorkerLoad
 from router.placement.cost import MARGIN
 from router.placement.filters import check_servable, no_workers, why_not
 from router.placement.policies import (
@@ -407,3 +407,39 @@ def test_a_single_token_and_an_aggregated_worker_are_placed_by_score() -> None:
     assert place(pair, "slo_aware", demand=ONE_TOKEN, known=known) == (None, "p0")
     assert place([worker("a0")], "slo_aware", known=known) == (None, "a0")
     assert known.asked == []
+
+
+def test_an_adapter_goes_where_it_runs_then_where_a_slot_is_free_and_waits_for_none() -> None:
+    def decode(name: str, *resident: tuple[str, int], adapters: str = "xyz") -> Member:
+        loaded = {key: Adapter(key, "", "", "demo") for key in adapters}
+        member = worker(name, HALF, adapters=loaded, resident=dict(resident))
+        member.info = replace(member.info, max_loras=2)
+        return member
+
+    used, free = decode("d0", ("x", 0), ("y", 1)), decode("d1")
+    idle = decode("d2", ("y", 1), ("z", 0))
+    full, without = decode("d3", ("y", 1), ("z", 2)), decode("d4", adapters="yz")
+    demand, members = replace(DEMAND, adapter="x"), [without, full, idle, free, used]
+    prefill = decode("p")
+    for best in (used, free, idle):
+        assert place([*members, prefill], demand=demand) == ("p", best.worker_id)
+        members.remove(best)
+    decision = decide([*members, prefill], demand=demand)
+    assert decision.placement is None
+    reasons = why_not(decision)
+    assert reasons["d3"] == "as many other adapters run there as max_loras (2) allows"
+    assert reasons["d4"] == "adapter x is not loaded"
+
+
+def test_an_adapter_keeps_its_slot_until_another_needs_it() -> None:
+    member = worker("d")
+    member.info = replace(member.info, max_loras=2)
+    first, second = Charge(member, adapter="x"), Charge(member, adapter="y")
+    assert not member.seen().can_run("z")
+    first.release()
+    assert member.seen().can_run("z")
+    assert member.resident == {"x": 0, "y": 1}
+    third = Charge(member, adapter="z")
+    assert member.resident == {"y": 1, "z": 1}
+    second.release()
+    third.release()

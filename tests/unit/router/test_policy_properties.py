@@ -100,7 +100,7 @@ def may_decode(kept: list[Candidate], demand: Demand) -> list[Candidate]:
     return [
         c
         for c in kept
-        if c.has_room(demand.kv_tokens)
+        if c.has_room(demand)
         and (
             c.role is Role.AGGREGATED
             or (c.role is Role.DECODE and any(exchange(p.kind, c.kind) for p in prefills))
@@ -115,7 +115,7 @@ def open_pairs(kept: list[Candidate], demand: Demand) -> list[tuple[Candidate, C
         if p.role is Role.PREFILL
         and d.role is Role.DECODE
         and exchange(p.kind, d.kind)
-        and d.has_room(demand.kv_tokens)
+        and d.has_room(demand)
         and (p.worker_id, d.worker_id) not in demand.excluded
     ]
 
@@ -146,7 +146,7 @@ def test_a_policy_keeps_to_what_it_may(
     placement = decision.placement
     if demand.prefill_only:
         alone = [c for c in kept if c.role is Role.PREFILL]
-        alone += [c for c in kept if c.role is Role.AGGREGATED and c.has_room(demand.kv_tokens)]
+        alone += [c for c in kept if c.role is Role.AGGREGATED and c.has_room(demand)]
         assert (placement is None) == (not alone)
         assert placement is None or (placement.decode in alone and placement.prefill is None)
         return

@@ -31,13 +31,14 @@ def test_a_model_alone_has_vllms_addresses_and_name() -> None:
 def test_flags_of_the_server_are_keys_of_the_router() -> None:
     config = config_of(
         "m --host ::1 --port 9000 --api-key one two --served-model-name a b --revision v2 "
-        "--ssl-certfile c.pem --ssl-keyfile k.pem --disable-log-stats"
+        "--ssl-certfile c.pem --ssl-keyfile k.pem --disable-log-stats --lora-modules x=/a y=/b"
     )
     router = config.router
     assert (router.http_host, router.http_port, router.grpc_port) == ("::1", 9000, 9001)
     assert (router.access.http_tls.cert_file, router.access.http_tls.key_file) == ("c.pem", "k.pem")
     assert router.tenants[0].keys == (hash_key("one"), hash_key("two"))
     assert (config.worker.model, config.worker.served_names) == ("m@v2", ("a", "b"))
+    assert config.worker.adapters == {"x": "/a", "y": "/b"}
     assert config.worker.engine_args == {}
 
 

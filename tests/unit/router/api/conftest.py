@@ -80,8 +80,10 @@ def keys() -> Keys:
 async def apis(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Apis]:
     async with AsyncExitStack() as stack:
         open_requests = OpenRequests()
-        preprocessor = Preprocessor(generator.models, timeout_s=TIMEOUT_S)
-        api = HttpApi(generator, preprocessor, open_requests, lambda: b"pdserve_up 1\n", keys)
+        preprocessor = Preprocessor(generator.models, generator.adapters, timeout_s=TIMEOUT_S)
+        api = HttpApi(
+            generator, preprocessor, open_requests, lambda: b"pdserve_up 1\n", generator, keys
+        )
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()
         web = HttpServer(api.handle, sock, max_body_bytes=MAX_BODY_BYTES)

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import Cancelled, PdserveError
-from pdserve.types import FinishReason, ModelInfo, Receipt, Usage
+from pdserve.types import Adapter, FinishReason, ModelInfo, Receipt, Usage
 from router.answer import AnswerDelta
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class ScriptedGenerator:
     a hold of its script, `left` when an answer was left."""
 
     served: dict[str, ModelInfo]
+    loaded: dict[str, Adapter] = field(default_factory=dict)
     script: tuple[Item, ...] = ANSWER
     refusal: PdserveError | None = None
     not_ready: PdserveError | None = None
@@ -108,6 +109,16 @@ class ScriptedGenerator:
 
     def models(self) -> Mapping[str, ModelInfo]:
         return self.served
+
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self.loaded
+
+    async def load(self, name: str, path: str, *, model: str, replace: bool) -> None:
+        """As router.adapters.Adapters."""
+        self.loaded[name] = Adapter(name, "d1", path, model or MODEL)
+
+    async def unload(self, name: str) -> None:
+        del self.loaded[name]
 
     def check_ready(self) -> None:
         if self.not_ready is not None:

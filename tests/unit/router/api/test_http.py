@@ -159,6 +159,20 @@ async def test_official_client_lists_models(official: openai.AsyncOpenAI) -> Non
     assert card.model_extra == {"max_model_len": MAX_MODEL_LEN, "vocab_size": 300}
 
 
+async def test_official_client_names_an_adapter_as_its_model(
+    apis: Apis, official: openai.AsyncOpenAI
+) -> None:
+    body = {"lora_name": "red", "lora_path": "/red"}
+    async with apis.session.post(f"{apis.url}/v1/load_lora_adapter", json=body) as response:
+        assert response.status == 200
+    demo, red = [model.model_extra async for model in official.models.list()]
+    assert red == {"parent": "demo", "root": "/red", **demo}
+    answer = await official.completions.create(model="red", prompt=[5, 6, 7])
+    assert answer.model == "red"
+    (request,) = apis.generator.requests
+    assert (request.model, request.adapter_key) == ("demo", "red@d1")
+
+
 async def test_health_readiness_and_metrics(apis: Apis) -> None:
     async def get(path: str) -> tuple[int, str]:
         async with apis.session.get(apis.url + path) as response:

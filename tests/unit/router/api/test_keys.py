@@ -10,8 +10,8 @@ import pytest
 from scripted import ANSWER_TEXT, CHAT, HELLO, chat
 
 from pdserve.client import Client
-from pdserve.config import TenantConfig
-from pdserve.errors import ConfigError, Unauthenticated
+from pdserve.config import AccessConfig, TenantConfig
+from pdserve.errors import ConfigError, PermissionDenied, Unauthenticated
 from pdserve.security.keys import hash_key, is_hash, new_key
 from router.api.auth import EVERYONE, Keys
 
@@ -47,6 +47,25 @@ def test_anything_else_is_refused_and_not_repeated(keys: Keys, header: str | Non
 
 def test_without_tenants_everyone_is_let_in() -> None:
     assert EVERYONE.tenant_of(None) == EVERYONE.tenant_of(f"Bearer {KEY}") == ""
+
+
+def test_only_administrators_load_adapters(keys: Keys) -> None:
+    EVERYONE.check_admin(None)
+    access = AccessConfig(admin_keys=(hash_key(OTHER),), worker_token_file="token")
+    Keys((), access).check_admin(f"Bearer {OTHER}")
+    for closed in (keys, Keys((), access)):
+        with pytest.raises(PermissionDenied, match=r"access\.admin_keys"):
+            closed.check_admin(f"Bearer {KEY}")
+
+
+async def test_http_does_not_load_adapters_for_tenants(apis: Apis) -> None:
+    headers = {"authorization": f"Bearer {KEY}"}
+    body = {"lora_name": "red", "lora_path": "/red"}
+    for path in ("load_lora_adapter", "unload_lora_adapter"):
+        url = f"{apis.url}/v1/{path}"
+        async with apis.session.post(url, json=body, headers=headers) as response:
+            assert response.status == 403
+    assert not apis.generator.loaded
 
 
 def test_the_configuration_has_hashes_only() -> None:

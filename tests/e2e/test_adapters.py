@@ -1,0 +1,245 @@
+"""LoRA adapters of a whole service on real vLLM: every answer is that of one engine, whatever
+happens to the workers, and another revision of an adapter is another adapter."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from pdserve import prefix_hash
+from pdserve.config import RouterConfig
+from pdserve.errors import InvalidRequest
+from pdserve.types import Receipt, SamplingParams
+from tests.e2e.engines import EngineProcess, settings
+from tests.e2e.models import make_adapter
+from tests.e2e.pair import BLOCK, Joined, joined, prompt
+from tests.e2e.service import Service
+from tests.patience import WAIT_S
+from workers.adapters import read_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from pdserve.client import Delta
+    from pdserve.types import Usage
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+# vLLM runs as many at a time, and takes no larger ones.
+LORA = {"max_loras": 2, "max_lora_rank": 8}
+MODEL = "tiny"
+
+
+class Adapters:
+    """Two adapters on disk, and an engine of their own that says what they answer."""
+
+    def __init__(self, directory: Path, engine: EngineProcess) -> None:
+        self.paths = {"red": directory / "red", "blue": directory / "blue"}
+        self.engine = engine
+
+    async def write(self, name: str, seed: int) -> None:
+        """Write a revision of an adapter, and load it into the engine."""
+        make_adapter(self.paths[name], seed)
+        await self.engine.load_adapter(self._read(name))
+
+    async def expected(self, name: str, ids: list[int], sampling: SamplingParams) -> Joined:
+        """What one engine answers for the files that are there now."""
+        return joined(await self.engine.run(ids, sampling, adapter=self.key(name)))
+
+    def key(self, name: str) -> str:
+        return "" if name == MODEL else self._read(name).key
+
+    def _read(self, name: str) -> Any:
+        return read_adapter(name, str(self.paths[name]), MODEL)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def adapters(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Adapters]:
+    engine = await EngineProcess.start(
+        settings(tiny_model, enable_lora=True, max_num_batched_tokens=256, **LORA)
+    )
+    found = Adapters(tmp_path_factory.mktemp("adapters"), engine)
+    await found.write("red", 1)
+    await found.write("blue", 2)
+    yield found
+    await engine.close()
+
+
+async def add(service: Service, adapters: Adapters, name: str) -> None:
+    """Start a worker with `red` in its configuration."""
+    more = "".join(f", {key}: {value}" for key, value in LORA.items())
+    await service.add(name, adapters=f"{{red: {adapters.paths['red']}}}", engine_args=more)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def running(tiny_model: Path, adapters: Adapters) -> AsyncIterator[Service]:
+    """One prefill and two decode workers; `blue` is loaded while they run."""
+    config = RouterConfig(
+        http_port=0, grpc_port=0, policy="prefix_aware", lease_s=20.0, stop_grace_s=0.0
+    )
+    async with Service.start(config, tiny_model) as service:
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            await add(service, adapters, name)
+        await service.until_ready()
+        said = await load(service, "blue", adapters.paths["blue"])
+        assert said == (200, "Success: LoRA adapter 'blue' added successfully.")
+        yield service
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def service(running: Service) -> AsyncIterator[Service]:
+    yield running
+    await running.until_empty()
+
+
+async def post(service: Service, path: str, body: dict[str, object]) -> tuple[int, str]:
+    timeout = aiohttp.ClientTimeout(total=WAIT_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(f"http://{service.http}/v1/{path}", json=body) as response,
+    ):
+        return response.status, await response.text()
+
+
+async def load(service: Service, name: str, path: Path, **more: object) -> tuple[int, str]:
+    body = {"lora_name": name, "lora_path": str(path), **more}
+    return await post(service, "load_lora_adapter", body)
+
+
+class Asked:
+    """One request under way."""
+
+    def __init__(self, service: Service, name: str, ids: list[int], sampling: SamplingParams):
+        self.deltas: list[Delta] = []
+        self._changed = asyncio.Event()
+        self._generate = service.client.generate(ids, sampling, model=name)
+        self._task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for delta in self._generate:
+            self.deltas.append(delta)
+            self._changed.set()
+
+    async def until(self, tokens: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.deltas) < tokens:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def end(self) -> Joined:
+        await asyncio.wait_for(self._task, WAIT_S)
+        return joined(*self.deltas)
+
+    @property
+    def receipt(self) -> Receipt:
+        receipt = self.deltas[-1].receipt
+        assert receipt is not None
+        return receipt
+
+    @property
+    def usage(self) -> Usage:
+        usage = self.deltas[-1].usage
+        assert usage is not None
+        return usage
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+async def test_answers_between_those_of_the_model_are_those_of_one_engine(
+    service: Service, adapters: Adapters
+) -> None:
+    ids, sampling = prompt(100, 7), greedy(24)
+    names = (MODEL, "red", "blue")
+    expected = [await adapters.expected(name, ids, sampling) for name in names]
+    assert len({x.token_ids for x in expected}) == len(names)
+    first = [Asked(service, name, ids, sampling) for name in names]
+    assert [await x.end() for x in first] == expected
+    # KV moved for each, and none found that of another in a cache.
+    assert all(x.receipt.transfer_blocks and not x.usage.cached_tokens for x in first)
+    again = [Asked(service, name, ids, sampling) for name in names]
+    assert [await x.end() for x in again] == expected
+    assert all(x.usage.cached_tokens for x in again)
+    # Routers know its blocks of an adapter from those of the model.
+    cached = await adapters.engine.cached_blocks()
+    for name in names:
+        root = prefix_hash.root(MODEL, BLOCK, adapters.key(name))
+        assert cached.issuperset(prefix_hash.chain(ids, BLOCK, root))
+
+
+async def test_a_stream_moves_with_its_kv_when_its_worker_drains(
+    service: Service, adapters: Adapters
+) -> None:
+    ids, sampling = prompt(80, 11), greedy(400)
+    asked = Asked(service, "red", ids, sampling)
+    await asked.until(20)
+    name = await busy(service)
+    await service.drain(name, timeout_s=WAIT_S, stop=False)
+    assert await asked.end() == await adapters.expected("red", ids, sampling)
+    assert asked.receipt.fallbacks == ("live_kv:moved",)
+    await service.undrain(name)
+
+
+async def test_a_stream_continues_and_a_new_worker_has_what_is_served(
+    service: Service, adapters: Adapters
+) -> None:
+    ids, sampling = prompt(80, 12), greedy(400)
+    asked = Asked(service, "blue", ids, sampling)
+    await asked.until(20)
+    killed = await busy(service)
+    await service.kill(killed)
+    assert await asked.end() == await adapters.expected("blue", ids, sampling)
+    assert len(asked.receipt.fallbacks) == 1
+    # Its configuration does not have this adapter.
+    await add(service, adapters, killed)
+    await service.until_ready()
+    async with asyncio.timeout(WAIT_S):
+        while len((await service.entries())[killed].adapters) < 2:  # noqa: ASYNC110 - has to be asked
+            await asyncio.sleep(0.05)
+    (other,) = {"decode-0", "decode-1"} - {killed}
+    await service.drain(other, timeout_s=WAIT_S, stop=False)
+    again = Asked(service, "blue", ids, sampling)
+    assert await again.end() == await adapters.expected("blue", ids, sampling)
+    assert again.receipt.decode_worker == killed
+    await service.undrain(other)
+
+
+async def test_another_revision_is_another_adapter(service: Service, adapters: Adapters) -> None:
+    ids, sampling = prompt(100, 13), greedy(16)
+    before = await Asked(service, "blue", ids, sampling).end()
+    await adapters.write("blue", 3)
+    status, said = await load(service, "blue", adapters.paths["blue"])
+    assert (status, "load_inplace" in said) == (400, True)
+    assert (await load(service, "blue", adapters.paths["blue"], load_inplace=True))[0] == 200
+    asked = Asked(service, "blue", ids, sampling)
+    after = await asked.end()
+    assert after == await adapters.expected("blue", ids, sampling)
+    assert after.token_ids != before.token_ids
+    assert asked.usage.cached_tokens == 0
+
+
+async def test_what_an_engine_cannot_load_is_not_served(
+    service: Service, aggregated: EngineProcess, adapters: Adapters, tmp_path: Path
+) -> None:
+    status, said = await load(service, "wide", make_adapter(tmp_path, 4, rank=16))
+    assert status == 400
+    assert "worker prefill-0: adapter wide cannot be loaded" in said
+    assert "rank 16 is greater than max_lora_rank 8" in said
+    assert [x.name for x in await service.client.list_models()] == [MODEL, "blue", "red"]
+    # An engine that was started without LoRA says what to set.
+    with pytest.raises(InvalidRequest, match=r"worker\.engine_args\.enable_lora"):
+        await aggregated.load_adapter(read_adapter("red", str(adapters.paths["red"]), MODEL))
+
+
+async def busy(service: Service) -> str:
+    """The decode worker that has a stream."""
+    statuses = await service.statuses()
+    (name,) = [x for x, status in statuses.items() if status.open_streams and x != "prefill-0"]
+    return name

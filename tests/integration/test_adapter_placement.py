@@ -1,0 +1,134 @@
+"""LoRA adapters over a router and fake engines: where they are loaded, and where requests go."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+
+from pdserve.errors import ModelNotFound
+from pdserve.types import Role, SamplingParams
+from tests.cluster import Cluster
+from tests.patience import WAIT_S
+from workers.adapters import read_adapter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = "pdserve-demo"
+PROMPT = list(range(20, 60))
+SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
+
+
+def write(directory: Path, weights: bytes = b"1") -> str:
+    """Write the files of an adapter and return its key."""
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return read_adapter(directory.name, str(directory), MODEL).key
+
+
+async def post(cluster: Cluster, what: str, name: str, **body: object) -> tuple[int, str]:
+    timeout = aiohttp.ClientTimeout(total=WAIT_S)
+    url = f"http://{cluster.http}/v1/{what}_lora_adapter"
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.post(url, json={"lora_name": name, **body}) as reply,
+    ):
+        return reply.status, await reply.text()
+
+
+async def load(cluster: Cluster, directory: Path, **more: object) -> tuple[int, str]:
+    return await post(cluster, "load", directory.name, lora_path=str(directory), **more)
+
+
+def cluster_of(max_loras: int = 1) -> Cluster:
+    return Cluster(prefill=1, decode=1, engine_args={"max_loras": max_loras, "step_s": 0.001})
+
+
+async def served(cluster: Cluster) -> dict[str, str]:
+    return {x.name: x.parent for x in await cluster.client.list_models()}
+
+
+async def test_an_adapter_is_a_model_from_its_load_to_its_unload(tmp_path: Path) -> None:
+    red = tmp_path / "red"
+    key = write(red)
+    async with cluster_of() as cluster:
+        assert (await load(cluster, red))[0] == 200
+        assert await served(cluster) == {MODEL: "", "red": MODEL}
+        for name, adapter in (("red", key), (MODEL, "")):
+            answer = await cluster.ask(PROMPT, SHORT, model=name)
+            assert answer.token_ids == cluster.expected(PROMPT, SHORT, adapter).token_ids
+            assert answer.receipt is not None
+            assert answer.receipt.decode_worker == "decode-0"
+        assert (await post(cluster, "unload", "red"))[0] == 200
+        with pytest.raises(ModelNotFound, match="'red' is not served; served: pdserve-demo"):
+            await cluster.ask(PROMPT, SHORT, model="red")
+        status, said = await post(cluster, "unload", "red")
+        assert (status, "loaded: none" in said) == (404, True)
+
+
+async def test_an_adapter_that_one_worker_cannot_load_is_loaded_by_none(tmp_path: Path) -> None:
+    write(tmp_path)
+    async with cluster_of() as cluster:
+        await cluster.add("decode-1", Role.DECODE, engine_args={"max_loras": 0})
+        await cluster.until_ready()
+        status, said = await load(cluster, tmp_path)
+        assert (status, "worker decode-1" in said, "enable_lora" in said) == (400, True, True)
+        assert list(await served(cluster)) == [MODEL]
+        assert not any(worker.service.adapters for worker in cluster.workers.values())
+
+
+async def test_a_worker_that_comes_later_and_a_new_router_have_what_is_served(
+    tmp_path: Path,
+) -> None:
+    key = write(tmp_path)
+    async with cluster_of() as cluster:
+        assert (await load(cluster, tmp_path))[0] == 200
+        late = await cluster.add("decode-1", Role.DECODE)
+        await cluster.until(lambda: key in late.service.adapters)
+        await cluster.router.stop()
+        await cluster.start_router()
+        await cluster.until_ready()
+        assert tmp_path.name in await served(cluster)
+
+
+async def test_a_request_waits_in_the_router_for_the_slot_of_its_adapter(tmp_path: Path) -> None:
+    red, blue = tmp_path / "red", tmp_path / "blue"
+    write(red)
+    write(blue)
+    async with cluster_of(max_loras=1) as cluster:
+        for adapter in (red, blue):
+            assert (await load(cluster, adapter))[0] == 200
+        first = asyncio.create_task(cluster.ask(PROMPT, ENDLESS, model="red"))
+        await cluster.until(lambda: cluster.busy("decode-0"))
+        second = asyncio.create_task(cluster.ask(PROMPT, SHORT, model="blue"))
+        await cluster.until(lambda: cluster.router.requests.queued_requests)
+        # No blocks are held for it, and it holds up neither the model nor the other adapter.
+        for name in (MODEL, "red"):
+            await cluster.ask(PROMPT, SHORT, model=name)
+        entries = await cluster.entries()
+        assert [entries[x].outstanding_requests for x in cluster.workers] == [0, 1]
+        first.cancel()
+        assert len((await asyncio.wait_for(second, WAIT_S)).token_ids) == SHORT.max_tokens
+
+
+async def test_a_replaced_adapter_is_unloaded_when_its_requests_have_ended(tmp_path: Path) -> None:
+    before = write(tmp_path, b"1")
+    async with cluster_of(max_loras=2) as cluster:
+        assert (await load(cluster, tmp_path))[0] == 200
+        old = asyncio.create_task(cluster.ask(PROMPT, ENDLESS, model=tmp_path.name))
+        await cluster.until(lambda: cluster.busy("decode-0"))
+        after = write(tmp_path, b"2")
+        replacing = asyncio.create_task(load(cluster, tmp_path, load_inplace=True))
+        worker = cluster.workers["decode-0"].service
+        await cluster.until(lambda: cluster.router.fleet.adapters[tmp_path.name].key == after)
+        answer = await cluster.ask(PROMPT, SHORT, model=tmp_path.name)
+        assert answer.token_ids == cluster.expected(PROMPT, SHORT, after).token_ids
+        assert set(worker.adapters) == {before, after}
+        old.cancel()
+        assert (await asyncio.wait_for(replacing, WAIT_S))[0] == 200
+        assert set(worker.adapters) == {after}

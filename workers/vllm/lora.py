@@ -1,0 +1,46 @@
+"""LoRA on CPUs, mended. Tried with vLLM 0.32.0 (vllm/lora/ops/torch_ops, punica_cpu)."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_OPERATIONS = ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink")
+
+
+def mend_cpu_operations() -> None:
+    """Keep adapters away from tokens of the model itself (vllm#48421). Idempotent.
+
+    Tokens without an adapter have the index -1. vLLM's kernels for GPUs skip them; those for CPUs
+    use it as an index of Python, and add what the adapter in the last slot computes.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name in _OPERATIONS:
+        operation = getattr(lora_ops, name)
+        if not hasattr(operation, "__wrapped__"):
+            for module in (lora_ops, punica_cpu):
+                setattr(module, name, _skipping(operation))
+
+
+def _skipping(operation: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(operation)
+    def mended(
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        indices: torch.Tensor,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        # Each is linear in its inputs, and adds the result to the output.
+        kept = torch.where(indices.unsqueeze(-1) >= 0, inputs, torch.zeros_like(inputs))
+        return operation(kept, weights, output, indices, *more, **options)
+
+    return mended
