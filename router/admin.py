@@ -18,7 +18,6 @@ from pdserve.v1.admin_pb2_grpc import AdminServicer
 from pdserve.v1.worker_pb2_grpc import RegistryServicer
 from router.decisions import explained
 from router.operations import drain, undrain
-from router.roles import roles_to_pb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -118,10 +117,10 @@ class RegistryService(RegistryServicer):
         fleet, now = self._fleet, self._fleet.now()
         return w.ListWorkersResponse(
             workers=[self._entry(member, now) for member in fleet.members.values()],
-            probes_passed=fleet.outliers.probes["passed"],
-            probes_failed=fleet.outliers.probes["failed"],
-            roles=roles_to_pb(self._roles),
-            disaggregation=[self._costs.disaggregation(model) for model in fleet.models()],
+            roles=[w.ModelNote(model=x, text=v.text) for x, v in sorted(self._roles.items())],
+            disaggregation=[
+                w.ModelNote(model=x, text=self._costs.disaggregation(x)) for x in fleet.models()
+            ],
             ejected_pairs=[
                 w.EjectedPair(
                     prefill_worker=prefill, decode_worker=decode, **_breaker_fields(breaker, now)
@@ -144,13 +143,6 @@ class RegistryService(RegistryServicer):
         if breaker.until is not None:
             state = breaker.state(now).value
             entry.breaker.CopyFrom(w.Breaker(state=state, **_breaker_fields(breaker, now)))
-        if not member.lost:
-            entry.lease_remaining_s = max(0.0, member.lease_end - self._fleet.lease_now())
-        model = self._costs.step_model(member.worker_id)
-        if model is not None and member.steps is not None:
-            entry.steps.coefficients.extend(model.coefficients)
-            for name in ("prefill_steps", "decode_steps", "prefill_end", "chunk_tokens"):
-                setattr(entry.steps, name, getattr(model, name))
         return entry
 
 

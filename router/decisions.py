@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from pdserve import wire
 from pdserve.v1 import admin_pb2 as a
@@ -25,13 +25,12 @@ _PREDICTED_S = tuple(x for x in Prediction.__struct_fields__ if x.endswith("_s")
 
 class Recorded(Struct, frozen=True):
     """One decision, without the prompt's tokens. `cause` says why the request was placed again,
-    `refused` why it was not placed. It was tried `tried_before` times with the same result."""
+    `refused` why it was not placed."""
 
     unix_time_s: float
     decision: Decision
     cause: str = ""
     refused: str = ""
-    tried_before: int = 0
 
     @property
     def waits(self) -> bool:
@@ -55,7 +54,7 @@ class DecisionLog:
         decisions = self._requests.pop(request_id, None) or deque(maxlen=MAX_OF_ONE_REQUEST)
         if recorded.waits and decisions and decisions[-1].waits:
             # A request that waits is tried at each end of another: the last try is enough.
-            recorded = structs.replace(recorded, tried_before=decisions.pop().tried_before + 1)
+            decisions.pop()
         decisions.append(recorded)
         self._requests[request_id] = decisions
         if len(self._requests) > self._size:
@@ -94,15 +93,11 @@ def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
         unix_time_s=recorded.unix_time_s,
         cause=recorded.cause,
         refused=recorded.refused,
-        tried_before=recorded.tried_before,
         policy=decision.policy,
-        turn=decision.turn,
         model=demand.model,
         prompt_tokens=demand.prompt_tokens,
         kv_tokens=demand.kv_tokens,
         prefill_only=demand.prefill_only,
-        children=demand.children,
-        child_tokens=demand.child_tokens,
         adapter=demand.adapter,
         avoid=sorted(demand.avoid),
         excluded=[a.ExcludedPair(prefill=p, decode=d) for p, d in sorted(demand.excluded)],

@@ -139,7 +139,6 @@ class ActiveHealthChecks:
             else:
                 fleet.failed(decode, failure.message)
             return
-        outliers.probes[outcome] += 1
         pair = (prefill.worker_id, decode.worker_id)
         if failure is None:
             outliers.probed(pair)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Literal
 
 from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.types import Role
-from pdserve.v1 import worker_pb2 as w
 from router.operations import RoleChanger, partner_for
 from router.placement.cost import Batch
 from router.placement.values import MemberState
@@ -315,24 +314,3 @@ def roles_wanted(verdicts: Mapping[str, Verdict]) -> Iterator[tuple[tuple[str, s
     for model, verdict in sorted(verdicts.items()):
         yield (model, Role.PREFILL.value), verdict.wanted.prefill_workers
         yield (model, Role.DECODE.value), verdict.wanted.decode_workers
-
-
-def roles_to_pb(verdicts: Mapping[str, Verdict]) -> list[w.ModelRoles]:
-    return [
-        w.ModelRoles(
-            model=model,
-            text=verdict.text,
-            state=verdict.stance,
-            prefill_workers=verdict.loads.prefill_workers,
-            decode_workers=verdict.loads.decode_workers,
-            wanted_prefill_workers=verdict.wanted.prefill_workers,
-            wanted_decode_workers=verdict.wanted.decode_workers,
-            prefill_load=_finite(verdict.loads.prefill),
-            decode_load=_finite(verdict.loads.decode),
-        )
-        for model, verdict in sorted(verdicts.items())
-    ]
-
-
-def _finite(load: float) -> float | None:
-    return load if math.isfinite(load) else None

@@ -211,12 +211,13 @@ class Cluster:
     async def _stop_router(self) -> None:
         await self.router.stop()
 
-    async def probes(self) -> tuple[int, int]:
+    def probes(self) -> tuple[int, int]:
         """How many of the router's own requests over pairs went well, and how many did not."""
-        reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
-        return reply.probes_passed, reply.probes_failed
+        counts = self.router.metrics._counts["pair_probes"]
+        passed, failed = (counts["pdserve-demo", x] for x in ("passed", "failed"))
+        return int(passed), int(failed)
 
-    async def roles(self) -> w.ModelRoles:
+    async def roles(self) -> w.ModelNote:
         """What the router, which moves roles by load, wants of its one model's workers."""
         reply = await self._registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
         (roles,) = reply.roles

@@ -110,8 +110,7 @@ def _outcome(decision: a.PlacementDecision) -> str:
     if decision.refused:
         return f"rejected: {decision.refused}"
     if not decision.decode:
-        times = f", tried {decision.tried_before + 1} times" if decision.tried_before else ""
-        return f"waits for capacity{times}"
+        return "waits for capacity"
     if decision.prefill:
         return f"prefill on {decision.prefill}, decode on {decision.decode}"
     return f"aggregated on {decision.decode}"

@@ -70,7 +70,6 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
         "workers": [_row(*pair) for pair in zip(workers, answers, strict=True)],
         "unpaired": _unpaired(workers),
         "ejected_pairs": [plain(pair) for pair in listed.ejected_pairs],
-        "probes": {"passed": listed.probes_passed, "failed": listed.probes_failed},
         "roles": [plain(roles) for roles in listed.roles],
         "disaggregation": [plain(model) for model in listed.disaggregation],
     }
@@ -133,7 +132,6 @@ def _show(address: str, found: dict[str, Any]) -> None:
         title, caption = "KV blocks pinned for transfers", "pinned = in flight + leased"
         figures = ("pinned", "in flight", "leased", "links", "moved", "failed", "debug")
         console.print("", table_of(title, ("worker",), figures, cells, caption=caption), sep="\n")
-    passed, failed = found["probes"]["passed"], found["probes"]["failed"]
     lists = {
         "cannot exchange KV": [
             f"{x['prefill']} and {x['decode']} ({x['model']}): {x['reason']}"
@@ -151,7 +149,6 @@ def _show(address: str, found: dict[str, Any]) -> None:
             f"{x['prefill_worker']} and {x['decode_worker']}: {_until(x)}"
             for x in found["ejected_pairs"]
         ],
-        "probes": [f"{passed} passed, {failed} failed"] if passed or failed else [],
         "roles by load": [f"{row['model']}: {row['text']}" for row in found["roles"]],
         "P/D helps here": [f"{row['model']}: {row['text']}" for row in found["disaggregation"]],
     }

@@ -30,11 +30,10 @@ class ExplainedRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., decisions: _Optional[_Iterable[_Union[PlacementDecision, _Mapping]]] = ...) -> None: ...
 
 class PlacementDecision(_message.Message):
-    __slots__ = ("unix_time_s", "cause", "policy", "turn", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "tried_before", "children", "child_tokens", "adapter")
+    __slots__ = ("unix_time_s", "cause", "policy", "model", "prompt_tokens", "kv_tokens", "prefill_only", "avoid", "excluded", "candidates", "asked_prefix", "predictions", "decode", "prefill", "refused", "adapter")
     UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
-    TURN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -47,14 +46,10 @@ class PlacementDecision(_message.Message):
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
-    TRIED_BEFORE_FIELD_NUMBER: _ClassVar[int]
-    CHILDREN_FIELD_NUMBER: _ClassVar[int]
-    CHILD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     unix_time_s: float
     cause: str
     policy: str
-    turn: int
     model: str
     prompt_tokens: int
     kv_tokens: int
@@ -67,11 +62,8 @@ class PlacementDecision(_message.Message):
     decode: str
     prefill: str
     refused: str
-    tried_before: int
-    children: int
-    child_tokens: int
     adapter: str
-    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., turn: _Optional[int] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[ExcludedPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., tried_before: _Optional[int] = ..., children: _Optional[int] = ..., child_tokens: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
+    def __init__(self, unix_time_s: _Optional[float] = ..., cause: _Optional[str] = ..., policy: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., prefill_only: _Optional[bool] = ..., avoid: _Optional[_Iterable[str]] = ..., excluded: _Optional[_Iterable[_Union[ExcludedPair, _Mapping]]] = ..., candidates: _Optional[_Iterable[_Union[PlacementCandidate, _Mapping]]] = ..., asked_prefix: _Optional[bool] = ..., predictions: _Optional[_Iterable[_Union[PlacementPrediction, _Mapping]]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., refused: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ExcludedPair(_message.Message):
     __slots__ = ("prefill", "decode")

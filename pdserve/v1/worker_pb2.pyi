@@ -255,78 +255,24 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "ejected_pairs", "roles", "probes_passed", "probes_failed", "disaggregation")
+    __slots__ = ("workers", "ejected_pairs", "roles", "disaggregation")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     EJECTED_PAIRS_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
-    PROBES_PASSED_FIELD_NUMBER: _ClassVar[int]
-    PROBES_FAILED_FIELD_NUMBER: _ClassVar[int]
     DISAGGREGATION_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     ejected_pairs: _containers.RepeatedCompositeFieldContainer[EjectedPair]
-    roles: _containers.RepeatedCompositeFieldContainer[ModelRoles]
-    probes_passed: int
-    probes_failed: int
-    disaggregation: _containers.RepeatedCompositeFieldContainer[Disaggregation]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelRoles, _Mapping]]] = ..., probes_passed: _Optional[int] = ..., probes_failed: _Optional[int] = ..., disaggregation: _Optional[_Iterable[_Union[Disaggregation, _Mapping]]] = ...) -> None: ...
+    roles: _containers.RepeatedCompositeFieldContainer[ModelNote]
+    disaggregation: _containers.RepeatedCompositeFieldContainer[ModelNote]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., ejected_pairs: _Optional[_Iterable[_Union[EjectedPair, _Mapping]]] = ..., roles: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ..., disaggregation: _Optional[_Iterable[_Union[ModelNote, _Mapping]]] = ...) -> None: ...
 
-class Latency(_message.Message):
-    __slots__ = ("ttft_s", "tpot_s")
-    TTFT_S_FIELD_NUMBER: _ClassVar[int]
-    TPOT_S_FIELD_NUMBER: _ClassVar[int]
-    ttft_s: float
-    tpot_s: float
-    def __init__(self, ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
-
-class Disaggregation(_message.Message):
-    __slots__ = ("model", "text", "helps", "disaggregated", "aggregated")
+class ModelNote(_message.Message):
+    __slots__ = ("model", "text")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
-    HELPS_FIELD_NUMBER: _ClassVar[int]
-    DISAGGREGATED_FIELD_NUMBER: _ClassVar[int]
-    AGGREGATED_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
-    helps: bool
-    disaggregated: Latency
-    aggregated: Latency
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., helps: _Optional[bool] = ..., disaggregated: _Optional[_Union[Latency, _Mapping]] = ..., aggregated: _Optional[_Union[Latency, _Mapping]] = ...) -> None: ...
-
-class ModelRoles(_message.Message):
-    __slots__ = ("model", "text", "state", "prefill_workers", "decode_workers", "wanted_prefill_workers", "wanted_decode_workers", "prefill_load", "decode_load")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
-    WANTED_PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
-    WANTED_DECODE_WORKERS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_LOAD_FIELD_NUMBER: _ClassVar[int]
-    DECODE_LOAD_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    text: str
-    state: str
-    prefill_workers: int
-    decode_workers: int
-    wanted_prefill_workers: int
-    wanted_decode_workers: int
-    prefill_load: float
-    decode_load: float
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., state: _Optional[str] = ..., prefill_workers: _Optional[int] = ..., decode_workers: _Optional[int] = ..., wanted_prefill_workers: _Optional[int] = ..., wanted_decode_workers: _Optional[int] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ...) -> None: ...
-
-class StepCosts(_message.Message):
-    __slots__ = ("coefficients", "prefill_steps", "decode_steps", "prefill_end", "chunk_tokens")
-    COEFFICIENTS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_END_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    coefficients: _containers.RepeatedScalarFieldContainer[float]
-    prefill_steps: float
-    decode_steps: float
-    prefill_end: int
-    chunk_tokens: int
-    def __init__(self, coefficients: _Optional[_Iterable[float]] = ..., prefill_steps: _Optional[float] = ..., decode_steps: _Optional[float] = ..., prefill_end: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
 
 class EjectedPair(_message.Message):
     __slots__ = ("prefill_worker", "decode_worker", "remaining_s", "failures", "reason")
@@ -355,28 +301,24 @@ class Breaker(_message.Message):
     def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., remaining_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class WorkerEntry(_message.Message):
-    __slots__ = ("info", "load", "state", "outstanding_requests", "outstanding_tokens", "lease_remaining_s", "breaker", "unhealthy", "steps", "adapters")
+    __slots__ = ("info", "load", "state", "outstanding_requests", "outstanding_tokens", "breaker", "unhealthy", "adapters")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LEASE_REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     BREAKER_FIELD_NUMBER: _ClassVar[int]
     UNHEALTHY_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     load: WorkerLoad
     state: str
     outstanding_requests: int
     outstanding_tokens: int
-    lease_remaining_s: float
     breaker: Breaker
     unhealthy: str
-    steps: StepCosts
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., lease_remaining_s: _Optional[float] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., steps: _Optional[_Union[StepCosts, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., breaker: _Optional[_Union[Breaker, _Mapping]] = ..., unhealthy: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("hello", "submit", "cancel", "export", "watch_cache")

@@ -7,7 +7,6 @@ Times are in seconds on the caller's clock; leases and stalls use `PausingClock`
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -147,7 +146,6 @@ class OutlierEjection:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.probes = Counter[str]()  # "passed" and "failed"
         self._seconds = seconds
         self._breakers: dict[Pair, Breaker] = {}
 

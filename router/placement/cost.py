@@ -33,7 +33,6 @@ from pdserve.step_moments import (
     total,
 )
 from pdserve.types import Role
-from pdserve.v1 import worker_pb2 as w
 from router.admission import LatencyEstimate
 from router.placement.values import MemberState, Prediction
 
@@ -51,8 +50,6 @@ SPREAD = 0.3
 # Aggregated prefill must be cheaper by this share and these seconds to be chosen.
 MARGIN = 0.1
 MARGIN_S = 0.002
-# From this share of used slots on, the next request may find none.
-CROWDED = 0.5
 
 MIN_STEPS = 8.0  # measured steps of a kind before anything is predicted
 OWN_STEPS = 16.0  # measured steps of a kind before a worker is told from the others
@@ -178,9 +175,6 @@ class Latency(Struct, frozen=True):
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.ttft_s + self.tpot_s)
-
-    def to_pb(self) -> w.Latency | None:
-        return w.Latency(ttft_s=self.ttft_s, tpot_s=self.tpot_s) if self.is_finite else None
 
 
 def predicted_latencies(
@@ -340,7 +334,7 @@ class CostModel:
         decode_s = means.decode_s.value * min(1.0, max_tokens / max(1.0, means.gaps.value))
         return LatencyEstimate(wait_s, prefill_s, decode_s)
 
-    def disaggregation(self, model: str) -> w.Disaggregation:
+    def disaggregation(self, model: str) -> str:
         """Say whether prefill/decode disaggregation helps at the load of the last requests."""
         means, found = self.means(model), None
         if means is not None:
@@ -348,20 +342,14 @@ class CostModel:
             counts = [sum(m.info.role is x for m in ready) for x in (Role.PREFILL, Role.DECODE)]
             found = predicted_latencies(self._fits_of(model).pooled, means, *counts)
         if found is None:
-            return w.Disaggregation(model=model, text="not enough data")
+            return "not enough data"
         cost_s = [self._ttft_cost_s(x.ttft_s) + self._tpot_cost_s(x.tpot_s) for x in found]
-        helps = cost_s[0] < cost_s[1]
         told = [
             f"TTFT {x.ttft_s:.3f} s, TPOT {x.tpot_s:.4f} s" if x.is_finite else "overload"
             for x in found
         ]
-        return w.Disaggregation(
-            model=model,
-            text=f"{'yes' if helps else 'no'}: predicted {told[0]}; aggregated {told[1]}",
-            helps=helps,
-            disaggregated=found[0].to_pb(),
-            aggregated=found[1].to_pb(),
-        )
+        helps = "yes" if cost_s[0] < cost_s[1] else "no"
+        return f"{helps}: predicted {told[0]}; aggregated {told[1]}"
 
     def predict(
         self, demand: Demand, prefill: Candidate | None, decode: Candidate, cached: Cached
@@ -412,10 +400,6 @@ class CostModel:
             before_s += steps.prompt_s(queue.tokens, queue.pairs) / gaps
         after_s = before_s + delay_s / gaps
         cost_s = streams * (self._tpot_cost_s(after_s) - self._tpot_cost_s(before_s))
-        # While the worker is crowded, each stream gives up its slot that much later.
-        crowded = min(1.0, max(0.0, (decode.used - CROWDED) / (1.0 - CROWDED)))
-        steepest = EARLY + (1.0 - EARLY) / (2.0 * SPREAD)
-        cost_s += crowded * decode.outstanding_requests * delay_s * steepest
         return streams * delay_s, cost_s
 
     def has_capacity(self, demand: Demand, decode: Candidate) -> bool:

@@ -185,7 +185,6 @@ async def test_the_split_follows_the_load_and_nothing_is_lost() -> None:
             async with under_load(cluster, 8, *load):
                 await until_split(cluster, *split)
         roles = await cluster.roles()
-        assert (roles.prefill_workers, roles.decode_workers) == (1, 3)
         assert roles.text.startswith("1 prefill worker loaded")
         text = await metrics(cluster)
         assert 'pdserve_role_workers_wanted{model="pdserve-demo",role="decode"} 3.0' in text

@@ -38,7 +38,7 @@ def printed(*decisions: a.PlacementDecision) -> str:
 
 
 def decision(**changes: object) -> a.PlacementDecision:
-    values = {"policy": "least_loaded", "turn": 7, "prompt_tokens": 100, "kv_tokens": 150}
+    values = {"policy": "least_loaded", "prompt_tokens": 100, "kv_tokens": 150}
     return a.PlacementDecision(candidates=[PASSED_OVER, SCORED], **{**values, **changes})
 
 
@@ -60,12 +60,12 @@ def test_a_decision_shows_scores_reasons_and_predictions() -> None:
 
 def test_each_attempt_shows_its_outcome() -> None:
     text = printed(
-        decision(tried_before=4),
+        decision(),
         decision(decode="d0", cause="aggregated: d1 [died]"),
         decision(policy="", refused="no ready decode worker"),
     )
     for part in (
-        "waits for capacity, tried 5 times",
+        "waits for capacity",
         "placed again: aggregated: d1 [died]",
         "rejected: no ready decode worker",
     ):

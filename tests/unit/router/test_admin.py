@@ -64,7 +64,7 @@ async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
             assert await fleet.capacity_change(until=asyncio.get_running_loop().time() + WAIT_S)
         (entry,) = (await stub.ListWorkers(w.ListWorkersRequest())).workers
         assert not entry.HasField("load"), "an unknown load is not zeros"
-        assert (entry.state, entry.lease_remaining_s) == ("ready", 5.0)
+        assert entry.state == "ready"
         assert wire.worker_from_pb(entry.info) == worker.info
 
         renew = w.RenewRequest(
@@ -76,7 +76,7 @@ async def test_a_worker_joins_renews_is_listed_and_leaves() -> None:
 
         await stub.Deregister(w.DeregisterRequest(worker_id="p", instance_id="e1"))
         (entry,) = (await stub.ListWorkers(w.ListWorkersRequest())).workers
-        assert (entry.state, entry.lease_remaining_s) == ("lost", 0.0)
+        assert entry.state == "lost"
 
 
 async def test_figures_that_are_none_are_refused_by_name() -> None:

@@ -290,13 +290,8 @@ def test_whether_disaggregation_helps_is_predicted_for_the_load(
 ) -> None:
     rig = Rig(tpot_s=0.0145)
     for model in ("demo", "other"):
-        assert rig.costs.disaggregation(model).text == "not enough data"
+        assert rig.costs.disaggregation(model) == "not enough data"
     for _ in range(100):
         rig.now += interval_s
         rig.answered()
-    found = rig.costs.disaggregation("demo")
-    assert found.text.startswith(told)
-    assert found.helps == told.startswith("yes")
-    if found.helps:
-        assert found.disaggregated.ttft_s > STEP_S + 100 * TOKEN_S
-        assert found.aggregated.tpot_s > found.disaggregated.tpot_s > STEP_S
+    assert rig.costs.disaggregation("demo").startswith(told)
