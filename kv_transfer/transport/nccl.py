@@ -1,9 +1,9 @@
 """KV between two GPUs, sent by NCCL.
 
-Each link has at most one communicator of two ranks: 0 sends, 1 receives. If a block is one run of
-bytes, laid out alike at both ends, the blocks go as they are. Else they go through a slot at each
-end, in parts: while one part is sent, the next is gathered and the one before it scattered. For
-what fits a slot:
+Each link has at most one communicator of two ranks: 0 sends, 1 receives. If a block is one long
+run of bytes, laid out alike at both ends, the blocks go as they are. Else they go through a slot at
+each end, in parts: while one part is sent, the next is gathered and the one before it scattered.
+For what fits a slot:
 
     producer: take a slot ─ Chunk, Offer ──► consumer: take a slot, join if the id is new,
               join if the id is new                    post the receives, scatters behind them
@@ -72,6 +72,8 @@ CHANNEL_BYTES = {SENDER: 2 << 20, RECEIVER: 10 << 20}
 QUARANTINE_S = 10.0
 # Of a slot, what is gathered, sent and scattered at once.
 PART_BYTES = 8 << 20
+# Smaller operations use one thread block each, one after the other (NCCL's enqueue.cc).
+MIN_DIRECT_BYTES = (64 << 10) + 1
 # Operations that NCCL takes as one; larger groups have hung (pytorch#174288).
 MAX_GROUP = 256
 # A tenth of the slowest wire that is worth using.
@@ -179,8 +181,9 @@ class NcclTransport(Transport):
         slot_bytes = min(slot_bytes, staging.slot_bytes)
         if slot_bytes < local.region.geometry.block_bytes:
             raise TransportUnavailable(f"a slot of {slot_bytes} bytes holds no block")
-        layout = _region_of(local).block_layout()
-        is_direct = layout is not None and layout == offer.get("block")
+        layout, size = _region_of(local).block_layout(), local.region.geometry.block_bytes
+        is_alike = layout is not None and layout == offer.get("block")
+        is_direct = is_alike and size >= MIN_DIRECT_BYTES
         details = {"slot_bytes": slot_bytes, "is_direct": is_direct}
         return NcclConsumer(self, local, link, slot_bytes, is_direct), details
 

@@ -77,18 +77,19 @@ class Fabric:
             while any(gpu.run() for gpu in self.gpus):
                 pass
 
-    def advance(self, mine: Move) -> None:
+    def advance(self, mine: Move) -> bool:
         """Move the bytes if both ends have begun. NCCL would spin for ever on unequal sizes."""
+        mine.has_begun = True
         other = self.other(mine.comm)
         theirs = other.moves[0] if other is not None and other.moves else None
-        if self.is_held or theirs is None or not theirs.has_begun or mine is not mine.comm.moves[0]:
-            return
-        if mine.size_bytes == theirs.size_bytes:
+        is_next = mine.comm.moves[:1] == [mine] and theirs is not None and theirs.has_begun
+        if is_next and not self.is_held and theirs and mine.size_bytes == theirs.size_bytes:
             source, target = (mine, theirs) if mine.comm.rank == 0 else (theirs, mine)
             ctypes.memmove(target.address, source.address, source.size_bytes)
             for move in (mine, theirs):
                 move.is_over = True
                 move.comm.moves.pop(0)
+        return mine.is_over
 
 
 class FakeNccl(Nccl):
@@ -162,7 +163,7 @@ class FakeNccl(Nccl):
             assert receiver.posted >= (comm.posted if self.fabric.is_strict else 1)
             for stream, move in moves:
                 comm.moves.append(move)
-                stream.todo.append(move)
+                stream.todo.append(functools.partial(self.fabric.advance, move))
             return Result.IN_PROGRESS
 
     def abort(self, comm: int) -> Result:
@@ -186,37 +187,23 @@ class FakeNccl(Nccl):
 
 
 @dataclass(eq=False)
-class FakeEvent:
-    """Fires when its stream comes to it."""
-
-    is_held: bool = False
-    has_fired: bool = False
-
-
-@dataclass(eq=False)
 class FakeStream:
-    """What a stream has to do, in order: a move, an event to fire, an event to wait for (in a
-    tuple), a copy."""
+    """`todo` is done in order; each returns False while it cannot be done."""
 
     cuda_stream: int
-    todo: deque[Move | FakeEvent | tuple[FakeEvent] | Callable[[], None]] = field(
-        default_factory=deque
-    )
+    todo: deque[Callable[[], bool]] = field(default_factory=deque)
 
 
 class FakeGpu(Gpu):
     """Streams and events in host memory, which run when somebody looks at an event. `is_stuck`: the
-    GPU does not come to rest. `holds`: no event fires that is recorded meanwhile. `copies_left`:
-    how many gathers and scatters it will do."""
+    GPU does not come to rest. `copies_left`: how many gathers and scatters it will do."""
 
     def __init__(self, nccl: FakeNccl, uuid: str) -> None:
         self.device = torch.device("cpu")
         self.uuid = uuid
         self.nccl = nccl
         self.is_stuck = False
-        self.holds = False
         self.copies_left = 10**6
-        self.events: list[FakeEvent] = []
         self._current = threading.local()
         nccl.fabric.gpus.append(self)
 
@@ -227,16 +214,21 @@ class FakeGpu(Gpu):
         return region
 
     def _enqueue(self, copy: Callable[..., None], *args: Any) -> None:
-        stream = getattr(self._current, "stream", None)
-        if stream is None:
+        if (stream := getattr(self._current, "stream", None)) is None:
             copy(*args)
         else:
-            stream.todo.append(functools.partial(copy, *args))
+            stream.todo.append(functools.partial(self._copy, copy, *args))
+
+    def _copy(self, copy: Callable[..., None], *args: Any) -> bool:
+        if not self.copies_left:
+            return False
+        self.copies_left -= 1
+        copy(*args)
+        return True
 
     def open_stream(self) -> Any:
-        streams = self.nccl.streams
-        streams[len(streams) + 1] = FakeStream(len(streams) + 1)
-        return streams[len(streams)]
+        number = len(self.nccl.streams) + 1
+        return self.nccl.streams.setdefault(number, FakeStream(number))
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -247,41 +239,23 @@ class FakeGpu(Gpu):
         finally:
             self._current.stream = before
 
-    def record(self, stream: Any) -> FakeEvent:
-        event = FakeEvent(self.holds)
-        self.events.append(event)
-        stream.todo.append(event)
+    def record(self, stream: Any) -> threading.Event:
+        event = threading.Event()
+        stream.todo.append(lambda: event.set() or True)
         return event
 
-    def wait(self, stream: Any, event: FakeEvent) -> None:
-        stream.todo.append((event,))
+    def wait(self, stream: Any, event: threading.Event) -> None:
+        stream.todo.append(event.is_set)
 
-    def has_fired(self, event: FakeEvent) -> bool:
+    def has_fired(self, event: threading.Event) -> bool:
         self.nccl.fabric.run()
-        return event.has_fired
+        return event.is_set()
 
     def run(self) -> bool:
         """Return True if something was done."""
-        before = sum(len(stream.todo) for stream in self.nccl.streams.values())
+        done = 0
         for stream in self.nccl.streams.values():
-            while stream.todo and not self.is_stuck and self._is_done(stream.todo[0]):
+            while stream.todo and not self.is_stuck and stream.todo[0]():
                 stream.todo.popleft()
-        return before > sum(len(stream.todo) for stream in self.nccl.streams.values())
-
-    def _is_done(self, what: Move | FakeEvent | tuple[FakeEvent] | Callable[[], None]) -> bool:
-        match what:
-            case Move():
-                what.has_begun = True
-                if not what.is_over:
-                    self.nccl.fabric.advance(what)
-                return what.is_over
-            case FakeEvent():
-                what.has_fired = not what.is_held
-                return what.has_fired
-            case (event,):
-                return event.has_fired
-        if not self.copies_left:
-            return False
-        self.copies_left -= 1
-        what()
-        return True
+                done += 1
+        return done > 0

@@ -228,7 +228,7 @@ def test_nothing_is_posted_before_the_other_end_posts_too(world: World) -> None:
     pair.consumer.in_use.acquire()  # the consumer does not get to its answer
     pushing = threading.Thread(target=pair.push, daemon=True)
     pushing.start()
-    until(lambda: world.gpus[0].events)
+    until(lambda: world.nccls[0].live)
     assert world.fabric.posts == []
     pair.consumer.in_use.release()
     pushing.join(WAIT_S)
@@ -281,6 +281,7 @@ def test_blocks_that_are_one_run_of_bytes_go_without_staging(
 ) -> None:
     """vLLM's layouts with the block outermost, which the connector asks for."""
     monkeypatch.setattr(module, "MAX_GROUP", 2)
+    monkeypatch.setattr(module, "MIN_DIRECT_BYTES", BLOCK_BYTES)
     world = World(across_layers=(True, True))
     world.fabric.is_strict = False
     before = world.memory[1].clone()
@@ -292,10 +293,15 @@ def test_blocks_that_are_one_run_of_bytes_go_without_staging(
     world.close()
 
 
-def test_blocks_that_lie_otherwise_at_the_other_end_are_staged() -> None:
-    world = World(across_layers=(True, False))
+@pytest.mark.parametrize("across_layers", [(True, False), (True, True)], ids=["unlike", "short"])
+def test_blocks_that_lie_otherwise_at_the_other_end_or_are_short_are_staged(
+    across_layers: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MIN_DIRECT_BYTES", BLOCK_BYTES + all(across_layers))
+    world = World(across_layers=across_layers)
     world.pair().move()
     assert world.is_exact()
+    assert max(world.fabric.groups) == 1
     world.close()
 
 
@@ -303,6 +309,7 @@ def test_blocks_into_which_nccl_writes_are_not_given_away_before_the_gpu_rests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "QUARANTINE_S", 0.0)
+    monkeypatch.setattr(module, "MIN_DIRECT_BYTES", BLOCK_BYTES)
     world = World(across_layers=(True, True))
     pair = world.pair()
     world.fabric.is_held = True
