@@ -200,7 +200,6 @@ class ScriptedWorker(WorkerServicer):
         finish: FinishReason | None = None,
         transfer: TransferReport | None = None,
         stop_reason: str | int | None = None,
-        kv_handle: bytes = b"",
     ) -> None:
         """Tokens of one stream, whose text is their numbers; with a report when it finishes."""
         report = None
@@ -214,7 +213,6 @@ class ScriptedWorker(WorkerServicer):
                 finish_reason=finish,
                 stop_reason=stop_reason,
                 report=report,
-                kv_handle=kv_handle,
             )
         )
 

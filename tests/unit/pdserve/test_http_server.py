@@ -26,7 +26,6 @@ class Service:
     def __init__(self) -> None:
         self.count = 0
         self.started = asyncio.Event()
-        self.answered = asyncio.Event()
         self.go_on = asyncio.Event()
         self.cancelled = asyncio.Event()
 
@@ -39,9 +38,6 @@ class Service:
             except asyncio.CancelledError:
                 self.cancelled.set()
                 raise
-        if request.path == "/large":
-            self.answered.set()
-            return web.Response(body=b"x" * (32 << 20))
         return web.Response(text="fine")
 
 
