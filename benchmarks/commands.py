@@ -22,7 +22,6 @@ from benchmarks.compare.run import CompareSettings, run_compare
 from benchmarks.compare.summary import summarise_compare
 from benchmarks.compare.variants import config_changes, parse_variants, share_cores
 from benchmarks.errors import FAILED, INTERRUPTED, INVALID, OK, BenchError
-from benchmarks.plan import Planner
 from benchmarks.progress import Progress
 from benchmarks.replay import (
     SCHEMA,
@@ -36,10 +35,9 @@ from benchmarks.replay import (
 )
 from benchmarks.report.page import render_page
 from benchmarks.report.tables import Printer, render_compare, render_replay
-from benchmarks.simulate import Costs, Setup, drawn_trace
+from benchmarks.simulate import Costs, Planner, Setup, drawn_trace
 from benchmarks.simulate import simulate as run_simulation
-from benchmarks.traces import load_trace
-from benchmarks.workload import Shape
+from benchmarks.traces import Shape, load_trace
 from pdserve.cli.options import (
     DEFAULT_URL,
     api_key_from,

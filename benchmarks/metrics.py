@@ -1,4 +1,4 @@
-"""Latency, throughput and goodput, computed from request records.
+"""What is recorded of a request, and latency, throughput and goodput computed from it.
 
 ====  ==========================================================================================
 ttft  first token - sent
@@ -10,22 +10,26 @@ lag   sent - scheduled: the lateness of the client, which spoils a run
 ====  ==========================================================================================
 
 A request that did not end well counts as infinitely slow, so that failing fast does not look fast.
+Times are seconds since the start of the run on a monotonic clock, rounded to microseconds, so that
+a record does not change when it is written and read.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping  # noqa: TC003 - msgspec reads the annotations
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from benchmarks.errors import TargetError
 from benchmarks.stats import Distribution, distribution, percentiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from benchmarks.records import RequestRecord
+    from benchmarks.client import Piece
 
 LAG_LIMIT_S: Final = 0.05
 LAG_SHARE_OF_TTFT: Final = 0.05
@@ -33,6 +37,68 @@ PHASES: Final = ("queue_s", "prefill_s", "transfer_s", "exposed_transfer_s", "de
 TOTALS: Final = ("transfer_bytes", "transfer_blocks", "cached_tokens")
 WORKERS: Final = ("prefill_worker", "decode_worker")
 NEED_TWO_TOKENS: Final = frozenset({"tpot", "tt2t"})
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """The timeline of one request; until it ends it is `timed_out`.
+
+    `index` is its row in the trace, `scheduled_s` the time it was due. `chunk_s` holds the arrival
+    of each piece of the stream that brought tokens, `chunk_tokens` how many each brought (None if
+    the endpoint does not tell). `input_tokens` and `output_tokens` were requested; the counts the
+    endpoint reported may be None. `receipt` is the server's report on the phases.
+    """
+
+    index: int
+    request_id: str
+    input_tokens: int
+    output_tokens: int
+    scheduled_s: float
+    sent_s: float | None = None
+    chunk_s: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] | None = field(default_factory=list)
+    end_s: float | None = None
+    status: Literal["ok", "failed", "timed_out"] = "timed_out"
+    error: str | None = "no end before the drain timeout"
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    receipt: Mapping[str, Any] | None = None
+
+    def add(self, piece: Piece, at_s: float) -> None:
+        """Note a piece of the stream at its arrival."""
+        for name, count in (piece.usage or {}).items():
+            setattr(self, name, count)
+        self.receipt = piece.receipt or self.receipt
+        # Some servers send the finish reason after the last token, in a piece without text.
+        if piece.tokens or (piece.tokens is None and piece.text):
+            self.chunk_s.append(round(at_s, 6))
+            if piece.tokens is None:
+                self.chunk_tokens = None
+            elif self.chunk_tokens is not None:
+                self.chunk_tokens.append(piece.tokens)
+
+    def complete(self, at_s: float) -> None:
+        """Note a good end. Raises TargetError if the answer does not have the requested length.
+
+        Each request asks for an exact number of tokens: a shorter answer would look faster.
+        """
+        made = self.completion_tokens
+        if made is None:
+            raise TargetError("no usage in the stream (stream_options.include_usage was ignored)")
+        if made != self.output_tokens:
+            raise TargetError(
+                f"{made} tokens instead of {self.output_tokens}: the endpoint ignored min_tokens "
+                "or ignore_eos"
+            )
+        if not self.chunk_s:
+            raise TargetError("no tokens in the stream")
+        if self.chunk_tokens is None and len(self.chunk_s) == made:
+            self.chunk_tokens = [1] * made
+        self.end_s, self.status, self.error = round(at_s, 6), "ok", None
+
+    def fail(self, error: str, at_s: float) -> None:
+        self.end_s, self.status, self.error = round(at_s, 6), "failed", error
 
 
 def _tpot(record: RequestRecord) -> float | None:

@@ -25,10 +25,15 @@ import psutil
 
 from benchmarks.client import exactly
 from benchmarks.errors import BenchError, TargetError, WarmupFailed
-from benchmarks.metrics import Summary, summarise
-from benchmarks.records import RequestRecord
-from benchmarks.traces import due_times_s, load_trace, speedup_for
-from benchmarks.workload import PromptMaker, Shape, shape_workload
+from benchmarks.metrics import RequestRecord, Summary, summarise
+from benchmarks.traces import (
+    PromptMaker,
+    Shape,
+    due_times_s,
+    load_trace,
+    shape_workload,
+    speedup_for,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

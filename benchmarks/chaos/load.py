@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from benchmarks.client import GrpcTarget, HttpTarget, Request, completion_body
 from benchmarks.errors import BenchError, TargetError
-from benchmarks.traces import load_trace
-from benchmarks.workload import PromptMaker, Shape, shape_workload
+from benchmarks.traces import PromptMaker, Shape, load_trace, shape_workload
 from pdserve.errors import BudgetExhausted, DeadlineExceeded, Overloaded, Unavailable, WorkerFailed
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 

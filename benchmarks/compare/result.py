@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from benchmarks.errors import BenchError
-from benchmarks.records import RequestRecord  # noqa: TC001 - msgspec reads the annotations
+from benchmarks.metrics import RequestRecord  # noqa: TC001 - msgspec reads the annotations
 from benchmarks.replay import jsonable, parse
 
 SCHEMA: Final = "pdserve.bench.compare/2"

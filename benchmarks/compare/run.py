@@ -18,8 +18,7 @@ from benchmarks.metrics import summarise
 from benchmarks.replay import ReplaySettings, host_facts, jsonable, run_replay
 from benchmarks.service import Service
 from benchmarks.stats import WARMUP, alternate
-from benchmarks.traces import load_trace
-from benchmarks.workload import Shape
+from benchmarks.traces import Shape, load_trace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence

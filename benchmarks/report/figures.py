@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from benchmarks.compare.result import CompareResult, Measurement
-    from benchmarks.records import RequestRecord
+    from benchmarks.metrics import RequestRecord
 
 COLOURS: Final = 6
 _CURVE_POINTS: Final = 200

@@ -12,7 +12,7 @@ from benchmarks.compare.result import (
     VariantFacts,
     VariantSettings,
 )
-from benchmarks.records import RequestRecord
+from benchmarks.metrics import RequestRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,10 +12,10 @@ from fake_openai import FakeOpenAI
 
 from benchmarks.client import GrpcTarget, HttpTarget, Piece, read_stream
 from benchmarks.errors import BenchError, TargetError
+from benchmarks.metrics import RequestRecord
 from benchmarks.progress import Progress
-from benchmarks.records import RequestRecord
 from benchmarks.replay import ReplayResult, ReplaySettings, parse, run_replay
-from benchmarks.workload import Shape
+from benchmarks.traces import Shape
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

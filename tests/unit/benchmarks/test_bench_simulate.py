@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.errors import BenchError
-from benchmarks.plan import Planner
 from benchmarks.progress import Progress
-from benchmarks.simulate import Costs, Setup, drawn_trace, simulate
-from benchmarks.traces import load_trace
-from benchmarks.workload import Shape
+from benchmarks.simulate import Costs, Planner, Setup, drawn_trace, simulate
+from benchmarks.traces import Shape, load_trace
 from pdserve.config import load_config
 
 if TYPE_CHECKING:

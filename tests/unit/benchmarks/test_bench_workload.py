@@ -9,8 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.errors import BenchError
-from benchmarks.traces import Trace, TraceMeta, TraceRequest, due_times_s, load_trace, speedup_for
-from benchmarks.workload import PromptMaker, Shape, shape_workload
+from benchmarks.traces import (
+    PromptMaker,
+    Shape,
+    Trace,
+    TraceMeta,
+    TraceRequest,
+    due_times_s,
+    load_trace,
+    shape_workload,
+    speedup_for,
+)
 
 
 def trace(*rows: tuple[int, int], block_size: int | None = None) -> Trace:
