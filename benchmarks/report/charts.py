@@ -57,7 +57,8 @@ def _axis(
     """Make an axis from 0 with room for all values, or a logarithmic one for those above 0."""
     high = max(values, default=0.0) or 1.0
     if is_log:
-        low = 10.0 ** math.floor(math.log10(min(x for x in values if x > 0)))
+        least = min(x for x in values if x > 0)
+        low = next(x for x in (_nice(least), _nice(least / 2), _nice(least / 2.5)) if x <= least)
         return Axis(title, low, max(_nice(high), low * 10), start, end, is_log=True)
     step = _nice(high / 5)
     return Axis(title, 0.0, math.ceil(high / step - 1e-9) * step, start, end)

@@ -67,11 +67,8 @@ def sections(result: CompareResult) -> dict[str, list[Figure]]:
             _cdf(kinds, "ITL", "gaps between chunks, pooled over requests", gaps_s),
             latency("e2e", "E2E", "from sending to the last token"),
         ],
-        "Over time and under load": [
-            _ttft_over_time(kinds, good, limit_ms.get("ttft")),
-            _attainment(kinds, result),
-        ],
-        "Where the time went": [_phases(good), *_on_workers(result)],
+        "Under load, and where the time went": [_attainment(kinds, result), _phases(good)],
+        "On the workers": _on_workers(result),
     }
 
 
@@ -101,25 +98,6 @@ def _cdf(
     picture = chart(f"{label}, ms", "share of requests", lines, is_log=is_log)
     picture.limit(limit_ms, "limit", on_x=True)
     return Figure(title, about, picture, _key(kinds))
-
-
-def _ttft_over_time(
-    kinds: Mapping[str, str], good: Mapping[str, Sequence[RequestRecord]], limit_ms: float | None
-) -> Figure:
-    title = "TTFT over time"
-    dots = []
-    for name, records in good.items():
-        marks = []
-        for record in records:
-            ms = (record.chunk_s[0] - (record.sent_s or 0.0)) * 1000
-            hint = f"{name}: {ms:.1f} ms, {record.input_tokens} prompt tokens"
-            marks.append((record.scheduled_s, ms, hint))
-        dots.append((kinds[name], marks))
-    if not any(marks for _, marks in dots):
-        return Figure(title, "no request was answered")
-    picture = chart(_SINCE, "TTFT, ms", dots=dots)
-    picture.limit(limit_ms, "limit")
-    return Figure(title, "all rounds overlaid; one dot a request", picture, _key(kinds))
 
 
 def _attainment(kinds: Mapping[str, str], result: CompareResult) -> Figure:

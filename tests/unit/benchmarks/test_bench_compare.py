@@ -235,7 +235,6 @@ def test_the_report_shows_everything_and_loads_nothing() -> None:
     page = render_page(swept())
     for part in (
         "TTFT, cumulative",
-        "TTFT over time",
         "SLO attainment against rate",
         "Mean time of each phase",
         "Requests on workers, 1P1D",
