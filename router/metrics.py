@@ -16,10 +16,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from pdserve.metrics import Histogram, KvCollector
-from router.placement.values import NO_TOKENS_CACHED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client.core import Metric
 
@@ -54,8 +53,6 @@ _METRICS: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("kv_transfer_bytes", "KV bytes moved.", "model", ()),
     ("pair_probes", "Active health checks of pairs of workers.", "model outcome", ()),
     ("worker_probes", "Active health checks of single workers.", "model outcome", ()),
-    ("prefix_predictions", "Answers by cached tokens against predicted.", "model engine_had", ()),
-    ("prefix_tokens", "Cached prompt tokens: predicted, and reported.", "model source", ()),
     ("tenant_answers", "Requests answered in full.", "tenant", ()),
     ("tenant_tokens", "Tokens of answered requests.", "tenant kind", ()),
     ("tenant_refusals", "Requests refused before any work.", "tenant code reason", ()),
@@ -203,16 +200,6 @@ class RouterMetrics(Collector):
             self.count("tenant_answers", tenant)
             self.count("tenant_tokens", tenant, "prompt", by=usage.prompt_tokens)
             self.count("tenant_tokens", tenant, "generated", by=usage.completion_tokens)
-
-    def cache_predicted(self, model: str, cached: Mapping[str, int], receipt: Receipt) -> None:
-        """Compare the `cached` tokens by worker that a placement knew with what the engine had."""
-        if cached is NO_TOKENS_CACHED or receipt.fallbacks:
-            return
-        predicted, had = cached.get(receipt.prefill_worker, 0), receipt.cached_tokens
-        verdict = "exact" if had == predicted else "more" if had > predicted else "fewer"
-        self.count("prefix_predictions", model, verdict)
-        self.count("prefix_tokens", model, "predicted", by=predicted)
-        self.count("prefix_tokens", model, "reported", by=had)
 
 
 def _family(

@@ -16,7 +16,6 @@ from router.placement.filters import no_workers, with_states
 from router.placement.policies import place_aggregated, place_live, place_or_aggregate
 from router.placement.values import (
     NO_CONTEXT,
-    NO_TOKENS_CACHED,
     Decision,
     Demand,
     MemberState,
@@ -25,7 +24,7 @@ from router.placement.values import (
 from router.retry import RetryStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from pdserve.types import GenerateRequest, WorkerInfo
     from router.fleet.health import Pair
@@ -93,8 +92,7 @@ class Reservation:
     """Workers for one attempt, and its charges. Releasing it again does nothing.
 
     `prefill` computes the prompt for `decode`; without it `decode` does both phases, or continues
-    with the KV of `producer`, which has decoded before. `cached` and `prediction` are what the
-    placement expected.
+    with the KV of `producer`, which has decoded before. `prediction` is what is expected.
     """
 
     def __init__(
@@ -106,13 +104,12 @@ class Reservation:
         prompt_tokens: int = 0,
         kv_tokens: int = 0,
         children_kv_tokens: int = 0,
-        cached: Mapping[str, int] = NO_TOKENS_CACHED,
         prediction: Prediction | None = None,
         leave_backlog: Callable[[], None] | None = None,
         adapter: str = "",
     ) -> None:
         self.decode, self.prefill, self.producer = decode, prefill, producer
-        self.cached, self.prediction = cached, prediction
+        self.prediction = prediction
         self.prefill_charge: Charge | None = None
         self._children_charge: Charge | None = None
         if decode.info.role is Role.PREFILL:
@@ -310,7 +307,6 @@ class Placer:
             prompt_tokens=max(1, demand.prompt_tokens - cached) if producer is None else 0,
             kv_tokens=demand.kv_tokens - children_kv_tokens,
             children_kv_tokens=children_kv_tokens,
-            cached=decision.cached,
             prediction=prediction,
             leave_backlog=leave_backlog,
             adapter=demand.adapter,

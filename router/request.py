@@ -73,6 +73,7 @@ class RequestServer:
     """Serves requests. State: the answers that are being generated. `admit_queued` must run."""
 
     def __init__(self, services: Services, tracing: Tracing | None = None) -> None:
+        self.admission = services.admission
         self._services = services
         self._tracing = tracing
         self._generations: set[Generation] = set()
@@ -208,12 +209,10 @@ class RequestServer:
             ttft_s=ttft_s,
             e2e_s=e2e_s,
         )
-        if (first := parent.first_reservation) is not None:
-            metrics.cache_predicted(request.model, first.cached, receipt)
-            if len(generations) == 1 and not (receipt.fallbacks or resumed):
-                ttft_s, e2e_s = ttft_s - waited_s, e2e_s - waited_s
-                costs = self._services.costs
-                costs.answered(request.model, usage, receipt, ttft_s=ttft_s, e2e_s=e2e_s)
+        if len(generations) == 1 and not (receipt.fallbacks or resumed):
+            ttft_s, e2e_s = ttft_s - waited_s, e2e_s - waited_s
+            costs = self._services.costs
+            costs.answered(request.model, usage, receipt, ttft_s=ttft_s, e2e_s=e2e_s)
         return usage, receipt
 
     def move_off(self, worker_id: str, reason: str, *, live_only: bool = False) -> int:
@@ -237,14 +236,6 @@ class RequestServer:
             raise Unavailable("no worker is registered")
         for name in models:
             check_servable(self._services.fleet.candidates(name), name, aggregated=True)
-
-    @property
-    def running_requests(self) -> int:
-        return self._services.admission.running
-
-    @property
-    def queued_requests(self) -> int:
-        return self._services.admission.queued
 
     @staticmethod
     def _begin_span(tracing: Tracing, request: GenerateRequest) -> Span | None:

@@ -327,7 +327,7 @@ class Stack:
     def assert_no_leaks(self) -> None:
         """Nothing is open, outstanding, reserved, running or queued."""
         assert self.requests.open_requests == 0
-        assert (self.requests.running_requests, self.requests.queued_requests) == (0, 0)
+        assert (self.requests.admission.running, self.requests.admission.queued) == (0, 0)
         assert self.fleet.open_streams == 0
         for member in self.fleet.members.values():
             assert member.outstanding_requests == 0, member

@@ -106,7 +106,7 @@ async def test_a_request_waits_in_the_router_for_the_slot_of_its_adapter(tmp_pat
         first = asyncio.create_task(cluster.ask(PROMPT, ENDLESS, model="red"))
         await cluster.until(lambda: cluster.busy("decode-0"))
         second = asyncio.create_task(cluster.ask(PROMPT, SHORT, model="blue"))
-        await cluster.until(lambda: cluster.router.requests.queued_requests)
+        await cluster.until(lambda: cluster.router.requests.admission.queued)
         # No blocks are held for it, and it holds up neither the model nor the other adapter.
         for name in (MODEL, "red"):
             await cluster.ask(PROMPT, SHORT, model=name)

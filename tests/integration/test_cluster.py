@@ -230,7 +230,7 @@ class TestFaults:
             await asyncio.wait_for(trigger.fired.wait(), WAIT_S)
             await cluster.kill("aggregated-0")
             queued = asyncio.create_task(cluster.ask(PROMPT, LONG))
-            await cluster.until(lambda: cluster.router.requests.queued_requests)
+            await cluster.until(lambda: cluster.router.requests.admission.queued)
             await cluster.add("aggregated-0", Role.AGGREGATED)
             assert_same(await stream, expected)
             assert_same(await queued, expected)

@@ -36,19 +36,19 @@ async def test_ten_times_the_capacity_is_refused_what_it_cannot_have_and_leaves_
         requests = cluster.router.requests
         cluster.faults("prefill-0", FakeFaults(stalled=True))
         held = [asyncio.create_task(cluster.ask(PROMPT, PLAIN)) for _ in range(RUNNING + QUEUED)]
-        await cluster.until(lambda: requests.queued_requests == QUEUED)
+        await cluster.until(lambda: requests.admission.queued == QUEUED)
         for _ in range(TRIES):
             asked = [cluster.ask(PROMPT, PLAIN) for _ in range(RUNNING + QUEUED)]
             for error in await asyncio.gather(*asked, return_exceptions=True):
                 assert isinstance(error, Overloaded)
                 assert error.reason == Refusal.QUEUE_FULL
                 assert error.retry_after_s > 0
-            assert (requests.queued_requests, requests.running_requests) == (QUEUED, RUNNING)
+            assert (requests.admission.queued, requests.admission.running) == (QUEUED, RUNNING)
         cluster.faults("prefill-0", FakeFaults())
         for answer in await asyncio.gather(*held):
             assert_same(answer, expected)
         await cluster.until(lambda: not requests.open_requests)
-        assert requests.queued_requests == requests.running_requests == 0
+        assert requests.admission.queued == requests.admission.running == 0
 
 
 class TestSlowReaders:
@@ -107,7 +107,7 @@ async def assert_cut(cluster: Cluster) -> None:
     """The workers are free although the client is still there and has not read; others are
     answered."""
     requests = cluster.router.requests
-    await cluster.until(lambda: requests.running_requests == 0)
+    await cluster.until(lambda: requests.admission.running == 0)
     await cluster.until(lambda: not cluster.busy("prefill-0", "decode-0"))
     ended = [x for x in (await metrics(cluster)).splitlines() if x.startswith(REQUESTS)]
     assert ["cancelled" in x for x in ended] == [True], ended

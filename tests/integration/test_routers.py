@@ -191,7 +191,7 @@ async def test_a_router_sees_the_room_that_another_has_given_away() -> None:
             member = cluster.router.fleet.members["decode-0"]
             await cluster.until(lambda: member.foreign_blocks)
             ours = asyncio.create_task(cluster.ask(PROMPT, LONG))
-            await cluster.until(lambda: cluster.router.requests.queued_requests)
+            await cluster.until(lambda: cluster.router.requests.admission.queued)
             assert member.reserved_blocks == 0
             cluster.faults("decode-0", FakeFaults())
             expected = cluster.expected(PROMPT, LONG).token_ids

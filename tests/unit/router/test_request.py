@@ -224,7 +224,7 @@ class TestRefusals:
             await first.next()
             second = stack.ask(large)
             await asyncio.sleep(0)
-            assert stack.requests.queued_requests == 1
+            assert stack.requests.admission.queued == 1
             assert not prefill.has_submissions
             decode.send(submit, 8, finish=STOP)
             await first.rest()
@@ -243,7 +243,7 @@ class TestRefusals:
         ):
             submit = await prefill.submitted()
             await asyncio.sleep(0)
-            assert stack.requests.queued_requests == 1
+            assert stack.requests.admission.queued == 1
             prefill.send(submit, 7, finish=STOP)
             await first.rest()
             prefill.send(await prefill.submitted(), 8, finish=STOP)
