@@ -13,6 +13,7 @@ import textwrap
 import typing
 from collections.abc import Hashable, Iterator, Mapping
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
@@ -458,10 +459,8 @@ class PoolsConfig(_Section, frozen=True):
         prefill, decode = self.prefill.workers, self.decode.workers
         if bool(prefill) != bool(decode):
             missing = "decode" if prefill else "prefill"
-            refuse(
-                f"{missing}.workers",
-                "must be at least 1: prefill and decode workers need each other",
-            )
+            reason = "must be at least 1: prefill and decode workers need each other"
+            refuse(f"{missing}.workers", reason)
         if not prefill + decode + self.aggregated.workers:
             refuse("prefill.workers", "at least one worker is required")
 
@@ -522,20 +521,13 @@ class Config(_Section, frozen=True):
     def __post_init__(self) -> None:
         if not self.up.models:
             return
-        here = PoolsConfig.__struct_fields__
-        unused = [
-            ("up", name) for name in here if getattr(self.up, name) != getattr(UpConfig(), name)
-        ]
-        unused += [
-            ("worker", name)
-            for name in ("model", "model_names", "adapters")
-            if getattr(self.worker, name) != getattr(WorkerConfig(), name)
-        ]
-        for section, name in unused:
-            refuse(f"{section}.{name}", "is not used with up.models; set it there")
-        names = [
-            name for each in self.models for name in served_names(each.model, each.model_names)
-        ]
+        elsewhere = [f"up.{name}" for name in PoolsConfig.__struct_fields__]
+        elsewhere += [f"worker.{name}" for name in ("model", "model_names", "adapters")]
+        for dotted in elsewhere:
+            value = attrgetter(dotted)
+            if value(self) != value(Config()):
+                refuse(dotted, "is not used with up.models; set it there")
+        names = [x for each in self.models for x in served_names(each.model, each.model_names)]
         if len(set(names)) != len(names):
             refuse("up.models", "two models have the same name; set their model_names")
 

@@ -1,15 +1,18 @@
-"""`pdserve up`, `pdserve router` and `pdserve worker`: the commands that serve."""
+"""`pdserve serve`, `up`, `router` and `worker`: the commands that serve."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pdserve.cli.options import add_command, add_config_options, config_from
+from pdserve.cli.options import add_command, add_config_options, changes_from, config_from
+from pdserve.config import load_config
+from pdserve.errors import ConfigError
 from pdserve.local.child import add_child_options, exit_at_once, served_process
 
 if TYPE_CHECKING:
@@ -36,16 +39,15 @@ _ENGINE = {
     "--kv-connector": "worker.kv.connector",
     "--kv-transport": "worker.kv.transports",
 }
-_UP = {
+_PROCESSES = {
     "--prefill": "up.prefill.workers",
     "--decode": "up.decode.workers",
     "--aggregated": "up.aggregated.workers",
     "--routers": "up.routers",
-    **_ENGINE,
-    **_LISTENERS,
     "--ready-file": "up.ready_file",
     "--run-dir": "up.run_dir",
 }
+_UP = {**_PROCESSES, **_ENGINE, **_LISTENERS}
 _WORKER = {
     "--role": "worker.role",
     "--host": "worker.host",
@@ -62,6 +64,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def register(commands: Subparsers) -> None:
+    serve = add_command(
+        *(commands, "serve", _serve, "serve a model with the flags of `vllm serve`"),
+        "As `pdserve up`, with the flags of `vllm serve`: `pdserve serve MODEL --decode 2 "
+        "--max-model-len 8192`. A flag with the name of a role before it is for that role alone: "
+        "`--decode.max-num-seqs 256`. `vllm serve --help=all` lists vLLM's flags.",
+    )
+    serve.usage = "pdserve serve MODEL [--prefill N] [--decode N] [flags of vllm serve]"
+    serve.allow_abbrev = False  # an abbreviation may be of one of vLLM's flags
+    serve.passes_on = True
+    serve.set_defaults(parser=serve)
+    add_config_options(serve, _PROCESSES, file=False)
     up = add_command(
         *(commands, "up", _up, "start router and workers on this machine"),
         "Start routers and workers as processes on this machine. Ctrl-C or SIGTERM lets running "
@@ -82,6 +95,30 @@ def register(commands: Subparsers) -> None:
     add_child_options(worker)
 
 
+def _serve(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
+    from pdserve.local.display import Display
+    from pdserve.local.supervisor import Supervisor, make_run_dir, vllm_forkserver
+    from pdserve.local.vllm_flags import read_flags
+
+    changes, display = changes_from(args), Display()
+    run_dir = make_run_dir(str(changes.get("up.run_dir", "")))
+    forkserver = vllm_forkserver(run_dir)
+    display.tell("importing vLLM")
+    try:
+        try:
+            flags = asyncio.run(read_flags(args.words, forkserver, run_dir / "flags.log"))
+        except ConfigError as error:
+            args.parser.error(error.message)
+        if token := flags.pop("hf_token", ""):
+            os.environ["HF_TOKEN"] = str(token)
+        config = load_config(None, {**flags, "up.run_dir": str(run_dir), **changes})
+        return Supervisor(config, display, forkserver).run()
+    except BaseException:
+        if forkserver is not None:
+            forkserver.close()
+        raise
+
+
 def _up(args: argparse.Namespace) -> Coroutine[Any, Any, int]:
     from pdserve.local.display import Display
     from pdserve.local.supervisor import Supervisor
@@ -95,11 +132,11 @@ def _router(args: argparse.Namespace) -> int:
         _log(config.log_level)
         import uvloop
 
-        uvloop.run(_serve(config, reports))
+        uvloop.run(_serve_as_router(config, reports))
     return 0
 
 
-async def _serve(config: RouterConfig, reports: Reports) -> None:
+async def _serve_as_router(config: RouterConfig, reports: Reports) -> None:
     """Serve until a signal, then let open requests finish. A second signal ends at once."""
     from pdserve.local.specs import reachable
     from router.main import RouterServer

@@ -133,6 +133,35 @@ class ForkServer:
             self._process.wait()
 
 
+async def launch(
+    forkserver: ForkServer | None,
+    module: str,
+    *args: str,
+    env: Mapping[str, str],
+    log: Path,
+    report_fd: int,
+) -> asyncio.subprocess.Process | Forked:
+    """Fork or execute `python -m module *args` with the options of local/child.py. It has its own
+    session, so that a terminal's Ctrl-C reaches only this process, and the kernel kills it when
+    this one ends."""
+    if forkserver is not None:
+        # Parent 0: the parent is the fork server, whatever its pid.
+        own = ("--parent-pid", "0", "--report-fd")
+        with contextlib.suppress(ForkFailed):
+            return await forkserver.start(module, *args, *own, env=env, log=log, fds=(report_fd,))
+    tie = ("--parent-pid", str(os.getpid()), "--report-fd", str(report_fd))
+    with log.open("ab") as file:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, *args, *tie),
+            env=env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            pass_fds=(report_fd,),
+            start_new_session=True,
+        )
+
+
 # The parent process
 
 

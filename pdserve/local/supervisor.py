@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from msgspec.structs import replace
 from pdserve.config import MOVE_S, UNPIN_S, refuse, to_mapping
 from pdserve.hub import with_directories
 from pdserve.local import specs
-from pdserve.local.forkserver import ForkFailed, ForkServer
+from pdserve.local.forkserver import ForkServer, launch
 from pdserve.local.gpus import gpus_for, is_cpu_build
 from pdserve.security.tls import dialer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
@@ -258,32 +257,17 @@ class Supervisor:
             writer.close()
 
     async def _launch(self, child: Child, reports: int) -> asyncio.subprocess.Process | Forked:
-        """Fork or execute a process. It has its own session, so that a terminal's Ctrl-C reaches
-        only this one, and the kernel kills it when this one ends."""
         is_worker = child.name in self._workers
         config = self._run_dir / f"{child.name}.yaml"
         config.write_text(yaml.safe_dump(self._config_of(child), sort_keys=False))
-        words = ["worker" if is_worker else "router", "--config", str(config)]
-        env = {**os.environ, "TMPDIR": self._temporary_dir.name}
-        if is_worker and self._forkserver is not None:
+        forkserver = self._forkserver if is_worker else None
+        if forkserver is not None:
             self._display.doing(child.name, "importing vLLM")
-            # Parent 0: the parent is the fork server, whatever its pid.
-            words_of_fork = (*words, "--parent-pid", "0", "--report-fd")
-            with contextlib.suppress(ForkFailed):
-                return await self._forkserver.start(
-                    "pdserve", *words_of_fork, env=env, log=child.log, fds=(reports,)
-                )
-        words += ["--parent-pid", str(os.getpid()), "--report-fd", str(reports)]
-        with child.log.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "pdserve", *words),
-                env=env,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(reports,),
-                start_new_session=True,
-            )
+        words = ("worker" if is_worker else "router", "--config", str(config))
+        env = {**os.environ, "TMPDIR": self._temporary_dir.name}
+        return await launch(
+            forkserver, "pdserve", *words, env=env, log=child.log, report_fd=reports
+        )
 
     def _config_of(self, child: Child) -> dict[str, object]:
         if child.name in self._workers:

@@ -6,11 +6,10 @@ import asyncio
 import json
 import os
 import socket
-import sys
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
-from pdserve.local.forkserver import ForkFailed
+from pdserve.local.forkserver import launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,14 +29,18 @@ async def read_flags(
     message."""
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_ANSWER_BYTES)
+    text, line = json.dumps(words), b""
     process: asyncio.subprocess.Process | Forked | None = None
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             with theirs:
-                process = await _start(json.dumps(words), forkserver, log, theirs.fileno())
+                fd = theirs.fileno()
+                process = await launch(
+                    forkserver, _MODULE, text, env=os.environ, log=log, report_fd=fd
+                )
             line = await reader.readline()  # empty if the process has ended
             await process.wait()
-    except (TimeoutError, ForkFailed):
+    except TimeoutError:
         line = b""
     finally:
         writer.close()
@@ -46,24 +49,8 @@ async def read_flags(
             await process.wait()
     if not line:
         raise ConfigError(f"vLLM could not read the flags; see {log}")
-    answer: dict[str, dict[str, object]] = json.loads(line)
+    answer = json.loads(line)
     if "failed" in answer:
-        raise ConfigError(str(answer["failed"]))
-    return answer["ready"]
-
-
-async def _start(
-    words: str, forkserver: ForkServer | None, log: Path, fd: int
-) -> asyncio.subprocess.Process | Forked:
-    if forkserver is not None:
-        # Parent 0: the parent is the fork server, whatever its pid.
-        return await forkserver.start(_MODULE, "0", words, env=os.environ, log=log, fds=(fd,))
-    with log.open("ab") as file:
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _MODULE, str(os.getpid()), words, str(fd)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            pass_fds=(fd,),
-            start_new_session=True,
-        )
+        raise ConfigError(answer["failed"])
+    found: dict[str, object] = answer["ready"]
+    return found

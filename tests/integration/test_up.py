@@ -87,6 +87,21 @@ def test_several_routers_serve_at_one_port_and_it_says_what_to_paste(tmp_path: P
         assert running.survivors() == []
 
 
+def test_each_of_several_models_has_workers_of_its_own(tmp_path: Path) -> None:
+    alone = "prefill: {workers: 0}, decode: {workers: 0}, aggregated: {workers: 1}"
+    file = tmp_path / "models.yaml"
+    file.write_text(f"up: {{models: [{{model_names: [a, gpt]}}, {{model_names: [b], {alone}}}]}}")
+    with up(tmp_path, "--config", str(file)) as running:
+        ready = running.wait_until_serving()
+        found = {
+            x["info"]["worker_id"]: x["info"]["model"]["name"] for x in workers_of(ready["grpc"])
+        }
+        assert found == {"prefill-0": "a", "decode-0": "a", "aggregated-0": "b"}
+        for name, model in (("gpt", b'"model":"a"'), ("b", b'"model":"b"')):
+            with ask(ready["http"], model=name) as response:
+                assert model in response.readline()
+
+
 def test_ctrl_c_on_a_terminal_is_the_supervisors_alone_to_act_on(tmp_path: Path) -> None:
     with up(tmp_path, terminal=True) as running:
         ready = running.wait_until_serving()

@@ -1,7 +1,6 @@
 """The flags of `vllm serve` as pdserve's configuration, read by vLLM's own parser.
 
-`python -m workers.vllm.flags PARENT_PID WORDS FD` reads WORDS, a JSON list, and reports to FD the
-dotted keys that they set, and `hf_token`, or what is wrong with them.
+`python -m workers.vllm.flags WORDS` reads WORDS, a JSON list, and reports what `read` returns.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import functools
 import json
 import os
 import re
-import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pdserve.config import DEMO_MODEL
 from pdserve.errors import ConfigError
-from pdserve.local.child import Reports, die_with
+from pdserve.local.child import add_child_options, served_process
 from pdserve.security.keys import hash_key
 from pdserve.types import Role
 from workers.vllm.settings import RESERVED
@@ -164,14 +162,14 @@ def _plain(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse_plain
 
 
-def _main(parent_pid: str, words: str, fd: str) -> None:
-    die_with(int(parent_pid))
-    reports = Reports(int(fd))
-    try:
-        reports.ready(read(json.loads(words)))
-    except ConfigError as error:
-        reports.failed(error.message)
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words")
+    add_child_options(parser)
+    args = parser.parse_args()
+    with served_process(args) as reports:
+        reports.ready(read(json.loads(args.words)))
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main()
