@@ -34,7 +34,7 @@ from benchmarks.replay import (
     write_text,
 )
 from benchmarks.report.page import render_page
-from benchmarks.report.tables import Printer, render_compare, render_replay
+from benchmarks.report.tables import print_table, render_compare, render_replay
 from benchmarks.simulate import Costs, Planner, Setup, drawn_trace
 from benchmarks.simulate import simulate as run_simulation
 from benchmarks.traces import Shape, load_trace
@@ -311,5 +311,5 @@ def plan(args: argparse.Namespace) -> int:
         return OK
     columns = ["service", "workers", "kept", "requests/s", "TTFT p99, ms", "TPOT p99, ms"]
     rows = [plan.row() for plan in plans]
-    Printer().table([*columns, "cost per million tokens out"], rows)
+    print_table([*columns, "cost per million tokens out"], rows)
     return OK

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _MODEL: Final = ModelInfo("simulated", "", 1 << 20, 1024, "float32")
 _NEVER_S: Final = 1e9
 _TICK_S: Final = 1e-6
+_OF_ENGINE: Final = ("model", "kv", "block_size", "total_blocks", "max_num_seqs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,21 +226,9 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
         service = services[name] = WorkerService(FakeEngine(_MODEL, settings), role, name)
         stack.push_async_callback(service.close)
         engine = await service.start()
-        fleet.register(
-            WorkerInfo(
-                worker_id=name,
-                instance_id=name,
-                role=role,
-                model=engine.model,
-                address=name,
-                session_address=name,
-                kv=engine.kv,
-                block_size=engine.block_size,
-                total_blocks=engine.total_blocks,
-                max_num_seqs=engine.max_num_seqs,
-                engine=engine.name,
-            )
-        )
+        told: dict[str, Any] = {field: getattr(engine, field) for field in _OF_ENGINE}
+        told |= dict.fromkeys(("worker_id", "instance_id", "address", "session_address"), name)
+        fleet.register(WorkerInfo(role=role, **told))
     await stack.enter_async_context(fleet)
     await stack.enter_async_context(background("admit", server.admit_queued))
     # Let workers and router meet, so that the first request finds them ready.

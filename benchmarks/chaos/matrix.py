@@ -14,7 +14,7 @@ from benchmarks.chaos.load import KINDS, Clients, make_questions, right_answers,
 from benchmarks.chaos.scenarios import REPEATED, MissedError, Run
 from benchmarks.chaos.service import ServiceUnderTest
 from benchmarks.errors import BenchError
-from benchmarks.report.tables import Printer
+from benchmarks.report.tables import print_table
 from pdserve.config import load_config, to_mapping
 
 if TYPE_CHECKING:
@@ -224,4 +224,4 @@ def print_rows(rows: Sequence[Row]) -> None:
         ]
         for row in rows
     ]
-    Printer().table([*columns, "longest pause", "whole after", ""], cells)
+    print_table([*columns, "longest pause", "whole after", ""], cells)

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from benchmarks.errors import BenchError
 from benchmarks.progress import Progress
-from benchmarks.report.tables import Printer
+from benchmarks.report.tables import print_line, print_table
 
 NAMES = ("kv", "router", "unloaded")
 
@@ -44,11 +44,10 @@ def main() -> int:
     if args.json:
         sys.stdout.write(json.dumps({"rows": rows, "notes": notes}) + "\n")
         return 0
-    out = Printer()
     columns = list(rows[0]) if rows else []
-    out.table(columns, [[row.get(x) for x in columns] for row in rows])
+    print_table(columns, [[row.get(x) for x in columns] for row in rows])
     for note in ("medians over the rounds", *notes):
-        out.line(note)
+        print_line(note)
     return 0
 
 

@@ -25,30 +25,25 @@ _SHOWN_ERRORS = 5
 SWEEP_HEAD = ["", "rate", "each", "ratio", "probes"]
 
 
-class Printer:
-    """Prints tables and lines on standard output."""
+def _console() -> Console:
+    # Without a terminal rich assumes 80 columns and folds tables.
+    return Console() if sys.stdout.isatty() else Console(width=160)
 
-    def __init__(self) -> None:
-        # Without a terminal rich assumes 80 columns and folds tables.
-        self._console = Console() if sys.stdout.isatty() else Console(width=160)
 
-    def line(self, text: str, style: str = "") -> None:
-        console = self._console
-        console.print(text, style=style or None, highlight=False, markup=False, soft_wrap=True)
+def print_line(text: str, style: str = "") -> None:
+    _console().print(text, style=style or None, highlight=False, markup=False, soft_wrap=True)
 
-    def table(
-        self,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[object]],
-        caption: str | None = None,
-    ) -> None:
-        """Print a table with its first column on the left and numbers on the right."""
-        table = Table(caption=caption, caption_justify="left")
-        for place, column in enumerate(columns):
-            table.add_column(column, justify="right" if place else "left")
-        for row in rows:
-            table.add_row(*(cell if isinstance(cell, str) else number_text(cell) for cell in row))
-        self._console.print(table)
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], caption: str | None = None
+) -> None:
+    """Print a table with its first column on the left and numbers on the right."""
+    table = Table(caption=caption, caption_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, str) else number_text(cell) for cell in row))
+    _console().print(table)
 
 
 def number_text(value: Any) -> str:
@@ -67,23 +62,23 @@ def number_text(value: Any) -> str:
 
 def render_replay(result: ReplayResult) -> None:
     """Print the figures of one replay."""
-    s, target, out = result.summary(), result.target, Printer()
-    out.line(f"{result.trace['name']} on {target['name']} at {target['address']}")
+    s, target = result.summary(), result.target
+    print_line(f"{result.trace['name']} on {target['name']} at {target['address']}")
     found = {label: s.latency[name] for name, label in _LABELS.items()}
     found |= {"ITL": s.itl, "client lag": s.lag}
     caption = "milliseconds; failed requests count as infinitely slow"
-    out.table(["", *_PERCENTILES], _latency_rows(found), caption=caption)
-    out.line(
+    print_table(["", *_PERCENTILES], _latency_rows(found), caption=caption)
+    print_line(
         f"requests: {s.requests}, ok {s.ok}, failed {s.failed}, timed out {s.timed_out}\n"
         f"rates: offered {s.offered_per_s:.2f}/s, completed {s.completed_per_s:.2f}/s over "
         f"{s.window_s:.1f} s; input {s.input_tokens_per_s:.0f} tokens/s, output "
         f"{s.output_tokens_per_s:.0f} tokens/s"
     )
     if s.itl_caution:
-        out.line(f"ITL is between chunks: {s.itl_caution}")
+        print_line(f"ITL is between chunks: {s.itl_caution}")
     if s.slo is not None:
         limits = ", ".join(f"{k} <= {limit * 1000:g} ms" for k, limit in s.slo.limits_s.items())
-        out.line(
+        print_line(
             f"SLO {limits}: attained by {s.slo.attainment:.1%} of all requests, goodput "
             f"{s.slo.goodput_per_s:.2f}/s"
         )
@@ -91,18 +86,18 @@ def render_replay(result: ReplayResult) -> None:
         totals, counts = s.receipts.totals, s.receipts.counts
         caption = "milliseconds, as the server reports them"
         phases = {name.removesuffix("_s"): x for name, x in s.receipts.phases.items()}
-        out.table(["phase", *_PERCENTILES], _latency_rows(phases), caption=caption)
-        out.line(
+        print_table(["phase", *_PERCENTILES], _latency_rows(phases), caption=caption)
+        print_line(
             f"transfers: {s.receipts.transferred} of {s.receipts.receipts} requests, "
             f"{totals['transfer_bytes'] / 2**20:.1f} MiB in {totals['transfer_blocks']} blocks; "
             f"{totals['cached_tokens']} prompt tokens were cached"
         )
         for name, tally in counts.items():
-            out.line(f"{name.replace('_', ' ')}: {_tally(tally)}")
+            print_line(f"{name.replace('_', ' ')}: {_tally(tally)}")
     for error, count in list(s.errors.items())[:_SHOWN_ERRORS]:
-        out.line(f"{count} x {error}")
+        print_line(f"{count} x {error}")
     if s.degraded:
-        out.line(f"DEGRADED: {s.degraded}")
+        print_line(f"DEGRADED: {s.degraded}")
 
 
 def _latency_rows(found: Mapping[str, Distribution | None]) -> list[list[object]]:
@@ -121,25 +116,24 @@ def _tally(counts: Mapping[str, int]) -> str:
 
 def render_compare(result: CompareResult, summary: CompareSummary) -> None:
     """Print a comparison; reasons why it is invalid come first."""
-    out = Printer()
     for reason in summary.validity.invalid:
-        out.line(f"INVALID: {reason}", style="bold red")
+        print_line(f"INVALID: {reason}", style="bold red")
     for text in setup_lines(result):
-        out.line(text)
+        print_line(text)
     if summary.shown:
         caption = (
             "median over rounds [95 % interval]; times in ms; failures count as infinite; "
             f"ratios to {summary.baseline}, round by round"
         )
         head, rows = figure_rows(summary)
-        out.table(head, [[text for text, _ in row] for row in rows], caption=caption)
+        print_table(head, [[text for text, _ in row] for row in rows], caption=caption)
     if sweep := sweep_rows(summary):
-        out.line(f"highest rate with {ATTAINMENT:.0%} attainment, requests/s")
-        out.table(SWEEP_HEAD, sweep, caption="probes as rate: attainment, in their order")
+        print_line(f"highest rate with {ATTAINMENT:.0%} attainment, requests/s")
+        print_table(SWEEP_HEAD, sweep, caption="probes as rate: attainment, in their order")
     for text in variant_lines(summary):
-        out.line(text)
+        print_line(text)
     for caution in summary.validity.cautions:
-        out.line(f"note: {caution}")
+        print_line(f"note: {caution}")
 
 
 def setup_lines(result: CompareResult) -> list[str]:
