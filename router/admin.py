@@ -164,20 +164,15 @@ class AdminService(AdminServicer):
         self._fleet = fleet
         self._roles = roles
 
-    # Responses are written, not yielded: a generator that waits at a yield when its RPC is
-    # cancelled is left to the garbage collector.
-    async def Explain(  # type: ignore[override]  # noqa: N802
+    async def Explain(  # noqa: N802
         self, request: a.ExplainRequest, context: Context
-    ) -> None:
-        request_id = request.request_id
-        found = [self._log.of(request_id)] if request_id else self._log.all()
-        if request_id and not self._log.of(request_id):
-            error = InvalidRequest(
-                f"no decision for request {request_id} is kept", field="request_id"
-            )
+    ) -> a.ExplainedRequest:
+        found = self._log.of(request.request_id)
+        if not found:
+            text = f"no decision for request {request.request_id} is kept"
+            error = InvalidRequest(text, field="request_id")
             await rpc.abort(context, error, status=grpc.StatusCode.NOT_FOUND)
-        for message in explained(found):
-            await context.write(message)
+        return explained(found)
 
     @_aborting
     async def ChangeRole(  # noqa: N802
@@ -187,6 +182,8 @@ class AdminService(AdminServicer):
         role = wire.role_from_pb(request.role)
         return await self._roles.change(request.worker_id, role, drain_timeout_s=drain_s)
 
+    # Responses are written, not yielded: a generator that waits at a yield when its RPC is
+    # cancelled is left to the garbage collector.
     @_aborting
     async def DrainWorker(  # type: ignore[override]  # noqa: N802
         self, request: a.DrainWorkerRequest, context: Context

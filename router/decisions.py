@@ -13,9 +13,6 @@ from router.placement.filters import why_not
 from router.placement.values import Prediction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from pdserve.types import WorkerInfo
     from router.placement.values import Candidate, Decision
 
 MAX_OF_ONE_REQUEST = 16
@@ -64,26 +61,13 @@ class DecisionLog:
         """Return what is kept of a request, in order."""
         return list(self._requests.get(request_id, ()))
 
-    def all(self) -> Iterator[list[Recorded]]:
-        """Yield the decisions by request, the one with the oldest last decision first."""
-        for request_id in list(self._requests):
-            if decisions := self.of(request_id):
-                yield decisions
 
-
-def explained(requests: Iterable[list[Recorded]]) -> Iterator[a.Explained]:
-    """Yield each request, and before it the workers that it names for the first time."""
-    said: dict[str, WorkerInfo] = {}
-    for decisions in requests:
-        for candidate in (c for x in decisions for c in x.decision.candidates):
-            if said.get(candidate.worker_id) != candidate.info:
-                said[candidate.worker_id] = candidate.info
-                yield a.Explained(worker=wire.worker_to_pb(candidate.info))
-        request = a.ExplainedRequest(
-            request_id=decisions[0].decision.demand.request_id,
-            decisions=[_decision_to_pb(recorded) for recorded in decisions],
-        )
-        yield a.Explained(request=request)
+def explained(decisions: list[Recorded]) -> a.ExplainedRequest:
+    """Return the decisions of one request."""
+    return a.ExplainedRequest(
+        request_id=decisions[0].decision.demand.request_id,
+        decisions=[_decision_to_pb(recorded) for recorded in decisions],
+    )
 
 
 def _decision_to_pb(recorded: Recorded) -> a.PlacementDecision:
@@ -123,6 +107,8 @@ def _candidate_to_pb(
 ) -> a.PlacementCandidate:
     found = a.PlacementCandidate(
         worker_id=candidate.worker_id,
+        role=wire.role_to_pb(candidate.role),
+        total_blocks=candidate.info.total_blocks,
         state=candidate.state.value,
         load=None if candidate.load is None else wire.load_to_pb(candidate.load),
         outstanding_requests=candidate.outstanding_requests,

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pdserve.cli.options import Subparsers
-    from pdserve.v1.worker_pb2 import WorkerInfo
 
 MOST_SHOWN = 24
 MOST_REASONS = 4
@@ -39,32 +38,26 @@ def register(commands: Subparsers) -> None:
         "scores, why others were not chosen, and why the request was placed again. Exit code 1 if "
         "the router does not know the request, or does not answer.",
     )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("request_id", nargs="?", metavar="REQUEST_ID", help="id of the answer")
-    which.add_argument("--all", action="store_true", help="every request that the router keeps")
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="id of the answer")
     add_seconds(parser, "--timeout", 30.0, "timeout of the call")
-    add_service_options(parser, as_json="print JSON lines")
+    add_service_options(parser, as_json="print JSON")
 
 
 async def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    request = a.ExplainRequest(request_id=args.request_id or "")
-    console, workers = Console(highlight=False), dict[str, "WorkerInfo"]()
+    request = a.ExplainRequest(request_id=args.request_id)
     async with channel_to(args) as (channel, metadata):
-        explain = AdminStub(channel).Explain
-        async for message in explain(request, timeout=args.timeout, metadata=metadata):
-            if args.json:
-                say(json.dumps(plain(message)))
-            elif message.HasField("worker"):
-                workers[message.worker.worker_id] = message.worker
-            else:
-                show(message.request, workers, console)
+        found = await AdminStub(channel).Explain(request, timeout=args.timeout, metadata=metadata)
+    if args.json:
+        say(json.dumps(plain(found)))
+    else:
+        show(found, Console(highlight=False))
     return 0
 
 
-def show(request: a.ExplainedRequest, workers: dict[str, WorkerInfo], console: Console) -> None:
-    """Print the decisions of one request. `workers` are those that the decisions knew."""
+def show(request: a.ExplainedRequest, console: Console) -> None:
+    """Print the decisions of one request."""
     from rich.markup import escape
 
     def line(text: str) -> None:
@@ -91,9 +84,7 @@ def show(request: a.ExplainedRequest, workers: dict[str, WorkerInfo], console: C
                 key=lambda c: (c.worker_id not in chosen, bool(c.why_not), -(_total(c) or 0.0))
             )
         shown, others = ranked[:MOST_SHOWN], ranked[MOST_SHOWN:]
-        cells = [
-            _cells(c, workers.get(c.worker_id), asked_prefix=decision.asked_prefix) for c in shown
-        ]
+        cells = [_cells(c, asked_prefix=decision.asked_prefix) for c in shown]
         numbers = ("prompt", "blocks", "run+wait", "cached", "total")
         table = table_of("", ("worker", "role"), numbers, cells, notes="scores, or why not")
         for row, candidate in zip(table.rows, shown, strict=True):
@@ -116,15 +107,13 @@ def _outcome(decision: a.PlacementDecision) -> str:
     return f"aggregated on {decision.decode}"
 
 
-def _cells(
-    candidate: a.PlacementCandidate, worker: WorkerInfo | None, *, asked_prefix: bool
-) -> tuple[object, ...]:
+def _cells(candidate: a.PlacementCandidate, *, asked_prefix: bool) -> tuple[object, ...]:
     load, total = candidate.load, _total(candidate)
     return (
         candidate.worker_id,
-        wire.role_from_pb(worker.role).value if worker else None,
+        wire.role_from_pb(candidate.role).value,
         candidate.outstanding_tokens,
-        f"{candidate.reserved_blocks}/{worker.total_blocks if worker else '-'}",
+        f"{candidate.reserved_blocks}/{candidate.total_blocks}",
         f"{load.num_running_reqs}+{load.num_waiting_reqs}" if candidate.HasField("load") else None,
         candidate.cached_tokens if asked_prefix else None,
         None if total is None else f"{total:.3f}",

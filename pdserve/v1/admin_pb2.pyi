@@ -13,14 +13,6 @@ class ExplainRequest(_message.Message):
     request_id: str
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
-class Explained(_message.Message):
-    __slots__ = ("worker", "request")
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    worker: _worker_pb2.WorkerInfo
-    request: ExplainedRequest
-    def __init__(self, worker: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., request: _Optional[_Union[ExplainedRequest, _Mapping]] = ...) -> None: ...
-
 class ExplainedRequest(_message.Message):
     __slots__ = ("request_id", "decisions")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -74,7 +66,7 @@ class ExcludedPair(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ...) -> None: ...
 
 class PlacementCandidate(_message.Message):
-    __slots__ = ("worker_id", "state", "load", "outstanding_requests", "outstanding_tokens", "reserved_blocks", "cached_tokens", "why_not", "scores", "totals")
+    __slots__ = ("worker_id", "state", "load", "outstanding_requests", "outstanding_tokens", "reserved_blocks", "cached_tokens", "why_not", "scores", "totals", "role", "total_blocks")
     class TotalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +84,8 @@ class PlacementCandidate(_message.Message):
     WHY_NOT_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     load: _worker_pb2.WorkerLoad
@@ -102,7 +96,9 @@ class PlacementCandidate(_message.Message):
     why_not: str
     scores: _containers.RepeatedCompositeFieldContainer[PlacementScore]
     totals: _containers.ScalarMap[str, float]
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., why_not: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[PlacementScore, _Mapping]]] = ..., totals: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    role: _worker_pb2.Role
+    total_blocks: int
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[_worker_pb2.WorkerLoad, _Mapping]] = ..., outstanding_requests: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., why_not: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[PlacementScore, _Mapping]]] = ..., totals: _Optional[_Mapping[str, float]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., total_blocks: _Optional[int] = ...) -> None: ...
 
 class PlacementScore(_message.Message):
     __slots__ = ("phase", "scorer", "weight", "score")

@@ -35,10 +35,10 @@ class AdminStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Explain = channel.unary_stream(
+        self.Explain = channel.unary_unary(
                 '/pdserve.v1.Admin/Explain',
                 request_serializer=pdserve_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
-                response_deserializer=pdserve_dot_v1_dot_admin__pb2.Explained.FromString,
+                response_deserializer=pdserve_dot_v1_dot_admin__pb2.ExplainedRequest.FromString,
                 _registered_method=True)
         self.ChangeRole = channel.unary_unary(
                 '/pdserve.v1.Admin/ChangeRole',
@@ -62,9 +62,7 @@ class AdminServicer:
     """
 
     def Explain(self, request, context):
-        """Streams the placement decisions of one request, or of all that the log holds, oldest first. A
-        worker is sent before the first decision that names it, and again when it registered anew.
-        NOT_FOUND if the log does not hold the request.
+        """Returns the placement decisions of one request. NOT_FOUND if the log does not hold it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,10 +93,10 @@ class AdminServicer:
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Explain': grpc.unary_stream_rpc_method_handler(
+            'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
                     request_deserializer=pdserve_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
-                    response_serializer=pdserve_dot_v1_dot_admin__pb2.Explained.SerializeToString,
+                    response_serializer=pdserve_dot_v1_dot_admin__pb2.ExplainedRequest.SerializeToString,
             ),
             'ChangeRole': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeRole,
@@ -138,12 +136,12 @@ class Admin:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/pdserve.v1.Admin/Explain',
             pdserve_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
-            pdserve_dot_v1_dot_admin__pb2.Explained.FromString,
+            pdserve_dot_v1_dot_admin__pb2.ExplainedRequest.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,11 +33,8 @@ class AdminStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
-    Explain: _grpc.UnaryStreamMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.Explained]
-    """Streams the placement decisions of one request, or of all that the log holds, oldest first. A
-    worker is sent before the first decision that names it, and again when it registered anew.
-    NOT_FOUND if the log does not hold the request.
-    """
+    Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainedRequest]
+    """Returns the placement decisions of one request. NOT_FOUND if the log does not hold it."""
     ChangeRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ChangeRoleRequest, _admin_pb2.ChangeRoleResponse]
     """Drains a worker, changes its role, and probes it with a request whose answer is known. If the
     probe fails, the worker keeps its old role.
@@ -53,11 +50,8 @@ class AdminAsyncStub(AdminStub):
     """Served by the router, for administrators."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Explain: _aio.UnaryStreamMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.Explained]  # type: ignore[assignment]
-    """Streams the placement decisions of one request, or of all that the log holds, oldest first. A
-    worker is sent before the first decision that names it, and again when it registered anew.
-    NOT_FOUND if the log does not hold the request.
-    """
+    Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainedRequest]  # type: ignore[assignment]
+    """Returns the placement decisions of one request. NOT_FOUND if the log does not hold it."""
     ChangeRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.ChangeRoleRequest, _admin_pb2.ChangeRoleResponse]  # type: ignore[assignment]
     """Drains a worker, changes its role, and probes it with a request whose answer is known. If the
     probe fails, the worker keeps its old role.
@@ -76,11 +70,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _admin_pb2.ExplainRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_admin_pb2.Explained], _abc.AsyncIterator[_admin_pb2.Explained]]:
-        """Streams the placement decisions of one request, or of all that the log holds, oldest first. A
-        worker is sent before the first decision that names it, and again when it registered anew.
-        NOT_FOUND if the log does not hold the request.
-        """
+    ) -> _typing.Union[_admin_pb2.ExplainedRequest, _abc.Awaitable[_admin_pb2.ExplainedRequest]]:
+        """Returns the placement decisions of one request. NOT_FOUND if the log does not hold it."""
 
     @_abc_1.abstractmethod
     def ChangeRole(

@@ -252,9 +252,8 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
         assert "prefill on prefill-0, decode on decode-" in capsys.readouterr().out
         assert await asyncio.to_thread(main, [*command, "nobody"]) == 1
         assert "no decision for request nobody is kept" in capsys.readouterr().err
-        assert await asyncio.to_thread(main, [*command, "--all", "--json"]) == 0
-        *_, last = capsys.readouterr().out.splitlines()
-        assert json.loads(last)["request"]["request_id"] == "explained"
+        assert await asyncio.to_thread(main, [*command, "explained", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["request_id"] == "explained"
 
 
 FOUR = replace(PLAIN, n=4, seed=3, temperature=1.0, ignore_eos=False)

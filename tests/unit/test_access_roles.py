@@ -95,7 +95,7 @@ async def may(dialer: Dialer, router: str, info: WorkerInfo) -> set[str]:
             "Renew": registry.Renew(w.RenewRequest(), **values),
             "Deregister": registry.Deregister(w.DeregisterRequest(), **values),
             "ListWorkers": registry.ListWorkers(w.ListWorkersRequest(), **values),
-            "Explain": admin.Explain(a.ExplainRequest(request_id="?"), **values).read(),
+            "Explain": admin.Explain(a.ExplainRequest(request_id="?"), **values),
             "ChangeRole": admin.ChangeRole(a.ChangeRoleRequest(), **values),
             "GetStatus": at_worker.GetStatus(w.GetStatusRequest(), **values),
             "Drain": at_worker.Drain(w.DrainRequest(timeout_s=-1), **values),

@@ -10,12 +10,10 @@ from pdserve.cli.explain import show
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import worker_pb2 as w
 
-WORKERS = (
-    w.WorkerInfo(worker_id="p0", role=w.ROLE_PREFILL, total_blocks=100),
-    w.WorkerInfo(worker_id="d0", role=w.ROLE_DECODE, total_blocks=100),
-)
 SCORED = a.PlacementCandidate(
     worker_id="d0",
+    role=w.ROLE_DECODE,
+    total_blocks=100,
     state="ready",
     load=w.WorkerLoad(num_running_reqs=3, num_waiting_reqs=1),
     reserved_blocks=25,
@@ -26,13 +24,15 @@ SCORED = a.PlacementCandidate(
     ],
     totals={"decode": 0.625, "total": 0.6},
 )
-PASSED_OVER = a.PlacementCandidate(worker_id="p0", state="draining", why_not="draining")
+PASSED_OVER = a.PlacementCandidate(
+    worker_id="p0", role=w.ROLE_PREFILL, total_blocks=100, state="draining", why_not="draining"
+)
 
 
 def printed(*decisions: a.PlacementDecision) -> str:
     console = Console(file=io.StringIO(), width=160)
     request = a.ExplainedRequest(request_id="r[1]", decisions=decisions)
-    show(request, {worker.worker_id: worker for worker in WORKERS}, console)
+    show(request, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -74,7 +74,7 @@ def test_each_attempt_shows_its_outcome() -> None:
 
 def test_of_many_workers_the_best_are_shown_and_the_others_counted() -> None:
     candidates = [
-        a.PlacementCandidate(worker_id=f"d{i}", state="ready", totals={"total": i / 100})
+        a.PlacementCandidate(worker_id=f"d{i}", role=w.ROLE_DECODE, totals={"total": i / 100})
         for i in range(40)
     ]
     lines = printed(a.PlacementDecision(candidates=candidates, decode="d3")).splitlines()
