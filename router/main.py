@@ -175,7 +175,6 @@ class RouterServer:
             requests.models,
             requests.adapters,
             timeout_s=config.request_timeout_s,
-            why_none=fleet.why_none,
         )
         grpc_address = await self._start_grpc(
             Generation(requests, preprocessor, opened, keys),

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from pdserve.errors import ContextLengthExceeded, Unavailable
+from pdserve.errors import ContextLengthExceeded, ModelNotFound, Unavailable
 from pdserve.types import HandoffStyle, Role
 from router.decisions import DecisionLog
-from router.placement.filters import no_workers, with_states
+from router.placement.filters import with_states
 from router.placement.policies import place_aggregated, place_live, place_or_aggregate
 from router.placement.values import (
     NO_CONTEXT,
@@ -171,11 +171,11 @@ class Placer:
     def demand(self, request: GenerateRequest) -> Demand:
         """Return what `request` asks for; its KV is capped to the largest worker's.
 
-        Raises ModelNotFound and Unavailable if its model has no workers, and ContextLengthExceeded
-        if prompt and one token fit none of them.
+        Raises ModelNotFound if its model has no workers, and ContextLengthExceeded if the prompt
+        and one token fit none of them.
         """
         if not self._fleet.of_model(request.model):
-            raise no_workers(request.model, self._fleet.models())
+            raise ModelNotFound(f"model {request.model} is not served", field="model")
         token_ids = request.prompt_token_ids + request.resume
         prompt_tokens = len(token_ids)
         max_tokens = request.sampling.max_tokens - len(request.resume)
@@ -190,16 +190,13 @@ class Placer:
         kv_tokens, children = min(prompt_tokens + max_tokens, capacity), request.sampling.n - 1
         # A child shares all blocks of the prompt but the last.
         own = (prompt_tokens - 1) % block_size + 1 + max_tokens
-        child_tokens = -(-own // block_size) * block_size
-        if children:
-            left = (capacity - kv_tokens) // children
-            child_tokens = min(child_tokens, left // block_size * block_size)
+        children_tokens = children * -(-own // block_size) * block_size
+        children_tokens = min(children_tokens, capacity - kv_tokens)
         return Demand(
             model=request.model,
             prompt_tokens=prompt_tokens,
-            kv_tokens=kv_tokens + children * child_tokens,
-            children=children,
-            child_tokens=child_tokens if children else 0,
+            kv_tokens=kv_tokens + children_tokens,
+            children_tokens=children_tokens,
             prefill_only=prefill_only,
             request_id=request.request_id,
             token_ids=token_ids,
@@ -298,15 +295,15 @@ class Placer:
         prefill = None if placement.prefill is None else members[placement.prefill.worker_id]
         decode = members[placement.decode.worker_id]
         cached = decision.cached.get((prefill or decode).worker_id, 0)
-        children_kv_tokens = demand.children * demand.child_tokens
+        children_tokens = demand.children_tokens
         return Reservation(
             decode,
             prefill=prefill,
             producer=producer,
             # An engine computes the last token of a prompt even if all of it is cached.
             prompt_tokens=max(1, demand.prompt_tokens - cached) if producer is None else 0,
-            kv_tokens=demand.kv_tokens - children_kv_tokens,
-            children_kv_tokens=children_kv_tokens,
+            kv_tokens=demand.kv_tokens - children_tokens,
+            children_kv_tokens=children_tokens,
             prediction=prediction,
             leave_backlog=leave_backlog,
             adapter=demand.adapter,

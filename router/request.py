@@ -262,7 +262,9 @@ class Generation:
         self.first_reservation: Reservation | None = None
         self._services = services
         self._retry = RetryPolicy()
-        self._demand = demand.without_children() if demand.children else demand
+        if extra := demand.children_tokens:
+            demand = replace(demand, kv_tokens=demand.kv_tokens - extra, children_tokens=0)
+        self._demand = demand
         self._attempt: Attempt | None = None
 
     async def run(self, reservation: Reservation | None) -> Finished:

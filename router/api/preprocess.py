@@ -79,7 +79,7 @@ class Preprocessor:
     """Prepares requests for the models that `models` returns, and their LoRA adapters.
 
     `timeout_s` is the deadline of requests that give none, and the latest that one may give.
-    `why_none` explains why no model is served. The tokenizer of a model is read once, by `load` in
+    The tokenizer of a model is read once, by `load` in
     a thread, when the first request needs it.
     """
 
@@ -89,12 +89,10 @@ class Preprocessor:
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         *,
         timeout_s: float,
-        why_none: Callable[[], str] = lambda: "no worker has registered yet",
         load: Callable[[Path], Tokenizer] = Tokenizer.load,
     ) -> None:
         self._models = models
         self._adapters = adapters
-        self._why_none = why_none
         self._timeout_s = timeout_s
         self._load = load
         self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}
@@ -134,7 +132,7 @@ class Preprocessor:
     def _find(self, name: str) -> tuple[ModelInfo, Adapter | None]:
         models, adapters = self._models(), self._adapters()
         if not models:
-            raise Unavailable(self._why_none(), retry_after_s=1.0)
+            raise Unavailable("no worker is registered", retry_after_s=1.0)
         if (found := find_model(models, name)) is not None:
             return found, None
         if (adapter := adapters.get(name)) is not None and adapter.model in models:

@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 TICKS_PER_CHECK = 5
 FORGET_AFTER_S = 60.0
-_MAX_NAMED = 3
 # Damaged KV ejects a pair for this many times the ejection of a worker.
 PAIR_FACTOR = 6
 
@@ -433,11 +432,3 @@ class Fleet:
         """Return whether no other worker of its model is ready."""
         others = self.of_model(member.info.model.name)
         return not any(m.state is MemberState.READY for m in others if m is not member)
-
-    def why_none(self) -> str:
-        """Return what to say if no model is served."""
-        gone = [m for m in self.members.values() if m.lost]
-        if not gone:
-            return "no worker has registered yet"
-        said = "; ".join(f"{m.worker_id} is gone: {m.gone}" for m in gone[-_MAX_NAMED:])
-        return f"no worker is left: {said}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pdserve.errors import ModelNotFound, PdserveError, Unavailable
+from pdserve.errors import Unavailable
 from pdserve.kv_pairs import exchange, unpaired
 from pdserve.types import Role
 from router.placement.values import MemberState
@@ -90,14 +90,6 @@ def prefer(candidates: list[Candidate], avoid: frozenset[str]) -> list[Candidate
         return candidates
     kept_roles = {c.role for c in candidates if c.worker_id not in avoid}
     return [c for c in candidates if c.worker_id not in avoid or c.role not in kept_roles]
-
-
-def no_workers(model: str, others: Iterable[str]) -> PdserveError:
-    """Return the error for a model without workers; `others` are the models that have some."""
-    if names := ", ".join(sorted(others)):
-        text = f"model {model} is not served here; served are: {names}"
-        return ModelNotFound(text, field="model")
-    return Unavailable("no worker is registered")
 
 
 def check_servable(

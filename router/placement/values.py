@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
@@ -38,8 +38,8 @@ class Demand:
     """What a request needs, in tokens; not changed after it was made.
 
     `prefill_only`: one token is wanted, so no decode. `avoid`: workers to use only if there is no
-    other. `excluded`: pairs (prefill, decode) that must not exchange KV now. `children`: answers
-    beyond the first, each with `child_tokens` of `kv_tokens`. `adapter`: key of a LoRA adapter.
+    other. `excluded`: pairs (prefill, decode) that must not exchange KV now. `children_tokens`:
+    the part of `kv_tokens` for answers beyond the first. `adapter`: key of a LoRA adapter.
     """
 
     model: str
@@ -50,8 +50,7 @@ class Demand:
     excluded: frozenset[tuple[str, str]] = frozenset()
     request_id: str = ""
     token_ids: tuple[int, ...] = field(default=(), repr=False)
-    children: int = 0
-    child_tokens: int = 0
+    children_tokens: int = 0
     adapter: str = ""
     _hashes: dict[int, list[int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -67,11 +66,6 @@ class Demand:
             hashes = prefix_hash.chain(self.token_ids, block_size, root, blocks=blocks)
             self._hashes[block_size] = hashes
         return hashes
-
-    def without_children(self) -> Demand:
-        """Return what one of the answers needs."""
-        kv_tokens = self.kv_tokens - self.children * self.child_tokens
-        return replace(self, kv_tokens=kv_tokens, children=0, child_tokens=0)
 
 
 class Candidate(Struct, eq=False):
@@ -181,7 +175,7 @@ class Decision(Struct, eq=False):
         x = self.demand
         # Written out: `dataclasses.replace` takes three times as long.
         sizes = (x.prompt_tokens, x.kv_tokens, x.prefill_only, x.avoid, x.excluded)
-        demand = Demand(x.model, *sizes, x.request_id, (), x.children, x.child_tokens, x.adapter)
+        demand = Demand(x.model, *sizes, x.request_id, (), x.children_tokens, x.adapter)
         return structs.replace(self, demand=demand)
 
 

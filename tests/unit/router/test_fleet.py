@@ -245,12 +245,3 @@ def test_suspended_workers_are_used_if_none_is_ready(fleet: Fleet) -> None:
     assert seen(fleet) == {"a": "suspended", "b": "ready"}
     fleet.probed(b)
     assert states(fleet) == {"a": "suspended", "b": "ready"}
-
-
-def test_why_nothing_is_served(fleet: Fleet, clock: Clock) -> None:
-    assert fleet.why_none() == "no worker has registered yet"
-    add(fleet, worker_info("a", DECODE), worker_info("b", DECODE))
-    clock.now = 5.0
-    fleet.expire()
-    expired = "is gone: its lease expired"
-    assert fleet.why_none() == f"no worker is left: a {expired}; b {expired}"

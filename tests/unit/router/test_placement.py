@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from pdserve.config import RouterConfig
-from pdserve.errors import ModelNotFound, Unavailable
+from pdserve.errors import Unavailable
 from pdserve.types import Adapter, WorkerLoad
 from router.placement.cost import MARGIN
-from router.placement.filters import check_servable, no_workers, why_not
+from router.placement.filters import check_servable, why_not
 from router.placement.policies import (
     MOST_PREDICTED,
     MOST_SCORED,
@@ -141,13 +141,6 @@ def test_what_is_missing_is_named(members: list[Member], message: str) -> None:
         place(members)
     with pytest.raises(Unavailable, match=message):
         check_servable(seen(members), "demo")
-
-
-def test_an_unknown_model_is_not_a_missing_worker() -> None:
-    unknown, missing = no_workers("other", ["demo"]), no_workers("other", [])
-    assert isinstance(unknown, ModelNotFound)
-    assert "served are: demo" in unknown.message
-    assert isinstance(missing, Unavailable)
 
 
 HOT = worker("p", unhealthy="hot")
