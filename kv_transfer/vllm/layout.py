@@ -101,6 +101,9 @@ def region_of(caches: dict[str, torch.Tensor], num_blocks: int, block_size: int)
     return KvRegion(storage.data_ptr(), storage.nbytes(), _geometry(tensors))
 
 
+_WITHOUT_DRAFT_KV = ("ngram", "suffix")
+
+
 def _cpu_packing(dtype: torch.dtype, block_size: int, head_size: int) -> str:
     """Name the order in which vLLM's CPU attention packs the tokens of a block."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -148,6 +151,8 @@ def describe(
     if first.device.type == "cpu":
         packing = _cpu_packing(first.dtype, shard.block_size, first.shape[3] // 2)
     speculative = config.speculative_config
+    if speculative is not None and speculative.method in _WITHOUT_DRAFT_KV:
+        speculative = None
     return {
         "connector": f"pdserve {PROTOCOL_VERSION}",
         "vllm": str(vllm.__version__),

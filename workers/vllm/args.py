@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from pdserve.errors import ConfigError
 from workers.vllm.cache import events_config
 from workers.vllm.settings import cpu_cache_bytes, memory_left_to_kv
+from workers.vllm.speculation import check_packages
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -78,6 +79,7 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         args[name] = _as_vllm_has_it(known[name], value)
     if args.get("enable_lora"):
         args.setdefault("max_cpu_loras", max(_MAX_CPU_LORAS, args.get("max_loras", 1)))
+    check_packages(args.get("speculative_config") or {})
     if current_platform.is_cpu() and "kv_cache_memory_bytes" not in args:
         args["kv_cache_memory_bytes"] = cpu_cache_bytes(settings.model_path, settings.threads)
     if settings.kv is not None and not current_platform.is_cpu():

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from kv_transfer.vllm.connector import handshake_in, snapshot_in
@@ -47,6 +48,7 @@ from workers.vllm import cache, sampling
 from workers.vllm.args import engine_args, settings_in_effect, warn_of_cut_context
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lora import mend_cpu_operations
+from workers.vllm.speculation import check_sampling, mend_sampling
 from workers.vllm.steps import StepWatch
 from workers.vllm.tokenizer import path_for_router
 
@@ -93,6 +95,9 @@ class VllmCore:
         warn_of_cut_context(config)
         self._scheduler = core.scheduler
         self._executor = core.model_executor
+        self._speculates = config.speculative_config is not None
+        if self._speculates and current_platform.is_cpu():
+            self._executor.collective_rpc(mend_sampling)
         self._connector = self._scheduler.get_kv_connector()
         # The connector's half that runs with the model, if that is in this process.
         self._runner_half: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
@@ -207,6 +212,8 @@ class VllmCore:
         key = f"{work.request_id}/{work.stream_id}"
         try:
             check_work(work, self.info.model, has_kv=self._connector is not None)
+            if self._speculates:
+                check_sampling(work.sampling)
             if self._connector is None and work.resume_token_ids:
                 raise InvalidRequest(
                     "this engine has no KV connector to continue a request with",

@@ -1,0 +1,129 @@
+"""Speculative decoding on the decode engine alone: greedy answers are those of an engine without
+it, through a hand-off and a move with the KV, and sampling follows the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from pdserve.demo import MODEL_DIR as MODEL
+from pdserve.tokenizer import ChatMessage, Tokenizer
+from pdserve.types import Constraint, SamplingParams, StructuredOutput
+from tests.e2e.engines import EngineProcess, settings
+from tests.e2e.pair import Pair, joined
+from workers.vllm.settings import KvSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.e2e.engines import Answer
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+QUESTIONS = (
+    "Write JSON: Ines, 44, Oslo",
+    "Count from 1 to 12.",
+    "What does a prefill worker do?",
+    "Repeat: the cat and the cat and the cat and the cat",
+)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True),
+    "penalties": SamplingParams(
+        temperature=0.0,
+        max_tokens=96,
+        ignore_eos=True,
+        presence_penalty=0.3,
+        repetition_penalty=1.1,
+    ),
+    "logprobs": SamplingParams(temperature=0.0, max_tokens=48, logprobs=3),
+    "structured": SamplingParams(
+        temperature=0.0,
+        max_tokens=64,
+        structured_output=StructuredOutput(Constraint.REGEX, "([a-c]{3}-[0-9]{2} )+"),
+    ),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def plain() -> AsyncIterator[EngineProcess]:
+    engine = await EngineProcess.start(settings(MODEL))
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair() -> AsyncIterator[Pair]:
+    """The prefill engine does not speculate."""
+    prefill = await EngineProcess.start(settings(MODEL, kv=KvSettings("p")))
+    decode = await EngineProcess.start(
+        settings(MODEL, kv=KvSettings("d"), speculative_config=NGRAM)
+    )
+    yield Pair(prefill, decode, "p")
+    await decode.close()
+    await prefill.close()
+
+
+def asked(question: str) -> list[int]:
+    messages = [ChatMessage("user", question)]
+    return list(Tokenizer.load(MODEL).encode_chat(messages))
+
+
+def accepted(answer: Answer) -> bool:
+    """Some step made several tokens."""
+    return any(len(delta.token_ids) > 1 for delta in answer.deltas)
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+async def test_a_handoff_to_a_speculating_engine_is_exact(
+    pair: Pair, plain: EngineProcess, kind: str
+) -> None:
+    accepting = 0
+    for question in QUESTIONS:
+        ids = asked(question)
+        found = await pair.run(ids, SAMPLINGS[kind])
+        expected = joined(await plain.run(ids, SAMPLINGS[kind]))
+        assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+        assert found.finish_reason == expected.finish_reason
+        accepting += accepted(pair.last[-1])
+    assert accepting
+    await pair.until_empty()
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+async def test_a_move_takes_the_kv_of_accepted_tokens_alone(
+    pair: Pair, plain: EngineProcess, question: str
+) -> None:
+    ids, sampling = asked(question), replace(SAMPLINGS["greedy"], max_tokens=300)
+    stream_id = pair.decode.submit(ids, sampling)
+    head = pair.decode.answer(stream_id)
+    await pair.decode.until(lambda: len(head.token_ids) >= 12)
+    pair.decode.export(stream_id, f"live {question}")
+    await pair.decode.collect(stream_id)
+    assert head.deltas[-1].exported_tokens == len(head.token_ids)
+    phase = replace(pair.decode.decode_phase(f"live {question}"), live=True)
+    tail = await pair.prefill.run(ids, sampling, phase, resume=head.token_ids)
+    expected = joined(await plain.run(ids, sampling))
+    assert joined(head, tail).token_ids == expected.token_ids
+    await pair.until_empty()
+
+
+async def test_sampling_follows_the_model(pair: Pair) -> None:
+    """Of 64 answers that are all but certain, vLLM's own CPU sampler gets none right."""
+    ids = asked(QUESTIONS[0])
+    certain = await pair.decode.run(ids, SamplingParams(temperature=0.0, max_tokens=40))
+    sampled = [
+        pair.decode.submit(ids, SamplingParams(temperature=0.3, max_tokens=40)) for _ in range(64)
+    ]
+    texts = [(await pair.decode.collect(stream)).text for stream in sampled]
+    assert texts.count(certain.text) >= 60
+
+
+@pytest.mark.parametrize(("field", "value"), [("min_p", 0.1), ("logit_bias", {5: 1.0})])
+async def test_what_speculation_ignores_is_refused(pair: Pair, field: str, value: object) -> None:
+    sampling = SamplingParams(temperature=0.5, **{field: value})  # type: ignore[arg-type]
+    answer = await pair.decode.run(asked(QUESTIONS[0]), sampling)
+    assert answer.error is not None
+    assert answer.error.field == field
