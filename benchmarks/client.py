@@ -63,7 +63,6 @@ class Request:
     model: str
     body: Any
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    headers: Mapping[str, str] = field(default_factory=dict)
     path: str = "/v1/completions"
 
 
@@ -148,13 +147,13 @@ class HttpTarget(Target):
     ) -> Request:
         body = completion_body(model.name, prompt, sampling)
         encoded = json.dumps(body, separators=(",", ":")).encode()
-        return Request(request_id, model.name, encoded, headers={"X-Request-Id": request_id})
+        return Request(request_id, model.name, encoded)
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         try:
-            async with self._session.post(
-                self.address + request.path, data=request.body, headers=request.headers
-            ) as response:
+            headers = {"X-Request-Id": request.request_id} if request.request_id else {}
+            url = self.address + request.path
+            async with self._session.post(url, data=request.body, headers=headers) as response:
                 if response.status != 200:
                     raw = await response.content.read(_ERROR_BODY_BYTES)
                     raise _refusal(f"HTTP {response.status}", raw)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 ATTAINMENT: Final = 0.9
+_COUNTS: Final = ("requests", "ok", "failed", "timed_out", "errors", "itl_caution")
 CLOSE: Final = 1.1  # the search ends when the passed and the failed rate are so close
 
 
@@ -201,14 +202,9 @@ def _variant(
     router_s = sum(m.processor.router_s or 0.0 for m in rounds)
     return VariantSummary(
         name=facts.name,
-        requests=whole.requests,
-        ok=whole.ok,
-        failed=whole.failed,
-        timed_out=whole.timed_out,
-        errors=whole.errors,
+        **{name: getattr(whole, name) for name in _COUNTS},
         figures=medians,
         ratios=ratios,
-        itl_caution=whole.itl_caution,
         transferred=receipts.transferred if receipts else 0,
         transfer_bytes=receipts.totals["transfer_bytes"] if receipts else 0,
         fallbacks=receipts.counts["fallbacks"] if receipts else {},
