@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     Attributes = Mapping[str, str | int]
 
 TRACEPARENT = "traceparent"
-# Tells a worker that its router traces, but not this request: a context that is not sampled.
-UNTRACED = f"00-{'f' * 32}-{'f' * 16}-00"
 _EXPORT_TIMEOUT_S = 3.0
 _NS = 1_000_000_000
 

@@ -26,7 +26,6 @@ from pdserve.errors import (
     TransferCorrupted,
     Unavailable,
 )
-from pdserve.telemetry import UNTRACED
 from pdserve.types import FinishReason, Receipt, Role, StreamDelta, TransferReport, Usage
 from router.answer import AnswerDelta
 from router.handoff import Failed, Finished, Phase
@@ -104,7 +103,7 @@ class RequestServer:
         try:
             if self._tracing is not None:
                 span = self._begin_span(self._tracing, request)
-                request = request.under(UNTRACED if span is None else span.traceparent)
+                request = request.under("" if span is None else span.traceparent)
             demand = placer.demand(request)
             async with services.admission.slot(
                 request, lambda: placer.reserve(demand), kv_tokens=demand.kv_tokens

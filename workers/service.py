@@ -237,7 +237,7 @@ class WorkerService:
             self._refuse(session, submit.stream_id, error)
             return
         span = None
-        if self._tracing is not None:
+        if self._tracing is not None and submit.traceparent:  # else its router does not trace it
             attributes: dict[str, str | int] = {
                 "pdserve.request_id": work.request_id,
                 "pdserve.prompt_tokens": len(work.prompt_token_ids),

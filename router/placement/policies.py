@@ -5,8 +5,8 @@ first: each decode worker is scored together with the best prefill worker that c
 aggregated worker competes with the mean of its own two scores. `turn` counts placements: it breaks
 ties and seeds draws, so that equal arguments give equal decisions.
 
-A scorer gives each worker 0 to 1, the best. A worker's unreported load scores as the mean of the
-reported ones; what this router placed itself is always known.
+A scorer gives each worker 0 to 1, the best. A worker that has not reported its load yet scores
+UNKNOWN; what this router placed itself is always known.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pdserve.types import WorkerInfo, WorkerLoad
     from router.placement.filters import Eligible
 
-# Score of a reported value that no worker has reported yet.
+# Score of a value that the worker has not reported yet.
 UNKNOWN = 0.5
 # Weight of the scorer `adapter`, beside those of the policy, for requests with a LoRA adapter.
 ADAPTER_WEIGHT = 0.3
@@ -114,13 +114,7 @@ def adapter(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
 
 
 def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]) -> list[float]:
-    """Return `value` of each worker's report, and the mean of them for workers without one."""
-    known = [None if c.load is None else value(c.info, c.load) for c in workers]
-    found = [x for x in known if x is not None]
-    if len(found) == len(workers):
-        return found
-    unknown = sum(found) / len(found) if found else UNKNOWN
-    return [unknown if x is None else x for x in known]
+    return [UNKNOWN if c.load is None else value(c.info, c.load) for c in workers]
 
 
 def score(workers: Workers, weights: Weights, demand: Demand, cached: Cached) -> Scoreboard:

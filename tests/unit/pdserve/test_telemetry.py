@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pdserve.errors import WorkerFailed
-from pdserve.telemetry import UNTRACED, Tracing
+from pdserve.telemetry import Tracing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,6 @@ def test_a_request_continues_its_trace_or_begins_one(tracing: Tracing) -> None:
 
 def test_what_is_not_sampled_has_no_span(tracing: Tracing) -> None:
     assert tracing.begin("request", f"00-{TRACE}-{CALLER}-00", {}) is None
-    assert tracing.begin("request", UNTRACED, {}) is None
 
 
 def test_engines_that_seed_alike_make_different_ids(tracing: Tracing) -> None:
