@@ -50,12 +50,14 @@ PERIOD_S = 0.25
 
 @asynccontextmanager
 async def worker_stub(fleet: Fleet, member: Member) -> AsyncIterator[WorkerAsyncStub]:
-    """Connect to a worker. Raises its errors as PdserveError."""
+    """Connect to a worker. Raises its errors as PdserveError, with its name."""
     async with fleet.dialer.open_channel(member.info.address) as channel:
         try:
             yield WorkerStub(channel)
         except grpc.aio.AioRpcError as error:
-            raise rpc.error_from_rpc(error) from error
+            found = rpc.error_from_rpc(error)
+            found.message = f"worker {member.worker_id}: {found.message}"
+            raise found from error
 
 
 def _registered(members: Iterable[Member], worker_id: str) -> Member:

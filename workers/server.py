@@ -275,11 +275,8 @@ class WorkerServer(WorkerServicer):
         self, request: w.LoadAdapterRequest, context: Context
     ) -> w.Adapter:
         async with _refusing(context):
-            if not request.name:
-                raise InvalidRequest("lora_name is empty", field="lora_name")
-            model = self.info.model.name
             adapter = await self.service.load_adapter(
-                request.name, request.path, model, request.digest
+                request.name, request.path, self.info.model.name, request.digest
             )
         return wire.adapter_to_pb(adapter)
 

@@ -357,11 +357,8 @@ class WorkerService:
         async with self._adapter_lock:
             adapter = await asyncio.to_thread(read_adapter, name, path, model)
             if digest and adapter.digest != digest:
-                raise InvalidRequest(
-                    f"adapter {name}: the files in {adapter.path} have changed: their digest is "
-                    f"{adapter.digest}, and {digest} is served",
-                    field="lora_path",
-                )
+                text = f"the files in {adapter.path} are not those of other workers ({digest})"
+                raise InvalidRequest(text, field="lora_path")
             if adapter.key not in self.adapters:
                 await self._engine.load_adapter(adapter)
                 if await asyncio.to_thread(read_adapter, name, path, model) != adapter:

@@ -100,17 +100,11 @@ def cached_share(workers: Workers, demand: Demand, cached: Cached) -> list[float
 
 
 def adapter(workers: Workers, demand: Demand, _cached: Cached) -> list[float]:
-    """1 where the LoRA adapter was used last, 0.8 with a slot (max_loras) for it, 0.4 if an idle
-    adapter must leave its slot, 0 if none is idle."""
-
-    def of(c: Candidate) -> float:
-        if demand.adapter in c.resident:
-            return 1.0
-        if len(c.resident) < c.info.max_loras:
-            return 0.8
-        return 0.4 if c.can_run(demand.adapter) else 0.0
-
-    return [of(c) for c in workers]
+    """1 where the LoRA adapter was used last, 0.8 with a free slot (max_loras) for it, 0 if another
+    adapter has to leave."""
+    scores = [0.8 * (len(c.resident) < c.info.max_loras) for c in workers]
+    pairs = zip(workers, scores, strict=True)
+    return [1.0 if demand.adapter in c.resident else score for c, score in pairs]
 
 
 def _reported(workers: Workers, value: Callable[[WorkerInfo, WorkerLoad], float]) -> list[float]:

@@ -18,6 +18,7 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.admin_pb2_grpc import AdminStub
 from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
 from router.main import RouterServer
+from tests.e2e.pair import joined
 from tests.e2e.warm import start_python
 from tests.patience import START_S, WAIT_S
 
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from pdserve.client import Delta
     from pdserve.config import RouterConfig
     from pdserve.local.forkserver import Forked
+    from pdserve.types import Receipt, SamplingParams
+    from tests.e2e.pair import Joined
 
 _LOOK_S = 0.05
 
@@ -162,3 +166,55 @@ class Service:
                 process.kill()
                 await process.wait()
                 raise
+
+
+class Asked:
+    """One request under way: its pieces, by answer."""
+
+    def __init__(
+        self, service: Service, ids: list[int], sampling: SamplingParams, model: str = ""
+    ) -> None:
+        self.pieces: list[list[Delta]] = [[] for _ in range(sampling.n)]
+        self.last: Delta | None = None
+        self._changed = asyncio.Event()
+        self._deltas = service.client.generate(ids, sampling, model=model)
+        self.task = asyncio.create_task(self._read())
+
+    @property
+    def answers(self) -> list[Joined]:
+        return [joined(*pieces) for pieces in self.pieces]
+
+    @property
+    def receipt(self) -> Receipt:
+        assert self.last is not None
+        assert self.last.receipt is not None
+        return self.last.receipt
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        return self.receipt.fallbacks
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(len(delta.token_ids) for pieces in self.pieces for delta in pieces)
+
+    async def _read(self) -> None:
+        async for delta in self._deltas:
+            self.pieces[delta.index].append(delta)
+            self.last = delta
+            self._changed.set()
+
+    async def end(self) -> list[Joined]:
+        """Wait for the last answer and return all."""
+        await asyncio.wait_for(asyncio.shield(self.task), WAIT_S)
+        return self.answers
+
+    async def until(self, tokens: int) -> None:
+        """Wait until the client has so many, or all."""
+        async with asyncio.timeout(WAIT_S):
+            while self.tokens < tokens and not self.task.done():
+                self._changed.clear()
+                changed = asyncio.create_task(self._changed.wait())
+                await asyncio.wait((changed, self.task), return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()

@@ -4,6 +4,7 @@ happens to the workers, and another revision of an adapter is another adapter.""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -13,11 +14,11 @@ import pytest_asyncio
 from pdserve import prefix_hash
 from pdserve.config import RouterConfig
 from pdserve.errors import InvalidRequest
-from pdserve.types import Receipt, SamplingParams
+from pdserve.types import SamplingParams
 from tests.e2e.engines import EngineProcess, settings
 from tests.e2e.models import make_adapter
 from tests.e2e.pair import BLOCK, Joined, joined, prompt
-from tests.e2e.service import Service
+from tests.e2e.service import Asked, Service
 from tests.patience import WAIT_S
 from workers.adapters import read_adapter
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from pdserve.client import Delta
-    from pdserve.types import Usage
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 # vLLM runs as many at a time, and takes no larger ones.
@@ -112,43 +111,6 @@ async def load(service: Service, name: str, path: Path, **more: object) -> tuple
     return await post(service, "load_lora_adapter", body)
 
 
-class Asked:
-    """One request under way."""
-
-    def __init__(self, service: Service, name: str, ids: list[int], sampling: SamplingParams):
-        self.deltas: list[Delta] = []
-        self._changed = asyncio.Event()
-        self._generate = service.client.generate(ids, sampling, model=name)
-        self._task = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        async for delta in self._generate:
-            self.deltas.append(delta)
-            self._changed.set()
-
-    async def until(self, tokens: int) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while len(self.deltas) < tokens:
-                self._changed.clear()
-                await self._changed.wait()
-
-    async def end(self) -> Joined:
-        await asyncio.wait_for(self._task, WAIT_S)
-        return joined(*self.deltas)
-
-    @property
-    def receipt(self) -> Receipt:
-        receipt = self.deltas[-1].receipt
-        assert receipt is not None
-        return receipt
-
-    @property
-    def usage(self) -> Usage:
-        usage = self.deltas[-1].usage
-        assert usage is not None
-        return usage
-
-
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
@@ -160,13 +122,15 @@ async def test_answers_between_those_of_the_model_are_those_of_one_engine(
     names = (MODEL, "red", "blue")
     expected = [await adapters.expected(name, ids, sampling) for name in names]
     assert len({x.token_ids for x in expected}) == len(names)
-    first = [Asked(service, name, ids, sampling) for name in names]
-    assert [await x.end() for x in first] == expected
+    first = [Asked(service, ids, sampling, name) for name in names]
+    assert [await x.end() for x in first] == [[x] for x in expected]
     # KV moved for each, and none found that of another in a cache.
-    assert all(x.receipt.transfer_blocks and not x.usage.cached_tokens for x in first)
-    again = [Asked(service, name, ids, sampling) for name in names]
-    assert [await x.end() for x in again] == expected
-    assert all(x.usage.cached_tokens for x in again)
+    assert all(x.receipt.transfer_blocks and not x.receipt.cached_tokens for x in first)
+    again = [Asked(service, ids, sampling, name) for name in names]
+    assert [await x.end() for x in again] == [[x] for x in expected]
+    assert all(x.receipt.cached_tokens for x in again)
+    several = Asked(service, ids, replace(sampling, n=2), "red")
+    assert await several.end() == [expected[1]] * 2
     # Routers know its blocks of an adapter from those of the model.
     cached = await adapters.engine.cached_blocks()
     for name in names:
@@ -178,11 +142,11 @@ async def test_a_stream_moves_with_its_kv_when_its_worker_drains(
     service: Service, adapters: Adapters
 ) -> None:
     ids, sampling = prompt(80, 11), greedy(400)
-    asked = Asked(service, "red", ids, sampling)
+    asked = Asked(service, ids, sampling, "red")
     await asked.until(20)
     name = await busy(service)
     await service.drain(name, timeout_s=WAIT_S, stop=False)
-    assert await asked.end() == await adapters.expected("red", ids, sampling)
+    assert await asked.end() == [await adapters.expected("red", ids, sampling)]
     assert asked.receipt.fallbacks == ("live_kv:moved",)
     await service.undrain(name)
 
@@ -191,38 +155,38 @@ async def test_a_stream_continues_and_a_new_worker_has_what_is_served(
     service: Service, adapters: Adapters
 ) -> None:
     ids, sampling = prompt(80, 12), greedy(400)
-    asked = Asked(service, "blue", ids, sampling)
+    asked = Asked(service, ids, sampling, "blue")
     await asked.until(20)
     killed = await busy(service)
     await service.kill(killed)
-    assert await asked.end() == await adapters.expected("blue", ids, sampling)
+    assert await asked.end() == [await adapters.expected("blue", ids, sampling)]
     assert len(asked.receipt.fallbacks) == 1
     # Its configuration does not have this adapter.
     await add(service, adapters, killed)
     await service.until_ready()
     async with asyncio.timeout(WAIT_S):
-        while len((await service.entries())[killed].adapters) < 2:  # noqa: ASYNC110 - has to be asked
+        while len((await service.entries())[killed].adapters) < 2:  # noqa: ASYNC110 - it is polled
             await asyncio.sleep(0.05)
     (other,) = {"decode-0", "decode-1"} - {killed}
     await service.drain(other, timeout_s=WAIT_S, stop=False)
-    again = Asked(service, "blue", ids, sampling)
-    assert await again.end() == await adapters.expected("blue", ids, sampling)
+    again = Asked(service, ids, sampling, "blue")
+    assert await again.end() == [await adapters.expected("blue", ids, sampling)]
     assert again.receipt.decode_worker == killed
     await service.undrain(other)
 
 
 async def test_another_revision_is_another_adapter(service: Service, adapters: Adapters) -> None:
     ids, sampling = prompt(100, 13), greedy(16)
-    before = await Asked(service, "blue", ids, sampling).end()
+    (before,) = await Asked(service, ids, sampling, "blue").end()
     await adapters.write("blue", 3)
     status, said = await load(service, "blue", adapters.paths["blue"])
     assert (status, "load_inplace" in said) == (400, True)
     assert (await load(service, "blue", adapters.paths["blue"], load_inplace=True))[0] == 200
-    asked = Asked(service, "blue", ids, sampling)
-    after = await asked.end()
+    asked = Asked(service, ids, sampling, "blue")
+    (after,) = await asked.end()
     assert after == await adapters.expected("blue", ids, sampling)
     assert after.token_ids != before.token_ids
-    assert asked.usage.cached_tokens == 0
+    assert asked.receipt.cached_tokens == 0
 
 
 async def test_what_an_engine_cannot_load_is_not_served(
@@ -230,7 +194,7 @@ async def test_what_an_engine_cannot_load_is_not_served(
 ) -> None:
     status, said = await load(service, "wide", make_adapter(tmp_path, 4, rank=16))
     assert status == 400
-    assert "worker prefill-0: adapter wide cannot be loaded" in said
+    assert ": adapter wide cannot be loaded" in said
     assert "rank 16 is greater than max_lora_rank 8" in said
     assert [x.name for x in await service.client.list_models()] == [MODEL, "blue", "red"]
     # An engine that was started without LoRA says what to set.

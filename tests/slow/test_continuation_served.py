@@ -16,14 +16,13 @@ from pdserve.config import RouterConfig
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from pdserve.v1 import worker_pb2 as w
 from tests.e2e.pair import Joined, joined, prompt
-from tests.e2e.service import Service
+from tests.e2e.service import Asked, Service
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from pdserve.client import Delta
     from tests.e2e.engines import EngineProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -46,47 +45,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop string": {},
     "several answers": {"n": 3, "temperature": 0.9, "seed": 77},
 }
-
-
-class Asked:
-    """One request under way: its pieces, by answer."""
-
-    def __init__(self, service: Service, ids: list[int], sampling: SamplingParams) -> None:
-        self.pieces: list[list[Delta]] = [[] for _ in range(sampling.n)]
-        self.last: Delta | None = None
-        self._changed = asyncio.Event()
-        self._deltas = service.client.generate(ids, sampling)
-        self.task = asyncio.create_task(self._read())
-
-    @property
-    def answers(self) -> list[Joined]:
-        return [joined(*pieces) for pieces in self.pieces]
-
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        assert self.last is not None
-        assert self.last.receipt is not None
-        return self.last.receipt.fallbacks
-
-    @property
-    def tokens(self) -> int:
-        """Of all answers."""
-        return sum(len(delta.token_ids) for pieces in self.pieces for delta in pieces)
-
-    async def _read(self) -> None:
-        async for delta in self._deltas:
-            self.pieces[delta.index].append(delta)
-            self.last = delta
-            self._changed.set()
-
-    async def until(self, tokens: int) -> None:
-        """Wait until the client has so many, or all."""
-        async with asyncio.timeout(WAIT_S):
-            while self.tokens < tokens and not self.task.done():
-                self._changed.clear()
-                changed = asyncio.create_task(self._changed.wait())
-                await asyncio.wait((changed, self.task), return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -47,7 +47,7 @@ from workers.engine import NO_LORA, DecodePhase, EngineInfo, PrefillPhase, check
 from workers.vllm import cache, sampling
 from workers.vllm.args import engine_args, settings_in_effect, warn_of_cut_context
 from workers.vllm.kv_params import handle_of, params_for
-from workers.vllm.lora import mend_cpu_operations
+from workers.vllm.lora import load_in, mend_lora
 from workers.vllm.speculation import check_sampling, mend_sampling
 from workers.vllm.steps import StepWatch
 from workers.vllm.tokenizer import path_for_router
@@ -87,17 +87,19 @@ class VllmCore:
         ConfigError, or what vLLM raises."""
         if settings.kv is None:
             patch_runner_v1()  # else the connector does, in each process that runs the model
-        args = engine_args(settings)
-        if args.enable_lora:
-            mend_cpu_operations()
-        self._engine = LLMEngine.from_engine_args(args, enable_multiprocessing=False)
+        self._engine = LLMEngine.from_engine_args(
+            engine_args(settings), enable_multiprocessing=False
+        )
         config, core = self._engine.vllm_config, self._engine.engine_core.engine_core
         warn_of_cut_context(config)
         self._scheduler = core.scheduler
         self._executor = core.model_executor
         self._speculates = config.speculative_config is not None
-        if self._speculates and current_platform.is_cpu():
-            self._executor.collective_rpc(mend_sampling)
+        if current_platform.is_cpu():
+            if self._speculates:
+                self._executor.collective_rpc(mend_sampling)
+            if config.lora_config is not None:
+                self._executor.collective_rpc(mend_lora)
         self._connector = self._scheduler.get_kv_connector()
         # The connector's half that runs with the model, if that is in this process.
         self._runner_half: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
@@ -276,12 +278,11 @@ class VllmCore:
             )
         request = LoRARequest(adapter.key, next(self._adapter_ids), adapter.path)
         self.steps.pause()
-        try:
-            self._engine.add_lora(request)
-        except Exception as error:
-            # Depending on what is wrong, and on the executor, of any class.
+        results = self._executor.collective_rpc(load_in, args=(request,))
+        if error := next(filter(None, results), ""):
+            self._engine.remove_lora(request.lora_int_id)
             text = f"adapter {adapter.name} cannot be loaded from {adapter.path}: {error}"
-            raise InvalidRequest(text, field="lora_path") from error
+            raise InvalidRequest(text, field="lora_path")
         self._adapters[adapter.key] = request
 
     def unload_adapter(self, key: str) -> None:

@@ -100,24 +100,21 @@ class VllmEngine:
         await self._do(lambda core: core.unload_adapter(key))
 
     async def _do(self, action: Callable[[VllmCore], None]) -> None:
-        """Have the step thread do `action`, and wait for it. Raises its error, or Unavailable."""
+        """Have the step thread do `action`, and wait for it. Raises its error, TimeoutError, or
+        Unavailable."""
         done: Future[None] = Future()
 
         def act(core: VllmCore) -> None:
             try:
                 action(core)
+                done.set_result(None)
             except Exception as error:  # noqa: BLE001 - raised to the caller
                 done.set_exception(error)
-            else:
-                done.set_result(None)
 
-        try:
-            async with asyncio.timeout(_ADAPTER_TIMEOUT_S):
-                if self._put(act):
-                    return await asyncio.shield(asyncio.wrap_future(done))
-        except TimeoutError:
-            raise Unavailable(f"the engine did not answer in {_ADAPTER_TIMEOUT_S:g} s") from None
-        raise Unavailable("the engine has stopped")
+        if not self._put(act):
+            raise Unavailable("the engine has stopped")
+        async with asyncio.timeout(_ADAPTER_TIMEOUT_S):
+            await asyncio.shield(asyncio.wrap_future(done))
 
     def _put(self, action: _Action, new_stream_id: int | None = None) -> bool:
         """Have the step thread do `action`. Return False if the thread has stopped."""

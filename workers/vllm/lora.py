@@ -1,4 +1,5 @@
-"""LoRA on CPUs, mended. Tried with vLLM 0.32.0 (vllm/lora/ops/torch_ops, punica_cpu)."""
+"""LoRA in the processes that run the model. Tried with vLLM 0.32.0 (vllm/lora/ops/torch_ops,
+vllm/lora/punica_wrapper/punica_cpu.py, vllm/v1/executor/multiproc_executor.py)."""
 
 from __future__ import annotations
 
@@ -10,10 +11,25 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm.lora.request import LoRARequest
+
 _OPERATIONS = ("bgmv_expand", "bgmv_expand_slice", "bgmv_shrink")
 
 
-def mend_cpu_operations() -> None:
+def load_in(worker: Any, request: LoRARequest) -> str:
+    """Load an adapter in a process. Return why it cannot be loaded, or "".
+
+    Raised instead, an error would leave the answers of the other processes unread, and the executor
+    would take them for those to its next call.
+    """
+    try:
+        worker.add_lora(request)
+    except Exception as error:  # noqa: BLE001 - of any class, depending on what is wrong
+        return str(error) or type(error).__name__
+    return ""
+
+
+def mend_lora(_worker: Any) -> None:
     """Keep adapters away from tokens of the model itself (vllm#48421). Idempotent.
 
     Tokens without an adapter have the index -1. vLLM's kernels for GPUs skip them; those for CPUs
