@@ -49,7 +49,7 @@ from workers.vllm.args import engine_args, settings_in_effect, warn_of_cut_conte
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lora import load_in, mend_lora
 from workers.vllm.speculation import check_sampling, mend_sampling
-from workers.vllm.steps import StepWatch
+from workers.vllm.steps import IdleSteps, StepWatch
 from workers.vllm.tokenizer import path_for_router
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class VllmCore:
         self._wake = wake
         self._tokenizer_dir = TemporaryDirectory(prefix="pdserve-tokenizer-")
         self.is_idle = False
+        self._idle = IdleSteps(in_flight=core.batch_queue_size)
         self.executor_died = False
         self.steps = StepWatch(self._scheduler)
         self._cache_events = cache.watch(self._scheduler, config, settings.model_names[0])
@@ -302,8 +303,9 @@ class VllmCore:
         deltas += self._take_arrivals()
         self.load = self._read_load()
         # With nothing running, a step only looks after transfers.
-        self.is_idle = not outputs and not self._scheduler.running
-        self.steps.end(computed=not self.is_idle, has_work=self._has_runnable())
+        computed = bool(outputs or self._scheduler.running)
+        self.is_idle = self._idle.after_step(computed=computed)
+        self.steps.end(computed=computed, has_work=self._has_runnable())
         return deltas
 
     def _take_arrivals(self) -> list[StreamDelta]:

@@ -29,6 +29,26 @@ UNKNOWN_S = 60.0
 _FADE = 0.97  # of the longest step, at each step: a pause of the machine is forgotten
 
 
+class IdleSteps:
+    """Says when the step thread may sleep.
+
+    With asynchronous scheduling (vLLM's `step_with_batch_queue`, two steps `in_flight`) a step
+    returns what an earlier one found. So the thread makes that many steps after each sleep.
+    """
+
+    def __init__(self, *, in_flight: int) -> None:
+        self._in_flight = in_flight
+        self._without_output = 0
+
+    def after_step(self, *, computed: bool) -> bool:
+        """Return True if nothing is left to find until something wakes the thread."""
+        self._without_output = 0 if computed else self._without_output + 1
+        is_idle = self._without_output >= self._in_flight
+        if is_idle:
+            self._without_output = 0
+        return is_idle
+
+
 class StepWatch:
     """The steps of one scheduler: their costs in `recorder`, and for routers to detect a stall a
     count of steps and layers, and how long the step under way may show nothing.

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.step_moments import StepShape
 from pdserve.types import WorkerLoad
-from workers.vllm.steps import COLD_STEPS, UNKNOWN_S, StepWatch, shape_of
+from workers.vllm.steps import COLD_STEPS, UNKNOWN_S, IdleSteps, StepWatch, shape_of
 
 
 def output(
@@ -146,3 +146,15 @@ def test_more_tokens_than_ever_or_an_engine_without_layers_may_take_long(warm: S
     assert warm.begin().step_allowance_s == 0.5
     warm.watch.sees_layers = False
     assert warm.begin().step_allowance_s == UNKNOWN_S
+
+
+def test_steps_in_flight_are_seen_before_the_thread_sleeps() -> None:
+    """The step after a wake returns what the one before it found: nothing."""
+    synchronous, queued = IdleSteps(in_flight=1), IdleSteps(in_flight=2)
+    assert synchronous.after_step(computed=False)
+    for _ in range(2):  # asleep, and woken
+        assert not queued.after_step(computed=False)
+        assert queued.after_step(computed=False)
+    assert not queued.after_step(computed=False)
+    assert not queued.after_step(computed=True)
+    assert not queued.after_step(computed=False)
