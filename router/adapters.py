@@ -16,7 +16,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from pdserve import wire
-from pdserve.errors import Conflict, InvalidRequest, ModelNotFound, PdserveError, Unavailable
+from pdserve.errors import InvalidRequest, ModelNotFound, PdserveError, Unavailable
 from pdserve.v1 import worker_pb2 as w
 from router.operations import worker_stub
 
@@ -116,7 +116,7 @@ class Adapters:
     async def _change(self, name: str, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
         changing = self._fleet.changing
         if name in changing:
-            raise Conflict(f"adapter {name} is being loaded or unloaded", retry_after_s=1.0)
+            raise Unavailable(f"adapter {name} is being loaded or unloaded", retry_after_s=1.0)
         changing.add(name)
         task = asyncio.create_task(change())
         self._tasks.add(task)

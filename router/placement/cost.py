@@ -515,9 +515,9 @@ def _cost(x: float) -> float:
     return EARLY * x + (1.0 - EARLY) * ramp
 
 
-def beats(aggregated_s: float, disaggregated_s: float) -> bool:
-    """Return True if aggregated prefill is clearly cheaper."""
-    return aggregated_s < disaggregated_s * (1.0 - MARGIN) - EARLY * MARGIN_S
+def beats(cost_s: float, other_s: float) -> bool:
+    """Return True if one cost is clearly lower than another."""
+    return cost_s < other_s * (1.0 - MARGIN) - EARLY * MARGIN_S
 
 
 def _work(demand: Demand, worker: Candidate, cached: Cached) -> PromptWork:

@@ -103,17 +103,19 @@ def check_servable(
     prefills = [c for c in ready if c.role is Role.PREFILL]
     decodes = [c for c in ready if c.role is Role.DECODE]
     if not any(exchange(p.kind, d.kind) for p in prefills for d in decodes):
-        raise Unavailable(what_is_missing(model, prefills, decodes))
+        raise Unavailable(what_is_missing(f"model {model}", prefills, decodes))
 
 
-def what_is_missing(model: str, prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> str:
-    """Say why no pair of these workers can serve `model`."""
+def what_is_missing(
+    wanted: str, prefills: Sequence[Candidate], decodes: Sequence[Candidate]
+) -> str:
+    """Say why no pair of these workers can serve what is wanted."""
     if prefills and decodes:
         reasons = [pair.reason for pair in unpaired(c.info for c in (*prefills, *decodes))]
         text = _some(reasons, " | ", "{} more pairs")
-        return f"no decode worker for model {model} can receive KV from a prefill worker: {text}"
+        return f"no decode worker for {wanted} can receive KV from a prefill worker: {text}"
     roles = [role for role, found in (("prefill", prefills), ("decode", decodes)) if not found]
-    return f"no {' and no '.join(f'{role} worker' for role in roles)} is ready for model {model}"
+    return f"no {' and no '.join(f'{role} worker' for role in roles)} is ready for {wanted}"
 
 
 def with_states(error: Unavailable, candidates: Iterable[Candidate]) -> Unavailable:

@@ -166,7 +166,7 @@ class Policy:
         """Choose a worker for one token: no decode, no transfer."""
         demand = decision.demand
         if not found.prefills and not found.aggregated:
-            raise Unavailable(f"no prefill worker is ready for model {demand.model}")
+            raise Unavailable(f"no prefill worker is ready for {demand.wanted}")
         roomy = [c for c in found.aggregated if c.has_room(demand)]
         if tried := self._draw(found.prefills + roomy, decision, salt=1):
             decision.prefill = score(tried, self.prefill, demand, decision.cached)
@@ -176,7 +176,7 @@ class Policy:
     def _place_pair(self, decision: Decision, found: Eligible) -> None:
         demand, turn, cached = decision.demand, decision.turn, decision.cached
         if not found.has_pair and not found.aggregated:
-            raise Unavailable(what_is_missing(demand.model, found.prefills, found.decodes))
+            raise Unavailable(what_is_missing(demand.wanted, found.prefills, found.decodes))
         roomy = found.with_room(demand)
         producers = {c: found.allowed_producers(c) for c in roomy if c.role is Role.DECODE}
         reachable = [c for c in roomy if producers.get(c) != []]
@@ -266,6 +266,9 @@ def _move_to_cheapest(decision: Decision, found: Eligible, costs: Predictor) -> 
     if not remote:
         return
     lowest = best({c: -p.cost_s for c, p in remote.items()}, list(remote), decision.turn)
+    favourite = remote.get(placement.prefill)
+    if demand.adapter and favourite and not beats(remote[lowest].cost_s, favourite.cost_s):
+        lowest = placement.prefill  # it has the adapter, which costs do not count
     decision.placement, decision.predictions = Placement(decode, lowest), list(remote.values())
     aggregated = costs.predict(demand, None, decode, cached)
     if aggregated is not None:
@@ -288,7 +291,7 @@ def place_aggregated(
     found = prefer([c for c in ready if c.role is not Role.PREFILL], demand.avoid)
     found = found or prefer(ready, demand.avoid)
     if not found:
-        raise Unavailable(f"no worker is ready for model {demand.model}")
+        raise Unavailable(f"no worker is ready for {demand.wanted}")
     if waits_for_room:
         # A prefill worker's engine queues the request instead.
         found = [c for c in found if c.role is Role.PREFILL or c.has_room(demand)]

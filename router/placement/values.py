@@ -56,6 +56,11 @@ class Demand:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @property
+    def wanted(self) -> str:
+        """What is asked for, for errors."""
+        return f"model {self.model}" + (f" with adapter {self.adapter}" if self.adapter else "")
+
     def block_hashes(self, block_size: int) -> list[int]:
         """Return the chain hashes of the prompt's blocks that an engine can take from its cache,
         computed once per block size."""

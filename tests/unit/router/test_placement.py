@@ -424,6 +424,18 @@ def test_an_adapter_goes_where_it_runs_then_where_a_slot_is_free_and_waits_for_n
     assert reasons["d4"] == "adapter x is not loaded"
 
 
+def test_a_prefill_worker_that_has_the_adapter_is_kept_unless_another_is_clearly_cheaper() -> None:
+    loaded = {"x": Adapter("x", "", "", "demo")}
+    members = [worker(name, HALF, adapters=loaded) for name in ("p0", "p1", "d0")]
+    for member in members:
+        member.info = replace(member.info, max_loras=1)
+    members[1].resident = {"x": 0}
+    for cost, expected in ((0.97, "p1"), (0.5, "p0")):
+        known = Known(costs={("p0", "d0"): cost, ("p1", "d0"): 1.0})
+        demand = replace(DEMAND, adapter="x")
+        assert place(members, "slo_aware", demand=demand, known=known) == (expected, "d0")
+
+
 def test_an_adapter_keeps_its_slot_until_another_needs_it() -> None:
     member = worker("d")
     member.info = replace(member.info, max_loras=2)
