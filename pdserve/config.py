@@ -239,7 +239,8 @@ class RouterConfig(_Section, frozen=True):
     grpc_host: Address of the gRPC listener, for clients and workers.
     grpc_port: Port of the gRPC listener; 0 takes a free one.
     policy: How workers are chosen for a request.
-    max_running_requests: Requests running on workers at a time.
+    max_running_requests: Requests running on workers at a time. 0: as many as the engines of all
+        workers have slots for (`max_num_seqs`).
     max_queued_requests: Requests that may wait. More are rejected with 429.
     queue_timeout_s: How long a request waits while no worker of a role is ready. Then 503.
     tenants: Tenants by API key. Without any, every caller is served.
@@ -269,7 +270,7 @@ class RouterConfig(_Section, frozen=True):
         "round_robin",
         "slo_aware",
     ] = "slo_aware"
-    max_running_requests: Positive = 256
+    max_running_requests: Count = 0
     max_queued_requests: Count = 1024
     queue_timeout_s: Seconds = 30.0
     tenants: tuple[TenantConfig, ...] = ()
@@ -490,7 +491,7 @@ class UpConfig(PoolsConfig, frozen=True):
         are then not used. Empty: `worker.model`.
     routers: Routers. The first has the ports of `router`, each further one ports 10 higher.
     cores_per_worker: CPU cores of each worker. 0: an equal share.
-    start_timeout_s: Seconds until all processes must be ready.
+    start_timeout_s: Seconds without progress after which a start is given up.
     max_restarts: Restarts of a process that dies before `up` gives up.
     ready_file: JSON file written once all are ready: addresses, process ids and roles.
     run_dir: Directory for logs. Empty: a temporary one.

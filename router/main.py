@@ -85,7 +85,9 @@ def make_services(
         config.queue_timeout_s,
         config.slo.ttft_s * config.slo.reject_factor,
     )
-    admission = AdmissionController(limits, tenants=Tenants(config.tenants), latency=costs)
+    admission = AdmissionController(
+        limits, tenants=Tenants(config.tenants), latency=costs, slots=lambda: fleet.slots
+    )
     placer = Placer(
         fleet,
         POLICIES[config.policy],

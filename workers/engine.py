@@ -132,6 +132,10 @@ def ignore_cache(change: CacheChange) -> None:
     """A CacheCallback that does nothing."""
 
 
+def ignore_progress(what: str) -> None:
+    """Ignore what the start of an engine does."""
+
+
 class Engine(Protocol):
     """See the promises at the top of this file."""
 

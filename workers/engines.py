@@ -13,14 +13,20 @@ import msgspec
 from pdserve.errors import ConfigError
 from pdserve.hub import with_directories
 from pdserve.types import ModelInfo, Role
+from workers.engine import ignore_progress
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config import AccessConfig, KvConfig, WorkerConfig
     from workers.engine import Engine
 
 
-def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
-    """Make the configured engine, not started. Raises ConfigError naming the key at fault."""
+def make_engine(
+    config: WorkerConfig, instance_id: str, on_progress: Callable[[str], None] = ignore_progress
+) -> Engine:
+    """Make the configured engine, not started. It says by `on_progress` what its start does, on any
+    thread. Raises ConfigError naming the key at fault."""
     config = with_directories(config)
     if config.engine == "fake":
         return _make_fake(config, instance_id)
@@ -40,7 +46,8 @@ def make_engine(config: WorkerConfig, instance_id: str) -> Engine:
             threads=len(config.cores) or None,
             kv=kv,
             engine_args=engine_args,
-        )
+        ),
+        on_progress,
     )
 
 

@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import sys
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import ConfigError
 from pdserve.local.child import Reports
 from pdserve.local.gpus import gpu_environment
+from workers.engines import make_engine
 from workers.server import WorkerServer
 from workers.vllm import settings as vllm_settings
 
@@ -74,7 +76,9 @@ def pin(cores: Collection[int]) -> None:
 
 
 async def _run(config: WorkerConfig, reports: Reports) -> int:
-    server = WorkerServer(config)
+    instance_id = uuid.uuid4().hex
+    engine = make_engine(config, instance_id, reports.doing)
+    server = WorkerServer(config, engine=engine, instance_id=instance_id)
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()
     for number in _SIGNALS:
         loop.add_signal_handler(number, signals.put_nowait, number)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 65536
+_LINE_EVERY_S = 10.0  # where there is no terminal
 
 
 class Display:
@@ -28,6 +29,7 @@ class Display:
         self._spinner = Spinner("dots")
         self._live: Live | None = None
         self._doing: dict[str, str] = {}  # empty texts for processes that are ready
+        self._tell_at: dict[str, float] = {}  # when a process may print its next line
         self._began = time.monotonic()
 
     def starting(self, names: Iterable[str], run_dir: Path) -> None:
@@ -47,7 +49,9 @@ class Display:
         """Show what a process does before it is ready; "" if it is."""
         is_new = what and what != self._doing[name]
         self._doing[name] = what
-        if is_new and self._live is None:
+        now = time.monotonic()
+        if is_new and self._live is None and now >= self._tell_at.get(name, 0.0):
+            self._tell_at[name] = now + _LINE_EVERY_S
             self.tell(f"{name}: {what}")
 
     def tell(self, text: str, style: str | None = None) -> None:

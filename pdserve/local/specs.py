@@ -98,6 +98,19 @@ def worker_configs(
     return found
 
 
+def before_on_gpu(workers: Mapping[str, WorkerConfig], name: str) -> list[str]:
+    """Return the workers that must be ready before `name` starts: those before it on its GPUs. vLLM
+    measures the free memory as it starts (v1/worker/gpu_worker.py), and would count what another
+    engine takes meanwhile as its own."""
+    found: list[str] = []
+    for other in workers:
+        if other == name:
+            return found
+        if name in workers and set(workers[other].gpus) & set(workers[name].gpus):
+            found.append(other)
+    return []
+
+
 def _tensor_parallel(args: Mapping[str, object]) -> int:
     size = args.get("tensor_parallel_size", 1)
     return size if isinstance(size, int) and size > 0 else 1  # the engine rejects others

@@ -30,6 +30,7 @@ from pdserve.hub import with_directories
 from pdserve.local import specs
 from pdserve.local.forkserver import ForkServer, launch
 from pdserve.local.gpus import gpus_for, is_cpu_build
+from pdserve.local.progress import StartProgress
 from pdserve.security.tls import dialer
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
@@ -48,6 +49,7 @@ FORGIVEN_AFTER_S = 300.0  # a process that served this long has no deaths
 QUICK_STOP_S = 5.0  # for a process that is not serving
 _MARGIN_S = 5.0  # beyond the deadlines that processes have themselves
 _POLL_S = 0.05
+_LOOK_S = 1.0
 _LIST_TIMEOUT_S = 2.0
 _LAST_REPORTS_S = 1.0
 _MAX_REPORT_BYTES = 1 << 20
@@ -83,6 +85,7 @@ class Child:
     known: asyncio.Event = field(default_factory=asyncio.Event)
     ready_at: float | None = None
     failure: str = ""
+    reports: int = 0
     deaths: int = 0
 
     def send(self, number: signal.Signals) -> None:
@@ -178,20 +181,30 @@ class Supervisor:
             self._killed.set_result(OK)
 
     async def _until_ready(self) -> int:
-        """Return OK once every router can place work on every worker, or FAILED if that takes too
-        long."""
-        limit_s = self._config.up.start_timeout_s
+        """Return OK once every router can place work on every worker, or FAILED if a process makes
+        no progress for too long."""
+        limit_s, progress = self._config.up.start_timeout_s, StartProgress()
+        serving = asyncio.create_task(self._until_serving())
         try:
-            async with asyncio.timeout(limit_s):
-                for child in self._children.values():
-                    await child.known.wait()
-                for address in self._addresses():
-                    await self._until_registered(address)
-        except TimeoutError:
-            unknown = [child.name for child in self._children.values() if not child.facts]
-            late = ", ".join(unknown or self._workers)
-            self._display.tell(f"not ready after {limit_s:g} s: {late}", "red")
-            return FAILED
+            while not (await asyncio.wait({serving}, timeout=_LOOK_S))[0]:
+                starting = {
+                    c.name: (c.pid, c.reports) for c in self._children.values() if not c.facts
+                }
+                # All have started, and register: that reports nothing.
+                starting = starting or dict.fromkeys(self._workers, (os.getpid(), -1))
+                if late := progress.stuck(starting, limit_s):
+                    text = f"not ready, and no progress for {limit_s:g} s: {', '.join(late)}"
+                    self._display.tell(text, "red")
+                    return FAILED
+            return serving.result()
+        finally:
+            serving.cancel()
+
+    async def _until_serving(self) -> int:
+        for child in self._children.values():
+            await child.known.wait()
+        for address in self._addresses():
+            await self._until_registered(address)
         return OK
 
     async def _until_registered(self, address: str) -> None:
@@ -216,6 +229,8 @@ class Supervisor:
             # Workers are told the routers' addresses, which are known when those listen.
             for name in self._routers:
                 await self._children[name].known.wait()
+        for name in specs.before_on_gpu(self._workers, child.name):
+            await self._children[name].known.wait()
         while True:
             code = await self._run(child)
             if self._is_stopping:
@@ -290,6 +305,7 @@ class Supervisor:
         """Read what a process reports (`local/child.py`)."""
         while line := await reader.readline():
             report = json.loads(line)
+            child.reports += 1
             if "doing" in report:
                 self._display.doing(child.name, report["doing"])
             elif "failed" in report:

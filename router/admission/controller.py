@@ -43,10 +43,11 @@ R = TypeVar("R", bound=Reservation)
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Requests wait at most `queue_timeout_s` for a missing worker. Interactive requests with a
-    predicted TTFT over `max_ttft_s` are rejected; 0 rejects none."""
+    """Without `max_running_requests`, as many run as the engines have slots. Requests wait at most
+    `queue_timeout_s` for a missing worker. Interactive requests with a predicted TTFT over
+    `max_ttft_s` are rejected; 0 rejects none."""
 
-    max_running_requests: int = 256
+    max_running_requests: int = 0
     max_queued_requests: int = 1024
     queue_timeout_s: float = 30.0
     max_ttft_s: float = 0.0
@@ -89,12 +90,14 @@ class AdmissionController:
         *,
         tenants: Tenants | None = None,
         latency: LatencyModel | None = None,
+        slots: Callable[[], int] = int,
     ) -> None:
+        """`slots` returns how many requests the engines run at once (max_num_seqs)."""
         self.running = 0
         self.queued = 0
         self.tenants = tenants or Tenants()
         self._limits = limits
-        self._latency = latency
+        self._latency, self._slots = latency, slots
         self._models = defaultdict[str, _Model](_Model)
         self._queued_of_tenant = Counter[str]()
         self._running_batch = 0
@@ -257,13 +260,17 @@ class AdmissionController:
                 return now + slack_s, Refusal.SLO_UNREACHABLE
         return latest, Refusal.DEADLINE_UNREACHABLE
 
+    @property
+    def _most_running(self) -> int:
+        return self._limits.max_running_requests or max(1, self._slots())
+
     def _has_slot(self, entry: Entry) -> bool:
-        has_slot = self.running < self._limits.max_running_requests
+        has_slot = self.running < self._most_running
         return has_slot and (self._has_batch_slot or not entry.is_batch)
 
     @property
     def _has_batch_slot(self) -> bool:
-        most = max(1, int(self._limits.max_running_requests * BATCH_SHARE))
+        most = max(1, int(self._most_running * BATCH_SHARE))
         return self._running_batch < most
 
     def _check_queue(self, model: _Model, entry: Entry, now: float) -> None:
@@ -277,7 +284,7 @@ class AdmissionController:
         is_full = self.queued + min(kept, int(KEPT_SHARE * limit)) >= limit
         if not is_full and self._queued_of_tenant[entry.request.tenant] < share:
             return
-        has_slots = self.running < self._limits.max_running_requests
+        has_slots = self.running < self._most_running
         retry_after_s = model.promises.make(entry.identity, model.rate.interval_s(now), now)
         raise Overloaded(
             f"{self.running} requests are running and {self.queued} are queued"
@@ -328,7 +335,7 @@ class AdmissionController:
         """Admit or reject at most one queued request. Return False if none could go."""
         now = asyncio.get_running_loop().time()
         model.blocked = []
-        if self.running >= self._limits.max_running_requests:
+        if self.running >= self._most_running:
             return False
         for entry in model.queue.in_order(with_batch=self._has_batch_slot):
             if any(map(entry.needs_at_least, model.blocked)):

@@ -80,6 +80,7 @@ class Fleet:
         self._watches = watches
         self._token_gaps = token_gaps
         self._router_id = router_id
+        self.slots = 0  # requests that the engines of all workers run at once
         self._by_model: dict[str, list[Member]] = {}
         self._models: dict[str, ModelInfo] = {}
         self._links: dict[Member, WorkerConnection] = {}
@@ -272,11 +273,12 @@ class Fleet:
     def _lose(self, member: Member, why: str) -> None:
         member.lost, member.attached, member.gone = True, False, why
         member.lease_end = self.lease_now()
-        self._models = {}
+        self._forget_views()
 
     def _forget_views(self) -> None:
         self._by_model.clear()
         self._models = {}
+        self.slots = sum(m.info.max_num_seqs for m in self.members.values() if not m.lost)
 
     # -- Connections
 

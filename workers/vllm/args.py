@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DEFAULTS: dict[str, Any] = {
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 2048,
     "seed": 0,
     "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
     "use_tqdm_on_load": False,
 }
+# vLLM's own for GPUs depend on the GPU; those for a CPU suit a server with many cores.
 _CPU_DEFAULTS: dict[str, Any] = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
     "block_size": 32,  # the smallest that vLLM's CPU attention packs well
     "max_model_len": -1,  # the model's context, or as much of it as the KV cache holds
     "enforce_eager": True,

@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from kv_transfer.vllm.connector import handshake_in, snapshot_in
@@ -88,7 +89,9 @@ class VllmCore:
         if settings.kv is None:
             patch_runner_v1()  # else the connector does, in each process that runs the model
         self._engine = LLMEngine.from_engine_args(
-            engine_args(settings), enable_multiprocessing=False
+            engine_args(settings),
+            UsageContext.OPENAI_API_SERVER,  # whose defaults suit a server
+            enable_multiprocessing=False,
         )
         config, core = self._engine.vllm_config, self._engine.engine_core.engine_core
         warn_of_cut_context(config)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from kv_transfer.snapshot import KvState
 from pdserve.errors import Unavailable, WorkerFailed
 from pdserve.types import KvLedger
-from workers.engine import ended_by, ignore_cache
+from workers.engine import ended_by, ignore_cache, ignore_progress
+from workers.vllm import progress
 from workers.vllm.settings import apply_environment
 
 if TYPE_CHECKING:
@@ -47,8 +48,11 @@ class VllmEngine:
     """State shared with the step thread, under `_lock`: the inbox, and `_end`, the error that ends
     requests once the thread has stopped."""
 
-    def __init__(self, settings: VllmSettings) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: VllmSettings, on_progress: Callable[[str], None] = ignore_progress
+    ) -> None:
+        """`on_progress` is called with what the start does, on the threads that do it."""
+        self._settings, self._on_progress = settings, on_progress
         self._lock = threading.Lock()
         self._inbox: deque[tuple[_Action, int | None]] = deque()  # with the id of a new stream
         self._end: PdserveError | None = None
@@ -163,7 +167,8 @@ class VllmEngine:
             # Importing vllm takes seconds; the event loop runs on meanwhile.
             from workers.vllm.core import VllmCore
 
-            core = VllmCore(self._settings, self._wake.set)
+            with progress.reported(self._on_progress):
+                core = VllmCore(self._settings, self._wake.set)
         except BaseException as error:  # noqa: BLE001 - raised by `start`
             self._stop(WorkerFailed("the engine did not start"), [])
             started.set_exception(error)

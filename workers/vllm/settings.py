@@ -132,6 +132,9 @@ def memory_left_to_kv(
 
 
 _ALWAYS = {
+    # This process has threads and gRPC by now: a fork of it could inherit a lock that is held, and
+    # its signals. `vllm serve` does the same (entrypoints/serve/utils/api_utils.py).
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # The engine core lives in this process (LLMEngine); this also keeps the CPU platform from
     # swapping the single-process executor for the multiprocess one.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -19,7 +19,14 @@ from pdserve.config import (
 )
 from pdserve.errors import ConfigError
 from pdserve.local.gpus import Wanted, gpus_for, memory_share, share_gpus
-from pdserve.local.specs import reachable, router_configs, share_cores, worker_configs
+from pdserve.local.progress import StartProgress
+from pdserve.local.specs import (
+    before_on_gpu,
+    reachable,
+    router_configs,
+    share_cores,
+    worker_configs,
+)
 from pdserve.local.supervisor import FORGIVEN_AFTER_S, Child
 from pdserve.types import Role
 
@@ -222,3 +229,23 @@ def test_a_process_that_served_for_long_starts_again_with_the_first_pause() -> N
     assert child.count_death(1) == 1.0
     child.ready_at = time.monotonic()
     assert child.count_death(1) is None
+
+
+def test_workers_start_one_after_the_other_on_a_gpu_that_they_share() -> None:
+    gpus = {"a": (0,), "b": (0, 1), "c": (1,), "d": (2,), "e": ()}
+    workers = {name: WorkerConfig(worker_id=name, gpus=mine) for name, mine in gpus.items()}
+    before = {name: before_on_gpu(workers, name) for name in (*gpus, "router")}
+    assert before == {"a": [], "b": ["a"], "c": ["b"], "d": [], "e": [], "router": []}
+
+
+def test_a_start_is_given_up_for_want_of_progress_alone() -> None:
+    now, moved = 0.0, {1: 0, 2: 0}
+    progress = StartProgress(lambda: now, moved.__getitem__)
+    for now in range(0, 1000, 10):
+        moved[1] += 2 << 20  # it downloads
+        moved[2] += 50  # it logs that nobody answers
+        assert progress.stuck({"a": (1, 0), "b": (2, now), "c": (0, 0)}, 20.0) == []
+    now += 10
+    assert progress.stuck({"b": (2, 990)}, 20.0) == []
+    now += 10
+    assert progress.stuck({"b": (2, 990), "c": (0, 0)}, 20.0) == ["b"]

@@ -123,6 +123,19 @@ def rejection(clients: Clients, name: str) -> PdserveError:
     return error
 
 
+async def test_without_a_limit_as_many_run_as_engines_have_slots() -> None:
+    slots = 2
+    clients = Clients(0, 8, slots=lambda: slots)
+    for name in "abc":
+        await clients.ask(name)
+    assert clients.admitted == ["a", "b"]
+    slots = 3  # a worker came
+    clients.controller.wake()
+    await asyncio.sleep(0)
+    assert clients.controller.running == 3
+    await clients.end_all()
+
+
 async def test_requests_over_the_bound_wait_and_are_admitted_in_order() -> None:
     clients = Clients(2, 8)
     for name in "abcd":
