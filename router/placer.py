@@ -12,7 +12,7 @@ from msgspec import structs
 from pdserve.errors import ContextLengthExceeded, ModelNotFound, Unavailable
 from pdserve.types import HandoffStyle, Role
 from router.decisions import DecisionLog
-from router.placement.filters import with_states
+from router.placement.filters import able, with_states
 from router.placement.policies import place_aggregated, place_live, place_or_aggregate
 from router.placement.values import (
     NO_CONTEXT,
@@ -223,6 +223,15 @@ class Placer:
             return self._reserve(self._policy, demand, candidates, busy=busy, is_new=True)
         except _NoRoomError:
             return None
+
+    def has_adapter_slot(self, demand: Demand) -> bool:
+        """Return False if all workers of a role that have the adapter run as many others as they
+        can."""
+        if not demand.adapter:
+            return True
+        found = able(self._fleet.candidates(demand.model), demand)
+        roles = {c.role for c in found if c.can_run(demand.adapter)}
+        return all(c.role in roles for c in found)
 
     def reserve_again(self, demand: Demand, constraints: Constraints, *, cause: str) -> Reservation:
         """Place an admitted request after a failure; `cause` is for `explain`. Raises Unavailable.

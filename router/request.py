@@ -106,7 +106,10 @@ class RequestServer:
                 request = request.under("" if span is None else span.traceparent)
             demand = placer.demand(request)
             async with services.admission.slot(
-                request, lambda: placer.reserve(demand), kv_tokens=demand.kv_tokens
+                request,
+                lambda: placer.reserve(demand),
+                kv_tokens=demand.kv_tokens,
+                has_adapter_slot=lambda: placer.has_adapter_slot(demand),
             ) as reservation:
                 admitted = loop.time()
                 if span is not None:

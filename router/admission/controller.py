@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 PREDICTED_OUTPUT_TOKENS = 256
 # Largest part of the running requests that may be of the batch class.
 BATCH_SHARE = 0.75
-# A request that finds no capacity is passed by at most this many smaller ones that do.
-MAX_PASSES = 16
-# Requests that one scan of the queue tries to place.
+# Requests that one scan of the queue tries to place, beside those that wait for their LoRA adapter.
 SCAN_TRIES = 4
+SCAN_ADAPTERS = 16
 UNAVAILABLE_RETRY_AFTER_S = 5.0
 # A queued request looks at least this often whether its model has no workers any more.
 MIN_CHECK_S = 0.05
@@ -109,13 +108,19 @@ class AdmissionController:
 
     @asynccontextmanager
     async def slot(
-        self, request: GenerateRequest, try_reserve: Callable[[], R | None], *, kv_tokens: int = 0
+        self,
+        request: GenerateRequest,
+        try_reserve: Callable[[], R | None],
+        *,
+        kv_tokens: int = 0,
+        has_adapter_slot: Callable[[], bool] = lambda: True,
     ) -> AsyncIterator[R]:
         """Wait for a slot and yield what `try_reserve` returned. Leaving releases both.
 
         `try_reserve` is called when it is the request's turn. It returns None if workers have no
         capacity now, and raises Unavailable if no worker could serve the request; both wait.
-        `kv_tokens` is the most KV the request can come to hold.
+        `kv_tokens` is the most KV the request can come to hold. `has_adapter_slot` says whether its
+        LoRA adapter can run now.
 
         Raises Overloaded if the queue or a tenant's limit is full or the SLO cannot be met;
         Unavailable if the deadline cannot be met, or no worker came in `queue_timeout_s`;
@@ -127,6 +132,7 @@ class AdmissionController:
         if self._wakes_soon:
             self._wake()  # requests that are queued already go first
         entry = self._enter(request, try_reserve, kv_tokens, now)
+        entry.has_adapter_slot = has_adapter_slot
         model = self._models[request.model]
         try:
             reservation = self._at_once(model, entry, now)
@@ -309,7 +315,7 @@ class AdmissionController:
         self.queued += 1
         self._queued_of_tenant[entry.request.tenant] += 1
         # It may fit where those before it do not.
-        if self._has_slot(entry) and not any(map(entry.needs_at_least, model.blocked)):
+        if self._has_slot(entry) and not any(map(entry.is_behind, model.blocked)):
             self._advance(model)
 
     def _reject(self, model: _Model, entry: Entry, error: PdserveError, now: float) -> None:
@@ -338,7 +344,7 @@ class AdmissionController:
         if self.running >= self._most_running:
             return False
         for entry in model.queue.in_order(with_batch=self._has_batch_slot):
-            if any(map(entry.needs_at_least, model.blocked)):
+            if any(map(entry.is_behind, model.blocked)):
                 continue
             try:
                 reservation = self._try(model, entry, now)
@@ -347,7 +353,7 @@ class AdmissionController:
                 return True
             if reservation is not None:
                 for other in model.blocked:
-                    other.passed += 1
+                    other.passed += bool(entry.request.adapter_key or not other.waits_for_adapter)
                 model.queue.admitted(entry)
                 model.rate.admitted(entry.work_tokens, now)
                 self._dequeued(model, entry, now)
@@ -355,7 +361,9 @@ class AdmissionController:
                 entry.granted.set_result(reservation)
                 return True
             model.blocked.append(entry)
-            if entry.passed >= MAX_PASSES or len(model.blocked) == SCAN_TRIES:
+            waiting = sum(x.waits_for_adapter for x in model.blocked)
+            is_over = waiting == SCAN_ADAPTERS or len(model.blocked) - waiting == SCAN_TRIES
+            if is_over or (entry.is_passed and not entry.waits_for_adapter):
                 break
         return False
 
@@ -368,6 +376,7 @@ class AdmissionController:
             model.unavailable = error
             return None
         model.unavailable = None
+        entry.waits_for_adapter = reservation is None and not entry.has_adapter_slot()
         return reservation
 
     def _admitted(self, entry: Entry) -> None:

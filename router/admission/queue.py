@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from router.admission.tenants import Tenant
 
 INTERACTIVE_RUN = 8
+# A request that finds no capacity is passed by at most this many that do.
+MAX_PASSES = 16
 RATE_WINDOW = 64
 RATE_MIN_SAMPLES = 8
 DEFAULT_RETRY_AFTER_S = 1.0  # while no rate was measured
@@ -55,7 +57,8 @@ class Entry:
     """A request from its arrival until its slot is released.
 
     `work_tokens` are the tokens it is predicted to compute, `kv_tokens` the most it can come to
-    hold, `passed` how many requests were admitted before it although it was their turn later.
+    hold, `passed` how many requests took before it what it waits for although it was their turn
+    later. `waits_for_adapter`: it found no slot for its LoRA adapter, which others do not need.
     Admitted after `latest_start` it would break its deadline or its SLO, which `late_reason` tells
     apart.
     """
@@ -70,6 +73,8 @@ class Entry:
     latest_start: float = math.inf
     late_reason: Refusal = Refusal.DEADLINE_UNREACHABLE
     passed: int = 0
+    waits_for_adapter: bool = False
+    has_adapter_slot: Callable[[], bool] = lambda: True
     rank: tuple[int, float, int] = (0, 0.0, 0)
 
     def rank_at(self, arrival: int) -> tuple[int, float, int]:
@@ -95,12 +100,17 @@ class Entry:
         request = self.request
         return hash((request.tenant, request.prompt_token_ids, request.sampling.max_tokens))
 
-    def needs_at_least(self, other: Entry) -> bool:
-        """Return True if it cannot be placed while `other` cannot. A request that waits for its
-        LoRA adapter says nothing about others."""
-        if self.prompt_tokens < other.prompt_tokens or self.kv_tokens < other.kv_tokens:
-            return False
-        return other.request.adapter_key in ("", self.request.adapter_key)
+    def is_behind(self, other: Entry) -> bool:
+        """Return True if it cannot or must not be placed while `other` cannot be."""
+        if other.waits_for_adapter:
+            adapter = self.request.adapter_key
+            return adapter == other.request.adapter_key or bool(adapter and other.is_passed)
+        return self.prompt_tokens >= other.prompt_tokens and self.kv_tokens >= other.kv_tokens
+
+    @property
+    def is_passed(self) -> bool:
+        """True if no other may take any more what it waits for."""
+        return self.passed >= MAX_PASSES
 
 
 @dataclass(slots=True)

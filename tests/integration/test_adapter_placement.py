@@ -10,6 +10,8 @@ import pytest
 
 from pdserve.errors import ModelNotFound
 from pdserve.types import Role, SamplingParams
+from router.admission.controller import SCAN_TRIES
+from router.admission.queue import MAX_PASSES
 from tests.cluster import Cluster
 from tests.patience import WAIT_S
 from workers.adapters import read_adapter
@@ -97,23 +99,29 @@ async def test_a_worker_that_comes_later_and_a_new_router_have_what_is_served(
 
 
 async def test_a_request_waits_in_the_router_for_the_slot_of_its_adapter(tmp_path: Path) -> None:
-    red, blue = tmp_path / "red", tmp_path / "blue"
-    write(red)
-    write(blue)
+    names = [f"x{i}" for i in range(SCAN_TRIES + 2)]
     async with cluster_of(max_loras=1) as cluster:
-        for adapter in (red, blue):
-            assert (await load(cluster, adapter))[0] == 200
-        first = asyncio.create_task(cluster.ask(PROMPT, ENDLESS, model="red"))
+        for name in names:
+            write(tmp_path / name)
+            assert (await load(cluster, tmp_path / name))[0] == 200
+        first = asyncio.create_task(cluster.ask(PROMPT, ENDLESS, model=names[0]))
         await cluster.until(lambda: cluster.busy("decode-0"))
-        second = asyncio.create_task(cluster.ask(PROMPT, SHORT, model="blue"))
-        await cluster.until(lambda: cluster.router.requests.admission.queued)
-        # No blocks are held for it, and it holds up neither the model nor the other adapter.
-        for name in (MODEL, "red"):
-            await cluster.ask(PROMPT, SHORT, model=name)
+        others = [cluster.ask(PROMPT, SHORT, model=name) for name in names[1:]]
+        waiting = asyncio.gather(*others)
+        await cluster.until(lambda: cluster.router.requests.admission.queued == len(others))
+        # No blocks are held for them, and they hold up neither the model nor the other adapter,
+        # until that has passed them often enough.
+        for _ in range(MAX_PASSES + 1):
+            await cluster.ask(PROMPT, SHORT)
+        for _ in range(MAX_PASSES):
+            await cluster.ask(PROMPT, SHORT, model=names[0])
         entries = await cluster.entries()
         assert [entries[x].outstanding_requests for x in cluster.workers] == [0, 1]
+        last = asyncio.create_task(cluster.ask(PROMPT, SHORT, model=names[0]))
+        await cluster.until(lambda: cluster.router.requests.admission.queued == len(others) + 1)
         first.cancel()
-        assert len((await asyncio.wait_for(second, WAIT_S)).token_ids) == SHORT.max_tokens
+        assert len(await asyncio.wait_for(waiting, WAIT_S)) == len(others)
+        await asyncio.wait_for(last, WAIT_S)
 
 
 async def test_a_replaced_adapter_is_unloaded_when_its_requests_have_ended(tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ from router.admission import (
     LatencyEstimate,
     Tenants,
 )
-from router.admission.controller import MAX_PASSES
-from router.admission.queue import RATE_MIN_SAMPLES, RETRY_SHARE
+from router.admission.queue import MAX_PASSES, RATE_MIN_SAMPLES, RETRY_SHARE
 from tests.patience import skip
 
 BATCH = ServiceClass.BATCH
