@@ -1,11 +1,21 @@
-"""Loaded into an engine's process: two steps are in flight, as GPUs have it by default.
+"""Loaded into an engine's process: asynchronous scheduling, as GPUs have it by default.
 
-vLLM's CPU platform schedules synchronously. With a queue of two batches the engine core takes the
-path of asynchronous scheduling: a step returns what an earlier one found.
+vLLM's CPU platform turns it off. With it, two steps are in flight: a step returns what an earlier
+one found.
 """
 
 from __future__ import annotations
 
-from vllm.config import VllmConfig
+from typing import Any
 
-VllmConfig.max_concurrent_batches = property(lambda _: 2)  # type: ignore[assignment, method-assign]
+from vllm.platforms.cpu import CpuPlatform
+
+_check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+
+def _checked(cls: Any, config: Any) -> None:
+    _check(cls, config)
+    config.scheduler_config.async_scheduling = True
+
+
+CpuPlatform.check_and_update_config = classmethod(_checked)

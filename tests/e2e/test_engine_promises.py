@@ -64,7 +64,7 @@ async def test_an_exported_answer_goes_on_elsewhere_without_a_prefill(
 ) -> None:
     """All KV but that of the last token comes: with other tokens before, or other KV, the answer
     would be another one."""
-    ids = prompt(150, 70 + list(SAMPLINGS).index(name))  # none is in a prefix cache
+    ids = prompt(150, 7700 + list(SAMPLINGS).index(name))  # none is in a prefix cache
     sampling = replace(SAMPLINGS[name], max_tokens=300)
     old, new = pair_shm.prefill, pair_shm.decode
     _, head = await exported(old, ids, sampling, f"live-{name}")

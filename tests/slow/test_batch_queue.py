@@ -1,4 +1,4 @@
-"""The promises of hand-offs hold with two engine steps in flight, as on a GPU."""
+"""The promises of hand-offs hold with asynchronous scheduling, as on a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.e2e.fixtures import LEASE_S
 from tests.e2e.pair import Pair
 from tests.e2e.test_engine_promises import *  # noqa: F403
 from tests.e2e.test_handoff_exact import *  # noqa: F403
+from tests.e2e.test_handoff_release import *  # noqa: F403
 from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def pair_shm(tiny_model: Path) -> AsyncIterator[Pair]:
-    """Both engines with two steps in flight."""
+    """Both engines schedule asynchronously."""
     engines = [
         await EngineProcess.start(
             settings(
@@ -29,10 +30,11 @@ async def pair_shm(tiny_model: Path) -> AsyncIterator[Pair]:
                 kv=KvSettings(name, {"transports": ("shm",), "lease_s": LEASE_S}),
                 max_num_batched_tokens=256,
             ),
-            env={"PDSERVE_TEST_BATCH_QUEUE": "2"},
+            env={"PDSERVE_TEST_BATCH_QUEUE": "1"},
         )
         for name in ("p", "d")
     ]
+    assert {x.info.settings["async_scheduling"] for x in engines} == {"True"}
     yield Pair(*engines, "p")
     for engine in engines:
         await engine.close()

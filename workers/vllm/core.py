@@ -95,6 +95,7 @@ class VllmCore:
         )
         config, core = self._engine.vllm_config, self._engine.engine_core.engine_core
         warn_of_cut_context(config)
+        self._core = core
         self._scheduler = core.scheduler
         self._executor = core.model_executor
         self._speculates = config.speculative_config is not None
@@ -204,7 +205,7 @@ class VllmCore:
 
     def has_work(self) -> bool:
         """Return whether a step can change something, such as blocks that ended requests hold."""
-        return bool(self._scheduler.has_requests())
+        return bool(self._scheduler.has_requests() or self._core.batch_queue)
 
     def ledger(self) -> KvLedger:
         requests = len(self._scheduler.requests)

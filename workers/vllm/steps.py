@@ -53,16 +53,16 @@ class StepWatch:
     """The steps of one scheduler: their costs in `recorder`, and for routers to detect a stall a
     count of steps and layers, and how long the step under way may show nothing.
 
-    State: steps that are scheduled and not done, each with the time at which it could begin; when
-    the last one was done. The time between two steps is part of the second while requests run: it
-    delays their tokens. The step thread writes, any thread reads.
+    State: steps that are scheduled and not done, each with the time at which it could begin and how
+    long it may show nothing; when the last one was done. The time between two steps is part of the
+    second while requests run: it delays their tokens. The step thread writes, any thread reads.
     """
 
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.recorder = StepRecorder()
         self.sees_layers = False
         self._clock = clock
-        self._scheduled: deque[tuple[StepShape, float]] = deque(maxlen=_MAX_SCHEDULED)
+        self._scheduled: deque[tuple[StepShape, float, float]] = deque(maxlen=_MAX_SCHEDULED)
         self._ended_at = 0.0
         self._count = 0
         self._has_work = False
@@ -76,16 +76,16 @@ class StepWatch:
         def watched_schedule(*args: Any, **kwargs: Any) -> Any:
             began = self._ended_at if scheduler.running else clock()
             output = schedule(*args, **kwargs)
-            self._scheduled.append((shape_of(output), began))
-            if output.total_num_scheduled_tokens:
-                self._allow(output.total_num_scheduled_tokens)
+            allowed_s = self._allowed_s(output.total_num_scheduled_tokens)
+            self._scheduled.append((shape_of(output), began, allowed_s))
+            self._allowance_s = max(self._allowance_s, allowed_s)
             return output
 
         def watched_update(*args: Any, **kwargs: Any) -> Any:
             outputs = update(*args, **kwargs)
             now = clock()
             if self._scheduled:
-                shape, began = self._scheduled.popleft()
+                shape, began, _ = self._scheduled.popleft()
                 self.recorder.observe(shape, now - max(began, self._ended_at), now)
             self._ended_at = now
             return outputs
@@ -93,10 +93,12 @@ class StepWatch:
         scheduler.schedule = watched_schedule
         scheduler.update_from_output = watched_update
 
-    def _allow(self, tokens: int) -> None:
+    def _allowed_s(self, tokens: int) -> float:
+        if not tokens:
+            return 0.0
         is_known = self._steps >= COLD_STEPS and tokens <= self._most_tokens
         self._most_tokens = max(tokens, self._most_tokens)
-        self._allowance_s = self._longest_s if is_known and self.sees_layers else UNKNOWN_S
+        return self._longest_s if is_known and self.sees_layers else UNKNOWN_S
 
     def begin(self, *, has_work: bool) -> None:
         """The engine core begins a step."""
@@ -111,8 +113,10 @@ class StepWatch:
         self._count += 1
 
     def end(self, *, computed: bool, has_work: bool) -> None:
-        """The step is over; `computed` is False if it only looked after transfers."""
-        self._has_work, self._allowance_s = has_work, 0.0
+        """The engine core has returned; `computed` is False if it only looked after transfers."""
+        # With asynchronous scheduling, the next step is under way already.
+        self._allowance_s = max((allowed_s for *_, allowed_s in self._scheduled), default=0.0)
+        self._has_work = has_work
         if computed:
             self._count += 1
             self._steps += 1

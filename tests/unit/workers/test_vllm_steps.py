@@ -71,6 +71,7 @@ class Scheduler:
 
     def end(self, took_s: float, *, computed: bool = True) -> None:
         self.now += took_s
+        self.update_from_output(None, None)
         self.watch.end(computed=computed, has_work=False)
 
 
@@ -141,9 +142,21 @@ def test_a_step_is_allowed_the_longest_one_which_fades(warm: Scheduler) -> None:
     assert 0.5 < warm.begin().step_allowance_s < 30.0
 
 
+def test_a_step_that_begins_before_the_one_before_has_ended_keeps_its_allowance(
+    warm: Scheduler,
+) -> None:
+    assert warm.begin(tokens=9).step_allowance_s == UNKNOWN_S
+    warm.watch.end(computed=False, has_work=True)  # the core returned before the step was over
+    assert warm.begin(tokens=1).step_allowance_s == UNKNOWN_S
+    warm.end(20.0)
+    assert warm.load().step_allowance_s == 0.5
+
+
 def test_more_tokens_than_ever_or_an_engine_without_layers_may_take_long(warm: Scheduler) -> None:
     assert warm.begin(tokens=9).step_allowance_s == UNKNOWN_S
+    warm.end(0.5)
     assert warm.begin().step_allowance_s == 0.5
+    warm.end(0.5)
     warm.watch.sees_layers = False
     assert warm.begin().step_allowance_s == UNKNOWN_S
 
