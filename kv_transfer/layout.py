@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import astuple, dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError
@@ -74,11 +75,51 @@ class KvGeometry:
         return geometry
 
 
+class GroupKind(StrEnum):
+    """What of the past the next token needs."""
+
+    FULL = "full"  # all tokens
+    WINDOW = "window"  # the last ones
+    CHUNK = "chunk"  # those since the last multiple of a number
+    STATE = "state"  # one state, which is overwritten with each token
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers with one page layout whose blocks are in one block table of the engine, number
+    `table`. `reach` is the length of a window without the next token, or of a chunk."""
+
+    table: int
+    block_size: int
+    kind: GroupKind = GroupKind.FULL
+    reach: int = 0
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether a block that is full stays as it is and is needed, so that it may be sent at
+        once. What others need is known when prefill has ended."""
+        return self.kind is GroupKind.FULL
+
+    def needed(self, num_tokens: int) -> range:
+        """Return the blocks, by their place in the table, that the token after the first
+        `num_tokens` needs. vLLM's managers count the same (`get_num_skipped_tokens`)."""
+        skipped = 0
+        match self.kind:
+            case GroupKind.WINDOW:
+                skipped = max(0, num_tokens - self.reach)
+            case GroupKind.CHUNK:
+                skipped = num_tokens - num_tokens % self.reach
+            case GroupKind.STATE:
+                skipped = num_tokens - 1
+        return range(skipped // self.block_size, -(-num_tokens // self.block_size))
+
+
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """The bytes of each page that move: `size`, from `source_start` in the producer's page to
-    `target_start` in the consumer's. The two pages may differ in length."""
+    """The bytes of each page of a group that move: `size`, from `source_start` in the producer's
+    page to `target_start` in the consumer's. The two pages may differ in length."""
 
+    group: int
     source_start: int
     target_start: int
     size: int

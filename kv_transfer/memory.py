@@ -215,13 +215,13 @@ class SharedMemory:
 
 
 class PeerMemory:
-    """Another worker's KV cache, mapped read-only. Released by `close`.
+    """Another worker's KV cache, mapped read-only: a region for each group. Released by `close`.
 
     The path is a peer's word: only a sealed memfd with the right inode is mapped, which no ordinary
     file of this user can be. Raises OSError, ValueError, and UnsupportedLayout.
     """
 
-    def __init__(self, path: str, inode: int, size: int, geometry: KvGeometry) -> None:
+    def __init__(self, path: str, inode: int, size: int, geometries: Sequence[KvGeometry]) -> None:
         if not _PEER_PATH.fullmatch(path):
             raise ValueError(f"{path!r} is not a descriptor of a process")
         # Checked before it is opened: opening a device or a pipe can have effects, or block.
@@ -238,7 +238,8 @@ class PeerMemory:
         finally:
             os.close(fd)
         address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
-        self.region = KvRegion(address, size, geometry)
+        regions = (KvRegion(address, size, geometry) for geometry in geometries)
+        self.regions: Sequence[KvRegion] = tuple(regions)
         prefault(address, size, writable=False)
 
     def close(self) -> None:

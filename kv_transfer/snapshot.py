@@ -112,7 +112,6 @@ def _joined(values: Iterator[str]) -> str:
 
 
 def _sent(peers: Peers, now: float) -> Iterator[TransferView]:
-    geometry = peers.local.region.geometry
     for t in peers.producer:
         links: list[Link] = [reader.link for reader in t.readers]
         yield TransferView(
@@ -122,14 +121,9 @@ def _sent(peers: Peers, now: float) -> Iterator[TransferView]:
             state=t.state,
             peer=_joined(link.peer for link in links),
             transport=_joined(link.transport for link in links),
-            blocks=len(t.block_ids),
+            blocks=sum(map(len, t.tables)),
             moved_blocks=min((reader.sent_blocks for reader in t.readers), default=0),
-            moved_bytes=sum(
-                r.sent_blocks
-                * geometry.num_layers
-                * (geometry.page_bytes if r.part is None else r.part.size)
-                for r in t.readers
-            ),
+            moved_bytes=sum(reader.sent_bytes for reader in t.readers),
             age_s=now - t.began_at,
             lease_left_s=None if t.lease_end is None else max(0.0, t.lease_end - now),
         )
@@ -157,7 +151,7 @@ def _received(peers: Peers, now: float) -> Iterator[TransferView]:
             state=transfer.state,
             peer=part.link.peer,
             transport=part.link.transport,
-            blocks=len(part.subscription.block_ids),
+            blocks=part.subscription.num_blocks,
             moved_blocks=part.received_blocks,
             moved_bytes=part.received_bytes,
             age_s=now - part.began_at,

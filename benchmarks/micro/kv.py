@@ -26,9 +26,9 @@ import numpy as np
 from benchmarks.errors import BenchError
 from benchmarks.stats import WARMUP, alternate, compare
 from kv_transfer.errors import KvTransferError
-from kv_transfer.layout import KvGeometry
+from kv_transfer.layout import KvGeometry, KvGroup
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
-from kv_transfer.protocol.plan import Shard
+from kv_transfer.protocol.plan import Plan, Shard
 from kv_transfer.settings import KvSettings
 from kv_transfer.transport import make
 from kv_transfer.transport.base import LocalKv
@@ -187,7 +187,8 @@ class _Side:
         half = self._halves[way] = _Watched(way, self._role)
         region = KvRegion(self._address, self._memory.size, geometry)
         # One token a block: the content of a token does not matter here.
-        half.register(LocalKv(region, self._memory), "bench", Shard(1, page, 1))
+        plan = Plan((Shard(1, page, KvGroup(0, 1)),))
+        half.register(LocalKv((region,), self._memory), "bench", plan)
         self._peers[way] = peer
         return half.peers.address
 
@@ -205,7 +206,7 @@ class _Side:
         half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, PRODUCER)
         half.over.clear()
         half.before_step(StepMetadata(expected=[ProducerExpected(name, name)]))
-        half.after_step(StepMetadata(progress=[ProducerProgress(name, ids, len(ids))]))
+        half.after_step(StepMetadata(progress=[ProducerProgress(name, [ids], len(ids))]))
         half.before_step(StepMetadata(ended=[ProducerEnded(name, (1,), held=True)]))
 
     def wait_for_acknowledgement(self, way: str, trip: int) -> None:
@@ -219,7 +220,7 @@ class _Side:
         """Return the seconds that a transfer takes."""
         half, name, ids = self._halves[way], f"t{trip}", self._ids(trip, CONSUMER)
         half.over.clear()
-        start = ConsumerStart(name, name, (self._peers[way],), PRODUCER, 0, len(ids), ids)
+        start = ConsumerStart(name, name, (self._peers[way],), PRODUCER, len(ids), [(0, ids)])
         begun = time.perf_counter()
         half.before_step(StepMetadata(starts=[start]))
         arrived = half.over.wait(ARRIVAL_S)

@@ -57,6 +57,8 @@ class DeviceRegion(KvRegion):
 
     def narrowed(self, start: int, size: int) -> DeviceRegion:
         """Return these bytes of each page, which must be whole heads. Raises KvTransferError."""
+        if (start, size) == (0, self.geometry.page_bytes):
+            return self
         (first, rest), (count, more) = (divmod(n, self._head_bytes) for n in (start, size))
         if rest or more or not 0 < count <= len(self.heads) - first:
             raise KvTransferError(f"bytes {start}-{start + size} of a page are not whole heads")

@@ -62,21 +62,22 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where to put a chunk: these blocks, and this part of each page (None: all of it)."""
+    """Where to put a chunk: these blocks, and this part of each page."""
 
     block_ids: list[int]
-    part: PagePart | None
+    part: PagePart
 
 
 @dataclass(slots=True, eq=False)
 class Part(Generic[LinkT]):
-    """What one producer rank sends of a transfer."""
+    """What one producer rank sends of a transfer. `page_parts` are those of the groups of the
+    subscription."""
 
     transfer_id: str
     request_id: str
     link: LinkT
     subscription: Subscribe
-    page_part: PagePart | None
+    page_parts: Sequence[PagePart]
     began_at: float
     progress_at: float
     received_blocks: int = 0
@@ -134,7 +135,7 @@ class Consumer(Generic[LinkT]):
     def subscribe(
         self,
         request_id: str,
-        subscriptions: Sequence[tuple[LinkT, Subscribe, PagePart | None]],
+        subscriptions: Sequence[tuple[LinkT, Subscribe, Sequence[PagePart]]],
         now: float,
     ) -> list[Send[LinkT]]:
         """Start a transfer into reserved blocks, with one subscription per producer rank.
@@ -148,8 +149,8 @@ class Consumer(Generic[LinkT]):
         self._transfers[transfer_id] = Transfer(
             request_id,
             [
-                Part(transfer_id, request_id, link, subscription, part, now, now)
-                for link, subscription, part in subscriptions
+                Part(transfer_id, request_id, link, subscription, parts, now, now)
+                for link, subscription, parts in subscriptions
             ],
         )
         return [Send(link, subscription) for link, subscription, _ in subscriptions]
@@ -173,16 +174,20 @@ class Consumer(Generic[LinkT]):
         transfer, part = self._find(link, chunk.transfer_id)
         if transfer is None or part is None or transfer.failure is not None or part.is_done:
             return None
-        end = chunk.first + chunk.count
-        is_valid = chunk.count and end <= len(part.subscription.block_ids)
+        block_ids: list[int] = []
+        if chunk.first < part.subscription.num_blocks:
+            place, start = part.subscription.locate(chunk.first)
+            block_ids = part.subscription.groups[place].block_ids[start : start + chunk.count]
+        is_valid = chunk.count and len(block_ids) == chunk.count
         if not is_valid or chunk.first > part.received_blocks:
+            end = chunk.first + chunk.count
             raise ProtocolError(
                 f"chunk of blocks {chunk.first}-{end - 1}, expected block {part.received_blocks}"
             )
         part.received_blocks = chunk.first
         del part.digests[DIGEST_BYTES * chunk.first :]
         part.is_writing = True
-        return Place(part.subscription.block_ids[chunk.first : end], part.page_part)
+        return Place(block_ids, part.page_parts[place])
 
     def end_chunk(
         self, link: LinkT, chunk: ChunkReady, now: float, seconds: float, digests: bytes
@@ -199,7 +204,7 @@ class Consumer(Generic[LinkT]):
             return self._fail(transfer, transfer.failure.reason)
         part.digests += digests
         part.received_blocks = chunk.first + chunk.count
-        part.received_bytes = part.received_blocks * (chunk.size // chunk.count)
+        part.received_bytes += chunk.size
         return []
 
     def abort_chunk(self, link: LinkT, chunk: ChunkReady, reason: str) -> list[Send[LinkT]]:
@@ -224,7 +229,7 @@ class Consumer(Generic[LinkT]):
         transfer, part = self._find(link, done.transfer_id)
         if transfer is None or part is None or transfer.failure is not None:
             return []
-        missing = len(part.subscription.block_ids) - part.received_blocks
+        missing = part.subscription.num_blocks - part.received_blocks
         if missing:
             return self._fail(transfer, f"{missing} blocks are missing at the end", but=link)
         if not done.token_ids:

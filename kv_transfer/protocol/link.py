@@ -58,8 +58,8 @@ class ProducerChannel(Channel):
     def open(self) -> None:
         """Do what the first chunk should not wait for. On the link's writer thread, before all."""
 
-    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
-        """Announce the chunk and send the blocks, `part` of each page (None: all of it).
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
+        """Announce the chunk and send the blocks, `part` of each page.
 
         It returns when the blocks may be overwritten. A transport whose consumer copies by itself
         returns at once: the digests prove that what was copied is what was computed.

@@ -22,7 +22,7 @@ import msgspec
 
 from kv_transfer.errors import ProtocolError
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_HANDSHAKE_BYTES = 64 << 10
 HEADER = struct.Struct("<I")
@@ -78,19 +78,41 @@ class Refusal(Message, frozen=True):
     reason: str
 
 
-class Subscribe(Message, frozen=True):
-    """Reserve `block_ids` of the consumer for tokens [first_block * block_size, num_tokens).
+class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Blocks of the consumer in one KV-cache group: `block_ids` are for the blocks of the sequence
+    from `first_block` on. `heads`: first KV head of the model, number of heads, and number of heads
+    before them in the consumer's page."""
 
-    `heads`: first KV head of the model, number of heads, and number of heads before them in the
-    consumer's page; empty for whole pages. `readers` consumer ranks subscribe at this producer.
+    group: Count
+    first_block: Count
+    block_ids: list[Count]
+    heads: list[Count]
+
+
+class Subscribe(Message, frozen=True):
+    """Reserve blocks of the consumer for what the token after the first `num_tokens` needs.
+
+    The blocks of all groups, one after the other, are the blocks of the subscription; other
+    messages count in them. `readers` consumer ranks subscribe at this producer.
     """
 
     transfer_id: str
-    first_block: Count
     num_tokens: Count
-    block_ids: list[Count]
-    heads: list[Count] = []
+    groups: list[GroupBlocks]
     readers: Count = 1
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(each.block_ids) for each in self.groups)
+
+    def locate(self, block: int) -> tuple[int, int]:
+        """Return where block `block` of the subscription is: (place in `groups`, place in its
+        `block_ids`). Raises IndexError."""
+        for place, each in enumerate(self.groups):
+            if block < len(each.block_ids):
+                return place, block
+            block -= len(each.block_ids)
+        raise IndexError(f"block {block} behind the end of a subscription")
 
 
 class Nack(Message, frozen=True):
@@ -113,7 +135,8 @@ class Ack(Message, frozen=True):
 
 
 class ChunkReady(Message, frozen=True):
-    """Announce `count` blocks from block `first` of the subscription: `size` bytes.
+    """Announce `count` blocks, all of one group, from block `first` of the subscription: `size`
+    bytes.
 
     `block_ids` are the producer's blocks, for a transport that lets the consumer copy by itself.
     """

@@ -39,14 +39,14 @@ from kv_transfer.protocol.messages import (
     Welcome,
 )
 from kv_transfer.protocol.producer import Producer, Release, SendChunk
-from kv_transfer.transport.base import TransportUnavailable
+from kv_transfer.transport.base import TransportUnavailable, source_of, target_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from kv_transfer.layout import PagePart
     from kv_transfer.protocol.link import ConsumerChannel
-    from kv_transfer.protocol.plan import Shard
+    from kv_transfer.protocol.plan import Plan
     from kv_transfer.protocol.producer import Action
     from kv_transfer.settings import KvSettings
     from kv_transfer.transport.base import LocalKv, Transport
@@ -122,20 +122,23 @@ class Peers:
         """Whether no transfer is known."""
         return not (len(self.producer) or len(self.consumer))
 
-    def register(self, local: LocalKv, compatibility: str, shard: Shard) -> None:
+    def register(self, local: LocalKv, compatibility: str, plan: Plan) -> None:
         """Accept links for this KV cache."""
         self._local, self._compatibility = local, compatibility
         self._producer = Producer(
-            shard=shard,
-            chunk_blocks=self._settings.chunk_bytes // local.region.geometry.block_bytes,
+            plan=plan,
+            chunk_blocks=[
+                max(1, self._settings.chunk_bytes // region.geometry.block_bytes)
+                for region in local.regions
+            ],
             lease_s=self._settings.lease_s,
             heartbeat_s=self._settings.receive_timeout_s / 4,
         )
-        if not local.region.is_host:
+        for region, blocks in zip(local.regions, self.producer.chunk_blocks, strict=True):
             # The first use of a kernel loads its code, which may wait for the whole GPU.
-            for count in (1, self.producer.chunk_blocks):
-                ids = list(range(min(count, local.region.geometry.num_blocks)))
-                local.region.copy_from(local.region, ids, ids)
+            for count in () if region.is_host else (1, blocks):
+                ids = list(range(min(count, region.geometry.num_blocks)))
+                region.copy_from(region, ids, ids)
         self._listener.settimeout(_TICK_S)
         self._acceptor.start()
         self._digester.start()
@@ -200,7 +203,7 @@ class Peers:
     def subscribe(
         self,
         request_id: str,
-        subscriptions: Sequence[tuple[Link, Subscribe, PagePart | None]],
+        subscriptions: Sequence[tuple[Link, Subscribe, Sequence[PagePart]]],
         now: float,
     ) -> None:
         """Start a transfer. The caller holds `lock`."""
@@ -226,10 +229,10 @@ class Peers:
         if not self._copies.wait_for(lambda: not running(), COPY_END_S):
             raise KvTransferError(f"a copy of preempted blocks did not end in {COPY_END_S:g} s")
 
-    def progress(self, transfer_id: str, block_ids: list[int], ready_tokens: int) -> None:
+    def progress(self, transfer_id: str, tables: Sequence[list[int]], ready_tokens: int) -> None:
         """See Producer.progress. The caller holds `lock`."""
         now = time.monotonic()
-        self.perform(self.producer.progress(transfer_id, block_ids, ready_tokens, now))
+        self.perform(self.producer.progress(transfer_id, tables, ready_tokens, now))
         self._undigested.put(transfer_id)
 
     def end(
@@ -528,10 +531,7 @@ class Peers:
                 begun = time.monotonic()
                 digests = b""
                 try:
-                    region = self.local.region
-                    if found.part is not None:
-                        region = region.narrowed(found.part.source_start, found.part.size)
-                    digests = region.digests(found.block_ids)
+                    digests = source_of(self.local.regions, found.part).digests(found.block_ids)
                 except Exception:
                     logger.exception("cannot make the digests of transfer %s", transfer_id)
                 now = time.monotonic()
@@ -548,24 +548,21 @@ class Peers:
         with self.lock:
             if not self.producer.begin_copy(chunk):
                 return
-        copied, size = False, 0
+        sent_bytes = 0
         begun = time.monotonic()
         try:
-            region = self.local.region
-            if chunk.part is not None:
-                region = region.narrowed(chunk.part.source_start, chunk.part.size)
+            region = source_of(self.local.regions, chunk.part)
             size = region.size_bytes(len(chunk.block_ids))
             message = ChunkReady(chunk.transfer_id, chunk.first, len(chunk.block_ids), size)
             channel.send(message, chunk.block_ids, chunk.part)
-            copied = True
+            sent_bytes = size
         finally:
             now = time.monotonic()
             with self.lock:
-                actions = self.producer.end_copy(chunk, now, now - begun, copied=copied)
-                self.perform(actions)
+                self.perform(self.producer.end_copy(chunk, now, now - begun, sent_bytes))
                 self._copies.notify_all()
-                if copied:
-                    self.counters.pushed_bytes += size
+                if sent_bytes:
+                    self.counters.pushed_bytes += sent_bytes
                     self.counters.pushed_blocks += len(chunk.block_ids)
                     self.counters.push_s += now - begun
 
@@ -581,9 +578,7 @@ class Peers:
             return
         begun = time.monotonic()
         try:
-            region = self.local.region
-            if place.part is not None:
-                region = region.narrowed(place.part.target_start, place.part.size)
+            region = target_of(self.local.regions, place.part)
             if chunk.size != region.size_bytes(chunk.count):
                 raise ProtocolError(f"{chunk.count} blocks are not {chunk.size} bytes")
             digests = channel.receive(chunk, place.block_ids, place.part)

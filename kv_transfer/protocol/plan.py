@@ -1,4 +1,6 @@
-"""Which bytes of a KV page go from which producer rank to which consumer rank.
+"""Which bytes of which pages go from which producer rank to which consumer rank.
+
+The KV cache has groups of layers (layout.py); each is split over ranks by its own heads.
 
 A page holds one block of one layer as [heads, tokens, channels], so a range of heads is one run of
 bytes in each page. A consumer rank reads each of its heads once. Where several producer ranks hold
@@ -9,6 +11,7 @@ chooses one, so that replicas share the work. Both ends compute the same plan.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -19,38 +22,49 @@ from kv_transfer.layout import PagePart
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kv_transfer.layout import KvGroup
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRead:
+    """What moves of one group. `heads` is sent to the producer: first KV head of the model, number
+    of heads, and number of heads before them in the consumer's page. `part` is the same in bytes.
+    """
+
+    heads: tuple[int, int, int]
+    part: PagePart
+
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a consumer rank subscribes to at one producer rank.
-
-    `heads` is sent to the producer: first KV head of the model, number of heads, and number of
-    heads before them in the consumer's page. `part` is the same in bytes. `readers` counts the
-    consumer ranks that read from this producer rank.
-    """
+    """What a consumer rank subscribes to at one producer rank. `readers` counts the consumer ranks
+    that read from this producer rank."""
 
     producer_rank: int
-    heads: tuple[int, int, int]
-    part: PagePart
+    groups: tuple[GroupRead, ...]
     readers: int
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """KV heads that rank `rank` of `tp` tensor-parallel ranks holds. Raises UnsupportedLayout.
+    """KV heads of a group that rank `rank` of `tp` tensor-parallel ranks holds. Raises
+    UnsupportedLayout.
 
-    `num_kv_heads` counts the heads of the model; MLA has one. `head_bytes` is the size of one head
-    in a page: K and V of a block's tokens.
+    `num_kv_heads` counts the heads of the model. MLA has one. A state that is split over the ranks
+    counts as one head a rank, and can be read by as many ranks only. `head_bytes` is the size of
+    one head in a page: K and V of a block's tokens.
     """
 
     num_kv_heads: int
     head_bytes: int
-    block_size: int
+    group: KvGroup
     tp: int = 1
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_kv_heads", "head_bytes", "block_size", "tp"):
+        if self.group.block_size < 1:
+            raise UnsupportedLayout(f"block_size is {self.group.block_size}, must be at least 1")
+        for name in ("num_kv_heads", "head_bytes", "tp"):
             if getattr(self, name) < 1:
                 raise UnsupportedLayout(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.num_kv_heads % self.tp and self.tp % self.num_kv_heads:
@@ -66,66 +80,87 @@ class Shard:
         first = self.rank * self.num_kv_heads // self.tp
         return range(first, first + max(1, self.num_kv_heads // self.tp))
 
-    def part_of(self, heads: Sequence[int]) -> PagePart | None:
-        """Return the bytes that a subscription's `heads` are in this producer rank's pages.
+    @property
+    def page_bytes(self) -> int:
+        return len(self.heads) * self.head_bytes
 
-        None means whole pages. Raises KvTransferError if this rank does not hold the heads.
-        """
-        if not heads:
-            return None
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """This rank's part of the KV cache: a shard for each group."""
+
+    shards: tuple[Shard, ...]
+
+    def whole(self, group: int) -> PagePart:
+        """Return whole pages of a group."""
+        return PagePart(group, 0, 0, self.shards[group].page_bytes)
+
+    def part_of(self, group: int, heads: Sequence[int]) -> PagePart:
+        """Return the bytes that a subscription's `heads` are in this producer rank's pages. Raises
+        KvTransferError if this rank does not hold them."""
+        if group >= len(self.shards):
+            raise KvTransferError(f"group {group} of {len(self.shards)} in a subscription")
         if len(heads) != 3 or not heads[1]:
             raise KvTransferError(f"invalid heads in a subscription: {list(heads)}")
         first, count, before = heads
-        held = self.heads
+        shard = self.shards[group]
+        held = shard.heads
         if not held.start <= first <= first + count <= held.stop:
             raise KvTransferError(
                 f"heads {first}-{first + count - 1} are not held here"
                 f" (this rank holds {held.start}-{held.stop - 1})"
             )
-        size = self.head_bytes
-        return PagePart((first - held.start) * size, before * size, count * size)
+        size = shard.head_bytes
+        return PagePart(group, (first - held.start) * size, before * size, count * size)
 
     def reads(self, producer_tp: int, transfer_id: str) -> tuple[Read, ...]:
         """Return what this consumer rank reads of a producer with `producer_tp` ranks."""
-        plan = _plan(replace(self, rank=0), producer_tp, self._spread(producer_tp, transfer_id))
-        return plan[self.rank]
+        return self._reads(producer_tp, transfer_id)[self.shards[0].rank]
 
     def declines(self, producer_tp: int, transfer_id: str) -> tuple[int, ...]:
         """Return the producer ranks that no consumer rank reads and that this rank has to tell."""
-        plan = _plan(replace(self, rank=0), producer_tp, self._spread(producer_tp, transfer_id))
+        plan = self._reads(producer_tp, transfer_id)
         read = {each.producer_rank for reads in plan for each in reads}
         return tuple(rank for rank in self.told(producer_tp) if rank not in read)
 
     def told(self, producer_tp: int) -> range:
         """Return the producer ranks to which this rank speaks for all consumer ranks."""
-        return range(self.rank, producer_tp, self.tp)
+        return range(self.shards[0].rank, producer_tp, self.shards[0].tp)
 
-    def _spread(self, producer_tp: int, transfer_id: str) -> int:
-        if producer_tp <= self.num_kv_heads:
-            return 0  # no two producer ranks hold the same head
-        return zlib.crc32(transfer_id.encode("utf-8", "surrogatepass"))
+    def _reads(self, producer_tp: int, transfer_id: str) -> tuple[tuple[Read, ...], ...]:
+        spread = 0
+        if any(producer_tp > shard.num_kv_heads for shard in self.shards):
+            # Several producer ranks hold the same head.
+            spread = zlib.crc32(transfer_id.encode("utf-8", "surrogatepass"))
+        return _plan(tuple(replace(s, rank=0) for s in self.shards), producer_tp, spread)
 
 
 @lru_cache(maxsize=64)
-def _plan(consumer: Shard, producer_tp: int, spread: int) -> tuple[tuple[Read, ...], ...]:
+def _plan(shards: tuple[Shard, ...], producer_tp: int, spread: int) -> tuple[tuple[Read, ...], ...]:
     """Return the reads of each consumer rank. `spread` chooses among producer ranks that hold the
     same heads."""
-    holders: dict[range, list[int]] = {}
-    for rank in range(producer_tp):
-        holders.setdefault(replace(consumer, tp=producer_tp, rank=rank).heads, []).append(rank)
-    pieces: list[tuple[int, int, range, range]] = []
-    for rank in range(consumer.tp):
-        own = replace(consumer, rank=rank).heads
-        for held, ranks in holders.items():
-            both = range(max(own.start, held.start), min(own.stop, held.stop))
-            if both:
-                pieces.append((rank, ranks[(rank + spread) % len(ranks)], both, held))
-    readers = [producer for _, producer, _, _ in pieces]
-    size = consumer.head_bytes
-    plan: list[list[Read]] = [[] for _ in range(consumer.tp)]
-    for rank, producer, both, held in pieces:
-        before = both.start - replace(consumer, rank=rank).heads.start
-        part = PagePart((both.start - held.start) * size, before * size, len(both) * size)
-        heads = (both.start, len(both), before)
-        plan[rank].append(Read(producer, heads, part, readers.count(producer)))
-    return tuple(tuple(reads) for reads in plan)
+    found: list[dict[int, list[GroupRead]]] = [{} for _ in range(shards[0].tp)]
+    for index, shard in enumerate(shards):
+        holders: dict[range, list[int]] = {}
+        for rank in range(producer_tp):
+            holders.setdefault(replace(shard, tp=producer_tp, rank=rank).heads, []).append(rank)
+        size = shard.head_bytes
+        for rank, reads in enumerate(found):
+            own = replace(shard, rank=rank).heads
+            for held, ranks in holders.items():
+                both = range(max(own.start, held.start), min(own.stop, held.stop))
+                if not both:
+                    continue
+                before = both.start - own.start
+                starts = (both.start - held.start) * size, before * size
+                read = GroupRead(
+                    (both.start, len(both), before), PagePart(index, *starts, len(both) * size)
+                )
+                reads.setdefault(ranks[(rank + spread) % len(ranks)], []).append(read)
+    readers = Counter(producer for reads in found for producer in reads)
+    return tuple(
+        tuple(
+            Read(producer, tuple(groups), readers[producer]) for producer, groups in reads.items()
+        )
+        for reads in found
+    )

@@ -7,6 +7,9 @@
 A transfer is known once the engine expects it; a subscription may come earlier. The engine's blocks
 are released once they are acknowledged, or the transfer has failed, and no copy reads them.
 
+Blocks of layers that attend to all tokens are sent as they fill. Before prefill has ended, other
+blocks may leave their window, and a state changes with each step; so these are sent at the end.
+
 If the consumer has more tensor-parallel ranks than the producer, several of its ranks subscribe at
 one producer rank, each over its own link. If one of them gives up, the transfer fails for all.
 """
@@ -14,7 +17,7 @@ one producer rank, each over its own link. If one of them gives up, the transfer
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic
 
 from kv_transfer.errors import KvTransferError
@@ -22,11 +25,11 @@ from kv_transfer.memory import DIGEST_BYTES
 from kv_transfer.protocol.messages import Done, Fail, Heartbeat, LinkT, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from kv_transfer.layout import PagePart
     from kv_transfer.protocol.messages import Subscribe
-    from kv_transfer.protocol.plan import Shard
+    from kv_transfer.protocol.plan import Plan
 
 MAX_TOMBSTONES = 4096
 MAX_EARLY = 4096
@@ -43,7 +46,7 @@ class SendChunk(Generic[LinkT]):
     transfer_id: str
     first: int
     block_ids: list[int]
-    part: PagePart | None
+    part: PagePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +61,16 @@ Action = Send[LinkT] | SendChunk[LinkT] | Release
 
 @dataclass(slots=True, eq=False)
 class Reader(Generic[LinkT]):
-    """A consumer rank that reads a transfer. At most one of its chunks is queued or copied."""
+    """A consumer rank that reads a transfer. At most one of its chunks is queued or copied.
+    `parts` of the pages go to the groups of the subscription."""
 
     link: LinkT
     subscription: Subscribe
     expires_at: float  # while the engine does not know the transfer
-    part: PagePart | None = None
+    parts: tuple[PagePart, ...] = ()
     next_block: int = 0  # the first block that was not handed out
     sent_blocks: int = 0
+    sent_bytes: int = 0
     queued: SendChunk[LinkT] | None = None
     copying: SendChunk[LinkT] | None = None
     is_rewound: bool = False  # while it was copying
@@ -84,7 +89,7 @@ class Reader(Generic[LinkT]):
 
 @dataclass(slots=True)
 class Digests:
-    """Digests of the blocks from `first` on, of a part of their pages."""
+    """Digests of a group's blocks from `first` on, of a part of their pages."""
 
     first: int
     made: bytes = b""
@@ -100,22 +105,22 @@ class Undigested(Generic[LinkT]):
 
     transfer: Transfer[LinkT]
     generation: int
-    part: PagePart | None
+    part: PagePart
     first: int
     block_ids: list[int]
 
 
 @dataclass(slots=True)
 class Transfer(Generic[LinkT]):
-    """`generation` counts preemptions."""
+    """`tables` are the engine's block tables. `generation` counts preemptions."""
 
     transfer_id: str
     request_id: str
     began_at: float
-    block_ids: list[int] = field(default_factory=list)
+    tables: Sequence[list[int]] = ()
     ready_tokens: int = 0
     generation: int = 0
-    digests: dict[PagePart | None, Digests] = field(default_factory=dict)
+    digests: dict[PagePart, Digests] = field(default_factory=dict)
     readers: list[Reader[LinkT]] = field(default_factory=list)
     num_readers: int = 0  # as the subscriptions say; 0 before the first
     acknowledged: int = 0
@@ -143,10 +148,11 @@ class Producer(Generic[LinkT]):
     """All transfers that a worker sends. The caller holds one lock around each call."""
 
     def __init__(
-        self, *, shard: Shard, chunk_blocks: int, lease_s: float, heartbeat_s: float
+        self, *, plan: Plan, chunk_blocks: Sequence[int], lease_s: float, heartbeat_s: float
     ) -> None:
-        self._shard = shard
-        self.chunk_blocks = max(1, chunk_blocks)
+        """`chunk_blocks`: blocks of each group that are sent at once."""
+        self._plan = plan
+        self.chunk_blocks = chunk_blocks
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._transfers: dict[str, Transfer[LinkT]] = {}
@@ -184,14 +190,16 @@ class Producer(Generic[LinkT]):
         return actions
 
     def progress(
-        self, transfer_id: str, block_ids: list[int], ready_tokens: int, now: float
+        self, transfer_id: str, tables: Sequence[list[int]], ready_tokens: int, now: float
     ) -> list[Action[LinkT]]:
-        """A step has computed the KV of the request's first `ready_tokens` into `block_ids`."""
+        """A step has computed the KV of the request's first `ready_tokens`, which is where the
+        engine's block tables say."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             return []
-        transfer.block_ids = block_ids
-        transfer.ready_tokens = min(ready_tokens, len(block_ids) * self._shard.block_size)
+        groups = [shard.group for shard in self._plan.shards]
+        held = min(len(tables[group.table]) * group.block_size for group in groups)
+        transfer.tables, transfer.ready_tokens = tables, min(ready_tokens, held)
         return self._pump(transfer, now)
 
     def end(
@@ -216,20 +224,38 @@ class Producer(Generic[LinkT]):
         return self._pump(transfer, now)
 
     def undigested(self, transfer_id: str) -> Undigested[LinkT] | None:
-        """Return complete blocks without digests, no more than a chunk; whole pages while nobody
-        has subscribed."""
+        """Return blocks without digests that stay as they are, no more than a chunk; whole pages
+        while nobody has subscribed."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.is_closed:
             return None
-        size, ready = self._shard.block_size, transfer.ready_tokens
-        count = ready // size if transfer.ended_at is None else -(-ready // size)
-        wanted = {reader.part: reader.subscription.first_block for reader in transfer.readers}
-        for part, start in wanted.items() if transfer.num_readers else [(None, 0)]:
+        for part, start in self._wanted_digests(transfer):
+            group = self._plan.shards[part.group].group
+            stop = group.needed(transfer.ready_tokens).stop
+            if transfer.ended_at is None:
+                stop = transfer.ready_tokens // group.block_size if group.is_streamed else 0
             first = transfer.digests.setdefault(part, Digests(start)).end
-            if first < count:
-                block_ids = transfer.block_ids[first : min(count, first + self.chunk_blocks)]
+            if first < stop:
+                stop = min(stop, first + self.chunk_blocks[part.group])
+                block_ids = transfer.tables[group.table][first:stop]
                 return Undigested(transfer, transfer.generation, part, first, block_ids)
         return None
+
+    def _wanted_digests(self, transfer: Transfer[LinkT]) -> list[tuple[PagePart, int]]:
+        """Return the parts of pages whose digests are wanted, each with its first block."""
+        if transfer.num_readers:
+            return [
+                (part, blocks.first_block)
+                for reader in transfer.readers
+                for part, blocks in zip(reader.parts, reader.subscription.groups, strict=True)
+            ]
+        groups = [shard.group for shard in self._plan.shards]
+        has_ended, ready = transfer.ended_at is not None, transfer.ready_tokens
+        return [
+            (self._plan.whole(n), group.needed(ready).start)
+            for n, group in enumerate(groups)
+            if ready and (has_ended or group.is_streamed)
+        ]
 
     def digested(self, of: Undigested[LinkT], digests: bytes, now: float) -> list[Action[LinkT]]:
         """The digests have been made, or cannot be: then they are empty."""
@@ -287,18 +313,16 @@ class Producer(Generic[LinkT]):
         is_full = len(transfer.readers) + transfer.acknowledged >= transfer.num_readers > 0
         if transfer.is_closed or is_full or transfer.reader(link) is not None:
             return self._refuse(link, transfer_id, _DUPLICATE)
-        transfer.readers.append(reader)
         transfer.num_readers = transfer.num_readers or subscription.readers
-        if reason := self._mismatch(transfer, subscription):
-            self.refused_subscriptions += 1
-            return self._close(transfer, reason)
+        transfer.readers.append(reader)
         try:
-            part = self._shard.part_of(subscription.heads)
+            self._check(transfer, subscription)
+            parts = [self._plan.part_of(g.group, g.heads) for g in subscription.groups]
         except KvTransferError as error:
             self.refused_subscriptions += 1
             return self._close(transfer, str(error))
-        is_whole = part is None or part.size == len(self._shard.heads) * self._shard.head_bytes
-        reader.part = None if is_whole else part
+        # Where the consumer puts them is of no concern here.
+        reader.parts = tuple(replace(part, target_start=0) for part in parts)
         return self._pump(transfer, now)
 
     def nack(self, link: LinkT, transfer_id: str, first: int, now: float) -> list[Action[LinkT]]:
@@ -356,9 +380,10 @@ class Producer(Generic[LinkT]):
         return True
 
     def end_copy(
-        self, chunk: SendChunk[LinkT], now: float, seconds: float, *, copied: bool
+        self, chunk: SendChunk[LinkT], now: float, seconds: float, sent_bytes: int
     ) -> list[Action[LinkT]]:
-        """A copy has ended: its blocks may be overwritten or released."""
+        """A copy has ended: its blocks may be overwritten or released. It failed if no bytes were
+        sent."""
         transfer = self._transfers.get(chunk.transfer_id)
         reader = None if transfer is None else transfer.reader(chunk.link)
         if transfer is None or reader is None or reader.copying is not chunk:
@@ -367,9 +392,10 @@ class Producer(Generic[LinkT]):
         if transfer.is_closed:
             transfer.readers.remove(reader)
             return self._drop(transfer)
-        if not copied:
+        if not sent_bytes:
             return self._close(transfer, "a copy failed")
         reader.transfer_s += seconds
+        reader.sent_bytes += sent_bytes
         reader.spoke_at = now
         if not reader.is_rewound:
             reader.sent_blocks += len(chunk.block_ids)
@@ -413,21 +439,61 @@ class Producer(Generic[LinkT]):
         self.refused_subscriptions += 1
         return [Send(link, Fail(transfer_id, reason))]
 
-    def _mismatch(self, transfer: Transfer[LinkT], subscription: Subscribe) -> str:
-        blocks = -(-subscription.num_tokens // self._shard.block_size) - subscription.first_block
-        if not subscription.block_ids or len(subscription.block_ids) != blocks:
-            return f"{len(subscription.block_ids)} blocks were subscribed, expected {blocks}"
+    def _check(self, transfer: Transfer[LinkT], subscription: Subscribe) -> None:
+        """Raises KvTransferError."""
+        if not subscription.num_blocks or not subscription.num_tokens:
+            raise KvTransferError("no blocks were subscribed")
+        for g in subscription.groups:
+            if g.group >= len(self._plan.shards):
+                raise KvTransferError(f"group {g.group} was subscribed, which the model has not")
+            needed = self._plan.shards[g.group].group.needed(subscription.num_tokens)
+            end = g.first_block + len(g.block_ids)
+            if g.first_block < needed.start or end != needed.stop:
+                raise KvTransferError(
+                    f"blocks {g.first_block} to {end} of group {g.group} were subscribed,"
+                    f" expected {needed.start} to {needed.stop}"
+                )
         if subscription.readers != transfer.num_readers or not subscription.readers:
-            return f"{subscription.readers} readers subscribed, expected {transfer.num_readers}"
-        return ""
+            raise KvTransferError(
+                f"{subscription.readers} readers subscribed, expected {transfer.num_readers}"
+            )
+
+    def _is_other(self, transfer: Transfer[LinkT], subscription: Subscribe) -> bool:
+        """Return whether the tokens that were computed are not those that were subscribed. More do
+        no harm where every block stays as it is."""
+        computed, wanted = transfer.ready_tokens, subscription.num_tokens
+        is_streamed = all(shard.group.is_streamed for shard in self._plan.shards)
+        return computed < wanted or (computed > wanted and not is_streamed)
+
+    def _next_chunk(
+        self, transfer: Transfer[LinkT], reader: Reader[LinkT]
+    ) -> SendChunk[LinkT] | None:
+        """Hand out the next blocks of one group that stay as they are, if there are any."""
+        subscription, first = reader.subscription, reader.next_block
+        place, done = subscription.locate(first)
+        blocks, part = subscription.groups[place], reader.parts[place]
+        group = self._plan.shards[part.group].group
+        # A partial last block is sent once the last token is in it.
+        ready = len(blocks.block_ids)
+        if transfer.ended_at is None and not group.is_streamed:
+            return None
+        if transfer.ready_tokens < subscription.num_tokens:
+            ready = transfer.ready_tokens // group.block_size - blocks.first_block
+        end = min(ready, done + self.chunk_blocks[part.group])
+        if end <= done:
+            return None
+        table = transfer.tables[group.table]
+        block_ids = table[blocks.first_block + done : blocks.first_block + end]
+        reader.next_block += end - done
+        return SendChunk(reader.link, transfer.transfer_id, first, block_ids, part)
 
     def _pump(self, transfer: Transfer[LinkT], now: float) -> list[Action[LinkT]]:
         """Hand out the next chunk of each reader, and Done behind its last one."""
         actions: list[Action[LinkT]] = []
         for reader in [] if transfer.is_closed else transfer.readers:
             subscription = reader.subscription
-            total = len(subscription.block_ids)
-            if transfer.ended_at is not None and transfer.ready_tokens < subscription.num_tokens:
+            total = subscription.num_blocks
+            if transfer.ended_at is not None and self._is_other(transfer, subscription):
                 reason = (
                     f"{subscription.num_tokens} tokens were subscribed,"
                     f" {transfer.ready_tokens} were computed"
@@ -435,20 +501,10 @@ class Producer(Generic[LinkT]):
                 return self._close(transfer, reason)
             if reader.queued is not None or reader.copying is not None or reader.is_done:
                 continue
-            # A partial last block is sent once the last token is in it.
-            ready = total
-            if transfer.ready_tokens < subscription.num_tokens:
-                full = transfer.ready_tokens // self._shard.block_size
-                ready = max(0, full - subscription.first_block)
-            if reader.next_block < ready:
-                first = reader.next_block
-                reader.next_block = min(first + self.chunk_blocks, ready)
-                start = subscription.first_block
-                block_ids = transfer.block_ids[start + first : start + reader.next_block]
-                reader.queued = SendChunk(
-                    reader.link, transfer.transfer_id, first, block_ids, reader.part
-                )
-                actions.append(reader.queued)
+            if reader.next_block < total:
+                reader.queued = self._next_chunk(transfer, reader)
+                if reader.queued is not None:
+                    actions.append(reader.queued)
             elif reader.sent_blocks == total and transfer.ended_at is not None:
                 digests = _digests_of(transfer, reader)
                 if len(digests) < DIGEST_BYTES * total:
@@ -503,8 +559,10 @@ class Producer(Generic[LinkT]):
 
 def _digests_of(transfer: Transfer[LinkT], reader: Reader[LinkT]) -> bytes:
     """Return the digests of the reader's blocks, as far as they are made."""
-    made = transfer.digests.get(reader.part)
-    if made is None:
-        return b""
-    start = DIGEST_BYTES * (reader.subscription.first_block - made.first)
-    return made.made[start : start + DIGEST_BYTES * len(reader.subscription.block_ids)]
+    digests = b""
+    for part, blocks in zip(reader.parts, reader.subscription.groups, strict=True):
+        made = transfer.digests.get(part)
+        if made is not None:
+            start = DIGEST_BYTES * (blocks.first_block - made.first)
+            digests += made.made[start : start + DIGEST_BYTES * len(blocks.block_ids)]
+    return digests

@@ -14,9 +14,8 @@ from pdserve.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kv_transfer.memory import KvRegion
     from kv_transfer.settings import KvSettings
-    from kv_transfer.transport.base import Transport
+    from kv_transfer.transport.base import LocalKv, Transport
 
 
 def _nccl(settings: KvSettings) -> Transport:
@@ -88,9 +87,9 @@ def _make(name: str, settings: KvSettings) -> Transport:
         raise _refuse(f"{name} cannot be used here: {error}") from error
 
 
-def check(transports: Sequence[Transport], region: KvRegion) -> None:
+def check(transports: Sequence[Transport], local: LocalKv) -> None:
     """Raise ConfigError if none of the transports can move a cache in GPU memory."""
-    if not region.is_host and not any(each.name in ON_GPU for each in transports):
+    if not local.is_host and not any(each.name in ON_GPU for each in transports):
         raise _refuse(f"none reaches a KV cache in GPU memory: name {' or '.join(ON_GPU)}")
 
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from kv_transfer.errors import KvTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion, SharedMemory
     from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
 
@@ -30,10 +31,30 @@ class TransportUnavailable(KvTransferError):
 
 @dataclass(frozen=True, slots=True)
 class LocalKv:
-    """This worker's KV cache. `shared` is None if it does not lie in shared memory."""
+    """This worker's KV cache: a region for each group, over one memory. `shared` is None if it does
+    not lie in shared memory."""
 
-    region: KvRegion
+    regions: tuple[KvRegion, ...]
     shared: SharedMemory | None
+
+    @property
+    def is_host(self) -> bool:
+        return self.regions[0].is_host
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the largest block."""
+        return max(region.geometry.block_bytes for region in self.regions)
+
+
+def source_of(regions: Sequence[KvRegion], part: PagePart) -> KvRegion:
+    """Return what is read of a producer's cache."""
+    return regions[part.group].narrowed(part.source_start, part.size)
+
+
+def target_of(regions: Sequence[KvRegion], part: PagePart) -> KvRegion:
+    """Return what is written of a consumer's cache."""
+    return regions[part.group].narrowed(part.target_start, part.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from kv_transfer.transport.base import Transport, TransportUnavailable
 from kv_transfer.transport.mapped import MappedConsumer, MappedProducer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_transfer.memory import KvRegion
     from kv_transfer.protocol.link import ConsumerChannel, Link, ProducerChannel
     from kv_transfer.transport.base import LocalKv
@@ -32,11 +34,11 @@ logger = logging.getLogger(__name__)
 class PeerGpuMemory:
     """Another worker's KV cache, mapped. Unmapped with the last reference to its tensors."""
 
-    def __init__(self, views: list[torch.Tensor], split: int) -> None:
-        self.region: KvRegion = DeviceRegion(views, split)
+    def __init__(self, regions: Sequence[KvRegion]) -> None:
+        self.regions = regions
 
     def close(self) -> None:
-        del self.region
+        self.regions = ()
 
 
 class CudaIpcTransport(Transport):
@@ -49,16 +51,16 @@ class CudaIpcTransport(Transport):
         self._lock = threading.Lock()
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
-        region = local.region
-        if not isinstance(region, DeviceRegion):
+        regions = [region for region in local.regions if isinstance(region, DeviceRegion)]
+        if not regions:
             return None
-        storages = {view.untyped_storage().data_ptr(): view for view in region.views}
+        views = [view for region in regions for view in region.views]
+        storages = {view.untyped_storage().data_ptr(): view for view in views}
         order = list(storages)
-        first = region.views[0]
         with self._lock:
             if not self._handles:  # torch keeps an event and a wrapper for each export
                 try:
-                    with region.side_stream():
+                    with regions[0].side_stream():
                         self._handles = [_export(view) for view in storages.values()]
                 except RuntimeError as error:
                     logger.warning("cuda_ipc is not offered: %s", error)
@@ -66,43 +68,60 @@ class CudaIpcTransport(Transport):
         return {
             "boot_id": boot_id(),
             "handles": self._handles,
-            "views": [
-                [order.index(view.untyped_storage().data_ptr()), view.storage_offset()]
-                for view in region.views
+            "groups": [
+                {
+                    "views": [
+                        [order.index(view.untyped_storage().data_ptr()), view.storage_offset()]
+                        for view in region.views
+                    ],
+                    "shape": list(region.views[0].shape),
+                    "stride": list(region.views[0].stride()),
+                    "split": region.split,
+                }
+                for region in regions
             ],
-            "shape": list(first.shape),
-            "stride": list(first.stride()),
-            "split": region.split,
         }
 
     def consumer(
         self, local: LocalKv, offer: dict[str, Any], link: Link
     ) -> tuple[ConsumerChannel, dict[str, Any]]:
-        region = local.region
-        if not isinstance(region, DeviceRegion):
+        own = [region for region in local.regions if isinstance(region, DeviceRegion)]
+        if not own:
             raise TransportUnavailable("the KV cache is not in GPU memory")
         if offer.get("boot_id") != boot_id():
             raise TransportUnavailable("the workers run on different hosts")
-        own = region.views[0]
+        device = own[0].views[0].device
         try:
             # On the engine's stream, torch would have the engine wait for the producer's.
-            with region.side_stream():
-                storages = [_open(handle, own.device) for handle in offer["handles"]]
-            views = [
-                torch.empty(0, dtype=own.dtype, device=own.device).set_(
-                    storages[index], offset, tuple(offer["shape"]), tuple(offer["stride"])
-                )
-                for index, offset in offer["views"]
+            with own[0].side_stream():
+                storages = [_open(handle, device) for handle in offer["handles"]]
+            regions = [
+                _mapped(group, storages, region.views[0].dtype)
+                for group, region in zip(offer["groups"], own, strict=True)
             ]
-            peer = PeerGpuMemory(views, int(offer["split"]))
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise TransportUnavailable(f"cannot map the producer's memory: {error}") from error
-        if len(views) != len(region.views) or int(offer["split"]) != region.split:
+        shapes = [[(len(each.views), each.split) for each in side] for side in (regions, own)]
+        if shapes[0] != shapes[1]:
             raise TransportUnavailable("the two KV caches differ in layers or blocks")
-        return MappedConsumer(region, peer, self.name), {}
+        return MappedConsumer(local, PeerGpuMemory(regions), self.name), {}
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
         return MappedProducer(link, self.name)
+
+
+def _mapped(
+    group: dict[str, Any], storages: list[torch.UntypedStorage], dtype: torch.dtype
+) -> DeviceRegion:
+    """Return a group of the producer's cache, as its offer describes it."""
+    shape, stride = tuple(group["shape"]), tuple(group["stride"])
+    views = [
+        torch.empty(0, dtype=dtype, device=storages[index].device).set_(
+            storages[index], offset, shape, stride
+        )
+        for index, offset in group["views"]
+    ]
+    return DeviceRegion(views, int(group["split"]))
 
 
 def _export(view: torch.Tensor) -> list[Any]:

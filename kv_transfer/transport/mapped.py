@@ -15,9 +15,11 @@ from kv_transfer.errors import ProtocolError, UnsupportedLayout
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import PeerMemory, boot_id
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
-from kv_transfer.transport.base import Transport, TransportUnavailable
+from kv_transfer.transport.base import Transport, TransportUnavailable, source_of, target_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_transfer.layout import PagePart
     from kv_transfer.memory import KvRegion
     from kv_transfer.protocol.link import Link
@@ -32,14 +34,14 @@ class MappedProducer(ProducerChannel):
         self._link = link
         self.name = name
 
-    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
         self._link.write(replace(chunk, block_ids=block_ids))
 
 
 class PeerCache(Protocol):
     """A producer's cache, mapped into this process until `close`."""
 
-    region: KvRegion
+    regions: Sequence[KvRegion]
 
     def close(self) -> None: ...
 
@@ -47,7 +49,7 @@ class PeerCache(Protocol):
 class MappedConsumer(ConsumerChannel):
     is_pull = True
 
-    def __init__(self, local: KvRegion, peer: PeerCache, name: str) -> None:
+    def __init__(self, local: LocalKv, peer: PeerCache, name: str) -> None:
         self._local = local
         self._peer = peer
         self.name = name
@@ -55,15 +57,12 @@ class MappedConsumer(ConsumerChannel):
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
     ) -> bytes:
-        if block_ids is None:
+        if block_ids is None or part is None:
             return b""
         if len(chunk.block_ids) != len(block_ids):
             raise ProtocolError("a chunk of mapped memory without its blocks")
-        local, peer = self._local, self._peer.region
-        if part is not None:
-            local = local.narrowed(part.target_start, part.size)
-            peer = peer.narrowed(part.source_start, part.size)
-        return local.copy_from(peer, chunk.block_ids, block_ids)
+        peer = source_of(self._peer.regions, part)
+        return target_of(self._local.regions, part).copy_from(peer, chunk.block_ids, block_ids)
 
     def close(self) -> None:
         self._peer.close()
@@ -82,21 +81,22 @@ class MappedTransport(Transport):
             "path": local.shared.path,
             "inode": local.shared.inode,
             "size": local.shared.size,
-            "geometry": local.region.geometry.to_list(),
+            "geometries": [region.geometry.to_list() for region in local.regions],
         }
 
     def consumer(
         self, local: LocalKv, offer: dict[str, Any], link: Link
     ) -> tuple[ConsumerChannel, dict[str, Any]]:
-        if not local.region.is_host:
+        if not local.is_host:
             raise TransportUnavailable("the KV cache is in GPU memory")
         if offer.get("boot_id") != boot_id():
             raise TransportUnavailable("the workers run on different hosts")
         try:
-            geometry = KvGeometry.from_list(list(offer["geometry"]))
-            if geometry.num_layers != local.region.geometry.num_layers:
-                raise ValueError(f"{geometry.num_layers} layers")
-            peer = PeerMemory(str(offer["path"]), int(offer["inode"]), int(offer["size"]), geometry)
+            found = [KvGeometry.from_list(list(each)) for each in offer["geometries"]]
+            layers = [geometry.num_layers for geometry in found]
+            if layers != [region.geometry.num_layers for region in local.regions]:
+                raise ValueError(f"groups of {layers} layers")
+            peer = PeerMemory(str(offer["path"]), int(offer["inode"]), int(offer["size"]), found)
         except (
             KeyError,
             TypeError,
@@ -106,7 +106,7 @@ class MappedTransport(Transport):
             UnsupportedLayout,
         ) as error:
             raise TransportUnavailable(f"cannot map the producer's memory: {error}") from error
-        return MappedConsumer(local.region, peer, self.name), {}
+        return MappedConsumer(local, peer, self.name), {}
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
         return MappedProducer(link, self.name)

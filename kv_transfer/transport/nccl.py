@@ -53,7 +53,7 @@ from kv_transfer.transport.base import Account, Transport, TransportUnavailable
 from kv_transfer.transport.nccl_binding import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from kv_transfer.device.gpu import Gpu
     from kv_transfer.layout import PagePart
@@ -159,7 +159,7 @@ class NcclTransport(Transport):
             "version": self._version,
             "gpu": self.gpu.uuid,
             "slot_bytes": staging.slot_bytes,
-            "block": _region_of(local).block_layout(),
+            "blocks": [region.block_layout() for region in _regions_of(local)],
         }
 
     def consumer(
@@ -179,22 +179,29 @@ class NcclTransport(Transport):
         except KvTransferError as error:
             raise TransportUnavailable(str(error)) from error
         slot_bytes = min(slot_bytes, staging.slot_bytes)
-        if slot_bytes < local.region.geometry.block_bytes:
+        if slot_bytes < local.block_bytes:
             raise TransportUnavailable(f"a slot of {slot_bytes} bytes holds no block")
-        layout, size = _region_of(local).block_layout(), local.region.geometry.block_bytes
-        is_alike = layout is not None and layout == offer.get("block")
-        is_direct = is_alike and size >= MIN_DIRECT_BYTES
-        details = {"slot_bytes": slot_bytes, "is_direct": is_direct}
-        return NcclConsumer(self, local, link, slot_bytes, is_direct), details
+        regions, theirs = _regions_of(local), offer.get("blocks")
+        if not isinstance(theirs, list) or len(theirs) != len(regions):
+            raise TransportUnavailable("the offer is not of this model's KV cache")
+        direct = [
+            layout is not None
+            and layout == region.block_layout()
+            and region.geometry.block_bytes >= MIN_DIRECT_BYTES
+            for region, layout in zip(regions, theirs, strict=True)
+        ]
+        details = {"slot_bytes": slot_bytes, "direct": direct}
+        return NcclConsumer(self, local, link, slot_bytes, direct), details
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
         slot_bytes = details.get("slot_bytes")
-        if type(slot_bytes) is not int or slot_bytes < local.region.geometry.block_bytes:
+        if type(slot_bytes) is not int or slot_bytes < local.block_bytes:
             raise ProtocolError(f"slot_bytes {slot_bytes!r} holds no block")
+        direct = details.get("direct")
+        if not isinstance(direct, list) or len(direct) != len(local.regions):
+            raise ProtocolError(f"direct {direct!r} is not a list with an item a group")
         own = self.staging(SENDER, local).slot_bytes
-        return NcclProducer(
-            self, local, link, min(slot_bytes, own), details.get("is_direct") is True
-        )
+        return NcclProducer(self, local, link, min(slot_bytes, own), direct)
 
     def close(self) -> None:
         with self._lock:
@@ -203,13 +210,13 @@ class NcclTransport(Transport):
     def staging(self, rank: int, local: LocalKv) -> Staging:
         """Return the slots of one direction. Raises KvTransferError if there is no memory for them,
         or the KV cache is not on this GPU."""
-        region, limits = _region_of(local), self.limits
+        region, limits = _regions_of(local)[0], self.limits
         if region.views[0].device != self.gpu.device:
             raise KvTransferError(f"the KV cache is not in the memory of {self.gpu.device}")
         with self._lock:
             if rank not in self._staging:
                 try:
-                    size = max(limits.slot_bytes, region.geometry.block_bytes)
+                    size = max(limits.slot_bytes, local.block_bytes)
                     made = Staging(self.gpu, limits.slots, size)
                 except RuntimeError as error:
                     raise KvTransferError(f"no memory for staging slots: {error}") from error
@@ -279,18 +286,19 @@ class _End:
         local: LocalKv,
         link: Link,
         slot_bytes: int,
-        is_direct: bool,
+        direct: Sequence[bool],
     ) -> None:
+        """`direct`: for each group, whether its blocks go as they are."""
         self._transport = transport
         self._nccl = transport.nccl
         self._gpu = transport.gpu
         self._limits = transport.limits
         self._all = transport.communicators[self.rank]
         self._staging = transport.staging(self.rank, local)
-        self._region = _region_of(local)
+        self._regions = _regions_of(local)
         self._link = link
         self._slot_bytes = slot_bytes
-        self._is_direct = is_direct
+        self._direct = direct
         self.in_use = threading.Lock()
         self._comm = 0  # NCCL's handle
         self._number = 0  # of the communicator that `_comm` is, or was
@@ -390,11 +398,10 @@ class NcclProducer(_End, ProducerChannel):
         with self.in_use, self._slot() as slot:
             self._send_run(slot, 1, [_Part([], 0, [(slot.address, 1)])], None)
 
-    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
-        region = self._region
-        if part is not None:
-            region = region.narrowed(part.source_start, part.size)
-        is_direct = self._is_direct and part is None
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
+        whole = self._regions[part.group]
+        region = whole.narrowed(part.source_start, part.size)
+        is_direct = self._direct[part.group] and part.size == whole.geometry.page_bytes
         block_bytes = region.geometry.block_bytes
         self._link.write(chunk)
         with self.in_use:
@@ -495,10 +502,10 @@ class NcclConsumer(_End, ConsumerChannel):
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
     ) -> bytes:
-        region = self._region
+        region = None
         if part is not None:
-            region = region.narrowed(part.target_start, part.size)
-        # A chunk that nobody wants may be of other heads than `region` has.
+            region = self._regions[part.group].narrowed(part.target_start, part.size)
+        is_direct = any(self._direct) if part is None else self._direct[part.group]
         block_bytes = chunk.size // max(1, chunk.count)
         with self.in_use:
             done = 0
@@ -508,16 +515,18 @@ class NcclConsumer(_End, ConsumerChannel):
                 if rest or not 0 < count <= chunk.count - done:
                     raise ProtocolError(f"{offer.size_bytes} bytes offered of {chunk.size}")
                 ids = None if block_ids is None else block_ids[done : done + count]
+                if offer.is_direct and not is_direct:
+                    raise ProtocolError(f"cannot receive {offer}")
                 if self._take(offer, block_bytes, region, ids):
                     done += count
-        return b"" if block_ids is None else region.digests(block_ids)
+        return b"" if block_ids is None or region is None else region.digests(block_ids)
 
     def told(self, body: bytes) -> None:
         """Take a message of the producer outside of a chunk; on the link's reader thread."""
         message = decode(body, KINDS)
         with self.in_use:
             if isinstance(message, Offer):
-                self._take(message, message.size_bytes, self._region, None)
+                self._take(message, message.size_bytes, None, None)
             elif not isinstance(message, Ended):
                 raise ProtocolError(f"a {type(message).__name__} message outside of a chunk")
             elif message.number == self._number:
@@ -532,16 +541,20 @@ class NcclConsumer(_End, ConsumerChannel):
                 raise LinkClosed("the producer closed the link inside a chunk")
 
     def _take(
-        self, offer: Offer, block_bytes: int, region: DeviceRegion, block_ids: list[int] | None
+        self,
+        offer: Offer,
+        block_bytes: int,
+        region: DeviceRegion | None,
+        block_ids: list[int] | None,
     ) -> bool:
-        """Receive what is offered, to throw it away if `block_ids` is None. Return False if its
+        """Receive what is offered, to throw it away without a region. Return False if its
         communicator is gone: it is offered anew."""
-        is_fit = self._is_direct and region.geometry.block_bytes == block_bytes
-        if not 0 < offer.size_bytes <= self._slot_bytes or (offer.is_direct and not is_fit):
+        is_fit = region is None or region.geometry.block_bytes == block_bytes
+        if not 0 < offer.size_bytes <= self._slot_bytes or not is_fit:
             raise ProtocolError(f"cannot receive {offer}")
         if not offer.unique_id and (not self._comm or offer.number != self._number):
             return False
-        cache = region if offer.is_direct and block_ids is not None else None
+        cache = region if offer.is_direct else None
         ids = list(range(offer.size_bytes // block_bytes)) if block_ids is None else block_ids
         with self._slot() as slot:
             try:
@@ -554,7 +567,7 @@ class NcclConsumer(_End, ConsumerChannel):
                 with self._gpu.on(slot.stream):
                     for n, part in enumerate(parts):
                         self._post(slot, part.moves, None if n else self._clear)
-                        if block_ids is not None and not offer.is_direct:
+                        if region is not None and not offer.is_direct:
                             self._gpu.wait(slot.copies, self._gpu.record(slot.stream))
                             with self._gpu.on(slot.copies):
                                 region.scatter(part.ids, slot.memory[part.start :])
@@ -622,11 +635,12 @@ def _runs(ids: list[int], step: int) -> Iterator[list[int]]:
     return (ids[n : n + step] for n in range(0, len(ids), step))
 
 
-def _region_of(local: LocalKv) -> DeviceRegion:
+def _regions_of(local: LocalKv) -> list[DeviceRegion]:
     """Raises KvTransferError if the cache is in host memory."""
-    if not isinstance(local.region, DeviceRegion):
+    regions = [region for region in local.regions if isinstance(region, DeviceRegion)]
+    if not regions:
         raise KvTransferError("the KV cache is not in GPU memory")
-    return local.region
+    return regions
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
 from kv_transfer.protocol.messages import encode
-from kv_transfer.transport.base import Transport
+from kv_transfer.transport.base import Transport, source_of, target_of
 
 if TYPE_CHECKING:
     from kv_transfer.layout import PagePart
@@ -22,35 +22,31 @@ class TcpProducer(ProducerChannel):
     name = "tcp"
 
     def __init__(self, local: LocalKv, link: Link) -> None:
-        self._region = local.region
+        self._regions = local.regions
         self._link = link
 
-    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart | None) -> None:
-        region = self._region
-        if part is not None:
-            region = region.narrowed(part.source_start, part.size)
-        self._link.write_pieces([memoryview(encode(chunk)), *region.pages(block_ids)])
+    def send(self, chunk: ChunkReady, block_ids: list[int], part: PagePart) -> None:
+        pages = source_of(self._regions, part).pages(block_ids)
+        self._link.write_pieces([memoryview(encode(chunk)), *pages])
 
 
 class TcpConsumer(ConsumerChannel):
     name = "tcp"
 
     def __init__(self, local: LocalKv, link: Link) -> None:
-        self._region = local.region
+        self._regions = local.regions
         self._link = link
 
     def receive(
         self, chunk: ChunkReady, block_ids: list[int] | None, part: PagePart | None
     ) -> bytes:
-        if block_ids is None:
+        if block_ids is None or part is None:
             rest, scratch = chunk.size, memoryview(bytearray(min(chunk.size, _DISCARD_BYTES)))
             while rest:
                 self._link.fill([scratch[:rest]])
                 rest -= len(scratch[:rest])
             return b""
-        region = self._region
-        if part is not None:
-            region = region.narrowed(part.target_start, part.size)
+        region = target_of(self._regions, part)
         self._link.fill(region.pages(block_ids))
         return region.digests(block_ids)
 
@@ -61,7 +57,7 @@ class TcpTransport(Transport):
     name = "tcp"
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
-        return {} if local.region.is_host else None
+        return {} if local.is_host else None
 
     def consumer(
         self, local: LocalKv, offer: dict[str, Any], link: Link

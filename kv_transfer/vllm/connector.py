@@ -16,19 +16,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kv_transfer import transport
-from kv_transfer.errors import UnsupportedLayout
 from kv_transfer.layout import compatibility
 from kv_transfer.memory import SharedMemory
 from kv_transfer.settings import from_extra_config
 from kv_transfer.snapshot import take
 from kv_transfer.transport.base import LocalKv
 from kv_transfer.vllm.continuation import patch_runner_v1
-from kv_transfer.vllm.layout import allocate_in, describe, region_of, shard_of
+from kv_transfer.vllm.layout import (
+    allocate_in,
+    check_model,
+    describe,
+    groups_of,
+    plan_of,
+    regions_of,
+)
 from kv_transfer.vllm.scheduler import SchedulerHalf
 from kv_transfer.vllm.step import Arrival, PdHandshake, StepMetadata, WorkerOutput
 from kv_transfer.vllm.worker import WorkerHalf
@@ -55,23 +61,19 @@ if TYPE_CHECKING:
 _MAX_UNSPLIT = 64
 
 
-class PdConnector(KVConnectorBase_V1):
+class PdConnector(KVConnectorBase_V1, SupportsHMA):
     """Forwards vLLM's calls to the scheduler half or the worker half, by `role`.
 
-    What a request asks for is in its kv_transfer_params (params.py). vLLM turns its hybrid KV cache
-    manager off for a connector that is no SupportsHMA: layers with sliding windows then keep the KV
-    of all tokens, and all layers have one kind of KV cache.
+    What a request asks for is in its kv_transfer_params (params.py). SupportsHMA has vLLM keep a
+    block table for each KV-cache group.
     """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1 or isinstance(groups[0].kv_cache_spec, SlidingWindowSpec):
-            raise UnsupportedLayout(
-                "several kinds of KV cache, as state-space layers have, are not supported"
-            )
+        check_model(vllm_config)
+        self._groups = groups_of(kv_cache_config)
         if self._kv_transfer_config.kv_load_failure_policy != "fail":
             # With "recompute", a first token that was handed over would be sampled twice.
             raise ConfigError(
@@ -92,7 +94,7 @@ class PdConnector(KVConnectorBase_V1):
         self._on_layer: Callable[[], None] = lambda: None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
-                vllm_config.cache_config.block_size, self._kv_transfer_config.engine_id
+                [each.group for each in self._groups], self._kv_transfer_config.engine_id
             )
         else:
             self._worker = self._make_worker()
@@ -169,17 +171,14 @@ class PdConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         worker = self._worker_half()
-        shard = shard_of(self._config, kv_caches)
-        region = region_of(kv_caches, self._num_blocks, shard.block_size)
-        layout = describe(self._config, kv_caches, shard)
+        regions = regions_of(self._groups, kv_caches, self._num_blocks)
+        plan = plan_of(self._config, self._groups, kv_caches, regions)
+        layout = describe(self._config, self._groups, kv_caches, plan)
         key = compatibility(layout)
         shared = self._shared if self._shared is not None and self._shared.size else None
-        transport.check(self._transports, region)
-        worker.register(
-            LocalKv(region, shared),
-            key,
-            shard,
-        )
+        local = LocalKv(regions, shared)
+        transport.check(self._transports, local)
+        worker.register(local, key, plan)
         names = tuple(each.name for each in self._transports)
         self._handshake = PdHandshake(worker.peers.address, key, layout, names)
 
@@ -243,10 +242,15 @@ class PdConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         return self._scheduler_half().step_metadata(scheduler_output)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler_half().request_finished(request, block_ids)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return all groups, so that vLLM fills no block with zeros under a load."""
+        loaded: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return loaded
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler_half().worker_output(connector_output)

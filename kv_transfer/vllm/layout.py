@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,20 +11,36 @@ import vllm
 from torch.overrides import TorchFunctionMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kv_transfer.device.region import device_region
 from kv_transfer.errors import UnsupportedLayout
-from kv_transfer.layout import KvGeometry
+from kv_transfer.layout import GroupKind, KvGeometry, KvGroup
 from kv_transfer.memory import KvRegion, SharedMemory, prefault
 from kv_transfer.protocol.messages import PROTOCOL_VERSION
-from kv_transfer.protocol.plan import Shard
+from kv_transfer.protocol.plan import Plan, Shard
+from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+# Model types with KV caches that vLLM describes by specs which `_kind_of` refuses.
+_UNSUPPORTED_MODELS = ("deepseek_v41", "glm5_next", "qwen4_exp")
+# Methods of speculation whose drafts have no KV.
+_WITHOUT_DRAFT_KV = ("ngram", "suffix")
 # Ways to split KV that protocol/plan.py does not know.
 _UNSUPPORTED_SPLITS = (
     "pipeline_parallel_size",
@@ -65,43 +82,124 @@ def allocate_in(shared: SharedMemory) -> Iterator[None]:
         yield
 
 
-def _geometry(caches: list[torch.Tensor]) -> KvGeometry:
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one KV-cache group of the transfer plan. `spec` is vLLM's, of each of them."""
+
+    group: KvGroup
+    layers: tuple[str, ...]
+    spec: Any
+
+
+def check_model(config: VllmConfig) -> None:
+    """Raise ConfigError if the KV of this model cannot be handed over, as far as its config tells:
+    so that nobody waits for its weights in vain."""
+    model, parallel = config.model_config, config.parallel_config
+    for name in _UNSUPPORTED_SPLITS:
+        if (size := getattr(parallel, name)) > 1:
+            raise ConfigError(
+                f"{name} is {size}: KV moves only between tensor-parallel ranks",
+                field=f"engine_args.{name}",
+            )
+    text, kind = model.hf_text_config, ""
+    if model.is_encoder_decoder:
+        kind = "encoder-decoder models"
+    elif str(text.model_type).removesuffix("_text") in _UNSUPPORTED_MODELS:
+        kind = f"models of type {text.model_type}"
+    elif getattr(model.hf_config, "rswa_window", None) is not None:
+        kind = "models with a replayed window"
+    elif model.has_inner_state and config.speculative_config is not None:
+        kind = "models with state-space layers and speculative decoding"
+    if kind:
+        raise ConfigError(
+            f"{kind} cannot hand over KV between workers: serve {model.model} aggregated"
+            " (pdserve serve MODEL --aggregated 1)",
+            field="worker.model",
+        )
+
+
+def _kind_of(spec: Any) -> tuple[GroupKind, int]:
+    """Return the kind and reach of vLLM's spec. Raises UnsupportedLayout naming the spec."""
+    refusal = ""
+    if isinstance(spec, MambaSpec):
+        if not spec.num_speculative_blocks:
+            return GroupKind.STATE, 0
+        refusal = " with speculative decoding"
+    elif type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
+        if not spec.prefix_replay_tokens:
+            return GroupKind.WINDOW, spec.sliding_window - 1 + spec.extra_retained_tokens
+        refusal = " with bounded replay"
+    elif isinstance(spec, ChunkedLocalAttentionSpec):
+        return GroupKind.CHUNK, spec.attention_chunk_size
+    elif type(spec) in (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec):
+        return GroupKind.FULL, 0
+    raise UnsupportedLayout(f"KV of {type(spec).__name__}{refusal} cannot be handed over")
+
+
+def groups_of(config: KVCacheConfig) -> list[LayerGroup]:
+    """Return the groups of the transfer plan: vLLM's, each split by page layout where its layers
+    differ. Those come first whose blocks can be sent before prefill ends. Raises UnsupportedLayout.
+    """
+    groups = []
+    for table in config.transfer_group_ids:
+        found = config.kv_cache_groups[table]
+        by_spec: dict[Any, list[str]] = {}
+        for name in found.layer_names:
+            spec = found.kv_cache_spec
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                spec = spec.kv_cache_specs[name]
+            by_spec.setdefault(spec, []).append(name)
+        for spec, names in by_spec.items():
+            group = KvGroup(table, spec.block_size, *_kind_of(spec))
+            groups.append(LayerGroup(group, tuple(names), spec))
+    if not groups:
+        raise UnsupportedLayout("the model has no KV cache")
+    return sorted(groups, key=lambda each: not each.group.is_streamed)
+
+
+def _geometry(caches: list[torch.Tensor], num_blocks: int) -> KvGeometry:
     first = caches[0]
     item = first.element_size()
-    storages = {cache.untyped_storage().data_ptr() for cache in caches}
-    if len(storages) != 1:
-        raise UnsupportedLayout("the layers' KV caches do not share one allocation")
     if any(cache.shape != first.shape or cache.stride() != first.stride() for cache in caches):
         raise UnsupportedLayout("the layers' KV caches differ in shape")
-    if not first[0].is_contiguous():
+    split, rest = divmod(first.shape[0], num_blocks)
+    page = first[0].numel()
+    if rest or not first[0].is_contiguous() or (split > 1 and first.stride(0) != page):
         raise UnsupportedLayout("a block's page is not contiguous")
     offsets = [int(cache.storage_offset()) * item for cache in caches]
-    page = first[0].numel() * item
-    stride = offsets[1] - offsets[0] if len(offsets) > 1 else page
+    stride = offsets[1] - offsets[0] if len(offsets) > 1 else page * item
     if any(offset != offsets[0] + i * stride for i, offset in enumerate(offsets)):
         raise UnsupportedLayout("the layers are not evenly spaced")
-    return KvGeometry(len(caches), first.shape[0], page, stride, first.stride(0) * item, offsets[0])
+    sizes = split * page * item, stride, split * first.stride(0) * item
+    return KvGeometry(len(caches), num_blocks, *sizes, offsets[0])
 
 
-def region_of(caches: dict[str, torch.Tensor], num_blocks: int, block_size: int) -> KvRegion:
-    """Return the KV cache that vLLM registered, in which its scheduler counts `num_blocks` blocks
-    of `block_size` tokens. Raises UnsupportedLayout."""
-    tensors = list(caches.values())
-    if not tensors:
-        raise UnsupportedLayout("the model has no KV cache")
-    if tensors[0].device.type == "cuda":
-        region = device_region(tensors, num_blocks)
-        tokens = region.split * tensors[0].shape[2]
-        if tokens != block_size:
-            raise UnsupportedLayout(f"blocks hold {tokens} tokens, the scheduler has {block_size}")
-        return region
-    if tensors[0].device.type != "cpu":
-        raise UnsupportedLayout(f"the KV cache is on {tensors[0].device}")
-    storage = tensors[0].untyped_storage()
-    return KvRegion(storage.data_ptr(), storage.nbytes(), _geometry(tensors))
-
-
-_WITHOUT_DRAFT_KV = ("ngram", "suffix")
+def regions_of(
+    groups: Sequence[LayerGroup], caches: Mapping[str, torch.Tensor], num_blocks: int
+) -> tuple[KvRegion, ...]:
+    """Return a region for each group of the KV cache that vLLM registered, in which its scheduler
+    counts `num_blocks` blocks. Raises UnsupportedLayout."""
+    regions: list[KvRegion] = []
+    storages = {caches[name].untyped_storage().data_ptr() for g in groups for name in g.layers}
+    for each in groups:
+        tensors = [caches[name] for name in each.layers]
+        first = tensors[0]
+        if first.device.type == "cuda":
+            regions.append(device_region(tensors, num_blocks))
+        elif first.device.type != "cpu":
+            raise UnsupportedLayout(f"the KV cache is on {first.device}")
+        elif len(storages) > 1:
+            raise UnsupportedLayout("the layers' KV caches do not share one allocation")
+        else:
+            storage = first.untyped_storage()
+            geometry = _geometry(tensors, num_blocks)
+            regions.append(KvRegion(storage.data_ptr(), storage.nbytes(), geometry))
+        places = first.shape[0] // num_blocks * first.shape[2]
+        if places != each.spec.num_states:
+            raise UnsupportedLayout(
+                f"blocks have {places} places, the scheduler has {each.spec.num_states}"
+            )
+    return tuple(regions)
 
 
 def _cpu_packing(dtype: torch.dtype, block_size: int, head_size: int) -> str:
@@ -111,65 +209,104 @@ def _cpu_packing(dtype: torch.dtype, block_size: int, head_size: int) -> str:
     return str(_get_attn_isa(dtype, block_size, head_size))
 
 
-def shard_of(config: VllmConfig, caches: dict[str, torch.Tensor]) -> Shard:
-    """Return the KV heads that this process holds: dimension 1 of [blocks, heads, tokens,
-    channels]. Raises UnsupportedLayout."""
-    parallel, model = config.parallel_config, config.model_config
-    for name in _UNSUPPORTED_SPLITS:
-        if (size := getattr(parallel, name)) > 1:
-            raise UnsupportedLayout(
-                f"{name} is {size}: KV moves only between tensor-parallel ranks"
-            )
-    first = next(iter(caches.values()))
-    if first.dim() != 4:
-        raise UnsupportedLayout(f"the KV cache has {first.dim()} dimensions, must have 4")
-    block_size, heads = config.cache_config.block_size, first.shape[1]
-    shard = Shard(
-        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
-        head_bytes=block_size * first.shape[3] * first.element_size(),
-        block_size=block_size,
-        tp=parallel.tensor_parallel_size,
-        rank=get_tensor_model_parallel_rank(),
-    )
-    if len(shard.heads) != heads:
-        raise UnsupportedLayout(f"{heads} heads in a page, expected {len(shard.heads)}")
-    return shard
+def plan_of(
+    config: VllmConfig,
+    groups: Sequence[LayerGroup],
+    caches: Mapping[str, torch.Tensor],
+    regions: Sequence[KvRegion],
+) -> Plan:
+    """Return what this process holds of each group. Raises UnsupportedLayout."""
+    parallel, shards = config.parallel_config, []
+    for each, region in zip(groups, regions, strict=True):
+        first = caches[each.layers[0]]
+        if first.dim() != 4:
+            raise UnsupportedLayout(f"the KV cache has {first.dim()} dimensions, must have 4")
+        heads, page = first.shape[1], region.geometry.page_bytes
+        total = _heads_of(config, each, heads)
+        tp, rank = parallel.tensor_parallel_size, get_tensor_model_parallel_rank()
+        shard = Shard(total, page // heads, each.group, tp, rank)
+        if shard.page_bytes != page:
+            raise UnsupportedLayout(f"{heads} heads in a page, expected {len(shard.heads)}")
+        shards.append(shard)
+    return Plan(tuple(shards))
+
+
+def _heads_of(config: VllmConfig, of: LayerGroup, held: int) -> int:
+    """Return how many heads the group has in the whole model, of which a page has `held` here."""
+    model, tp = config.model_config, config.parallel_config.tensor_parallel_size
+    if isinstance(of.spec, MambaSpec):
+        return 1 if of.spec.tp_replicated else tp
+    if model.use_mla:
+        return 1
+    total = int(model.get_total_num_kv_heads())
+    # Layers may have other heads than the model's config says.
+    return total if max(1, total // tp) == held else held * tp
 
 
 def describe(
     config: VllmConfig,
-    caches: dict[str, torch.Tensor],
-    shard: Shard,
+    groups: Sequence[LayerGroup],
+    caches: Mapping[str, torch.Tensor],
+    plan: Plan,
 ) -> dict[str, str]:
     """Return everything that gives the bytes of KV their meaning, for the compatibility key.
 
-    The number of ranks that share the heads is not in it (kv_transfer/protocol/plan.py). An error
-    names the field in which two workers differ, with both values.
+    The number of ranks that share the heads is in it only where KV cannot be split by heads
+    (kv_transfer/protocol/plan.py). An error names the field in which two workers differ, with both
+    values.
     """
-    first = next(iter(caches.values()))
-    packing = "plain"
-    if first.device.type == "cpu":
-        packing = _cpu_packing(first.dtype, shard.block_size, first.shape[3] // 2)
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method in _WITHOUT_DRAFT_KV:
-        speculative = None
-    return {
+    layout = {
         "connector": f"pdserve {PROTOCOL_VERSION}",
         "vllm": str(vllm.__version__),
         "model": _model_identity(config),
         "revision": str(config.model_config.revision or "local"),
-        "layers": str(len(caches)),
-        "kv_heads": str(shard.num_kv_heads),
-        "head_content": str(first.shape[3]),
-        "dtype": str(first.dtype).removeprefix("torch."),
-        # All quantised formats are uint8 to torch.
-        "quantised": str(config.cache_config.cache_dtype) if first.dtype is torch.uint8 else "no",
-        "speculative": "no" if speculative is None else str(speculative.method),
-        "block_size": str(shard.block_size),
-        "kernel_block_size": str(first.shape[2]),
-        "attention": str(get_current_attn_backend(config, list(caches)).get_name()),
-        "packing": packing,
+        "speculative": _speculative(config),
+        "groups": str(len(groups)),
     }
+    needs_equal_tp = False
+    for n, (each, shard) in enumerate(zip(groups, plan.shards, strict=True)):
+        first = caches[each.layers[0]]
+        is_state = each.group.kind is GroupKind.STATE
+        # torch has few names for quantised formats: uint8 is many.
+        cache_dtype = str(config.cache_config.cache_dtype)
+        is_quantised = first.dtype is torch.uint8 or "fp8" in cache_dtype or "fp4" in cache_dtype
+        is_cpu = first.device.type == "cpu"
+        split = each.group.block_size // first.shape[2]
+        needs_equal_tp |= is_state and not each.spec.tp_replicated
+        needs_equal_tp |= "fp4" in cache_dtype or (is_cpu and split > 1 and not is_state)
+        fields = {
+            "kind": f"{type(each.spec).__name__} {each.group.kind} {each.group.reach}",
+            "layers": len(each.layers),
+            "kv_heads": 1 if is_state else shard.num_kv_heads,
+            "head_content": first.shape[3],
+            "dtype": str(first.dtype).removeprefix("torch."),
+            "quantised": cache_dtype if is_quantised else "no",
+            "block_size": each.group.block_size,
+            "kernel_block_size": first.shape[2],
+            "packing": "plain",
+        }
+        if is_state:
+            fields["state"] = f"{each.spec.shapes} {each.spec.dtypes} {each.spec.mamba_cache_mode}"
+        else:
+            backend = get_current_attn_backend(config, list(each.layers))
+            fields["attention"] = backend.get_name()
+            if is_cpu:
+                size = first.shape[3] // 2
+                fields["packing"] = _cpu_packing(first.dtype, each.group.block_size, size)
+        prefix = f"group {n}: " if len(groups) > 1 else ""
+        layout |= {f"{prefix}{name}": str(value) for name, value in fields.items()}
+    if needs_equal_tp:
+        layout["tensor_parallel_size"] = str(config.parallel_config.tensor_parallel_size)
+    return layout
+
+
+def _speculative(config: VllmConfig) -> str:
+    """Name the method, and the draft whose KV is in the cache."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_DRAFT_KV:
+        return "no"
+    draft = getattr(speculative.draft_model_config, "model", None)
+    return f"{speculative.method} {str(draft).rstrip('/').rsplit('/', 1)[-1]}"
 
 
 def _model_identity(config: VllmConfig) -> str:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 from kv_transfer.layout import compatibility
 from kv_transfer.snapshot import KvSnapshot
 from kv_transfer.vllm.continuation import Continuations, patch_runner_v1
-from kv_transfer.vllm.layout import describe, shard_of
+from kv_transfer.vllm.layout import describe, groups_of, plan_of, regions_of
 from kv_transfer.vllm.step import Arrival, PdHandshake
 from pdserve.errors import TransferFailed
 from pdserve.types import ErrorInfo, HandoffStyle, KvLedger, TransferReport
@@ -122,9 +122,11 @@ class PdNixlConnector(NixlConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        shard = shard_of(self._config, kv_caches)
+        groups = groups_of(self._kv_cache_config)
+        regions = regions_of(groups, kv_caches, self._kv_cache_config.num_blocks)
+        plan = plan_of(self._config, groups, kv_caches, regions)
         self._layout = {
-            **describe(self._config, kv_caches, shard),
+            **describe(self._config, groups, kv_caches, plan),
             "connector": NAME,
             "tensor_parallel_size": str(self._config.parallel_config.tensor_parallel_size),
         }

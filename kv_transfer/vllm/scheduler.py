@@ -6,7 +6,8 @@ reserves the blocks.
 
 The first token of a decode request comes from prefill and becomes its first output token
 (continuation.py). With vLLM's own parameter names (params.py) it is not handed over: vLLM computes
-the last prompt token again and samples.
+the last prompt token again and samples. A state that is after that token already allows no such
+thing, so requests of models with state are refused then.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from uuid import uuid4
 
 from vllm.v1.request import RequestStatus
 
+from kv_transfer.layout import GroupKind
 from kv_transfer.vllm.continuation import Continuations
 from kv_transfer.vllm.params import (
     ConsumerParams,
@@ -41,19 +43,22 @@ from pdserve.errors import InvalidRequest
 from pdserve.types import KvLedger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kv_transfer.layout import KvGroup
     from pdserve.types import ErrorInfo
 
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 1024
+_NULL_BLOCK = 0  # in the place of blocks that have left a window
+_STATE_RESAMPLED = "do_remote_decode and do_remote_prefill: not for models with state-space layers"
 
 
 class _Load(Enum):
@@ -90,11 +95,14 @@ class _Lease:
 class SchedulerHalf:
     """Requests by vLLM's internal id. Called by vLLM, on one thread.
 
-    `addresses` are those of this engine's tensor-parallel ranks, once their worker halves are up.
+    `groups` are those of the transfer plan, in its order. `addresses` are those of this engine's
+    tensor-parallel ranks, once their worker halves are up.
     """
 
-    def __init__(self, block_size: int, instance_id: str) -> None:
-        self._block_size = block_size
+    def __init__(self, groups: Sequence[KvGroup], instance_id: str) -> None:
+        self._groups = groups
+        self._has_state = any(group.kind is GroupKind.STATE for group in groups)
+        self._block_size = min(group.block_size for group in groups)
         self._instance_id = instance_id
         self.addresses: tuple[str, ...] = ()
         self._producers: dict[str, _Producer] = {}
@@ -138,7 +146,7 @@ class SchedulerHalf:
         False, with nothing changed, if the request is not decoding or lacks that KV.
         """
         request_id = request.request_id
-        is_computed = request.num_computed_tokens >= request.num_tokens - 1
+        is_computed = self._is_computed(request)
         is_decoding = request.status == RequestStatus.RUNNING and request.num_output_tokens > 0
         if request_id in self._producers or not (is_decoding and is_computed):
             return False
@@ -161,6 +169,8 @@ class SchedulerHalf:
         parameters that cannot be read become a load that fails."""
         try:
             params = _params_of(request)
+            if self._has_state and getattr(params.part, "resample", False):
+                raise InvalidRequest(_STATE_RESAMPLED, field="kv_transfer_params")
         except InvalidRequest as error:
             self._refused[request.request_id] = error.message
             return
@@ -186,6 +196,8 @@ class SchedulerHalf:
         if consumer is None or consumer.load is not _Load.WAITING:
             return 0, False
         missing = self._wanted(consumer) - computed
+        if consumer.part.resample and self._leaves_window(request.num_tokens):
+            return 0, False
         return (missing, True) if missing > 0 else (0, False)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -205,20 +217,23 @@ class SchedulerHalf:
             self._decline(part)
             return
         wanted = self._wanted(consumer)
-        first = (wanted - external) // self._block_size
-        last = -(-wanted // self._block_size)
-        ids = list(blocks.get_block_ids()[0][first:last])
+        tables = blocks.get_block_ids()
+        taken = []
+        for group in self._groups:
+            needed = group.needed(wanted)
+            # What the prefix cache has here is shared with other requests.
+            first = max(needed.start, (wanted - external) // group.block_size)
+            taken.append((first, list(tables[group.table][first : needed.stop])))
         consumer.load = _Load.LOADING
-        self._in_flight[request_id] = len(ids)
+        self._in_flight[request_id] = sum(len(ids) for _, ids in taken)
         self._pending.starts.append(
             ConsumerStart(
                 part.transfer_id,
                 request_id,
                 part.producer_addresses,
                 part.producer_instance_id,
-                first,
                 wanted,
-                ids,
+                taken,
             )
         )
 
@@ -231,7 +246,7 @@ class SchedulerHalf:
         return metadata
 
     def request_finished(
-        self, request: Request, block_ids: Iterable[int]
+        self, request: Request, tables: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return (True if vLLM must keep the blocks until we release them, output parameters)."""
         request_id = request.request_id
@@ -246,7 +261,7 @@ class SchedulerHalf:
         producer = self._producers.pop(request_id, None)
         if producer is None:
             return False, None
-        return self._end_producer(request, producer, list(block_ids))
+        return self._end_producer(request, producer, [list(table) for table in tables])
 
     def worker_output(self, output: KVConnectorOutput) -> None:
         """Take what the worker half reported with the step."""
@@ -306,6 +321,21 @@ class SchedulerHalf:
         self._continuations.replay_grammar(consumer.request)
         return replace(arrival, token_ids=new)
 
+    def _is_computed(self, request: Request) -> bool:
+        """Return whether the KV of all tokens but the last is there, and a state is after just
+        these: a step that was scheduled already would move it on."""
+        computed, wanted = request.num_computed_tokens, request.num_tokens - 1
+        is_exact = computed == wanted and not request.num_in_flight_tokens
+        return is_exact if self._has_state else bool(computed >= wanted)
+
+    def _leaves_window(self, num_tokens: int) -> bool:
+        """Return whether the token before the next one needs a block that the next one does not.
+        Then vLLM has no block for it, and computes the prompt by itself."""
+        return any(
+            group.needed(num_tokens - 1).start < group.needed(num_tokens).start
+            for group in self._groups
+        )
+
     def _wanted(self, consumer: _Consumer) -> int:
         """Return the tokens whose KV the producer computes: the prompt and the resumed tokens. The
         token that it samples after them comes along; a live producer has told it already."""
@@ -326,11 +356,12 @@ class SchedulerHalf:
         blocks = ready // self._block_size
         if blocks != producer.reported_blocks or ready >= request.num_prompt_tokens:
             producer.reported_blocks = blocks
-            ids = list(output.kv_connector_block_state.get_block_ids(request_id)[0])
-            metadata.progress.append(ProducerProgress(transfer_id, ids, ready))
+            tables = output.kv_connector_block_state.get_block_ids(request_id)
+            copies = [list(table) for table in tables]
+            metadata.progress.append(ProducerProgress(transfer_id, copies, ready))
 
     def _end_producer(
-        self, request: Request, producer: _Producer, blocks: list[int]
+        self, request: Request, producer: _Producer, tables: list[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         part, request_id = producer.part, request.request_id
         # A first token that ends the answer leaves nothing to continue, unless the consumer samples
@@ -338,15 +369,16 @@ class SchedulerHalf:
         is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
         is_stopped = request.status == RequestStatus.FINISHED_STOPPED
         is_wanted = producer.is_live or is_cut or (is_stopped and part.resample)
-        held = is_wanted and len(blocks) > 0
+        blocks = sum(block != _NULL_BLOCK for table in tables for block in table)
+        held = is_wanted and blocks > 0 and self._is_computed(request)
         if producer.is_live:
             ready = request.num_tokens - 1
-            self._pending.computed.append(ProducerProgress(part.transfer_id, blocks, ready))
+            self._pending.computed.append(ProducerProgress(part.transfer_id, tables, ready))
         self._pending.ended.append(
             ProducerEnded(part.transfer_id, tuple(request.output_token_ids), held, request_id)
         )
         if held:
-            self._leased[request_id] = _Lease(part.transfer_id, len(blocks))
+            self._leased[request_id] = _Lease(part.transfer_id, blocks)
         if not (held and part.resample):
             return held, None
         for_consumer = ConsumerParams(

@@ -36,10 +36,11 @@ class ProducerExpected:
 
 @dataclass(frozen=True, slots=True)
 class ProducerProgress:
-    """After this step, the first `ready_tokens` tokens have their KV in `block_ids`."""
+    """After this step, the first `ready_tokens` tokens have their KV where the engine's block
+    `tables` say."""
 
     transfer_id: str
-    block_ids: list[int]
+    tables: list[list[int]]
     ready_tokens: int
 
 
@@ -58,7 +59,8 @@ class ProducerEnded:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerStart:
-    """Blocks are reserved for tokens [first_block * block_size, num_tokens).
+    """Blocks are reserved for what the token after the first `num_tokens` needs: for each KV-cache
+    group its first block, counted in the sequence, and the block ids from there on.
 
     `producer_addresses` are in the order of tensor-parallel ranks.
     """
@@ -67,9 +69,8 @@ class ConsumerStart:
     request_id: str
     producer_addresses: tuple[str, ...]
     producer_instance_id: str
-    first_block: int
     num_tokens: int
-    block_ids: list[int]
+    blocks: list[tuple[int, list[int]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError, UnsupportedLayout
 from kv_transfer.protocol.consumer import Failed
-from kv_transfer.protocol.messages import Cancel, Send, Subscribe
+from kv_transfer.protocol.messages import Cancel, GroupBlocks, Send, Subscribe
 from kv_transfer.protocol.peers import COPY_END_S, Peers
 from kv_transfer.vllm.step import Arrival, ProducerEnded, ProducerProgress, WorkerOutput
 from pdserve.types import ErrorInfo
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kv_transfer.memory import StepEnd
-    from kv_transfer.protocol.plan import Shard
+    from kv_transfer.protocol.plan import Plan
     from kv_transfer.settings import KvSettings
     from kv_transfer.transport.base import LocalKv, Transport
     from kv_transfer.vllm.step import (
@@ -53,17 +53,17 @@ class WorkerHalf:
         self, settings: KvSettings, instance_id: str, transports: Sequence[Transport]
     ) -> None:
         self.peers = Peers(settings, instance_id, transports)
-        self._shard: Shard | None = None
+        self._plan: Plan | None = None
         self._output = WorkerOutput()
         self._running: list[_Running] = []  # oldest first; guarded by the lock of `peers`
         self._to_follow: SimpleQueue[_Running | None] = SimpleQueue()
         self._follower: threading.Thread | None = None
         self.resumed: dict[str, list[int]] = {}
 
-    def register(self, local: LocalKv, compatibility: str, shard: Shard) -> None:
+    def register(self, local: LocalKv, compatibility: str, plan: Plan) -> None:
         """Accept links for this KV cache."""
-        self._shard = shard
-        self.peers.register(local, compatibility, shard)
+        self._plan = plan
+        self.peers.register(local, compatibility, plan)
 
     def before_step(self, metadata: StepMetadata) -> None:
         """Start a step, before anything is computed: messages must not wait for the forward pass,
@@ -93,7 +93,7 @@ class WorkerHalf:
             for transfer_id in metadata.cancels:
                 perform(consumer.cancel(transfer_id, "cancelled"))
             for u in metadata.declined:
-                self._decline(u, self._known_shard().told(len(u.producer_addresses)))
+                self._decline(u, self._known_plan().told(len(u.producer_addresses)))
             peers.wait_for_copies(metadata.preempted)
         peers.flush()
 
@@ -112,7 +112,7 @@ class WorkerHalf:
         """
         if not progress:
             return
-        end = self.peers.local.region.step_end()
+        end = self.peers.local.regions[0].step_end()
         if end is None:
             self._tell(progress)
             return
@@ -135,7 +135,7 @@ class WorkerHalf:
         peers = self.peers
         for each in what:
             if isinstance(each, ProducerProgress):
-                peers.progress(each.transfer_id, each.block_ids, each.ready_tokens)
+                peers.progress(each.transfer_id, each.tables, each.ready_tokens)
             elif isinstance(each, ProducerEnded):
                 peers.end(
                     each.transfer_id, each.token_ids, held=each.held, request_id=each.request_id
@@ -182,9 +182,9 @@ class WorkerHalf:
 
     def _subscribe(self, start: ConsumerStart, now: float) -> None:
         """Subscribe at each producer rank that holds heads of this rank."""
-        peers, shard, addresses = self.peers, self._known_shard(), start.producer_addresses
+        peers, plan, addresses = self.peers, self._known_plan(), start.producer_addresses
         try:
-            reads = shard.reads(len(addresses), start.transfer_id)
+            reads = plan.reads(len(addresses), start.transfer_id)
         except UnsupportedLayout as error:
             peers.consumer.refuse(start.request_id, str(error))
             return
@@ -193,18 +193,19 @@ class WorkerHalf:
                 peers.link_to(addresses[read.producer_rank], start.producer_instance_id),
                 Subscribe(
                     start.transfer_id,
-                    start.first_block,
                     start.num_tokens,
-                    start.block_ids,
-                    list(read.heads),
+                    [
+                        GroupBlocks(g.part.group, *start.blocks[g.part.group], list(g.heads))
+                        for g in read.groups
+                    ],
                     read.readers,
                 ),
-                read.part,
+                [g.part for g in read.groups],
             )
             for read in reads
         ]
         peers.subscribe(start.request_id, subscriptions, now)
-        self._decline(start, shard.declines(len(addresses), start.transfer_id))
+        self._decline(start, plan.declines(len(addresses), start.transfer_id))
 
     def _decline(self, of: ConsumerStart | ConsumerDeclined, ranks: Iterable[int]) -> None:
         """Tell these producer ranks that nobody subscribes there."""
@@ -212,10 +213,10 @@ class WorkerHalf:
             link = self.peers.link_to(of.producer_addresses[rank], of.producer_instance_id)
             self.peers.perform([Send(link, Cancel(of.transfer_id))])
 
-    def _known_shard(self) -> Shard:
-        if self._shard is None:
+    def _known_plan(self) -> Plan:
+        if self._plan is None:
             raise KvTransferError("the KV cache is not registered yet")
-        return self._shard
+        return self._plan
 
     def take_output(self) -> WorkerOutput | None:
         """Return the arrivals and failures that `take_results` has reported, once."""

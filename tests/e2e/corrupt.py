@@ -34,7 +34,7 @@ def _damaged(
     self: MappedProducer | TcpProducer,
     chunk: ChunkReady,
     block_ids: list[int],
-    part: PagePart | None,
+    part: PagePart,
 ) -> None:
     while (order := _order()) == "stall":
         _STALLED.touch()
@@ -49,15 +49,15 @@ def _damaged(
 _progress = Producer.progress
 
 
-def _moved(self: Any, transfer_id: str, block_ids: list[int], *rest: Any) -> Any:
-    ids = list(block_ids)
+def _moved(self: Any, transfer_id: str, tables: list[list[int]], *rest: Any) -> Any:
+    ids = list(tables[0])
     if (order := _order()) == "swap":
         # With the last, partly filled block. Two full blocks of one request may change places
         # unseen: keys carry their positions, and attention sums over them in any order.
         ids[0], ids[-1] = ids[-1], ids[0]
     elif order == "repeat":
         ids[0] = ids[1]
-    return _progress(self, transfer_id, ids, *rest)
+    return _progress(self, transfer_id, [ids, *tables[1:]], *rest)
 
 
 Producer.progress = _moved  # type: ignore[method-assign]

@@ -34,14 +34,14 @@ def _note(*words: object) -> None:
 
 def _noted_subscription(self: Producer[Any], link: Any, subscription: Any, now: float) -> Any:
     actions = _subscribe(self, link, subscription, now)
-    _note("subscribed", len(subscription.block_ids))
+    _note("subscribed", subscription.num_blocks)
     return actions
 
 
 def _noted_copy(
-    self: Producer[Any], chunk: SendChunk[Any], now: float, seconds: float, *, copied: bool
+    self: Producer[Any], chunk: SendChunk[Any], now: float, seconds: float, sent_bytes: int
 ) -> Any:
-    actions = _end_copy(self, chunk, now, seconds, copied=copied)
+    actions = _end_copy(self, chunk, now, seconds, sent_bytes)
     _copied[chunk.transfer_id] = chunk.first + len(chunk.block_ids)
     _note("copied", _copied[chunk.transfer_id])
     return actions

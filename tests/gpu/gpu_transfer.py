@@ -19,6 +19,7 @@ import torch
 
 from kv_transfer import transport
 from kv_transfer.errors import KvTransferError
+from kv_transfer.layout import PagePart
 from kv_transfer.protocol.messages import ChunkReady, Done, Inner
 from kv_transfer.settings import KvSettings
 from kv_transfer.transport import nccl
@@ -50,7 +51,7 @@ def heard(link: Any) -> dict[str, Any]:
 
 def producer(name: str, port: int) -> None:
     _, region, made_transport = made(name, 1)
-    local = LocalKv(region, None)
+    local = LocalKv((region,), None)
     link: Any = FakeLink(socket.create_connection(("127.0.0.1", port)))
     say(link, made_transport.offer(local))
     end = made_transport.producer(local, heard(link), link)
@@ -66,7 +67,9 @@ def producer(name: str, port: int) -> None:
     end.open()
     size = region.size_bytes(len(FROM))
     for _ in range(2):
-        end.send(ChunkReady("t", 0, len(FROM), size), FROM, None)
+        end.send(
+            ChunkReady("t", 0, len(FROM), size), FROM, PagePart(0, 0, 0, region.geometry.page_bytes)
+        )
         link.write(Done("t", [1], region.digests(FROM), 0.0, 0.0))
     while not link.is_down:  # until the consumer closes
         threading.Event().wait(0.1)
@@ -79,7 +82,7 @@ def receive(name: str, region: DeviceRegion, made_transport: Any, *, kills: bool
         child = subprocess.Popen([*command, str(server.getsockname()[1])])
         try:
             link: Any = FakeLink(server.accept()[0])
-            local = LocalKv(region, None)
+            local = LocalKv((region,), None)
             end, details = made_transport.consumer(local, heard(link), link)
             say(link, details)
             if kills:
@@ -93,7 +96,9 @@ def receive(name: str, region: DeviceRegion, made_transport: Any, *, kills: bool
             if name == "nccl":
                 end.told(link.read().body)
             for _ in range(2):
-                digests = end.receive(link.read(), TO, None)
+                digests = end.receive(
+                    link.read(), TO, PagePart(0, 0, 0, region.geometry.page_bytes)
+                )
                 assert digests == link.read().digests
             assert not kills, "a producer that was killed sent a whole chunk"
         except (KvTransferError, OSError):

@@ -57,7 +57,7 @@ def run_worker(pipe: Connection, name: str, transports: tuple[str, ...]) -> None
                     pipe.send(("empty", worker.is_empty))
                 else:
                     for start in arguments.get("starts", ()):
-                        blocks[start.request_id] = start.block_ids
+                        blocks[start.request_id] = start.blocks[0][1]
                     worker.step(**arguments)
             worker.step()
             report(pipe, worker, blocks)

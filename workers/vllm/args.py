@@ -46,6 +46,8 @@ _CPU_DEFAULTS: dict[str, Any] = {
 # files of one again, which may have changed.
 _MAX_CPU_LORAS = 32
 
+_MAMBA2_DIMENSIONS = 3  # heads, size of a head, size of a state
+
 # By `kv.connector`: class and module.
 _CONNECTORS = {
     "pdserve": ("PdConnector", "kv_transfer.vllm.connector"),
@@ -128,6 +130,22 @@ def settings_in_effect(config: VllmConfig) -> dict[str, str]:
         "device": config.device_config.device_type,
     }
     return {name: str(value) for name, value in found.items()}
+
+
+def check_on_cpu(config: VllmConfig) -> None:
+    """Raise ConfigError if prompts would end the engine: to keep a prefix of a Mamba-2 model, vLLM
+    0.32 takes states from the middle of a prompt, which its CPU kernel does not return."""
+    model = config.model_config
+    is_linear = "linear_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
+    if config.cache_config.mamba_cache_mode != "align" or is_linear:
+        return
+    model_class, _ = model.registry.resolve_model_cls(model.architecture, model_config=model)
+    shapes = model_class.get_mamba_state_shape_from_config(config)
+    if any(len(shape) == _MAMBA2_DIMENSIONS for shape in shapes):
+        raise ConfigError(
+            "engine_args.enable_prefix_caching must be false for Mamba-2 layers on a CPU",
+            field="engine_args.enable_prefix_caching",
+        )
 
 
 def warn_of_cut_context(config: VllmConfig) -> None:

@@ -23,9 +23,11 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
 
 from kv_transfer.vllm.connector import handshake_in, snapshot_in
 from kv_transfer.vllm.continuation import patch_runner_v1
+from kv_transfer.vllm.layout import check_model
 from pdserve.errors import (
     InvalidRequest,
     PdserveError,
@@ -46,7 +48,12 @@ from pdserve.types import (
 )
 from workers.engine import NO_LORA, DecodePhase, EngineInfo, PrefillPhase, check_work, ended_by
 from workers.vllm import cache, sampling
-from workers.vllm.args import engine_args, settings_in_effect, warn_of_cut_context
+from workers.vllm.args import (
+    check_on_cpu,
+    engine_args,
+    settings_in_effect,
+    warn_of_cut_context,
+)
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lora import load_in, mend_lora
 from workers.vllm.speculation import check_sampling, mend_sampling
@@ -88,12 +95,17 @@ class VllmCore:
         ConfigError, or what vLLM raises."""
         if settings.kv is None:
             patch_runner_v1()  # else the connector does, in each process that runs the model
-        self._engine = LLMEngine.from_engine_args(
-            engine_args(settings),
-            UsageContext.OPENAI_API_SERVER,  # whose defaults suit a server
-            enable_multiprocessing=False,
+        # The context's defaults suit a server.
+        context = UsageContext.OPENAI_API_SERVER
+        config = engine_args(settings).create_engine_config(context)
+        if settings.kv is not None:
+            check_model(config)
+        if current_platform.is_cpu():
+            check_on_cpu(config)
+        self._engine = LLMEngine(
+            config, Executor.get_class(config), log_stats=True, usage_context=context
         )
-        config, core = self._engine.vllm_config, self._engine.engine_core.engine_core
+        core = self._engine.engine_core.engine_core
         warn_of_cut_context(config)
         self._core = core
         self._scheduler = core.scheduler

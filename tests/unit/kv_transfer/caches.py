@@ -41,7 +41,7 @@ class Cache:
     @property
     def local(self) -> LocalKv:
         """As a transport takes it."""
-        return LocalKv(self.region, self.shared)
+        return LocalKv((self.region,), self.shared)
 
     def snapshot(self) -> bytes:
         """Every byte, also those between the pages."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer import snapshot
-from kv_transfer.protocol.plan import Shard
+from kv_transfer.layout import KvGroup
+from kv_transfer.protocol.plan import Plan, Shard
 from kv_transfer.settings import KvSettings
 from kv_transfer.transport.mapped import MappedTransport
 from kv_transfer.transport.tcp import TcpTransport
@@ -95,8 +96,8 @@ class Worker:
         self.cache = Cache(self.shape, seed=seed, shared=self.shared)
         self.half = WorkerHalf(self.settings, self.instance_id, self.transports)
         self.peers = self.half.peers
-        shard = self.shard or Shard(1, self.shape.page_bytes, BLOCK_SIZE)
-        self.half.register(self.cache.local, self.compatibility, shard)
+        shard = self.shard or Shard(1, self.shape.page_bytes, KvGroup(0, BLOCK_SIZE))
+        self.half.register(self.cache.local, self.compatibility, Plan((shard,)))
 
     @property
     def address(self) -> str:
@@ -138,7 +139,7 @@ class Worker:
         self.step(expected=[ProducerExpected(t, f"p-{t}") for t in transfer_ids])
 
     def compute(self, transfer_id: str, block_ids: list[int], tokens: int) -> None:
-        self.step(progress=[ProducerProgress(transfer_id, block_ids, tokens)])
+        self.step(progress=[ProducerProgress(transfer_id, [block_ids], tokens)])
 
     def finish(self, transfer_id: str, *, held: bool = True) -> None:
         self.step(ended=[ProducerEnded(transfer_id, TOKENS if held else (), held)])
@@ -161,9 +162,8 @@ class Worker:
                     f"d-{transfer_id}",
                     (source.address,),
                     source.instance_id,
-                    first,
                     tokens,
-                    block_ids,
+                    [(first, block_ids)],
                 )
             ]
         )

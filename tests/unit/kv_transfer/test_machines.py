@@ -3,6 +3,9 @@
 The world plays both engines, the threads of the links, and the memory. Each rule is one thing that
 one thread could do next; hypothesis chooses the order. In a `pull` world the consumer copies when
 it reads an announcement, by which time the producer's engine may have overwritten the blocks.
+
+There are three groups: full attention, a window whose blocks the producer's engine gives away as
+they leave it, and a state that each step overwrites.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kv_transfer.layout import GroupKind, KvGroup
 from kv_transfer.protocol.consumer import Consumer, Failed, Received
 from kv_transfer.protocol.messages import (
     Ack,
@@ -28,23 +32,29 @@ from kv_transfer.protocol.messages import (
     ChunkReady,
     Done,
     Fail,
+    GroupBlocks,
     Heartbeat,
     Message,
     Nack,
     Send,
     Subscribe,
 )
-from kv_transfer.protocol.plan import Shard
+from kv_transfer.protocol.plan import Plan, Shard
 from kv_transfer.protocol.producer import Producer, Release, SendChunk
 
 if TYPE_CHECKING:
     from kv_transfer.protocol.producer import Action
 
 BLOCK = 4
+GROUPS = (
+    KvGroup(0, BLOCK),
+    KvGroup(2, BLOCK, GroupKind.WINDOW, reach=5),
+    KvGroup(1, BLOCK, GroupKind.STATE),
+)
 LEASE_S, RECEIVE_S = 30.0, 60.0
 MISHAPS = ("abort", "unneeded", "cancel", "break", "wait", "damage")
 GARBAGE, DAMAGED = ("garbage", -1), ("damaged", -1)
-Content = tuple[str, int]
+Content = tuple[str | int, ...]
 
 
 def digests_of(contents: list[Content]) -> bytes:
@@ -66,13 +76,13 @@ class SimLink:
 
 @dataclass(eq=False)
 class Request:
-    """One transfer as the two engines see it. Tokens are counted in whole blocks' places."""
+    """One transfer as the two engines see it. Tokens are counted in whole blocks' places.
+    `source_tables` are the producer's, by table; `target` is what is subscribed, by group."""
 
     tid: str
     tokens: int
-    first_block: int
-    source_blocks: list[int]
-    target_blocks: list[int]
+    source_tables: list[list[int]]
+    target: list[GroupBlocks]
     prefill: str = "new"
     ready: int = 0
     held: bool = False
@@ -88,7 +98,10 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.producer: Producer[SimLink] = Producer(
-            shard=Shard(1, 16, BLOCK), chunk_blocks=2, lease_s=LEASE_S, heartbeat_s=5.0
+            plan=Plan(tuple(Shard(1, 16, group) for group in GROUPS)),
+            chunk_blocks=(2, 1, 1),
+            lease_s=LEASE_S,
+            heartbeat_s=5.0,
         )
         self.consumer: Consumer[SimLink] = Consumer(RECEIVE_S)
         self.links: list[SimLink] = []
@@ -141,9 +154,11 @@ class World(RuleBasedStateMachine):
             assert len(request.outcomes) == 1, "two outcomes"
             if isinstance(outcome, Received):
                 assert outcome.token_ids == (len(request.tid), request.tokens)
-                assert outcome.report.blocks == len(request.target_blocks)
-                for n, block in enumerate(request.target_blocks):
-                    assert self.target[block] == (request.tid, request.first_block + n)
+                assert outcome.report.blocks == sum(len(g.block_ids) for g in request.target)
+                for g in request.target:
+                    for n, block in enumerate(g.block_ids, g.first_block):
+                        want = self.content(request, GROUPS[g.group], n, request.tokens)
+                        assert self.target[block] == want
 
     def release(self, request: Request) -> None:
         assert request.held, "a release of blocks that nobody held"
@@ -155,8 +170,18 @@ class World(RuleBasedStateMachine):
 
     def overwrite(self, request: Request) -> None:
         """The engine gives the blocks to others."""
-        for block in request.source_blocks:
-            self.source[block] = GARBAGE
+        for table in request.source_tables:
+            self.source |= dict.fromkeys(table, GARBAGE)
+
+    def content(self, request: Request, group: KvGroup, n: int, ready: int) -> Content:
+        """What the n-th block of a table holds after `ready` tokens."""
+        if n not in group.needed(ready):
+            return GARBAGE
+        if group.kind is GroupKind.STATE:
+            return (request.tid, group.table, ready)
+        # A partial block is filled further by the next step.
+        is_full = (n + 1) * BLOCK <= ready or ready == request.tokens
+        return (request.tid, group.table, n) if is_full else GARBAGE
 
     def consumer_down(self, link: SimLink) -> None:
         link.consumer_up = False
@@ -181,7 +206,7 @@ class World(RuleBasedStateMachine):
                 chunk.block_ids,
             )
             link.to_consumer.append((message, contents))
-        self.do_producer(self.producer.end_copy(chunk, self.now, 0.1, copied=copied))
+        self.do_producer(self.producer.end_copy(chunk, self.now, 0.1, int(copied)))
         if not copied and link.producer_up:
             self.producer_down(link)
 
@@ -193,9 +218,12 @@ class World(RuleBasedStateMachine):
         tid = "t" * (len(self.requests) + 1)
         count = -(-tokens // BLOCK)
         first = min(cached, count - 1)
-        self.requests[tid] = Request(
-            tid, tokens, first, self.blocks(count), self.blocks(count - first)
-        )
+        target = []
+        for n, group in enumerate(GROUPS):
+            needed = group.needed(tokens)
+            start = max(needed.start, first)
+            target.append(GroupBlocks(n, start, self.blocks(needed.stop - start), [0, 1, 0]))
+        self.requests[tid] = Request(tid, tokens, [self.blocks(count) for _ in GROUPS], target)
         if start:
             self.start_now(self.requests[tid])
 
@@ -214,13 +242,11 @@ class World(RuleBasedStateMachine):
 
     def progress(self, request: Request, ready: int) -> None:
         request.ready = ready
-        count = -(-ready // BLOCK)
-        for n, block in enumerate(request.source_blocks[:count]):
-            # A partial block is filled further by the next step.
-            is_full = (n + 1) * BLOCK <= ready or ready == request.tokens
-            self.source[block] = (request.tid, n) if is_full else GARBAGE
-        blocks = request.source_blocks[:count]
-        self.do_producer(self.producer.progress(request.tid, blocks, ready, self.now))
+        tables = [table[: -(-ready // BLOCK)] for table in request.source_tables]
+        for group in GROUPS:
+            for n, block in enumerate(tables[group.table]):
+                self.source[block] = self.content(request, group, n, ready)
+        self.do_producer(self.producer.progress(request.tid, tables, ready, self.now))
 
     @rule(data=st.data())
     @precondition(lambda self: self.where(prefill="running"))
@@ -231,7 +257,7 @@ class World(RuleBasedStateMachine):
             self.end_copy(link, copied=True)
         assert not self.producer.copying(request.tid)
         self.overwrite(request)
-        request.source_blocks = self.blocks(len(request.source_blocks))
+        request.source_tables = [self.blocks(len(table)) for table in request.source_tables]
         request.ready = 0
 
     @rule(data=st.data())
@@ -258,10 +284,9 @@ class World(RuleBasedStateMachine):
 
     def start_now(self, request: Request) -> None:
         request.started, request.link = True, self.link()
-        subscription = Subscribe(
-            request.tid, request.first_block, request.tokens, request.target_blocks
-        )
-        subscriptions = [(request.link, subscription, None)]
+        subscription = Subscribe(request.tid, request.tokens, request.target)
+        parts = [self.producer._plan.whole(n) for n in range(len(GROUPS))]
+        subscriptions = [(request.link, subscription, parts)]
         self.do_consumer(self.consumer.subscribe("d-" + request.tid, subscriptions, self.now))
 
     # One rule for all that goes wrong, so that things go wrong now and then.
@@ -432,6 +457,6 @@ def test_without_mishaps_a_transfer_is_received() -> None:
     world.producer.expect("t", "p-t", 0.0)
     world.requests["t"].prefill = "running"
     world.finish_now(world.requests["t"], held=True)
-    world.go_on(times=12)
+    world.go_on(times=16)
     assert [type(x) for x in world.requests["t"].outcomes] == [Received]
     assert world.requests["t"].released == 1

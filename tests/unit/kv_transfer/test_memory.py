@@ -133,9 +133,9 @@ def shared() -> Iterator[Cache]:
 
 def test_a_peer_reads_what_the_owner_writes_and_cannot_write(shared: Cache) -> None:
     assert shared.shared is not None
-    peer = PeerMemory(shared.shared.path, shared.shared.inode, shared.shared.size, geometry())
+    peer = PeerMemory(shared.shared.path, shared.shared.inode, shared.shared.size, [geometry()])
     shared.write(3, seed=9)
-    assert [bytes(page) for page in peer.region.pages([3])] == shared.block(3)
+    assert [bytes(page) for page in peer.regions[0].pages([3])] == shared.block(3)
     maps = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
     assert any(line.split()[1].startswith("r--") for line in maps if "test-kv" in line)
     peer.close()
@@ -162,7 +162,7 @@ def test_only_the_sealed_memory_that_was_named_is_mapped(shared: Cache, tmp_path
     ]
     for each in wrong:
         with pytest.raises((OSError, ValueError)):
-            PeerMemory(*each, geometry())
+            PeerMemory(*each, [geometry()])
     for fd in (plain, unsealed):
         os.close(fd)
     one.close()

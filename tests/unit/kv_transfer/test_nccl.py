@@ -16,6 +16,7 @@ import torch
 
 from kv_transfer.device.region import device_region
 from kv_transfer.errors import KvTransferError
+from kv_transfer.layout import PagePart
 from kv_transfer.protocol.messages import HEADER, ChunkReady, Inner, Message, decode, encode
 from kv_transfer.settings import KvSettings
 from kv_transfer.transport import nccl as module
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 12, 2, 4, 8
 BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT
+WHOLE = PagePart(0, 0, 0, HEADS * TOKENS * CONTENT)
 LIMITS = module.Limits(communicators=2, slots=2, slot_bytes=2 * BLOCK_BYTES, init_s=5.0, op_s=5.0)
 FROM, TO = [7, 2, 9, 0, 5], [1, 11, 3, 4, 8]
 
@@ -102,7 +104,8 @@ class Pair:
             while True:
                 message = self.links[1].read()
                 if isinstance(message, ChunkReady):
-                    self.consumer.receive(message, self.ids, None)
+                    part = None if self.ids is None else WHOLE
+                    self.consumer.receive(message, self.ids, part)
                     self.received.put(None)
                 else:
                     assert isinstance(message, Inner)
@@ -116,7 +119,7 @@ class Pair:
         self.ids = target
         try:
             size = len(source) * BLOCK_BYTES
-            self.producer.send(ChunkReady("t", 0, len(source), size), source, None)
+            self.producer.send(ChunkReady("t", 0, len(source), size), source, WHOLE)
         except BaseException:
             self.links[0].close()
             raise
@@ -162,7 +165,7 @@ class World:
             for memory, is_across in zip(map(self._memory, (1, 2)), across_layers, strict=True)
         ]
         self.caches = [
-            LocalKv(gpu.own(device_region(list(memory), BLOCKS)), None)
+            LocalKv((gpu.own(device_region(list(memory), BLOCKS)),), None)
             for gpu, memory in zip(self.gpus, self.memory, strict=True)
         ]
         self.producer = NcclTransport(self.nccls[0], self.gpus[0], limits)

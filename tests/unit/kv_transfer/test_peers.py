@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kv_transfer.device.region import DeviceRegion, device_region
+from kv_transfer.layout import KvGroup
 from kv_transfer.protocol import peers as peers_module
 from kv_transfer.protocol.messages import (
     HEADER,
@@ -20,7 +21,7 @@ from kv_transfer.protocol.messages import (
     decode,
     encode,
 )
-from kv_transfer.protocol.plan import Shard
+from kv_transfer.protocol.plan import Plan, Shard
 from kv_transfer.settings import KvSettings
 from kv_transfer.transport.base import LocalKv
 from kv_transfer.transport.mapped import MappedProducer
@@ -96,7 +97,7 @@ def test_digests_are_made_ahead_and_blocks_that_change_after_them_are_not_accept
     source, target = rig.pair()
     source.prefill("t", FROM, N)
     (sending,) = source.peers.producer
-    until(lambda: None in sending.digests and sending.digests[None].end == len(FROM), source)
+    until(lambda: [each.end for each in sending.digests.values()] == [len(FROM)], source)
     monkeypatch.setattr(source.cache.region, "digests", lambda ids: pytest.fail("made twice"))
     source.cache.write(FROM[1], seed=77)
     target.start(source, "t", TO, N)
@@ -276,7 +277,7 @@ def test_kernels_are_used_once_before_a_cache_on_a_gpu_is_offered(
     monkeypatch.setattr(DeviceRegion, "copy_from", lambda *args: copied.append(len(args[-1])))
     region = device_region([torch.zeros(4, 2, 4, 8)], 4)
     peers = peers_module.Peers(KvSettings(), "instance", [])
-    peers.register(LocalKv(region, None), "same", Shard(2, 128, 4))
+    peers.register(LocalKv((region,), None), "same", Plan((Shard(2, 128, KvGroup(0, 4)),)))
     peers.close()
     assert copied == [1, 4]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kv_transfer.layout import KvGroup
 from kv_transfer.protocol.plan import Shard
 from kv_transfer.vllm.step import (
     ConsumerStart,
@@ -42,12 +43,12 @@ class Pool:
 
     def prefill(self) -> None:
         self.step(expected=[ProducerExpected("t", "p-t")])
-        self.step(progress=[ProducerProgress("t", FROM, N)])
+        self.step(progress=[ProducerProgress("t", [FROM], N)])
         self.step(ended=[ProducerEnded("t", TOKENS, True)])
 
     def start(self, source: Pool, addresses: tuple[str, ...] = ()) -> None:
         where = addresses or source.addresses
-        self.step(starts=[ConsumerStart("t", "d-t", where, source.instance_id, 0, N, TO)])
+        self.step(starts=[ConsumerStart("t", "d-t", where, source.instance_id, N, [(0, TO)])])
 
     def until_ended(self) -> None:
         until(lambda: all(rank.ended for rank in self.ranks), *self.ranks)
@@ -66,7 +67,7 @@ class Pool:
 def pool(rig: Rig, tp: int, name: str) -> Pool:
     ranks = []
     for rank in range(tp):
-        shard = Shard(HEADS, HEAD_PAGE, BLOCK_SIZE, tp, rank)
+        shard = Shard(HEADS, HEAD_PAGE, KvGroup(0, BLOCK_SIZE), tp, rank)
         shape = geometry(page=len(shard.heads) * HEAD_PAGE)
         worker = rig.worker(shape=shape, shard=shard, instance_id=f"instance-{name}")
         ranks.append(worker)
@@ -114,7 +115,7 @@ def test_ranks_in_the_wrong_order_are_found_out(rig: Rig) -> None:
     target.start(source, source.addresses[::-1])
     target.until_ended()
     assert "are not held here" in target.ranks[0].failures["d-t"]
-    source.step(progress=[ProducerProgress("t", FROM, N)])
+    source.step(progress=[ProducerProgress("t", [FROM], N)])
     source.step(ended=[ProducerEnded("t", TOKENS, True)])
     settle_all(source, target)
     assert [rank.cache.snapshot() for rank in target.ranks] == before

@@ -21,7 +21,7 @@ class Gpu:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._ends: list[threading.Event] = []
-        region: Any = worker.peers.local.region
+        region: Any = worker.peers.local.regions[0]
         region.step_end = self._enqueue
 
     def _enqueue(self) -> Any:
@@ -90,7 +90,7 @@ def test_a_step_that_ends_after_a_preemption_announces_nothing_of_it(rig: Rig, g
     source.compute("t", FROM[:2], 8)
     source.step(preempted=["t"])
     gpu.run()
-    source.step(progress=[ProducerProgress("t", [20], 4)])
+    source.step(progress=[ProducerProgress("t", [[20]], 4)])
     gpu.run()
     until(lambda: source.peers.counters.pushed_blocks == 1, source, target)
     assert source.look().transfers[0].blocks == 1

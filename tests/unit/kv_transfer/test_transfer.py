@@ -75,9 +75,9 @@ def test_blocks_that_nobody_needs_are_freed_as_prefill_ends(rig: Rig, early: boo
 @pytest.mark.parametrize(
     ("to", "tokens", "first", "reason"),
     [
-        (TO, 18, 0, "4 blocks were subscribed, expected 5"),
-        (TO[:3], 14, 0, "3 blocks were subscribed, expected 4"),
-        (TO, 14, 1, "4 blocks were subscribed, expected 3"),
+        (TO, 18, 0, "blocks 0 to 4 of group 0 were subscribed, expected 0 to 5"),
+        (TO[:3], 14, 0, "blocks 0 to 3 of group 0 were subscribed, expected 0 to 4"),
+        (TO, 14, 1, "blocks 1 to 5 of group 0 were subscribed, expected 0 to 4"),
         ([*TO, 18], 18, 0, "18 tokens were subscribed, 14 were computed"),
     ],
 )

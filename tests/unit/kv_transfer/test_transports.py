@@ -11,6 +11,7 @@ from kv_transfer import transport
 from kv_transfer.device.region import device_region
 from kv_transfer.errors import KvTransferError
 from kv_transfer.settings import KvSettings
+from kv_transfer.transport.base import LocalKv
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def test_auto_leaves_out_what_the_machine_has_not(
 
 
 def test_a_cache_on_a_gpu_needs_a_transport_that_reaches_it() -> None:
-    region = device_region([torch.zeros(4, 2, 4, 8) for _ in range(3)], 4)
+    local = LocalKv((device_region([torch.zeros(4, 2, 4, 8) for _ in range(3)], 4),), None)
     with pytest.raises(ConfigError, match="none reaches a KV cache in GPU memory"):
-        transport.check(transport.make(KvSettings()), region)
-    transport.check([Named("nccl")], region)  # type: ignore[list-item]
+        transport.check(transport.make(KvSettings()), local)
+    transport.check([Named("nccl")], local)  # type: ignore[list-item]
