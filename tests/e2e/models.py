@@ -69,6 +69,21 @@ def _tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def write_tokenizer(directory: Path, context: int) -> Tokenizer:
+    """Writes the tokenizer's files into a checkpoint."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return tokenizer
+
+
 def _weights(spec: ModelSpec, vocab: int) -> dict[str, Any]:
     import torch
 
@@ -104,10 +119,8 @@ def _weights(spec: ModelSpec, vocab: int) -> dict[str, Any]:
 def _write(directory: Path, spec: ModelSpec) -> None:
     from safetensors.torch import save_file
 
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = _tokenizer()
+    tokenizer = write_tokenizer(directory, spec.context)
     vocab = tokenizer.get_vocab_size()
-    tokenizer.save(str(directory / "tokenizer.json"))
     save_file(_weights(spec, vocab), directory / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -129,13 +142,6 @@ def _write(directory: Path, spec: ModelSpec) -> None:
         "torch_dtype": spec.dtype,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": EOS,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": spec.context,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
 
 
 def make_adapter(directory: Path, seed: int, *, rank: int = 8) -> Path:

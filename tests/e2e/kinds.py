@@ -1,0 +1,224 @@
+"""Tiny random models, one for each kind of KV cache and architecture that vLLM serves.
+
+They are made from `transformers` configs, with larger weights than an initialiser makes, so that
+every token of the context has a say in the next one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.patience import START_S
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD, WINDOW, CONTEXT = 4, 128, 4, 2, 32, 72, 2048
+_PLAIN: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
+_ONE_FULL_IN_TWO = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A `transformers` config class, what the config has beside or in place of _PLAIN, and what the
+    KV cache of the model is made of. `scale`: how much larger matrices are than 1/sqrt(inputs).
+    `limits`: what vLLM's CPU build cannot do, for which `engine_args` are."""
+
+    config: str
+    cache: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+    scale: float = 1.6
+    limits: str = ""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+FULL, WINDOWS, STATES = "full attention", "full attention and windows", "full attention and states"
+KINDS = {
+    "Llama": Kind("LlamaConfig", FULL),
+    "Qwen2": Kind("Qwen2Config", FULL),
+    "Qwen3": Kind("Qwen3Config", FULL),
+    "Qwen3-MoE": Kind("Qwen3MoeConfig", FULL, {**_MOE, "num_experts": 4}),
+    "Mixtral": Kind("MixtralConfig", FULL, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Phi-3": Kind("Phi3Config", FULL, {"original_max_position_embeddings": CONTEXT}),
+    "Granite": Kind("GraniteConfig", FULL),
+    "OLMo-2": Kind("Olmo2Config", FULL),
+    "GPT-2": Kind(
+        "GPT2Config",
+        FULL,
+        {"n_positions": CONTEXT, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS},
+    ),
+    "DeepSeek-V2": Kind(
+        "DeepseekV2Config",
+        "MLA",
+        {
+            **_MOE,
+            "num_key_value_heads": HEADS,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 64,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "head_dim": 32,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "Gemma-2": Kind(
+        "Gemma2Config",
+        WINDOWS,
+        {
+            **_ONE_FULL_IN_TWO,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": HEAD,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Gemma-3": Kind(
+        "Gemma3TextConfig",
+        WINDOWS,
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": HEAD,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Gemma-3n": Kind(
+        "Gemma3nTextConfig",
+        "full attention and windows, shared by layers",
+        {
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "sliding_window": WINDOW,
+            "intermediate_size": [2 * HIDDEN] * 6,
+            "vocab_size_per_layer_input": 512,
+            "hidden_size_per_layer_input": 32,
+            "laurel_rank": 16,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss": Kind(
+        "GptOssConfig",
+        "full attention and windows, with sinks",
+        {
+            **_ONE_FULL_IN_TWO,
+            "sliding_window": WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "Mistral": Kind("MistralConfig", "windows alone", {"sliding_window": WINDOW}),
+    "Granite-hybrid": Kind(
+        "GraniteMoeHybridConfig",
+        f"{STATES} (Mamba-2)",
+        {
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 2 * HIDDEN,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_expand": 2,
+            "mamba_d_state": 32,
+            "mamba_n_groups": 1,
+            "position_embedding_type": "rope",
+        },
+        limits="no prefix caching",
+        engine_args={"enable_prefix_caching": False},
+    ),
+    "Qwen3-Next": Kind(
+        "Qwen3NextConfig",
+        f"{STATES} (gated delta net)",
+        {
+            **_MOE,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": HIDDEN,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        limits="bfloat16 only",
+        engine_args={"dtype": "bfloat16"},
+    ),
+    "Llama-4": Kind(
+        "Llama4TextConfig",
+        "full attention and local chunks",
+        {
+            "intermediate_size_mlp": 2 * HIDDEN,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 128,
+            "no_rope_layers": [1, 1, 1, 0],
+            "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+        },
+    ),
+}
+
+
+def make_kind(directory: Path, name: str) -> Path:
+    """Writes the checkpoint into `directory`, in a process of its own: torch stays out of this
+    one."""
+    command = [sys.executable, "-m", "tests.e2e.kinds", str(directory), name]
+    subprocess.run(command, check=True, timeout=START_S)
+    return directory
+
+
+def _write(directory: Path, name: str) -> None:
+    import torch
+    import transformers
+
+    from tests.e2e.models import write_tokenizer
+
+    kind = KINDS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind.config)(**_PLAIN | kind.more)
+    dtype = getattr(torch, kind.engine_args.get("dtype", "float32"))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # Of tied tables, so that a token does not just follow itself.
+    table = 0.03 if config.tie_word_embeddings else 0.8
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and "conv" not in parameter_name:
+                is_table = "embed" in parameter_name or ".wte" in parameter_name
+                scale = table if is_table else kind.scale * parameter.shape[-1] ** -0.5
+                parameter.normal_(0.0, scale)
+    model.save_pretrained(directory)
+    write_tokenizer(directory, CONTEXT)
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    _write(Path(sys.argv[1]), sys.argv[2])

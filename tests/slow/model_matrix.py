@@ -1,0 +1,61 @@
+"""Try each kind of model, and write what came of it into the table of docs/models.md.
+
+`python -m tests.slow.model_matrix [KIND ...]`: all kinds, or these; rows of others are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.e2e import kind_checks
+from tests.e2e.kinds import KINDS, make_kind
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+CHECKS = {
+    "one at a time": kind_checks.check_lengths,
+    "prefix hits": kind_checks.check_prefix_hits,
+    "four at once": kind_checks.check_together,
+    "moved, resumed": kind_checks.check_moves,
+    "cancelled": kind_checks.check_cancels,
+}
+EXACT, FAILED = "exact", "fails"
+_COLUMNS = ["model", "KV cache", *CHECKS, "limits of vLLM's CPU build"]
+
+
+async def run(model: Path, name: str) -> dict[str, str]:
+    """Return what came of each check: EXACT, or FAILED and why."""
+    found = {}
+    async with kind_checks.subject(model, **KINDS[name].engine_args) as of:
+        for what, check in CHECKS.items():
+            try:
+                await check(of)
+                found[what] = EXACT
+            except AssertionError as error:
+                found[what] = f"{FAILED}: {str(error).splitlines()[0] if str(error) else error!r}"
+    return found
+
+
+def row(name: str, found: dict[str, str]) -> str:
+    kind = KINDS[name]
+    cells = [name, kind.cache, *(found[what] for what in CHECKS), kind.limits]
+    return f"| {' | '.join(cells)} |"
+
+
+def main(names: list[str]) -> None:
+    text, _, table = PAGE.read_text("utf-8").partition("\n| model |")
+    rows = {match[1]: match[0] for match in re.finditer(r"^\| ([^|]+) \|.*$", table, re.MULTILINE)}
+    for name in names or KINDS:
+        with tempfile.TemporaryDirectory() as directory:
+            rows[name] = row(name, asyncio.run(run(make_kind(Path(directory), name), name)))
+        sys.stdout.write(rows[name] + "\n")
+    heads = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
+    lines = [text, *heads, *(rows[name] for name in KINDS if name in rows), ""]
+    PAGE.write_text("\n".join(lines), "utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

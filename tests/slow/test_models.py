@@ -1,0 +1,39 @@
+"""Each kind of model through prefill and decode, as docs/models.md says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.e2e import kind_checks
+from tests.e2e.kinds import KINDS, make_kind
+from tests.slow.model_matrix import EXACT, PAGE, row, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# One of windows, one of states.
+SOME = ["Gemma-2", "Granite-hybrid"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+async def test_a_kind_of_model_is_handed_over_exactly(name: str, tmp_path: Path) -> None:
+    found = await run(make_kind(tmp_path / "model", name), name)
+    assert set(found.values()) == {EXACT}, found
+    assert row(name, found) in PAGE.read_text("utf-8").splitlines()
+
+
+@pytest.mark.parametrize("name", SOME)
+async def test_requests_that_are_preempted_are_exact(name: str, tmp_path: Path) -> None:
+    model = make_kind(tmp_path / "model", name)
+    more = {"max_model_len": 1024, "kv_cache_memory_bytes": 6 << 20, **KINDS[name].engine_args}
+    async with kind_checks.subject(model, **more) as of:
+        await kind_checks.check_pressure(of)
+
+
+@pytest.mark.parametrize("name", SOME)
+async def test_a_stream_goes_on_when_its_decode_worker_is_killed(name: str, tmp_path: Path) -> None:
+    model = make_kind(tmp_path / "model", name)
+    async with kind_checks.subject(model, **KINDS[name].engine_args) as of:
+        await kind_checks.check_kills(of)
