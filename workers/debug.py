@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from pdserve.types import KvReport, WorkerInfo
+    from workers.gpu import Gpus
     from workers.service import WorkerService
 
 
 def debug_handler(
-    service: WorkerService, describe: Callable[[], WorkerInfo]
+    service: WorkerService, describe: Callable[[], WorkerInfo], gpus: Gpus
 ) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
     """Return the handler of the pages. They read state and change nothing."""
 
@@ -29,6 +30,7 @@ def debug_handler(
 
     registry = CollectorRegistry()
     registry.register(KvCollector(reports))
+    registry.register(gpus)
     watch_tasks(registry)
 
     def health() -> web.Response:

@@ -1,4 +1,4 @@
-"""Health of this process's GPUs from NVML (nvidia-ml-py). Without a driver nothing is reported."""
+"""The GPUs of this process, read from NVML (nvidia-ml-py). Without a driver there are none."""
 
 from __future__ import annotations
 
@@ -7,70 +7,182 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
 from pdserve.local.gpus import open_nvml, visible
 from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client.core import Metric
 
 logger = logging.getLogger(__name__)
 
 MAX_TEMPERATURE_C = 95
 _LOOK_S = 10.0
+# Xid errors after which a GPU computes nothing right until it is reset (NVIDIA's Xid catalogue):
+# its microcontroller halted (62), a row could not be remapped (64), NVLink failed (74), it left the
+# bus (79), a memory error was not contained (95), its system processor does not answer (119, 120).
+_FATAL_XIDS = frozenset({62, 64, 74, 79, 95, 119, 120})
+_THROTTLES = {
+    "power": "nvmlClocksEventReasonSwPowerCap",
+    "power brake": "nvmlClocksEventReasonHwPowerBrakeSlowdown",
+    "heat": "nvmlClocksEventReasonSwThermalSlowdown",
+    "heat (hardware)": "nvmlClocksEventReasonHwThermalSlowdown",
+}
+# Name without "pdserve_gpu_", field, factor, what it is. A `_total` is a counter.
+_METRICS = (
+    ("temperature_celsius", "temperature_c", 1.0, "Temperature."),
+    ("memory_used_bytes", "memory_used_bytes", 1.0, "Memory in use."),
+    ("memory_bytes", "memory_total_bytes", 1.0, "Memory."),
+    ("utilization_ratio", "utilization_percent", 0.01, "Share of time in which a kernel ran."),
+    ("power_watts", "power_w", 1.0, "Power."),
+    ("energy_joules_total", "energy_j", 1.0, "Energy since the driver started."),
+    ("clock_hertz", "clock_mhz", 1e6, "Clock of the multiprocessors."),
+    ("ecc_errors_total", "ecc_errors", 1.0, "Uncorrected memory errors, contained ones too."),
+    ("xid", "xid", 1.0, "The last Xid error since the worker started, 0 without one."),
+)
 
 
-def gpu_health() -> list[w.GpuHealth]:
-    """Return one entry for each GPU that this process may use. Never raises."""
-    with open_nvml() as nvml:
-        if nvml is None:
-            return []
+class Gpus(Collector):
+    """State: `latest`, the figures of the last look, one entry a GPU."""
+
+    def __init__(self) -> None:
+        self.latest: list[w.GpuHealth] = []
+
+    async def watch(self, report: Callable[[str], None], *, look_s: float = _LOOK_S) -> None:
+        """Call `report` with the fault of a GPU, and with "" when it is gone, until cancelled.
+        Return at once if there is no GPU."""
+        reported = ""
+        with open_nvml() as nvml:
+            handles = _handles(nvml)
+            if not handles:
+                return
+            with _xid_events(nvml, handles) as events:
+                xids: dict[int, int] = {}
+                while True:
+                    # NVML can be slow.
+                    self.latest = await asyncio.to_thread(_look, nvml, handles, events, xids)
+                    fault = next((gpu.fault for gpu in self.latest if gpu.fault), "")
+                    if fault != reported:
+                        logger.warning("%s", fault or "the GPUs are healthy again")
+                        reported = fault
+                        report(fault)
+                    await asyncio.sleep(look_s)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, field, factor, text in _METRICS:
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"pdserve_gpu_{name}", text, labels=("gpu",))
+            for gpu in self.latest:
+                family.add_metric((str(gpu.index),), getattr(gpu, field) * factor)
+            yield family
+        for name, field, text in (
+            ("throttled", "throttled_by", "1 while the clock is held down."),
+            ("faulty", "fault", "1 while the worker gets no work because of the GPU."),
+        ):
+            gauge = GaugeMetricFamily(f"pdserve_gpu_{name}", text, labels=("gpu", "reason"))
+            for gpu in self.latest:
+                reason = getattr(gpu, field)
+                gauge.add_metric((str(gpu.index), reason), bool(reason))
+            yield gauge
+
+
+Handles = dict[int, Any]
+
+
+def _handles(nvml: Any) -> Handles:
+    if nvml is None:
+        return {}
+    try:
+        return dict(visible(nvml))
+    except nvml.NVMLError as error:
+        logger.warning("reading GPUs failed: %s", error)
+        return {}
+
+
+@contextlib.contextmanager
+def _xid_events(nvml: Any, handles: Handles) -> Iterator[Any]:
+    """Yield the set of events in which Xid errors arrive."""
+    events = nvml.nvmlEventSetCreate()
+    try:
+        for handle in handles.values():
+            with contextlib.suppress(nvml.NVMLError):  # not supported under some virtualisation
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        yield events
+    finally:
+        nvml.nvmlEventSetFree(events)
+
+
+def _look(nvml: Any, handles: Handles, events: Any, xids: dict[int, int]) -> list[w.GpuHealth]:
+    """Return the figures of each GPU. `xids` keeps each GPU's last Xid error. Never raises."""
+    with contextlib.suppress(nvml.NVMLError):  # NVMLError_Timeout: there is no further event
+        while True:
+            event = nvml.nvmlEventSetWait_v2(events, 0)
+            index = nvml.nvmlDeviceGetIndex(event.device)
+            # A fatal error stays so until the GPU is reset, and then this process is gone.
+            if xids.get(index) not in _FATAL_XIDS:
+                xids[index] = int(event.eventData)
+    return [_read(nvml, index, handle, xids.get(index, 0)) for index, handle in handles.items()]
+
+
+def _read(nvml: Any, index: int, handle: Any, xid: int) -> w.GpuHealth:
+    health = w.GpuHealth(index=index, xid=xid)
+    lost = remapping_failed = False
+
+    @contextlib.contextmanager
+    def if_known() -> Iterator[None]:
+        """Go on without a figure that some cards, and some virtualisation, lack."""
         try:
-            return [_read(nvml, index, handle) for index, handle in visible(nvml)]
+            yield
         except nvml.NVMLError as error:
-            logger.warning("reading GPU health failed: %s", error)
-            return []
+            if error.value == nvml.NVML_ERROR_GPU_IS_LOST:
+                raise
 
-
-def _read(nvml: Any, index: int, handle: Any) -> w.GpuHealth:
-    name = nvml.nvmlDeviceGetName(handle)
-    health = w.GpuHealth(index=index, name=name.decode() if isinstance(name, bytes) else name)
-    # Each of these is missing on some cards or under some virtualisation.
-    with contextlib.suppress(nvml.NVMLError):
-        health.temperature_c = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-    with contextlib.suppress(nvml.NVMLError):
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        health.memory_used_bytes, health.memory_total_bytes = memory.used, memory.total
-    with contextlib.suppress(nvml.NVMLError):
-        health.ecc_errors = nvml.nvmlDeviceGetTotalEccErrors(
-            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        )
-    with contextlib.suppress(nvml.NVMLError):
-        health.utilization_percent = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+    try:
+        with if_known():
+            name = nvml.nvmlDeviceGetName(handle)
+            health.name = name.decode() if isinstance(name, bytes) else name
+        with if_known():
+            health.temperature_c = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+        with if_known():
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            health.memory_used_bytes, health.memory_total_bytes = memory.used, memory.total
+        with if_known():
+            health.ecc_errors = nvml.nvmlDeviceGetTotalEccErrors(
+                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            )
+        with if_known():
+            remapping_failed = bool(nvml.nvmlDeviceGetRemappedRows(handle)[3])
+        with if_known():
+            health.utilization_percent = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+        with if_known():
+            health.power_w = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+        with if_known():
+            health.energy_j = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        with if_known():
+            health.clock_mhz = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+        with if_known():
+            reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+            why = [text for text, bit in _THROTTLES.items() if reasons & getattr(nvml, bit)]
+            health.throttled_by = ", ".join(why)
+    except nvml.NVMLError:
+        lost = True
+    health.fault = _fault(health, lost=lost, remapping_failed=remapping_failed)
     return health
 
 
-def fault_of(gpus: Sequence[w.GpuHealth]) -> str:
-    """Return what is wrong with the first unhealthy GPU, or ""."""
-    for gpu in gpus:
-        if gpu.ecc_errors:
-            return f"GPU {gpu.index} has {gpu.ecc_errors} uncorrected memory errors"
-        if gpu.temperature_c > MAX_TEMPERATURE_C:
-            return f"GPU {gpu.index} is at {gpu.temperature_c} degrees"
+def _fault(gpu: w.GpuHealth, *, lost: bool, remapping_failed: bool) -> str:
+    """Return what is wrong with a GPU, or "". Memory errors that the GPU has contained are not:
+    they ended what used the memory, and the GPU does not use it again."""
+    if lost:
+        return f"GPU {gpu.index} is lost: it does not answer"
+    if gpu.xid in _FATAL_XIDS:
+        return f"GPU {gpu.index} must be reset: Xid {gpu.xid}"
+    if remapping_failed:
+        return f"GPU {gpu.index} has memory errors that it could not remap"
+    if gpu.temperature_c > MAX_TEMPERATURE_C:
+        return f"GPU {gpu.index} is at {gpu.temperature_c} degrees"
     return ""
-
-
-async def watch_gpus(
-    report: Callable[[str], None],
-    look: Callable[[], list[w.GpuHealth]] = gpu_health,
-    *,
-    look_s: float = _LOOK_S,
-) -> None:
-    """Call `report` with the fault of a GPU, and with "" when it is gone, until cancelled.
-    Return at once if there is no GPU."""
-    reported = ""
-    while gpus := await asyncio.to_thread(look):  # NVML can be slow
-        if (fault := fault_of(gpus)) != reported:
-            logger.warning("%s", fault or "the GPUs are healthy again")
-            reported = fault
-            report(fault)
-        await asyncio.sleep(look_s)

@@ -26,7 +26,7 @@ from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from workers.debug import debug_handler
 from workers.engines import make_engine
-from workers.gpu import gpu_health, watch_gpus
+from workers.gpu import Gpus
 from workers.registration import Registrations
 from workers.service import WorkerService
 
@@ -65,6 +65,7 @@ class WorkerServer(WorkerServicer):
         self._config = config
         self._stack = AsyncExitStack()
         self._health = health.aio.HealthServicer()
+        self._gpus = Gpus()
         self._is_stopping = False
         self._began = time.monotonic()
         self._guard = make_guard(config.access, shared_with=Party.ROUTER)
@@ -136,12 +137,12 @@ class WorkerServer(WorkerServicer):
         stack.push_async_callback(server.stop, GRPC_STOP_S)
         await self._report_health(is_serving=True)
         if debug is not None:
-            web = HttpServer(debug_handler(self.service, lambda: self.info), debug)
+            web = HttpServer(debug_handler(self.service, lambda: self.info, self._gpus), debug)
             stack.push_async_callback(web.stop)
             await web.start()
         self.routers.start(info, self.service.state)
         stack.push_async_callback(self.routers.stop)
-        watch = asyncio.create_task(watch_gpus(self.service.set_unhealthy), name="gpu-watch")
+        watch = asyncio.create_task(self._gpus.watch(self.service.set_unhealthy), name="gpu-watch")
         stack.push_async_callback(_cancel, watch)
         return info
 
@@ -232,7 +233,7 @@ class WorkerServer(WorkerServicer):
             ledger=wire.ledger_to_pb(self.service.ledger()),
             draining=state.draining,
             # NVML can be slow on a machine with many GPUs.
-            gpus=await asyncio.to_thread(gpu_health),
+            gpus=self._gpus.latest,
             open_streams=self.service.open_streams,
             kv=state.kv if state.HasField("kv") else None,
             uptime_s=time.monotonic() - self._began,

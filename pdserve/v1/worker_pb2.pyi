@@ -179,7 +179,7 @@ class KvReport(_message.Message):
     def __init__(self, ledger: _Optional[_Union[KvLedger, _Mapping]] = ..., quarantined_slots: _Optional[int] = ..., links: _Optional[_Mapping[str, int]] = ..., totals: _Optional[_Mapping[str, float]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
 
 class GpuHealth(_message.Message):
-    __slots__ = ("index", "name", "temperature_c", "memory_used_bytes", "memory_total_bytes", "ecc_errors", "utilization_percent")
+    __slots__ = ("index", "name", "temperature_c", "memory_used_bytes", "memory_total_bytes", "ecc_errors", "utilization_percent", "power_w", "energy_j", "clock_mhz", "throttled_by", "xid", "fault")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_C_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +187,12 @@ class GpuHealth(_message.Message):
     MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     ECC_ERRORS_FIELD_NUMBER: _ClassVar[int]
     UTILIZATION_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    POWER_W_FIELD_NUMBER: _ClassVar[int]
+    ENERGY_J_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_MHZ_FIELD_NUMBER: _ClassVar[int]
+    THROTTLED_BY_FIELD_NUMBER: _ClassVar[int]
+    XID_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
     index: int
     name: str
     temperature_c: int
@@ -194,7 +200,13 @@ class GpuHealth(_message.Message):
     memory_total_bytes: int
     ecc_errors: int
     utilization_percent: int
-    def __init__(self, index: _Optional[int] = ..., name: _Optional[str] = ..., temperature_c: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., ecc_errors: _Optional[int] = ..., utilization_percent: _Optional[int] = ...) -> None: ...
+    power_w: float
+    energy_j: float
+    clock_mhz: int
+    throttled_by: str
+    xid: int
+    fault: str
+    def __init__(self, index: _Optional[int] = ..., name: _Optional[str] = ..., temperature_c: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., ecc_errors: _Optional[int] = ..., utilization_percent: _Optional[int] = ..., power_w: _Optional[float] = ..., energy_j: _Optional[float] = ..., clock_mhz: _Optional[int] = ..., throttled_by: _Optional[str] = ..., xid: _Optional[int] = ..., fault: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker", "draining", "adapters")

@@ -1,10 +1,13 @@
+# ruff: noqa: N802, N815 - NVML has these names
 """GPU health from NVML, and a worker whose GPU is not healthy."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,48 +16,154 @@ from pdserve.v1 import worker_pb2 as w
 from tests.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.unit.workers.router_side import a_worker
-from workers.gpu import fault_of, gpu_health, watch_gpus
+from workers.gpu import Gpus
 
-WELL = w.GpuHealth(index=0, temperature_c=60, memory_used_bytes=60, memory_total_bytes=80)
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
 
 
 class NVMLError(Exception):
-    pass
+    def __init__(self, value: int) -> None:
+        self.value = value
 
 
-def no_ecc(handle: int, _kind: int, _counter: int) -> int:
-    if handle == 1:
-        raise NVMLError("not supported")
-    return 7
+TIMEOUT, NOT_SUPPORTED, LOST = 10, 3, 15
+HANDLES = {0: "first", 1: "second"}  # as NVML has them, not numbers
 
 
-# The part of pynvml that is used: two cards, of which the second knows nothing of ECC.
-NVML = SimpleNamespace(
-    NVMLError=NVMLError,
-    NVML_TEMPERATURE_GPU=0,
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
-    NVML_VOLATILE_ECC=0,
-    nvmlInit=lambda: None,
-    nvmlShutdown=lambda: None,
-    nvmlDeviceGetCount=lambda: 2,
-    nvmlDeviceGetHandleByIndex=lambda index: index,
-    nvmlDeviceGetUUID=lambda handle: f"GPU-{'ab'[handle]}123",
-    nvmlDeviceGetName=lambda handle: ["Card A", b"Card B"][handle],
-    nvmlDeviceGetTemperature=lambda handle, _sensor: 40 + handle,
-    nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(used=1 << 30, total=1 << 36),
-    nvmlDeviceGetTotalEccErrors=no_ecc,
-    nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=90),
-)
+class Nvml:
+    """The part of pynvml that is used: two cards, of which the second lacks most figures."""
+
+    NVMLError = NVMLError
+    NVML_ERROR_GPU_IS_LOST = LOST
+    NVML_TEMPERATURE_GPU = 0
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_VOLATILE_ECC = 0
+    NVML_CLOCK_SM = 1
+    nvmlEventTypeXidCriticalError = 8
+    nvmlClocksEventReasonSwPowerCap = 4
+    nvmlClocksEventReasonHwPowerBrakeSlowdown = 128
+    nvmlClocksEventReasonSwThermalSlowdown = 32
+    nvmlClocksEventReasonHwThermalSlowdown = 64
+
+    def __init__(self) -> None:
+        self.temperature_c, self.ecc, self.remap_failed = 40, 7, 0
+        self.lost: set[str] = set()
+        self.xids: list[tuple[str, int]] = []
+        self.is_open = False
+
+    def nvmlInit(self) -> None:
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(HANDLES)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return HANDLES[index]
+
+    def nvmlDeviceGetIndex(self, handle: str) -> int:
+        return next(index for index, known in HANDLES.items() if known == handle)
+
+    def nvmlDeviceGetUUID(self, handle: str) -> str:
+        return f"GPU-{handle}"
+
+    def nvmlEventSetCreate(self) -> list[str]:
+        return []
+
+    def nvmlEventSetFree(self, events: list[str]) -> None:
+        events.clear()
+
+    def nvmlDeviceRegisterEvents(self, handle: str, _type: int, events: list[str]) -> None:
+        events.append(handle)
+
+    def nvmlEventSetWait_v2(self, events: list[str], _timeout_ms: int) -> SimpleNamespace:
+        if not self.xids:
+            raise NVMLError(TIMEOUT)
+        handle, xid = self.xids.pop(0)
+        assert handle in events
+        return SimpleNamespace(device=handle, eventData=xid)
+
+    def nvmlDeviceGetName(self, handle: str) -> bytes:
+        if handle in self.lost:
+            raise NVMLError(LOST)
+        return handle.encode()
+
+    def nvmlDeviceGetTemperature(self, _handle: str, _sensor: int) -> int:
+        return self.temperature_c
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Every other figure: of the first card alone."""
+        figures = {
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=1 << 30, total=1 << 36),
+            "nvmlDeviceGetTotalEccErrors": self.ecc,
+            "nvmlDeviceGetRemappedRows": (0, 0, 0, self.remap_failed),
+            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=90),
+            "nvmlDeviceGetPowerUsage": 250_000,
+            "nvmlDeviceGetTotalEnergyConsumption": 5_000,
+            "nvmlDeviceGetClockInfo": 1980,
+            "nvmlDeviceGetCurrentClocksEventReasons": 4 | 64,
+        }
+
+        def read(handle: str, *_: object) -> object:
+            if handle == "second":
+                raise NVMLError(NOT_SUPPORTED)
+            return figures[name]
+
+        return read
 
 
-def test_each_card_is_told_with_what_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    found = Nvml()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setitem(sys.modules, "pynvml", NVML)
-    first, second = gpu_health()
-    assert (first.index, first.name, first.temperature_c) == (0, "Card A", 40)
-    assert (first.memory_used_bytes, first.memory_total_bytes) == (1 << 30, 1 << 36)
-    assert (first.ecc_errors, first.utilization_percent) == (7, 90)
-    assert (second.name, second.ecc_errors, second.utilization_percent) == ("Card B", 0, 90)
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    return found
+
+
+@asynccontextmanager
+async def watching(report: Callable[[str], None]) -> AsyncIterator[Gpus]:
+    """The figures after the first look, and then of ever new ones."""
+    gpus = Gpus()
+    watch = asyncio.create_task(gpus.watch(report, look_s=0.001))
+    async with asyncio.timeout(WAIT_S):
+        while not gpus.latest:  # noqa: ASYNC110 - read in a thread
+            await asyncio.sleep(0.001)
+        yield gpus
+    watch.cancel()
+    await asyncio.wait({watch})
+
+
+async def test_each_card_is_told_with_what_it_knows(nvml: Nvml) -> None:
+    async with watching(lambda _: None) as gpus:
+        first, second = gpus.latest
+        shown = {
+            (sample.name, *sample.labels.values()): sample.value
+            for metric in gpus.collect()
+            for sample in metric.samples
+        }
+    assert not nvml.is_open
+    assert first == w.GpuHealth(
+        index=0,
+        name="first",
+        temperature_c=40,
+        memory_used_bytes=1 << 30,
+        memory_total_bytes=1 << 36,
+        ecc_errors=7,
+        utilization_percent=90,
+        power_w=250,
+        energy_j=5,
+        clock_mhz=1980,
+        throttled_by="power, heat (hardware)",
+    )
+    assert second == w.GpuHealth(index=1, name="second", temperature_c=40)
+    assert shown["pdserve_gpu_power_watts", "0"] == 250
+    assert shown["pdserve_gpu_clock_hertz", "0"] == 1.98e9
+    assert shown["pdserve_gpu_energy_joules_total", "0"] == 5
+    assert shown["pdserve_gpu_throttled", "0", "power, heat (hardware)"] == 1
+    assert shown["pdserve_gpu_faulty", "1", ""] == 0
 
 
 @pytest.mark.parametrize(
@@ -82,36 +191,47 @@ def test_a_process_is_told_its_gpus_by_the_indices_that_nvml_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("figures", "fault"),
+    ("changes", "xids", "fault"),
     [
-        ({}, ""),
-        ({"temperature_c": 95}, ""),
-        ({"temperature_c": 96}, "GPU 1 is at 96 degrees"),
-        ({"ecc_errors": 3}, "GPU 1 has 3 uncorrected memory errors"),
+        ({"ecc": 3}, [94], ""),  # contained: what used the memory has ended
+        ({"temperature_c": 95}, [], ""),
+        ({"temperature_c": 96}, [], "GPU 0 is at 96 degrees"),
+        ({"remap_failed": 1}, [], "GPU 0 has memory errors that it could not remap"),
+        ({}, [13, 95, 31], "GPU 0 must be reset: Xid 95"),
+        ({"lost": {"first"}}, [], "GPU 0 is lost: it does not answer"),
     ],
 )
-def test_a_gpu_is_well_up_to_the_limits(figures: dict[str, int], fault: str) -> None:
-    assert fault_of([WELL, w.GpuHealth(index=1, **figures)]) == fault
+async def test_a_gpu_is_well_up_to_the_limits(
+    nvml: Nvml, changes: dict[str, Any], xids: list[int], fault: str
+) -> None:
+    vars(nvml).update(changes)
+    nvml.xids = [("first", xid) for xid in xids]
+    async with watching(lambda _: None) as gpus:
+        assert gpus.latest[0].fault == fault
 
 
-async def test_a_worker_is_out_while_its_gpu_is_not_well() -> None:
-    gpus = [w.GpuHealth(index=0, temperature_c=99)]
+async def test_a_worker_is_out_while_its_gpu_is_not_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch goes on when a GPU is lost."""
+    nvml = Nvml()
+    nvml.lost = {"second"}
     async with Cluster(prefill=1, decode=2) as cluster:
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)  # for the watch below alone
         service = cluster.workers["decode-0"].service
-        watch = asyncio.create_task(watch_gpus(service.set_unhealthy, lambda: gpus, look_s=0.001))
-        await cluster.until_state("decode-0", "suspended")
-        assert (await cluster.entries())["decode-0"].unhealthy == "GPU 0 is at 99 degrees"
-        answer = await cluster.ask([20, 21, 22])
-        assert answer.receipt is not None
-        assert answer.receipt.decode_worker == "decode-1"
-        gpus[:] = [WELL]
-        await cluster.until_state("decode-0", "ready")
-        watch.cancel()
+        async with watching(service.set_unhealthy):
+            await cluster.until_state("decode-0", "suspended")
+            unhealthy = (await cluster.entries())["decode-0"].unhealthy
+            assert unhealthy == "GPU 1 is lost: it does not answer"
+            answer = await cluster.ask([20, 21, 22])
+            assert answer.receipt is not None
+            assert answer.receipt.decode_worker == "decode-1"
+            nvml.lost = set()
+            await cluster.until_state("decode-0", "ready")
 
 
-async def test_without_a_gpu_the_watch_ends() -> None:
+async def test_without_a_gpu_the_watch_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     async with asyncio.timeout(WAIT_S):
-        await watch_gpus(lambda _: None, list)
+        await Gpus().watch(lambda _: None)
 
 
 async def test_a_worker_says_which_gpus_are_its_own() -> None:
