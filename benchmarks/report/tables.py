@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.compare.summary import ATTAINMENT
+from pdserve.cli.console import open_console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,13 +24,8 @@ _SHOWN_ERRORS = 5
 SWEEP_HEAD = ["", "rate", "each", "ratio", "probes"]
 
 
-def _console() -> Console:
-    # Without a terminal rich assumes 80 columns and folds tables.
-    return Console() if sys.stdout.isatty() else Console(width=160)
-
-
 def print_line(text: str, style: str = "") -> None:
-    _console().print(text, style=style or None, highlight=False, markup=False, soft_wrap=True)
+    open_console().print(text, style=style or None, markup=False, soft_wrap=True)
 
 
 def print_table(
@@ -43,7 +37,7 @@ def print_table(
         table.add_column(column, justify="right" if place else "left")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, str) else number_text(cell) for cell in row))
-    _console().print(table)
+    open_console().print(table)
 
 
 def number_text(value: Any) -> str:

@@ -44,7 +44,7 @@ def register(commands: Subparsers) -> None:
 
 
 async def _run(args: argparse.Namespace) -> int:
-    from rich.console import Console
+    from pdserve.cli.console import open_console
 
     request = a.ExplainRequest(request_id=args.request_id)
     async with channel_to(args) as (channel, metadata):
@@ -52,7 +52,7 @@ async def _run(args: argparse.Namespace) -> int:
     if args.json:
         say(json.dumps(plain(found)))
     else:
-        show(found, Console(highlight=False))
+        show(found, open_console())
     return 0
 
 

@@ -119,10 +119,11 @@ def _row(entry: w.WorkerEntry, answer: w.WorkerStatus | None) -> Row:
 
 
 def _show(address: str, found: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(highlight=False)
+    from pdserve.cli.console import open_console
+
+    console = open_console()
     workers: list[Row] = found["workers"]
     if not workers:
         console.print(f"no worker is registered at {address}")

@@ -76,13 +76,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.live import Live
 
+    from pdserve.cli.console import open_console
     from pdserve.cli.status import collect
 
     tls = http_tls_from(args)
-    console = Console(highlight=False)
+    console = open_console()
     is_live = not (args.json or args.once)
     live = Live(console=console, screen=True, auto_refresh=False) if is_live else None
     before, began = await _read(args.url, tls), time.monotonic()
