@@ -4,6 +4,7 @@
 # PYTHON=python3   interpreter that makes the environment
 # ARGS=...         passed on by run, bench and test
 # JOBS=2           processes that share the tests out
+# VENV=.venv       folder of the environment
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,7 +16,9 @@ JOBS ?= 2
 TORCH := 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-LOCK := requirements/cpu.lock
+# Tells every later target that gpu-install made this environment.
+GPU := $(VENV)/gpu
+LOCK := requirements/$(if $(wildcard $(GPU)),gpu,cpu).lock
 STAMP := $(VENV)/installed
 TORCH_STAMP := $(VENV)/torch-$(TORCH)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -29,7 +32,7 @@ PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I p
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-.PHONY: help install run test test-all test-gpu lint format typecheck proto proto-check size \
+.PHONY: help install gpu-install run test test-all test-gpu lint format typecheck proto proto-check size \
 	docs check bench clean
 
 help: ## list the targets
@@ -38,6 +41,12 @@ help: ## list the targets
 install: $(STAMP) ## make the environment in .venv, or bring it up to date
 	@$(BIN)/python -c 'import kv_transfer._copy' 2>/dev/null \
 		|| echo "KV is copied in Python: $(EXTENSIONS) is not built. With a C compiler: rm $(STAMP); make install"
+
+gpu-install: ## the same for NVIDIA GPUs: vLLM with CUDA, on Linux x86_64 with Python 3.12
+	@[ -e $(GPU) ] || [ ! -e $(VENV) ] || { echo "$(VENV) is an environment without CUDA;" \
+		"name another folder: make gpu-install VENV=.venv-gpu" >&2; exit 1; }
+	@mkdir -p $(VENV) && touch $(GPU)
+	@$(MAKE) --no-print-directory install
 
 run: $(STAMP) ## start one prefill worker, one decode worker and the router
 	@exec $(BIN)/pdserve up $(ARGS)
@@ -48,9 +57,11 @@ test: check ## before every commit: lint, types, protos, and the tests that take
 test-all: check ## every test: also soak, chaos, comparisons, resharding and upstream connectors
 	$(PYTEST) -m "not gpu" --hypothesis-profile=deep $(ARGS)
 
-# Installs nothing: a machine with a GPU may have no network, and a torch of its own.
-test-gpu: ## the tests that need a CUDA GPU; each says why it is skipped
-	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); $$python -m pytest tests/gpu -rs $(ARGS)
+# Installs nothing: a machine with a GPU may have no network, and a torch of its own. pytest exits
+# with 5 if every file is skipped.
+test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why each is skipped
+	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); \
+		$$python -m pytest tests/gpu -rs $(ARGS) || [ $$? = 5 ]
 
 check: lint typecheck proto-check size ## everything that can be said without running the code
 
@@ -107,7 +118,8 @@ $(TORCH_STAMP): | $(BIN)/python
 		|| $(PIP) install -q $$index "torch==$(TORCH)" 2>>$(PIP_LOG) || $(SHOW_PIP_LOG)
 	@touch $@
 
-$(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(HEADERS) $(TORCH_STAMP)
+$(STAMP): $(LOCK) pyproject.toml $(EXTENSIONS) $(HEADERS) \
+		$(if $(wildcard $(GPU)),| $(BIN)/python,$(TORCH_STAMP))
 	@echo "installing the packages of $(LOCK)"
 	@$(PIP) install --no-deps -r $(LOCK) 2>$(PIP_LOG) | { \
 		total=$$(grep -c '^[A-Za-z]' $(LOCK)); n=0; next=10; \
