@@ -29,5 +29,6 @@ async def start_python(
     module: str, *args: str, env: Mapping[str, str] | None = None, fds: Sequence[int] = ()
 ) -> Forked:
     """Run `python -m module *args` with `env` added."""
-    whole = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    whole = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **(env or {})}
     return await _server().start(module, *args, env=whole, fds=fds)

@@ -131,8 +131,12 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
     """Return vLLM's parser, which reports only what was given."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ModuleNotFoundError:  # vLLM 0.32
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
