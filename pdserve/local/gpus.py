@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pdserve.config import Config
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_WORD = 64  # bits of one entry in NVML's sets of cores
 _UTILIZATION = 0.9  # vLLM's default share of a GPU's memory
 
 
@@ -37,13 +38,23 @@ def open_nvml() -> Iterator[Any]:
                 nvml.nvmlShutdown()
 
 
-def visible_gpus() -> tuple[int, ...]:
-    """Return the NVML indices that this process may use; none without a driver."""
+def visible_gpus() -> dict[int, frozenset[int]]:
+    """Return the NVML indices that this process may use, each with the CPU cores nearest to that
+    GPU (none if NVML does not know); no GPUs without a driver."""
     with open_nvml() as nvml:
         try:
-            return () if nvml is None else tuple(index for index, _ in visible(nvml))
+            return {} if nvml is None else {i: _nearest(nvml, x) for i, x in visible(nvml)}
         except nvml.NVMLError:
-            return ()
+            return {}
+
+
+def _nearest(nvml: Any, handle: Any) -> frozenset[int]:
+    words = -(-(os.cpu_count() or 1) // _WORD)
+    try:
+        mask = list(nvml.nvmlDeviceGetCpuAffinity(handle, words))
+    except nvml.NVMLError:  # not supported in some virtual machines
+        return frozenset()
+    return frozenset(i for i in range(words * _WORD) if mask[i // _WORD] >> i % _WORD & 1)
 
 
 def visible(nvml: Any) -> Iterator[tuple[int, Any]]:
@@ -78,11 +89,12 @@ def gpu_environment(gpus: Collection[int]) -> dict[str, str]:
     return {VISIBLE: ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
-def gpus_for(config: Config) -> tuple[int, ...]:
-    """Return the GPUs that workers may use: none for the fake engine or a CPU build of torch."""
+def gpus_for(config: Config) -> dict[int, frozenset[int]]:
+    """Return the GPUs that workers may use, with the cores nearest to each: none for the fake
+    engine or a CPU build of torch."""
     if config.worker.engine != "vllm":
-        return ()
-    return () if is_cpu_build() else visible_gpus()
+        return {}
+    return {} if is_cpu_build() else visible_gpus()
 
 
 def is_cpu_build() -> bool:

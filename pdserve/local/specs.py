@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _CHOSEN_HERE = ("worker_id", "role", "port", "debug_port", "routers", "cores", "gpus")
 # Engine arguments that set the use of GPU memory.
 _OF_MEMORY = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+# An engine with a GPU is better off with as many cores on its socket than with all cores of both.
+_ENOUGH_CORES = 4
 _PORTS_APART = 10
 _LAST_PORT = 65535
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -54,10 +57,11 @@ def router_configs(config: Config) -> dict[str, RouterConfig]:
 
 
 def worker_configs(
-    config: Config, cores: Collection[int], gpus: Sequence[int] = ()
+    config: Config, cores: Collection[int], gpus: Mapping[int, Collection[int]] | None = None
 ) -> dict[str, WorkerConfig]:
-    """Return each worker's configuration by name. Raises ConfigError if the file sets what is set
-    here, or if there are too few cores or GPUs."""
+    """Return each worker's configuration by name. `gpus` has the cores nearest to each GPU. Raises
+    ConfigError if the file sets what is set here, or if there are too few cores or GPUs."""
+    gpus = gpus or {}
     for name in _CHOSEN_HERE:
         if getattr(config.worker, name) != getattr(WorkerConfig(), name):
             refuse(f"worker.{name}", "is set by `pdserve up`; remove it from the configuration")
@@ -87,14 +91,20 @@ def worker_configs(
                 workers.append(replace(worker, worker_id=f"{role}-{names[role]}"))
                 wanted.append((pool.gpus, _tensor_parallel(args)))
                 names[role] += 1
-    cards = share_gpus(wanted, gpus)
-    shares = share_cores(len(workers), cores, config.up.cores_per_worker)
+    cards = share_gpus(wanted, tuple(gpus))
+    pools = core_pools(cards, cores, gpus, config.up.cores_per_worker)
+    shares = {
+        usable: iter(share_cores(pools.count(usable), usable, config.up.cores_per_worker))
+        for usable in pools
+    }
     found = {}
-    for worker, share, mine in zip(workers, shares, cards, strict=True):
+    for worker, usable, mine in zip(workers, pools, cards, strict=True):
         args, memory = worker.engine_args, memory_share(mine, cards)
         if memory is not None and not any(key in args for key in _OF_MEMORY):
             args = {**args, "gpu_memory_utilization": memory}
-        found[worker.worker_id] = replace(worker, cores=share, gpus=mine, engine_args=args)
+        found[worker.worker_id] = replace(
+            worker, cores=next(shares[usable]), gpus=mine, engine_args=args
+        )
     return found
 
 
@@ -114,6 +124,26 @@ def before_on_gpu(workers: Mapping[str, WorkerConfig], name: str) -> list[str]:
 def _tensor_parallel(args: Mapping[str, object]) -> int:
     size = args.get("tensor_parallel_size", 1)
     return size if isinstance(size, int) and size > 0 else 1  # the engine rejects others
+
+
+def core_pools(
+    workers: Sequence[tuple[int, ...]],
+    cores: Collection[int],
+    nearest: Mapping[int, Collection[int]],
+    per_worker: int = 0,
+) -> list[frozenset[int]]:
+    """Return for each worker, given by its GPUs, the cores that it shares with the workers of the
+    same pool: those nearest to its GPUs, which on a machine of several sockets are those of one
+    socket. All cores for every worker if pools overlap, or if one has too few: `per_worker` for
+    each of its workers, or else four."""
+    everything = frozenset(cores)
+    pools = [
+        frozenset(core for gpu in gpus for core in nearest[gpu]) & everything or everything
+        for gpus in workers
+    ]
+    apart = all(a.isdisjoint(b) for a, b in combinations(set(pools), 2))
+    fit = all(pools.count(pool) * (per_worker or _ENOUGH_CORES) <= len(pool) for pool in pools)
+    return pools if apart and fit else [everything] * len(pools)
 
 
 def share_cores(workers: int, cores: Collection[int], per_worker: int = 0) -> list[tuple[int, ...]]:

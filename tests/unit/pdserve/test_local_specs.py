@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from pdserve.config import (
     read_yaml,
 )
 from pdserve.errors import ConfigError
-from pdserve.local.gpus import Wanted, gpus_for, memory_share, share_gpus
+from pdserve.local.gpus import Wanted, gpus_for, memory_share, share_gpus, visible_gpus
 from pdserve.local.progress import StartProgress
 from pdserve.local.specs import (
     before_on_gpu,
+    core_pools,
     reachable,
     router_configs,
     share_cores,
@@ -117,7 +119,9 @@ def test_each_role_has_its_own_engine_arguments_and_gpus() -> None:
       prefill: {workers: 2, gpus: [4, 5, 6, 7], engine_args: {tensor_parallel_size: 2}}
       decode: {engine_args: {tensor_parallel_size: 4, seed: 2}}
     """
-    workers = worker_configs(parse(Config, read_yaml(text, "test")), range(3), range(8))
+    workers = worker_configs(
+        parse(Config, read_yaml(text, "test")), range(3), dict.fromkeys(range(8), ())
+    )
     common = {"max_model_len": 64, "seed": 1}
     assert {name: (x.gpus, x.engine_args) for name, x in workers.items()} == {
         "prefill-0": ((4, 5), common | {"tensor_parallel_size": 2}),
@@ -163,28 +167,91 @@ def test_several_models_have_workers_of_their_own() -> None:
 )
 def test_what_cannot_be_served_is_refused_by_its_key(text: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        worker_configs(parse(Config, read_yaml(text, "test")), range(4), range(2))
+        worker_configs(parse(Config, read_yaml(text, "test")), range(4), {0: (), 1: ()})
     assert caught.value.field == key
 
 
 def test_workers_on_one_gpu_share_its_memory_unless_they_are_told_how_much() -> None:
     assert memory_share((0,), [(0,), (1,)]) is None
     assert memory_share((), [(), ()]) is None
-    workers = worker_configs(Config(), range(2), [0])
+    workers = worker_configs(Config(), range(2), {0: ()})
     assert [dict(x.engine_args) for x in workers.values()] == [{"gpu_memory_utilization": 0.45}] * 2
     told = Config(worker=WorkerConfig(engine_args={"kv_cache_memory_bytes": 1 << 30}))
-    for worker in worker_configs(told, range(2), [0]).values():
+    for worker in worker_configs(told, range(2), {0: ()}).values():
         assert worker.engine_args == told.worker.engine_args
         assert worker.gpus == (0,)
 
 
 def test_gpus_are_for_a_vllm_that_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.local.gpus.visible_gpus", lambda: (0, 1))
+    gpus = {0: frozenset({0}), 1: frozenset[int]()}
+    monkeypatch.setattr("pdserve.local.gpus.visible_gpus", lambda: gpus)
     monkeypatch.setattr("pdserve.local.gpus.version", lambda name: "2.13.0+cu130")
-    assert gpus_for(Config()) == (0, 1)
-    assert gpus_for(Config(worker=WorkerConfig(engine="fake"))) == ()
+    assert gpus_for(Config()) == gpus
+    assert gpus_for(Config(worker=WorkerConfig(engine="fake"))) == {}
     monkeypatch.setattr("pdserve.local.gpus.version", lambda name: "2.13.0+cpu")
-    assert gpus_for(Config()) == ()
+    assert gpus_for(Config()) == {}
+
+
+class AffinityNvml:
+    """NVML on a machine with 72 cores, GPU 0 near the first and the last; GPU 1 does not know."""
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetCpuAffinity(self, handle: int, words: int) -> list[int]:  # noqa: N802
+        if handle:
+            raise self.NVMLError
+        return [1 << 0, 1 << 7][:words]
+
+
+def test_each_visible_gpu_comes_with_its_nearest_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.local.gpus.open_nvml", lambda: nullcontext(AffinityNvml()))
+    monkeypatch.setattr("os.cpu_count", lambda: 72)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == {0: {0, 71}, 1: set()}
+
+
+SOCKETS = (frozenset(range(8)), frozenset(range(8, 16)))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nearest", "per_worker", "pools"),
+    [
+        # One GPU a socket, and both on the second one.
+        ([(0,), (1,)], SOCKETS, 0, SOCKETS),
+        ([(0,), (1,)], (SOCKETS[1], SOCKETS[1]), 0, (SOCKETS[1], SOCKETS[1])),
+        ([(0, 1), (2,)], (SOCKETS[0], SOCKETS[0], SOCKETS[1]), 0, SOCKETS),
+        # GPUs of both sockets; too few cores; cores of others; no GPU; unknown.
+        ([(0, 1), (1,)], SOCKETS, 0, None),
+        ([(0,), (1,)], (SOCKETS[1], SOCKETS[1]), 5, None),
+        ([(0,), (1,)], ({0, 1, 2}, {3, 4, 5, 6}), 0, None),
+        ([(0,), (1,)], ({99}, {99}), 0, None),
+        ([(), ()], (), 0, None),
+        ([(0,), (0,)], ((),), 0, None),
+    ],
+)
+def test_workers_run_on_the_socket_of_their_gpus(
+    gpus: list[tuple[int, ...]],
+    nearest: tuple[frozenset[int], ...],
+    per_worker: int,
+    pools: tuple[frozenset[int], ...] | None,
+) -> None:
+    found = core_pools(gpus, range(16), dict(enumerate(nearest)), per_worker)
+    assert found == list(pools or [frozenset(range(16))] * 2)
+
+
+def test_workers_of_one_socket_share_its_cores() -> None:
+    workers = worker_configs(Config(), range(16), {0: SOCKETS[1], 1: SOCKETS[1]}).values()
+    assert [(x.gpus, x.cores) for x in workers] == [((0,), (8, 9, 10)), ((1,), (11, 12, 13))]
 
 
 def test_routers_side_by_side_have_ports_of_their_own() -> None:
