@@ -43,7 +43,7 @@ def make_engine(
         VllmSettings(
             model_path=config.model,
             model_names=config.served_names,
-            threads=len(config.cores) or None,
+            threads=None if config.gpus else len(config.cores) or None,
             kv=kv,
             engine_args=engine_args,
         ),

@@ -42,7 +42,7 @@ def run_worker(config: WorkerConfig, *, reports: Reports | None = None) -> int:
 
     Raises ConfigError for a configuration that cannot be served.
     """
-    pin(config.cores)
+    pin(config.cores, thread_pools=not config.gpus)
     os.environ.update(gpu_environment(config.gpus))
     import uvloop
 
@@ -54,9 +54,11 @@ def thread_environment(cores: Collection[int]) -> dict[str, str]:
     return dict.fromkeys(_THREAD_POOLS, str(len(cores))) if cores else {}
 
 
-def pin(cores: Collection[int]) -> None:
+def pin(cores: Collection[int], *, thread_pools: bool = True) -> None:
     """Pin this process and its children to `cores`, if there are any: engines of one machine that
-    each start a thread for every core slow one another down.
+    each start a thread for every core slow one another down. With `thread_pools`, also give every
+    pool that many threads. vLLM on a GPU does that itself, and serves with one, but only if
+    OMP_NUM_THREADS is not set.
 
     Raises ConfigError for cores that this process may not use, and RuntimeError if torch is
     imported already, which is too late.
@@ -66,7 +68,8 @@ def pin(cores: Collection[int]) -> None:
     # A forked worker has its parent's one-thread pools; its engine sets torch's threads.
     if "torch" in sys.modules and not vllm_settings.is_preloaded:
         raise RuntimeError("cores must be pinned before torch is imported")
-    os.environ.update(thread_environment(cores))
+    if thread_pools:
+        os.environ.update(thread_environment(cores))
     missing = sorted(set(cores) - os.sched_getaffinity(0))
     if missing:
         raise ConfigError(

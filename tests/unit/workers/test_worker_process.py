@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdserve import rpc
+from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.types import Role
 from tests.unit.workers.router_side import (
@@ -27,10 +28,14 @@ from tests.unit.workers.router_side import (
     a_worker,
     worker_config,
 )
+from workers.engines import make_engine
 from workers.main import pin, run_worker, thread_environment
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from workers.vllm.settings import VllmSettings
 
 _MAIN = """
 import json, os, sys
@@ -186,17 +191,35 @@ def test_every_thread_pool_has_one_thread_a_core() -> None:
     assert set(environment.values()) == {"3"}
 
 
-def test_a_pinned_process_and_its_children_have_those_cores() -> None:
+@pytest.mark.parametrize(("thread_pools", "threads"), [(True, "1"), (False, "None")])
+def test_a_pinned_process_and_its_children_have_those_cores(
+    *, thread_pools: bool, threads: str
+) -> None:
     core = min(os.sched_getaffinity(0))
     script = (
-        "import os, subprocess, sys; from workers.main import pin; pin([int(sys.argv[1])]);"
-        "ask = 'import os; print(os.sched_getaffinity(0), os.environ[\"OMP_NUM_THREADS\"])';"
+        "import os, subprocess, sys; from workers.main import pin; "
+        f"pin([int(sys.argv[1])], thread_pools={thread_pools});"
+        "ask = 'import os; print(os.sched_getaffinity(0), os.environ.get(\"OMP_NUM_THREADS\"))';"
         "subprocess.run([sys.executable, '-c', ask], check=True)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(core)], check=True, capture_output=True, text=True
+        [sys.executable, "-c", script, str(core)],
+        env={k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"},
+        check=True,
+        capture_output=True,
+        text=True,
     )
-    assert done.stdout.strip() == f"{{{core}}} 1"
+    assert done.stdout.strip() == f"{{{core}}} {threads}"
+
+
+def test_threads_of_an_engine_on_a_gpu_are_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[VllmSettings] = []
+    monkeypatch.setattr("workers.vllm.engine.VllmEngine", lambda settings, _: seen.append(settings))
+    for gpus in ((), (0,)):
+        make_engine(WorkerConfig(model=str(tmp_path), cores=(2, 3), gpus=gpus), "engine")
+    assert [settings.threads for settings in seen] == [2, None]
 
 
 def test_cores_that_are_not_ours_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
