@@ -215,6 +215,7 @@ def test_a_pinned_process_and_its_children_have_those_cores(
 def test_threads_of_an_engine_on_a_gpu_are_left_to_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")
     seen: list[VllmSettings] = []
     monkeypatch.setattr("workers.vllm.engine.VllmEngine", lambda settings, _: seen.append(settings))
     for gpus in ((), (0,)):
