@@ -1,6 +1,6 @@
 """The KV connector that vLLM loads (`kv_connector_module_path="kv_transfer.vllm.connector"`).
 
-Tried on vLLM 0.32.0 (CPU).
+Tried on vLLM 0.32.0 and 0.33.0 (CPU).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests that continue after tokens generated elsewhere. Tried on vLLM 0.32.0 (CPU).
+"""Requests that continue after tokens generated elsewhere. Tried on vLLM 0.32.0 and 0.33.0 (CPU).
 
 Such a token becomes an *output* token of the request, as if the request had been preempted after
 sampling it. Penalties, seeds, length limits, stop tokens and grammars therefore count it.

@@ -1,4 +1,4 @@
-"""Layout of vLLM's KV cache, and its allocation in shared memory. Tried on vLLM 0.32.0 (CPU)."""
+"""Layout of vLLM's KV cache; allocation in shared memory. Tried on vLLM 0.32.0 and 0.33.0 (CPU)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connector's half in vLLM's scheduler process. Tried on vLLM 0.32.0 (CPU).
+"""The connector's half in vLLM's scheduler process. Tried on vLLM 0.32.0 and 0.33.0 (CPU).
 
 It knows which requests take part in a transfer and keeps the ledger: blocks that a producer may
 still write to, and blocks that are held for a consumer that has not acknowledged them. vLLM itself
