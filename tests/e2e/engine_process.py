@@ -95,7 +95,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def _main(fd: int) -> None:
-    for name in ("batch_queue", "corrupt", "overlap"):
+    for name in ("batch_queue", "corrupt", "no_poll", "overlap"):
         if f"PDSERVE_TEST_{name.upper()}" in os.environ:
             importlib.import_module(f"tests.e2e.{name}")
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))

@@ -36,10 +36,12 @@ _NAMES = itertools.count(1)
 
 
 async def wide(model: Path) -> EngineProcess:
-    """An engine of two ranks, with one of the model's two KV heads each."""
+    """An engine of two ranks, with one of the model's two KV heads each, that polls for nothing."""
     kv = KvSettings(f"wide-instance-{next(_NAMES)}", {"transports": ("shm", "tcp")})
     args = {"max_num_batched_tokens": 256, "tensor_parallel_size": 2, "block_size": BLOCK}
-    return await EngineProcess.start(settings(model, kv=kv, **args))
+    return await EngineProcess.start(
+        settings(model, kv=kv, **args), env={"PDSERVE_TEST_NO_POLL": "1"}
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -56,6 +56,7 @@ from workers.vllm.args import (
 )
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lora import load_in, mend_lora
+from workers.vllm.rank_wakes import RankWakes, wake_in
 from workers.vllm.speculation import check_sampling, mend_sampling
 from workers.vllm.steps import IdleSteps, StepWatch
 from workers.vllm.tokenizer import path_for_router
@@ -124,6 +125,7 @@ class VllmCore:
         self._adapters: dict[str, LoRARequest] = {}
         self._adapter_ids = itertools.count(1)
         self._wake = wake
+        self._rank_wakes: RankWakes | None = None
         self._tokenizer_dir = TemporaryDirectory(prefix="pdserve-tokenizer-")
         self.is_idle = False
         self._idle = IdleSteps(in_flight=core.batch_queue_size)
@@ -135,13 +137,20 @@ class VllmCore:
             self.load = self._read_load()
             kv = self.info.kv
             self._handoff = HandoffStyle.CONCURRENT if kv is None else kv.handoff
-            self._wakes = self._runner_half is not None and self._runner_half.wake_with(wake)
+            self._wakes = self._connector is not None and self._have_woken(wake)
             tick_with = getattr(self._runner_half, "tick_with", None)
             self.steps.sees_layers = tick_with is not None and tick_with(self.steps.tick)
             self._executor.register_failure_callback(self._note_executor_death)
         except BaseException:
             self.close()
             raise
+
+    def _have_woken(self, wake: Callable[[], None]) -> bool:
+        """Have `wake` called when a transfer progresses. Return False if the connector cannot."""
+        if self._runner_half is not None:
+            return bool(self._runner_half.wake_with(wake))
+        self._rank_wakes = RankWakes(wake)
+        return all(self._executor.collective_rpc(wake_in, args=(self._rank_wakes.address,)))
 
     def _note_executor_death(self) -> None:
         self.executor_died = True
@@ -320,7 +329,8 @@ class VllmCore:
         self.load = self._read_load()
         # With nothing running, a step only looks after transfers.
         computed = bool(outputs or self._scheduler.running)
-        self.is_idle = self._idle.after_step(computed=computed)
+        can_start = bool(self._scheduler.finished_recving_kv_req_ids)
+        self.is_idle = self._idle.after_step(computed=computed or can_start)
         self.steps.end(computed=computed, has_work=self._has_runnable())
         return deltas
 
@@ -401,6 +411,9 @@ class VllmCore:
     def close(self) -> None:
         """End the engine and its processes. Idempotent."""
         self._streams.clear()
+        if self._rank_wakes is not None:
+            self._rank_wakes.close()
+            self._rank_wakes = None
         self._engine.engine_core.shutdown()
         self._tokenizer_dir.cleanup()
 
