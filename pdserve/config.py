@@ -309,6 +309,27 @@ class RouterConfig(_Section, frozen=True):
             )
 
 
+class TiersConfig(_Section, frozen=True):
+    """Where a worker keeps prefixes that its KV cache evicts. Prefill workers load them from there.
+
+    host_gib: GiB of host memory for each worker. 0: no tiers.
+    disk_path: Folder on a local disk. The workers of one host and one model find one another's
+        prefixes there, also after a restart. Empty: none.
+    disk_gib: GiB of that folder; the blocks unused for longest go first.
+    """
+
+    host_gib: Amount = 0.0
+    disk_path: str = ""
+    disk_gib: Amount = 0.0
+
+    def __post_init__(self) -> None:
+        if bool(self.disk_path) != bool(self.disk_gib):
+            missing = "disk_gib" if self.disk_path else "disk_path"
+            refuse(missing, "disk_path and disk_gib must be set together")
+        if self.disk_path and not self.host_gib:
+            refuse("host_gib", "must be above 0: files are read through host memory")
+
+
 class KvConfig(_Section, frozen=True):
     """How KV blocks travel between workers.
 
@@ -318,6 +339,7 @@ class KvConfig(_Section, frozen=True):
     transports: Transports, the preferred one first. `auto` takes shm and tcp for a KV cache in host
         memory, cuda_ipc and nccl for one on a GPU.
     lease_s: Seconds for which a prefill worker keeps blocks for a silent decode worker.
+    tiers: Where a worker keeps prefixes that its KV cache evicts.
     """
 
     connector: Literal["pdserve", "nixl"] = "pdserve"
@@ -326,8 +348,11 @@ class KvConfig(_Section, frozen=True):
         tuple[Literal["auto", "shm", "tcp", "cuda_ipc", "nccl"], ...], Meta(min_length=1)
     ] = ("auto",)
     lease_s: Lease = 30.0
+    tiers: TiersConfig = TiersConfig()
 
     def __post_init__(self) -> None:
+        if self.tiers.host_gib and self.connector != "pdserve":
+            refuse("tiers.host_gib", f"must be 0 with the connector {self.connector}")
         if len(set(self.transports)) != len(self.transports):
             refuse("transports", f"has a duplicate: {', '.join(self.transports)}")
         if "auto" in self.transports and len(self.transports) > 1:

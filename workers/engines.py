@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pdserve.config import TiersConfig
 from pdserve.errors import ConfigError
 from pdserve.hub import with_directories
 from pdserve.types import ModelInfo, Role
@@ -45,6 +46,8 @@ def make_engine(
             model_names=config.served_names,
             threads=None if config.gpus else len(config.cores) or None,
             kv=kv,
+            # Decode workers get KV from prefill workers.
+            tiers=TiersConfig() if config.role is Role.DECODE else config.kv.tiers,
             engine_args=engine_args,
         ),
         on_progress,
@@ -58,7 +61,7 @@ def connector_config(kv: KvConfig, access: AccessConfig) -> dict[str, Any]:
             raise ConfigError("kv.connector: the package nixl is missing", field="kv.connector")
         return {"kv_lease_duration": math.ceil(kv.lease_s)}
     keys = msgspec.structs.asdict(kv)
-    extra = {name: value for name, value in keys.items() if name != "connector"}
+    extra = {name: value for name, value in keys.items() if name not in ("connector", "tiers")}
     if access.worker_token_file:
         extra["token_file"] = str(access.worker_token_file)
     if access.tls.is_mutual:
@@ -79,6 +82,8 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
         raise ConfigError(
             f"kv.connector: the fake engine has no {config.kv.connector}", field="kv.connector"
         )
+    if config.kv.tiers.host_gib:
+        raise ConfigError("kv.tiers: the fake engine has none", field="kv.tiers")
     if config.role is not Role.AGGREGATED:
         kv = FakeKv(instance_id, host=config.kv.host, lease_s=config.kv.lease_s)
     path = Path(config.model, "config.json")

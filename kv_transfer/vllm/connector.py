@@ -262,15 +262,20 @@ class PdConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
 
+def first_of(connector: Any) -> Any:
+    """Return the connector that hands over. It stands before the tiers', if there are any."""
+    return getattr(connector, "sub_connectors", [connector])[0]
+
+
 def snapshot_in(_worker: Any) -> KvSnapshot:
     """For `Executor.collective_rpc`: return the KV plane's state in the process that runs this."""
-    snapshot: KvSnapshot = get_kv_transfer_group().snapshot()
+    snapshot: KvSnapshot = first_of(get_kv_transfer_group()).snapshot()
     return snapshot
 
 
 def handshake_in(_worker: Any) -> PdHandshake:
     """For `Executor.collective_rpc`: return what the process that runs this registers with."""
-    handshake: PdHandshake = get_kv_transfer_group().handshake()
+    handshake: PdHandshake = first_of(get_kv_transfer_group()).handshake()
     return handshake
 
 

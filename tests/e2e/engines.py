@@ -11,6 +11,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pdserve.config import TiersConfig
 from pdserve.types import SamplingParams
 from tests.e2e.engine_process import read_frame, write_frame
 from tests.e2e.warm import start_python
@@ -37,10 +38,18 @@ if TYPE_CHECKING:
     from workers.engine import EngineInfo
 
 
-def settings(model: Path, *, kv: KvSettings | None = None, **engine_args: Any) -> VllmSettings:
+def settings(
+    model: Path,
+    *,
+    kv: KvSettings | None = None,
+    tiers: TiersConfig | None = None,
+    **engine_args: Any,
+) -> VllmSettings:
     """Settings for a test's engine: float32, where no tie can flip, and a small KV cache."""
     args = {"dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **engine_args}
-    return VllmSettings(str(model), ("tiny",), threads=1, kv=kv, engine_args=args)
+    return VllmSettings(
+        str(model), ("tiny",), threads=1, kv=kv, tiers=tiers or TiersConfig(), engine_args=args
+    )
 
 
 class EngineGone(Exception):

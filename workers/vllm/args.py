@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from pdserve.config import TiersConfig
     from workers.vllm.settings import KvSettings, VllmSettings
 
 logger = logging.getLogger(__name__)
@@ -53,20 +55,44 @@ _CONNECTORS = {
     "pdserve": ("PdConnector", "kv_transfer.vllm.connector"),
     "nixl": ("PdNixlConnector", "kv_transfer.vllm.nixl_connector"),
 }
+_TIERS = "kv_transfer.vllm.tiers"
 
 
-def kv_transfer_config(kv: KvSettings) -> KVTransferConfig:
-    """Return the connector's configuration. A failed load must fail its request: if vLLM computed
-    it again, the first token would be sampled twice."""
-    name, module = _CONNECTORS[kv.connector]
-    return KVTransferConfig(
-        kv_connector=name,
-        kv_connector_module_path=module,
-        kv_role="kv_both",
-        engine_id=kv.instance_id,
-        kv_load_failure_policy="fail",
-        kv_connector_extra_config=dict(kv.extra),
-    )
+def kv_transfer_config(kv: KvSettings | None, tiers: TiersConfig) -> KVTransferConfig | None:
+    """Return the configuration of the connectors, the one that hands over first."""
+    connectors = []
+    if kv is not None:
+        connectors.append(_connector(*_CONNECTORS[kv.connector], kv.extra))
+    if tiers.host_gib:
+        connectors.append(_connector("TierConnector", _TIERS, _tier_config(tiers)))
+    if len(connectors) > 1:
+        connectors = [_connector("MultiConnector", None, {"connectors": connectors})]
+    engine_id = None if kv is None else kv.instance_id
+    return KVTransferConfig(**connectors[0], engine_id=engine_id) if connectors else None
+
+
+def _connector(name: str, module: str | None, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A failed load must fail its request: if vLLM computed it again, the first token would be
+    sampled twice."""
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": dict(extra),
+    }
+
+
+def _tier_config(tiers: TiersConfig) -> dict[str, Any]:
+    disk: dict[str, Any] = {"type": "DiskTier", "module_path": _TIERS, "root": tiers.disk_path}
+    disk["quota_bytes"] = int(tiers.disk_gib * 2**30)
+    return {
+        "spec_name": "TierSpec",
+        "spec_module_path": _TIERS,
+        "cpu_bytes_to_use": int(tiers.host_gib * 2**30),
+        "secondary_tiers": [disk] if tiers.disk_path else [],
+        "pid": os.getpid(),
+    }
 
 
 def engine_args(settings: VllmSettings) -> EngineArgs:
@@ -82,6 +108,11 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         args[name] = _as_vllm_has_it(known[name], value)
     if args.get("enable_lora"):
         args.setdefault("max_cpu_loras", max(_MAX_CPU_LORAS, args.get("max_loras", 1)))
+    if settings.tiers.host_gib and not args["enable_prefix_caching"]:
+        raise ConfigError(
+            "engine_args.enable_prefix_caching must be true: kv.tiers keeps prefixes",
+            field="engine_args.enable_prefix_caching",
+        )
     check_packages(args.get("speculative_config") or {})
     if current_platform.is_cpu() and "kv_cache_memory_bytes" not in args:
         args["kv_cache_memory_bytes"] = cpu_cache_bytes(settings.model_path, settings.threads)
@@ -93,7 +124,7 @@ def engine_args(settings: VllmSettings) -> EngineArgs:
         served_model_name=list(settings.model_names),
         disable_log_stats=False,
         distributed_executor_backend="mp" if args.get("tensor_parallel_size", 1) > 1 else "uni",
-        kv_transfer_config=None if settings.kv is None else kv_transfer_config(settings.kv),
+        kv_transfer_config=kv_transfer_config(settings.kv, settings.tiers),
         kv_events_config=events_config(enabled=bool(args["enable_prefix_caching"])),
         **args,
     )

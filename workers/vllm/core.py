@@ -25,7 +25,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from kv_transfer.vllm.connector import handshake_in, snapshot_in
+from kv_transfer.vllm.connector import first_of, handshake_in, snapshot_in
 from kv_transfer.vllm.continuation import patch_runner_v1
 from kv_transfer.vllm.layout import check_model
 from pdserve.errors import (
@@ -117,9 +117,11 @@ class VllmCore:
                 self._executor.collective_rpc(mend_sampling)
             if config.lora_config is not None:
                 self._executor.collective_rpc(mend_lora)
-        self._connector = self._scheduler.get_kv_connector()
+        has_kv = settings.kv is not None
+        self._connector: Any = first_of(self._scheduler.get_kv_connector()) if has_kv else None
         # The connector's half that runs with the model, if that is in this process.
-        self._runner_half: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+        is_here = has_kv and has_kv_transfer_group()
+        self._runner_half: Any = first_of(get_kv_transfer_group()) if is_here else None
         self._streams: dict[int, _Stream] = {}
         self._held: dict[int, str] = {}  # ended prefills by stream id → vLLM's id, while held
         self._adapters: dict[str, LoRARequest] = {}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from kv_transfer.settings import from_extra_config
+from pdserve.config import TiersConfig
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ RESERVED = frozenset(
         "served_model_name",
         "kv_transfer_config",
         "kv_events_config",
+        "kv_offloading_size",
+        "kv_offloading_backend",
         "distributed_executor_backend",
         "disable_log_stats",
         "data_parallel_size",
@@ -59,6 +62,7 @@ class VllmSettings:
     model_names: tuple[str, ...]
     threads: int | None = None
     kv: KvSettings | None = None
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,155 @@
+"""Tiers below the KV cache, on real vLLM: what the cache evicts comes back from host memory and
+files, exactly, also for other workers and after a restart, and never for another model."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from pdserve.config import TiersConfig
+from tests.e2e.engines import EngineProcess, settings
+from tests.e2e.models import ModelSpec, make_model
+from tests.e2e.pair import BLOCK, Pair, params, prompt
+from tests.patience import WAIT_S
+from workers.vllm.settings import KvSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    Start = Callable[..., Awaitable[EngineProcess]]
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+MIB = 1 << 20
+# 40 blocks of 128 KiB: two of the prompts, not four.
+CACHE_BYTES = 5 * MIB
+BLOCKS = 16
+LENGTH = BLOCKS * BLOCK + 7
+PROMPTS = [prompt(LENGTH, seed) for seed in range(4)]
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def expected(aggregated: EngineProcess) -> list[tuple[int, ...]]:
+    """The answers of an engine without tiers."""
+    return [(await aggregated.run(x, params())).token_ids for x in PROMPTS]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def start(tiny_model: Path) -> AsyncIterator[Start]:
+    """Starts engines, which end with the test and leave no shared memory."""
+    engines: list[EngineProcess] = []
+
+    async def begin(
+        name: str = "", folder: Path | None = None, model: Path = tiny_model
+    ) -> EngineProcess:
+        made = settings(
+            model,
+            kv=KvSettings(name) if name else None,
+            tiers=TiersConfig(
+                host_gib=1 / 32, disk_path=str(folder or ""), disk_gib=1 / 16 if folder else 0
+            ),
+            kv_cache_memory_bytes=CACHE_BYTES,
+            max_num_batched_tokens=256,
+            max_model_len=1024,
+        )
+        engines.append(await EngineProcess.start(made))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        await engine.close()
+    for engine in engines:
+        assert list(SHARED_MEMORY.glob(f"vllm_offload_pdserve-{engine.pid}-*")) == []
+
+
+async def ask(engine: EngineProcess | Pair, number: int, expected: list[tuple[int, ...]]) -> int:
+    """Return the cached blocks of a prompt whose answer is that of an engine without tiers."""
+    answer: Any = await engine.run(PROMPTS[number], params())
+    assert answer.token_ids == expected[number]
+    report = (engine.last[0] if isinstance(engine, Pair) else answer).report
+    assert report.cached_tokens % BLOCK == 0
+    return int(report.cached_tokens) // BLOCK
+
+
+def files(folder: Path) -> list[Path]:
+    return list(folder.glob("*/*/*"))
+
+
+async def until_stored(folder: Path, prompts: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while len(files(folder)) < prompts * BLOCKS:  # noqa: ASYNC110 - other processes write
+            await asyncio.sleep(0.02)
+
+
+async def test_host_memory_returns_what_the_cache_evicted(
+    start: Start, expected: list[tuple[int, ...]]
+) -> None:
+    pair = Pair(await start("p"), await start("d"), "p")
+    assert [await ask(pair, number, expected) for number in range(4)] == [0] * 4
+    assert [await ask(pair, number, expected) for number in range(4)] == [BLOCKS] * 4
+    streams = [pair.submit(each, params()) for each in PROMPTS]
+    assert [(await pair.collect(each)).token_ids for each in streams] == expected
+    await pair.until_empty()
+
+
+async def test_files_serve_other_workers_and_outlive_a_kill(
+    start: Start, expected: list[tuple[int, ...]], folder: Path
+) -> None:
+    first = await start("", folder)
+    assert [await ask(first, number, expected) for number in range(2)] == [0, 0]
+    await until_stored(folder, 2)
+    other = await start("", folder)
+    assert [await ask(other, number, expected) for number in range(2)] == [BLOCKS] * 2
+    other.submit(PROMPTS[2], params())
+    await other.kill()
+    assert list(SHARED_MEMORY.glob(f"vllm_offload_pdserve-{other.pid}-*")) == []
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*")}
+    assert modes == {0o600, 0o700}
+    stale = SHARED_MEMORY / f"vllm_offload_pdserve-{other.pid}-killed-while-it-started.mmap"
+    stale.touch()
+    restarted = await start("", folder)
+    assert not stale.exists()
+    assert [await ask(restarted, number, expected) for number in range(4)][:2] == [BLOCKS] * 2
+
+
+async def test_a_damaged_file_is_computed_again(
+    start: Start, expected: list[tuple[int, ...]], folder: Path
+) -> None:
+    first = await start("", folder)
+    assert await ask(first, 0, expected) == 0
+    await until_stored(folder, 1)
+    damaged = files(folder)[0]
+    content = bytearray(damaged.read_bytes())
+    content[5000] ^= 1
+    damaged.write_bytes(content)
+    other = await start("", folder)
+    assert await ask(other, 0, expected) < BLOCKS
+    await until_stored(folder, 1)
+    assert damaged.read_bytes() != content
+    third = await start("", folder)
+    assert await ask(third, 0, expected) == BLOCKS
+
+
+async def test_another_model_of_the_same_name_finds_nothing(
+    start: Start, expected: list[tuple[int, ...]], folder: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    first = await start("", folder)
+    assert await ask(first, 0, expected) == 0
+    await until_stored(folder, 1)
+    namesake = make_model(tmp_path / tiny_model.name, ModelSpec(seed=1))
+    other = await start("", folder, namesake)
+    answer = await other.run(PROMPTS[0], params())
+    assert answer.report is not None
+    assert answer.report.cached_tokens == 0
+    assert answer.token_ids != expected[0]

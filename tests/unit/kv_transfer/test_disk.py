@@ -1,0 +1,78 @@
+"""Files of KV blocks: what is read is what was written, and the quota holds."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kv_transfer.disk import BlockFiles
+from pdserve.errors import ConfigError
+from tests.unit.kv_transfer.caches import Cache, geometry
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+QUOTA = 64 << 10
+
+
+@pytest.fixture
+def cache() -> Cache:
+    return Cache(geometry(layers=1, page=4000), seed=1)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/*/*"))
+
+
+def test_a_block_is_read_as_it_was_written(tmp_path: Path, cache: Cache) -> None:
+    BlockFiles(tmp_path, "model", QUOTA).store("abc", cache.region, 3)
+    files, want = BlockFiles(tmp_path, "model", QUOTA), cache.block(3)
+    assert files.load("abc", cache.region, 5)
+    assert cache.block(5) == want
+    assert not files.load("abd", cache.region, 5)
+    assert not BlockFiles(tmp_path, "other", QUOTA).has("abc")
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "another block's"])
+def test_a_damaged_file_is_missing_and_removed(tmp_path: Path, cache: Cache, damage: str) -> None:
+    files = BlockFiles(tmp_path, "model", QUOTA)
+    files.store("abc", cache.region, 3)
+    files.store("abd", cache.region, 4)
+    path = tmp_path / "model/ab/abc"
+    content = bytearray(path.read_bytes())
+    if damage == "a bit":
+        content[-1] ^= 1
+    if damage == "another block's":
+        content = bytearray((tmp_path / "model/ab/abd").read_bytes())
+    path.write_bytes(content[:-1] if damage == "cut" else content)
+    assert not files.load("abc", cache.region, 5)
+    assert not path.exists()
+
+
+def test_the_files_used_longest_ago_make_room(tmp_path: Path, cache: Cache) -> None:
+    one, other = (BlockFiles(tmp_path, name, QUOTA) for name in ("a", "b"))
+    for number in range(40):
+        files = one if number % 2 else other
+        files.store(f"{number:02}", cache.region, 3)
+        assert size_of(tmp_path) <= QUOTA
+        for path in tmp_path.glob("*/*/*"):
+            if path.name != "00":
+                os.utime(path, (int(path.name), int(path.name)))
+        assert other.load("00", cache.region, 5)
+    assert one.has("39")
+    assert not one.has("01")
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_start(tmp_path: Path) -> None:
+    BlockFiles(tmp_path, "model", QUOTA)
+    (tmp_path / "unfinished").write_bytes(b"half")
+    BlockFiles(tmp_path, "model", QUOTA)
+    assert not (tmp_path / "unfinished").exists()
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"kv\.tiers\.disk_path"):
+        BlockFiles(tmp_path, "model", QUOTA)
