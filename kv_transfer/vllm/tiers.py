@@ -22,6 +22,7 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
@@ -40,6 +41,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kv_transfer.disk import BlockFiles
 from kv_transfer.layout import KvGeometry
 from kv_transfer.memory import KvRegion
+from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -61,6 +63,12 @@ class TierConnector(OffloadingConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        is_full = isinstance(specs[0], FullAttentionSpec) and specs[0].sliding_window is None
+        if len(specs) > 1 or not is_full:
+            raise ConfigError(
+                "kv.tiers is for models with full attention in every layer", field="kv.tiers"
+            )
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         if role == KVConnectorRole.SCHEDULER:
             extra["namespace"] = _namespace(vllm_config, kv_cache_config)
