@@ -113,7 +113,7 @@ def check_model(config: VllmConfig) -> None:
     if kind:
         raise ConfigError(
             f"{kind} cannot hand over KV between workers: serve {model.model} aggregated"
-            " (pdserve serve MODEL --aggregated 1)",
+            " (--aggregated 1 --prefill 0 --decode 0)",
             field="worker.model",
         )
 

@@ -23,3 +23,4 @@ async def test_windows_and_states_are_handed_over_and_moved(name: str, tmp_path:
         await kind_checks.check_lengths(of, [3, 32, WINDOW - 1, 97, 300])
         await kind_checks.check_prefix_hits(of, [128])
         await kind_checks.check_moves(of, [100])
+        await kind_checks.check_resumed(of)

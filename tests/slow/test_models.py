@@ -33,6 +33,17 @@ async def test_requests_that_are_preempted_are_exact(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", SOME)
+async def test_kinds_are_exact_with_asynchronous_scheduling(name: str, tmp_path: Path) -> None:
+    """As on a GPU. A stream with a state cannot be moved then: a step is always in flight."""
+    model, env = make_kind(tmp_path / "model", name), {"PDSERVE_TEST_BATCH_QUEUE": "1"}
+    async with kind_checks.subject(model, env=env, **KINDS[name].engine_args) as of:
+        await kind_checks.check_lengths(of)
+        await kind_checks.check_prefix_hits(of)
+        await kind_checks.check_resumed(of)
+        await kind_checks.check_cancels(of)
+
+
+@pytest.mark.parametrize("name", SOME)
 async def test_a_stream_goes_on_when_its_decode_worker_is_killed(name: str, tmp_path: Path) -> None:
     model = make_kind(tmp_path / "model", name)
     async with kind_checks.subject(model, **KINDS[name].engine_args) as of:
