@@ -1,1 +1,1 @@
-"""Micro-benchmarks of one part each: `python -m benchmarks.micro kv|router|unloaded`."""
+"""Micro-benchmarks of one part each: `python -m benchmarks.micro kv|router|tiers|unloaded`."""
