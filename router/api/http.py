@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import HttpVersion11, web
 from aiohttp.http_writer import StreamWriter
 
+from pdserve import __version__
 from pdserve.errors import (
     ClientError,
     DeadlineExceeded,
@@ -86,7 +87,9 @@ class HttpApi:
             _UNLOAD: ("POST", self._unload_adapter),
             _MODELS: ("GET", self._list_models),
             "/health": ("GET", self._health),
+            "/ping": ("GET", self._health),
             "/ready": ("GET", self._ready),
+            "/version": ("GET", self._version),
             "/metrics": ("GET", self._metrics),
             "/openapi.json": ("GET", self._openapi),
         }
@@ -119,7 +122,7 @@ class HttpApi:
             method, handler = "GET", self._show_model
         if handler is None:
             return _error(404, f"no such path: {path}", code="not_found")
-        if request.method != method:
+        if request.method != method and (request.method, method) != ("HEAD", "GET"):
             request[_HEADERS]["allow"] = method
             return _error(405, f"{path} supports {method} only", code="method_not_allowed")
         return await handler(request)
@@ -161,6 +164,9 @@ class HttpApi:
     async def _health(self, _: web.BaseRequest) -> web.Response:
         return _json({"status": "ok"})
 
+    async def _version(self, _: web.BaseRequest) -> web.Response:
+        return _json({"version": __version__})
+
     async def _ready(self, _: web.BaseRequest) -> web.Response:
         self._open_requests.check_open()
         self._generator.check_ready()
@@ -189,7 +195,13 @@ class HttpApi:
                 key = _idempotency_key(request)
                 self._open_requests.claim(open_request, made.tenant, key, bool(made.resume))
                 if body.stream:
-                    writer = openai.EventWriter(body, request_id, made.served_name)
+                    writer = openai.EventWriter(
+                        body,
+                        request_id,
+                        made.served_name,
+                        len(made.prompt_token_ids),
+                        len(made.resume),
+                    )
                     events = EventStream(request, request[_HEADERS], writer)
                     await self._generator.serve(made, events)
                     events.end()

@@ -45,22 +45,28 @@ MIN_LOGPROB = -9999.0
 
 # OpenAI fields that are accepted only if they are null, or ask for what pdserve does anyway.
 NOT_SUPPORTED = {
+    "allowed_token_ids": "",
     "audio": "only text is generated",
+    "bad_words": "",
     "best_of": "use n to get several answers",
+    "documents": "",
     "echo": "the prompt is not repeated",
     "function_call": "",
     "functions": "",
+    "kv_transfer_params": "",
+    "length_penalty": "",
     "modalities": "only text is generated",
     "moderation": "",
     "parallel_tool_calls": "",
     "prediction": "",
     "prompt_cache_options": "",
     "prompt_cache_retention": "",
+    "prompt_logprobs": "",
     "reasoning_effort": "",
-    "store": "answers are not stored",
     "suffix": "",
     "tool_choice": "",
     "tools": "",
+    "truncate_prompt_tokens": "",
     "verbosity": "",
     "web_search_options": "",
 }
@@ -74,6 +80,7 @@ _Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
+_Empty = Annotated[list[Any], Meta(max_length=0)]
 
 
 class _Strict(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +92,10 @@ class StreamOptions(_Strict):
         bool | None, Meta(description="End the stream with a chunk that has the usage.")
     ] = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: Annotated[
+        bool | None,
+        Meta(description="With include_usage: every chunk has the usage so far."),
+    ] = None
 
 
 class TextFormat(_Strict, tag_field="type", tag="text"):
@@ -153,18 +164,33 @@ class _Body(_Strict, kw_only=True):
         | None
     ) = None
     service_tier: Annotated[
-        Literal["auto", "default", "flex"] | None,
-        Meta(description="flex requests are batch work: they wait for interactive ones."),
+        Literal["auto", "default", "flex", "priority"] | None,
+        Meta(
+            description="flex requests are batch work: they wait for interactive ones. The others "
+            "are the same."
+        ),
     ] = None
     return_token_ids: bool | None = None
     resume_token_ids: Annotated[
         _TokenIds | None, Meta(description="Tokens of this answer that the client already has.")
     ] = None
     user: Annotated[Any, Meta(description=_NO_EFFECT)] = None
+    # Fields of vLLM that its clients send with the value that has no effect.
+    allowed_token_ids: None = None
+    bad_words: _Empty | None = None
+    kv_transfer_params: None = None
+    length_penalty: Annotated[float, Meta(ge=1, le=1)] | None = None
+    prompt_logprobs: None = None
+    truncate_prompt_tokens: None = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
 
     @property
     def constraint_field(self) -> str:
@@ -268,9 +294,7 @@ class UnloadAdapterRequest(_Strict):
 
 class TextPart(_Strict, tag_field="type", tag="text"):
     text: str
-
-
-_Empty = Annotated[list[Any], Meta(max_length=0)]
+    cache_control: Annotated[Any, Meta(description=_NO_EFFECT)] = None
 
 
 class Message(_Strict, kw_only=True):
@@ -278,9 +302,9 @@ class Message(_Strict, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        str | Annotated[list[TextPart], Meta(min_length=1)],
+        str | list[TextPart] | None,
         Meta(description="Text, or parts of text, which are joined by line breaks."),
-    ]
+    ] = None
     name: str | None = None
     refusal: _Empty | None = None
     audio: _Empty | None = None
@@ -288,8 +312,13 @@ class Message(_Strict, kw_only=True):
     function_call: _Empty | None = None
     annotations: _Empty | None = None
 
-    def parse(self) -> ChatMessage:
+    def parse(self, field: str) -> ChatMessage:
         content = self.content
+        if not content and not isinstance(content, str):
+            # Agents send their own turns back without text.
+            if self.role != "assistant":
+                _refuse(f"{field}.content", "is required")
+            content = ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
         return ChatMessage(self.role, content, self.name)
@@ -306,7 +335,10 @@ class ChatRequest(_Body, kw_only=True):
     metadata: Annotated[Any, Meta(description=_NO_EFFECT)] = None
     safety_identifier: Annotated[Any, Meta(description=_NO_EFFECT)] = None
     prompt_cache_key: Annotated[Any, Meta(description=_NO_EFFECT)] = None
-    store: bool | None = None
+    store: Annotated[bool | None, Meta(description="Without effect: answers are not stored.")] = (
+        None
+    )
+    documents: None = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
     tool_choice: Literal["none"] | None = None
     function_call: Literal["none"] | None = None
@@ -324,15 +356,13 @@ class ChatRequest(_Body, kw_only=True):
 
     def parse(self, request_id: str) -> ParsedRequest:
         """Raises InvalidRequest naming the field."""
-        if self.store:
-            raise _not_supported("store")
         if self.top_logprobs is not None and not self.logprobs:
             _refuse("top_logprobs", "requires logprobs: true")
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
             _refuse("max_tokens", f"is {old}, but max_completion_tokens is {new}")
         parsed = self._parsed(
-            [message.parse() for message in self.messages],
+            [x.parse(f"messages[{i}]") for i, x in enumerate(self.messages)],
             request_id,
             old if new is None else new,
             (self.top_logprobs or 0) if self.logprobs else None,
@@ -448,7 +478,7 @@ class UsageBody(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails
+    prompt_tokens_details: PromptDetails | UnsetType = UNSET
 
 
 class Extension(Struct):
@@ -539,10 +569,23 @@ class EventWriter(_Writer):
     """Encodes deltas as server-sent events.
 
     The receipt is in the chunk with the finish reason, or in the usage chunk if one was asked for.
+    `prompt_tokens` and `resumed_tokens` are for the usage in chunks.
     """
 
-    def __init__(self, body: RequestBody, request_id: str, model: str) -> None:
+    def __init__(
+        self,
+        body: RequestBody,
+        request_id: str,
+        model: str,
+        prompt_tokens: int = 0,
+        resumed_tokens: int = 0,
+    ) -> None:
         super().__init__(body, request_id, model)
+        self._usage_in_chunks = body.usage_in_chunks
+        self._prompt_tokens = prompt_tokens
+        self._tokens = resumed_tokens  # of all choices
+        # Each delta needs a chunk of its own, though it has no text.
+        self._every_delta = self._token_ids or self._usage_in_chunks
         # By choice: its encoded chunk before and after the text, and the length of its text so far.
         self._around: dict[int, list[bytes]] = {}
         self._offsets: dict[int, int] = {}
@@ -555,7 +598,7 @@ class EventWriter(_Writer):
             self._offsets[index] = 0
             self._unfinished.add(index)
             return self._full(delta, "assistant")
-        if delta.finish_reason is not None or delta.logprobs or self._token_ids:
+        if delta.finish_reason is not None or delta.logprobs or self._every_delta:
             return self._full(delta)
         if not delta.text:
             return b""
@@ -582,9 +625,16 @@ class EventWriter(_Writer):
         extension = UNSET if delta.receipt is None else Extension(delta.receipt)
         if not self._include_usage:
             return self._chunk(choice, pdserve=extension)
+        so_far: dict[str, Any] = {}
+        if self._usage_in_chunks:
+            self._tokens += len(delta.token_ids)
+            prompt, tokens = self._prompt_tokens, self._tokens
+            so_far["usage"] = UsageBody(prompt, tokens, prompt + tokens)
         if delta.usage is None:
-            return self._chunk(choice)
-        return self._chunk(choice) + self._chunk(usage=_usage(delta.usage), pdserve=extension)
+            return self._chunk(choice, **so_far)
+        return self._chunk(choice, **so_far) + self._chunk(
+            usage=_usage(delta.usage), pdserve=extension
+        )
 
     def _chunk(self, *choices: Choice, **fields: Any) -> bytes:
         if self._include_usage:
@@ -672,7 +722,7 @@ POSTS = (
     *("/v1/chat/completions", "/v1/completions"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 )
-_GETS = ("/v1/models", "/health", "/ready", "/metrics", "/openapi.json")
+_GETS = ("/v1/models", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json")
 
 
 def openapi() -> dict[str, Any]:

@@ -97,6 +97,29 @@ async def test_stream_is_this_byte_for_byte(
         assert undated((await response.read()).decode()) == golden
 
 
+async def test_each_chunk_has_the_usage_so_far_if_asked(apis: Apis) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = chat(stream=True, stream_options=options)
+    async with apis.session.post(apis.url + CHAT, json=body) as response:
+        lines = (await response.text()).split("\n\n")
+    usages = [
+        json.loads(x.removeprefix("data: "))["usage"] for x in lines if x.startswith("data: {")
+    ]
+    tokens = [x["completion_tokens"] for x in usages]
+    assert tokens == sorted(tokens)
+    assert tokens[-2] == tokens[-1] > tokens[0]
+    assert {x["prompt_tokens"] for x in usages[:-1]} == {4}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version"])
+async def test_probes_may_ask_for_the_head_alone(apis: Apis, path: str) -> None:
+    async with apis.session.head(apis.url + path) as response:
+        assert (response.status, await response.read()) == (200, b"")
+    async with apis.session.get(apis.url + path) as response:
+        assert response.status == 200
+        assert await response.json()
+
+
 async def test_whole_chat_answer_has_usage_and_receipt(apis: Apis) -> None:
     status, answer = await apis.post(CHAT, chat(), {"x-request-id": "7"})
     assert status == 200

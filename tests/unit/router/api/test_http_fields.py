@@ -40,7 +40,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "ignore_eos": [1],
     "skip_special_tokens": ["no"],
     "priority": [1 << 63, "low"],
-    "service_tier": ["priority", 1],
+    "service_tier": ["fast", 1],
     "stream": ["yes"],
     "stream_options": [{"include_usage": True}],  # without a stream
     "response_format": ["json_object"],
@@ -57,7 +57,9 @@ NOT_DONE: dict[str, list[Any]] = {
     "modalities": [["text", "audio"]],
     "prediction": [{"type": "content"}],
     "reasoning_effort": ["low"],
-    "store": [True, 0],
+    "bad_words": [["a"]],
+    "length_penalty": [0.5],
+    "prompt_logprobs": [1],
     "verbosity": ["low"],
     "web_search_options": [{}],
 }
@@ -173,7 +175,7 @@ async def test_bad_requests_are_refused_by_name_and_hurt_no_other(apis: Apis) ->
     ("body", "message"),
     [
         (chat(tools=[]), "'tools' is not supported"),
-        (chat(store=True), "'store' is not supported: answers are not stored"),
+        (chat(bad_words=["a"]), "'bad_words' is not supported"),
         (chat(temprature=0), "unknown field 'temprature'"),
         (chat(n=0), "'n': expected int >= 1"),
         (chat(messages=[]), "'messages': expected array of length >= 1"),
@@ -234,6 +236,8 @@ HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     # Values that ask for what pdserve does anyway.
     ({"n": 1, "store": False, "modalities": ["text"], "tool_choice": "none", "tools": None}, {}),
+    ({"store": True, "service_tier": "priority", "documents": None, "prompt_logprobs": None}, {}),
+    ({"bad_words": [], "length_penalty": 1.0, "truncate_prompt_tokens": None}, {}),
     ({"service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "user": "u"}, {}),
 ]
 
@@ -266,13 +270,18 @@ async def test_chat_is_rendered_by_the_models_template(
 ) -> None:
     conversation = [
         {"role": "developer", "content": "a"},
-        user([{"type": "text", "text": text} for text in "bc"]),
+        user([{"type": "text", "text": x, "cache_control": {"type": "ephemeral"}} for x in "bc"]),
         {"role": "assistant", "content": "d", "refusal": None, "tool_calls": []},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": []},
+        {"role": "assistant"},
         user("e"),
     ]
     status, answer = await apis.post(CHAT, chat(messages=conversation))
     assert status == 200, answer
-    rendered = "<|system|>a<|user|>b\nc<|assistant|>d<|user|>e<|assistant|>"
+    rendered = (
+        "<|system|>a<|user|>b\nc<|assistant|>d" + "<|assistant|>" * 3 + "<|user|>e<|assistant|>"
+    )
     assert apis.generator.requests[0].prompt_token_ids == token_ids(rendered)
 
 
