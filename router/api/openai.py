@@ -134,7 +134,9 @@ class StructuredOutputs(_Strict):
 class _Body(_Strict, kw_only=True):
     """Fields of both endpoints."""
 
-    model: Annotated[str, Meta(min_length=1, description="Name of a served model.")]
+    model: Annotated[
+        _Text | None, Meta(description="Name of a served model. Required if there are several.")
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: _Count | None = None
@@ -218,7 +220,7 @@ class _Body(_Strict, kw_only=True):
         )
         flex = self.service_tier == "flex"
         return ParsedRequest(
-            model=self.model,
+            model=self.model or "",
             prompt=prompt,
             sampling=sampling,
             request_id=request_id,

@@ -22,7 +22,7 @@ TOO_LONG = "context_length_exceeded"
 
 # Values of a field that either endpoint refuses with its name.
 BAD_VALUES: dict[str, list[Any]] = {
-    "model": [None, 7, ""],
+    "model": [7, ""],
     "temperature": [True, "1", -0.1],
     "top_p": [0, 1.1],
     "top_k": [-2, 1.5],
@@ -201,6 +201,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
 HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"max_tokens": None, "stop": None}, {}),
+    ({"model": None}, {}),
     ({"max_tokens": 3}, {"max_tokens": 3}),
     ({"max_completion_tokens": 3}, {"max_tokens": 3}),
     ({"stop": "."}, {"stop": (".",)}),
