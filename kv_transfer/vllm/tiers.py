@@ -22,7 +22,7 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SHARED = Path("/dev/shm")
+_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
 _DRAIN_TIMEOUT_S = 60.0
 
 
@@ -64,10 +65,9 @@ class TierConnector(OffloadingConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        is_full = isinstance(specs[0], FullAttentionSpec) and specs[0].sliding_window is None
-        if len(specs) > 1 or not is_full:
+        if not all(type(spec) in _SPECS for spec in specs):
             raise ConfigError(
-                "kv.tiers is for models with full attention in every layer", field="kv.tiers"
+                "kv.tiers is for models with full attention and windows", field="kv.tiers"
             )
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         if role == KVConnectorRole.SCHEDULER:

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from pdserve.config import TiersConfig
 from tests.e2e.engines import EngineProcess, settings
+from tests.e2e.kinds import make_kind
 from tests.e2e.models import ModelSpec, make_model
 from tests.e2e.pair import BLOCK, Pair, params, prompt
 from tests.patience import WAIT_S
@@ -153,3 +154,19 @@ async def test_another_model_of_the_same_name_finds_nothing(
     assert answer.report is not None
     assert answer.report.cached_tokens == 0
     assert answer.token_ids != expected[0]
+
+
+async def test_windows_beside_full_attention_come_from_files(
+    start: Start, folder: Path, tmp_path: Path
+) -> None:
+    model = make_kind(tmp_path / "model", "Gemma-2")
+    answers, cached = [], []
+    for _ in range(2):
+        engine = await start("", folder, model)
+        answer = await engine.run(PROMPTS[0], params())
+        assert answer.report is not None
+        answers.append(answer.token_ids)
+        cached.append(answer.report.cached_tokens)
+        await until_stored(folder, 1)
+    assert answers[0] == answers[1]
+    assert cached == [0, BLOCKS * BLOCK]
