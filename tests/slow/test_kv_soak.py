@@ -143,7 +143,7 @@ class Driver:
         if fate != "unasked":
             ids = target.take(f"d-{tid}", count)
             address, instance_id = (source.address,), source.instance_id
-            start = ConsumerStart(tid, f"d-{tid}", address, instance_id, 0, tokens, ids)
+            start = ConsumerStart(tid, f"d-{tid}", address, instance_id, tokens, [(0, ids)])
             target.tell("step", {"starts": [start]})
         if fate != "unknown":
             self.prefill(source, tid, count, tokens, fate)
@@ -156,7 +156,7 @@ class Driver:
         source.tell("fill", (tid, ids))
         half = tokens // 2
         source.tell(
-            "step", {"progress": [ProducerProgress(tid, ids[: -(-half // BLOCK_SIZE)], half)]}
+            "step", {"progress": [ProducerProgress(tid, [ids[: -(-half // BLOCK_SIZE)]], half)]}
         )
         if fate == "preempt":
             source.tell("step", {"preempted": [tid]})
@@ -166,7 +166,7 @@ class Driver:
             source.tell("fill", (tid, ids))
         held = fate != "abort"
         if held:
-            source.tell("step", {"progress": [ProducerProgress(tid, ids, tokens)]})
+            source.tell("step", {"progress": [ProducerProgress(tid, [ids], tokens)]})
         ended = ProducerEnded(tid, (1,) if held else (), held, f"p-{tid}")
         source.tell("step", {"ended": [ended]})
         if not held:
