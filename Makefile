@@ -92,8 +92,9 @@ proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
 	diff -r -q --exclude=__init__.py --exclude=__pycache__ "$$fresh/pdserve/v1" pdserve/v1 \
 		|| { echo "pdserve/v1 is not what protos/ generates: run make proto" >&2; exit 1; }
 
-docs: $(STAMP) ## generate docs/configuration.md from the schema
+docs: $(STAMP) ## generate docs/configuration.md and docs/metrics.md
 	$(BIN)/python -m pdserve.config
+	$(BIN)/python -m pdserve.metrics
 
 bench: $(STAMP) ## compare 1P1D with two aggregated workers on a shipped trace
 	$(BIN)/pdserve bench compare --arms 1P1D,2A --trace chat --kv-cache-mib 512 $(ARGS)

@@ -213,7 +213,7 @@ async def _start(setup: Setup, config: RouterConfig, stack: AsyncExitStack) -> _
         health=config.health,
         connect=connect_in_process(services),
     )
-    server = RequestServer(make_services(config, fleet, RouterMetrics(), DecisionLog(1)))
+    server = RequestServer(make_services(config, fleet, RouterMetrics(config.slo), DecisionLog(1)))
     workers = [(role, n) for role in Role for n in range(getattr(setup, role.value))]
     for role, number in workers:
         name = f"{role}-{number}"

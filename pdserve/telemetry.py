@@ -65,6 +65,11 @@ class Span:
             self._span.end()
 
 
+def trace_id(traceparent: str) -> str:
+    """Return the trace's id of a W3C `traceparent`, or "" without one."""
+    return traceparent[3:35]
+
+
 class Tracing:
     """Starts spans and exports them over OTLP, in a thread of the SDK.
 

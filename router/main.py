@@ -127,7 +127,7 @@ class RouterServer:
         router_id = f"router-{uuid.uuid4().hex[:12]}"
 
         # The fleet.
-        self.metrics = metrics = RouterMetrics()
+        self.metrics = metrics = RouterMetrics(config.slo)
         watcher = PrefixWatcher(PREFIX_BLOCKS)
         self.fleet = fleet = await enter(
             Fleet(

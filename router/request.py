@@ -26,6 +26,7 @@ from pdserve.errors import (
     TransferCorrupted,
     Unavailable,
 )
+from pdserve.telemetry import trace_id
 from pdserve.types import FinishReason, Receipt, Role, StreamDelta, TransferReport, Usage
 from router.answer import AnswerDelta
 from router.handoff import Failed, Finished, Phase
@@ -210,6 +211,7 @@ class RequestServer:
             longest=max(lengths) - resumed,
             ttft_s=ttft_s,
             e2e_s=e2e_s,
+            trace_id=trace_id(request.traceparent) if self._tracing is not None else "",
         )
         if len(generations) == 1 and not (receipt.fallbacks or resumed):
             ttft_s, e2e_s = ttft_s - waited_s, e2e_s - waited_s

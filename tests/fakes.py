@@ -375,7 +375,7 @@ async def running_stack(
             health=health or HealthConfig(stall_s=0.0),
         )
         await exits.enter_async_context(fleet)
-        metrics = RouterMetrics()
+        metrics = RouterMetrics(SloConfig())
         admission = AdmissionController(
             limits or AdmissionLimits(queue_timeout_s=queue_timeout_s), tenants=tenants
         )

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
-from pdserve.metrics import CONTENT_TYPE, KvCollector, watch_tasks
+from pdserve.metrics import KvCollector, render, watch_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,16 +33,17 @@ def debug_handler(
     registry.register(gpus)
     watch_tasks(registry)
 
-    def health() -> web.Response:
+    def health(_: web.BaseRequest) -> web.Response:
         if service.failed.done():
             return web.json_response({"status": "failed"}, status=503)
         return web.json_response({"status": "draining" if service.is_draining else "ok"})
 
-    def metrics() -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE})
+    def metrics(request: web.BaseRequest) -> web.Response:
+        body, content_type = render(registry, request.headers.get("accept", ""))
+        return web.Response(body=body, headers={"content-type": content_type})
 
     pages = {
-        "/debug/kv": lambda: web.json_response(_kv_state(service, describe())),
+        "/debug/kv": lambda _: web.json_response(_kv_state(service, describe())),
         "/metrics": metrics,
         "/healthz": health,
     }
@@ -52,7 +53,7 @@ def debug_handler(
         if page is None or request.method != "GET":
             text = f"there is no page {request.method} {request.path}"
             return web.json_response({"error": text, "paths": [*pages]}, status=404)
-        return page()
+        return page(request)
 
     return handle
 

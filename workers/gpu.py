@@ -7,10 +7,10 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.local.gpus import open_nvml, visible
+from pdserve.metrics import family
 from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
@@ -32,17 +32,17 @@ _THROTTLES = {
     "heat": "nvmlClocksEventReasonSwThermalSlowdown",
     "heat (hardware)": "nvmlClocksEventReasonHwThermalSlowdown",
 }
-# Name without "pdserve_gpu_", field, factor, what it is. A `_total` is a counter.
-_METRICS = (
-    ("temperature_celsius", "temperature_c", 1.0, "Temperature."),
-    ("memory_used_bytes", "memory_used_bytes", 1.0, "Memory in use."),
-    ("memory_bytes", "memory_total_bytes", 1.0, "Memory."),
-    ("utilization_ratio", "utilization_percent", 0.01, "Share of time in which a kernel ran."),
-    ("power_watts", "power_w", 1.0, "Power."),
-    ("energy_joules_total", "energy_j", 1.0, "Energy since the driver started."),
-    ("clock_hertz", "clock_mhz", 1e6, "Clock of the multiprocessors."),
-    ("ecc_errors_total", "ecc_errors", 1.0, "Uncorrected memory errors, contained ones too."),
-    ("xid", "xid", 1.0, "The last Xid error since the worker started, 0 without one."),
+# Name without "pdserve_gpu_", field and factor.
+_FIGURES = (
+    ("temperature_celsius", "temperature_c", 1.0),
+    ("memory_used_bytes", "memory_used_bytes", 1.0),
+    ("memory_bytes", "memory_total_bytes", 1.0),
+    ("utilization_ratio", "utilization_percent", 0.01),
+    ("power_watts", "power_w", 1.0),
+    ("energy_joules", "energy_j", 1.0),
+    ("clock_hertz", "clock_mhz", 1e6),
+    ("ecc_errors", "ecc_errors", 1.0),
+    ("xid", "xid", 1.0),
 )
 
 
@@ -73,21 +73,12 @@ class Gpus(Collector):
                     await asyncio.sleep(look_s)
 
     def collect(self) -> Iterator[Metric]:
-        for name, field, factor, text in _METRICS:
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            family = kind(f"pdserve_gpu_{name}", text, labels=("gpu",))
-            for gpu in self.latest:
-                family.add_metric((str(gpu.index),), getattr(gpu, field) * factor)
-            yield family
-        for name, field, text in (
-            ("throttled", "throttled_by", "1 while the clock is held down."),
-            ("faulty", "fault", "1 while the worker gets no work because of the GPU."),
-        ):
-            gauge = GaugeMetricFamily(f"pdserve_gpu_{name}", text, labels=("gpu", "reason"))
-            for gpu in self.latest:
-                reason = getattr(gpu, field)
-                gauge.add_metric((str(gpu.index), reason), bool(reason))
-            yield gauge
+        for name, field, factor in _FIGURES:
+            rows = [([str(gpu.index)], getattr(gpu, field) * factor) for gpu in self.latest]
+            yield family(f"gpu_{name}", rows)
+        for name, field in (("throttled", "throttled_by"), ("faulty", "fault")):
+            why = [(str(gpu.index), getattr(gpu, field)) for gpu in self.latest]
+            yield family(f"gpu_{name}", [(labels, bool(labels[1])) for labels in why])
 
 
 Handles = dict[int, Any]

@@ -23,7 +23,6 @@ from pdserve.errors import (
     RequestTooLarge,
     wait_s,
 )
-from pdserve.metrics import CONTENT_TYPE
 from router.answer import served
 from router.api import openai
 from router.api.auth import EVERYONE
@@ -69,7 +68,7 @@ class HttpApi:
         generator: Generates,
         preprocessor: Preprocessor,
         open_requests: OpenRequests,
-        render_metrics: Callable[[], bytes],
+        render_metrics: Callable[[str], tuple[bytes, str]],
         adapters: Adapters,
         keys: Keys = EVERYONE,
     ) -> None:
@@ -172,8 +171,9 @@ class HttpApi:
         self._generator.check_ready()
         return _json({"status": "ready"})
 
-    async def _metrics(self, _: web.BaseRequest) -> web.Response:
-        return web.Response(body=self._render_metrics(), headers={"content-type": CONTENT_TYPE})
+    async def _metrics(self, request: web.BaseRequest) -> web.Response:
+        body, content_type = self._render_metrics(request.headers.get("accept", ""))
+        return web.Response(body=body, headers={"content-type": content_type})
 
     async def _openapi(self, _: web.BaseRequest) -> web.Response:
         return _json(openai.openapi())

@@ -74,7 +74,7 @@ async def test_only_probes_try_a_suspended_worker(monkeypatch: pytest.MonkeyPatc
         await cluster.until(lambda: "no engine step" in member.breaker.reason)
         cluster.faults("decode-0", FakeFaults())
         await cluster.until(lambda: not member.suspended)
-        lines = cluster.router.metrics.render().decode().splitlines()
+        lines = cluster.router.metrics.render()[0].decode().splitlines()
         assert any(
             x.startswith("pdserve_worker_probes_total{") and 'outcome="failed"' in x for x in lines
         )

@@ -168,7 +168,7 @@ class TestRetry:
             assert last.usage == Usage(40, 3, 4), "each token counts once"
             assert last.receipt is not None
             assert last.receipt.fallbacks == ("pair:transfer_failed",)
-            text = stack.metrics.render().decode()
+            text = stack.metrics.render()[0].decode()
             labels = 'model="demo",reason="transfer_failed",step="pair"'
             assert f"pdserve_fallbacks_total{{{labels}}} 1.0" in text
             assert 'pdserve_requests_total{model="demo",outcome="stop"} 1.0' in text
@@ -196,8 +196,8 @@ class TestRefusals:
                 with pytest.raises(error, match=message):
                     await answer.rest()
             assert not prefill.has_submissions
-            assert b"pdserve_refusals_total" in stack.metrics.render()
-            assert b'model="other"' not in stack.metrics.render()
+            assert b"pdserve_refusals_total" in stack.metrics.render()[0]
+            assert b'model="other"' not in stack.metrics.render()[0]
 
     async def test_without_a_ready_worker_a_request_waits_and_is_then_refused(
         self, prefill: ScriptedWorker
@@ -263,7 +263,7 @@ class TestRefusals:
                         await refused.rest()
                 prefill.send(submit, 7, finish=STOP)
                 await answer.rest()
-            metrics = stack.metrics.render().decode()
+            metrics = stack.metrics.render()[0].decode()
             for line in (
                 'tenant_refusals_total{code="overloaded",reason="tenant_concurrency",tenant="a"} 1',
                 'tenant_answers_total{tenant="a"} 1.0',

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pdserve.config import SloConfig
 from pdserve.types import KvLedger, KvReport, Role, WorkerLoad
 from router.admission import AdmissionController, AdmissionLimits
 from router.fleet.registry import Fleet
@@ -31,9 +32,9 @@ def fleet() -> Fleet:
 
 
 def samples(fleet: Fleet, prefix: str = "pdserve_worker_kv_") -> list[str]:
-    metrics = RouterMetrics()
+    metrics = RouterMetrics(SloConfig())
     metrics.watch(fleet, AdmissionController(AdmissionLimits()), None, tuple, tuple)
-    lines: Iterable[str] = metrics.render().decode().splitlines()
+    lines: Iterable[str] = metrics.render()[0].decode().splitlines()
     return [line for line in lines if line.startswith(prefix)]
 
 

@@ -82,7 +82,12 @@ async def apis(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Apis]:
         open_requests = OpenRequests()
         preprocessor = Preprocessor(generator.models, generator.adapters, timeout_s=TIMEOUT_S)
         api = HttpApi(
-            generator, preprocessor, open_requests, lambda: b"pdserve_up 1\n", generator, keys
+            generator,
+            preprocessor,
+            open_requests,
+            lambda _: (b"pdserve_up 1\n", "text/plain"),
+            generator,
+            keys,
         )
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()
