@@ -373,7 +373,8 @@ class WorkerConfig(_Section, frozen=True):
     port: Port of the worker; 0 takes a free one.
     debug_host: Address of the HTTP listener for metrics and debugging. Empty: none.
     debug_port: Port of that listener; 0 takes a free one.
-    routers: gRPC addresses (host:port) of the routers to register with.
+    routers: gRPC addresses (host:port) of the routers to register with; `dns:NAME:PORT` for every
+        address of a name, and `file:PATH` for those in a file, one a line, as they come and go.
     cores: CPU cores to pin the engine to. Empty: not pinned.
     gpus: GPUs that the engine may use, by NVML index. Empty: all visible ones.
     kv: How KV blocks travel between workers.
@@ -407,10 +408,13 @@ class WorkerConfig(_Section, frozen=True):
     log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
-        for address in self.routers:
+        for entry in self.routers:
+            if entry.startswith("file:/"):
+                continue
+            address = entry.removeprefix("dns:")
             host, _, port = address.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
-                refuse("routers", f"must be host:port addresses, not {address!r}")
+                refuse("routers", f"must be host:port, dns:NAME:PORT or file:/PATH, not {entry!r}")
         for key in ("cores", "model_names"):
             if len(set(getattr(self, key))) != len(getattr(self, key)):
                 refuse(key, "has a duplicate")

@@ -2,6 +2,9 @@
 
 register ──► renew every third of the lease ──► register again if the router does not know us
    └─ refused: fatal                 └─ router away: retry, with growing pauses
+
+Routers that are found by a name or in a file (workers/discovery.py) come and go: a new one is
+registered with, and one that is no longer listed is left once it does not answer.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import asyncio
 import logging
 import random
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -19,9 +22,10 @@ from pdserve import rpc, wire
 from pdserve.errors import ConfigError
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import RegistryStub
+from workers.discovery import Discovery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     from pdserve.types import Role, WorkerInfo
     from pdserve.v1.worker_pb2_grpc import RegistryAsyncStub
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RPC_S = 5.0
+_LOOK_UP_EVERY_S = 1.0
 _DEREGISTER_S = 2.0
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _REFUSALS = (
@@ -71,24 +76,50 @@ class Registration:
 class Registrations:
     """One worker at all its routers. `refused` gets the error of the first router that refuses."""
 
-    def __init__(self, addresses: Iterable[str], *, dialer: rpc.Dialer = rpc.PLAIN) -> None:
+    def __init__(self, entries: Sequence[str], *, dialer: rpc.Dialer = rpc.PLAIN) -> None:
+        """`entries` are those of `worker.routers`."""
         self.refused: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.info: WorkerInfo
         self._state: State
         self._dialer = dialer
-        self._all = [Registration(address) for address in addresses]
-        self._tasks: list[asyncio.Task[NoReturn]] = []
+        self._discovery = Discovery(tuple(entries))
+        self._known_first = asyncio.Event()  # set when the first router knows the worker
+        self._routers: dict[str, tuple[Registration, asyncio.Task[NoReturn]]] = {}
+        self._finding: asyncio.Task[None] | None = None
 
     def start(self, info: WorkerInfo, state: State) -> None:
         """Register in the background."""
         self.info, self._state = info, state
-        for router in self._all:
-            task = asyncio.create_task(self._keep(router), name=f"registration-{router.address}")
-            task.add_done_callback(self._ended)
-            self._tasks.append(task)
+        self._finding = asyncio.create_task(self._find(), name="router-discovery")
+
+    async def _find(self) -> None:
+        """Register with the routers that are listed, now and later."""
+        while True:
+            listed = await self._discovery.addresses()
+            for address in listed:
+                if address not in self._routers:
+                    router = Registration(address)
+                    task = asyncio.create_task(self._keep(router), name=f"registration-{address}")
+                    task.add_done_callback(self._ended)
+                    self._routers[address] = router, task
+            for address in self._routers.keys() - set(listed):
+                router, task = self._routers[address]
+                # It may drain, with streams that this worker answers.
+                if not router.is_reachable:
+                    logger.info("router %s is gone", address)
+                    task.cancel()
+                    del self._routers[address]
+            if not self._discovery.changes:
+                return
+            await asyncio.sleep(_LOOK_UP_EVERY_S)
+
+    @property
+    def _all(self) -> list[Registration]:
+        return [router for router, _ in self._routers.values()]
 
     async def registered(self) -> None:
-        """Wait until every router knows the worker."""
+        """Wait until every router that is listed, and at least one, knows the worker."""
+        await self._known_first.wait()
         for router in self._all:
             await router.registered.wait()
 
@@ -106,17 +137,19 @@ class Registrations:
 
     def change_role(self, role: Role) -> None:
         """Register with every router again, in another role."""
-        if self._tasks:
+        if self._finding is not None:
             self.info = replace(self.info, role=role)
             self.renew()
 
     async def stop(self) -> None:
         """Stop renewing and leave every router that knows the worker. Idempotent."""
         known = [router for router in self._all if router.registered.is_set()]
-        self._all.clear()
-        for task in self._tasks:
+        tasks: list[asyncio.Task[Any]] = [task for _, task in self._routers.values()]
+        tasks += [] if self._finding is None else [self._finding]
+        self._routers.clear()
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._deregister(router.address) for router in known))
 
     def _ended(self, task: asyncio.Task[NoReturn]) -> None:
@@ -171,6 +204,7 @@ class Registrations:
         reply = await stub.Register(request, timeout=_RPC_S, metadata=metadata)
         router.known = info
         router.registered.set()
+        self._known_first.set()
         logger.info("registered with router %s", router.address)
         return reply.lease_s
 

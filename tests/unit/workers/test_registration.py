@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,13 @@ from pdserve import wire
 from pdserve.types import ModelInfo, Role, WorkerInfo
 from pdserve.v1 import worker_pb2 as w
 from tests.unit.workers.router_side import WAIT_S, FakeRegistry
+from workers import registration
+from workers.discovery import Discovery
 from workers.registration import RegistrationRefused, Registrations
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 MODEL = ModelInfo(name="m", path="", max_model_len=64, vocab_size=64, dtype="none")
 INFO = WorkerInfo("d0", "e1", Role.DECODE, MODEL, "127.0.0.1:1", None, 16, 8, 4)
@@ -101,3 +105,49 @@ async def test_a_refusal_is_fatal_and_has_the_reason(stack: AsyncExitStack) -> N
     assert address in error.message
     await registrations.stop()
     assert not router.left
+
+
+async def test_routers_of_a_file_come_and_go(
+    stack: AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is no longer listed keeps the worker while it answers, and is forgotten then."""
+    monkeypatch.setattr(registration, "_LOOK_UP_EVERY_S", 0.01)
+    listed, first, second = tmp_path / "routers", FakeRegistry(lease_s=0.03), FakeRegistry()
+    listed.write_text("")
+    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    ready = asyncio.create_task(registrations.registered())
+    async with first.serving() as address:
+        listed.write_text(f"{address}\n")
+        await ready
+        listed.write_text(await stack.enter_async_context(second.serving()))
+        await second.until(lambda: second.registered)
+        before = len(first.renewals)
+        await first.until(lambda: len(first.renewals) > before + 1)
+    async with asyncio.timeout(WAIT_S):
+        while len(registrations._all) > 1:  # noqa: ASYNC110 - found by looking
+            await asyncio.sleep(0.01)
+    listed.unlink()  # what was found last stays
+    before = len(second.renewals)
+    registrations.renew()
+    await second.until(lambda: len(second.renewals) > before)
+
+
+async def test_a_name_gives_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[list[str] | OSError] = [
+        ["10.0.0.2", "10.0.0.1", "fd00::1"],
+        socket.gaierror(socket.EAI_AGAIN, "try again"),
+        socket.gaierror(socket.EAI_NONAME, "not known"),
+    ]
+
+    async def look_up(name: str, port: int, **_: object) -> list[object]:
+        assert (name, port) == ("routers", 8001)
+        if isinstance(found := answers.pop(0), OSError):
+            raise found
+        return [(0, 0, 0, "", (host, port)) for host in found]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up, raising=False)
+    discovery = Discovery(("a:1", "dns:routers:8001"))
+    every = ["a:1", "10.0.0.1:8001", "10.0.0.2:8001", "[fd00::1]:8001"]
+    assert await discovery.addresses() == every
+    assert await discovery.addresses() == every
+    assert await discovery.addresses() == ["a:1"]
