@@ -70,6 +70,18 @@ def is_exposed(host: str) -> bool:
         return host != "localhost"
 
 
+# Entries of `worker.routers` that begin so are looked up.
+DNS_ENTRY, FILE_ENTRY = "dns:", "file:"
+# gRPC reads an address without a plain host in its own way, such as "ipv4:1:1".
+_ADDRESS = re.compile(r"(?:[^:\[\]/\s]+|\[[0-9a-fA-F:.%]+\]):(\d{1,5})")
+
+
+def is_address(text: str) -> bool:
+    """Return True for host:port."""
+    found = _ADDRESS.fullmatch(text)
+    return found is not None and 0 < int(found[1]) < 1 << 16
+
+
 def _check_exposed(*rules: tuple[str, object, str]) -> None:
     """Each rule has a host, whether callers authenticate there, and otherwise what to set."""
     broken = [x for x in rules if x[0] and not x[1] and is_exposed(x[0])]
@@ -374,7 +386,7 @@ class WorkerConfig(_Section, frozen=True):
     debug_host: Address of the HTTP listener for metrics and debugging. Empty: none.
     debug_port: Port of that listener; 0 takes a free one.
     routers: gRPC addresses (host:port) of the routers to register with; `dns:NAME:PORT` for every
-        address of a name, and `file:PATH` for those in a file, one a line, as they come and go.
+        address of a name, and `file:/PATH` for those in a file, one a line, as they come and go.
     cores: CPU cores to pin the engine to. Empty: not pinned.
     gpus: GPUs that the engine may use, by NVML index. Empty: all visible ones.
     kv: How KV blocks travel between workers.
@@ -409,11 +421,9 @@ class WorkerConfig(_Section, frozen=True):
 
     def __post_init__(self) -> None:
         for entry in self.routers:
-            if entry.startswith("file:/"):
-                continue
-            address = entry.removeprefix("dns:")
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            is_file = entry.startswith(FILE_ENTRY)
+            address = entry.removeprefix(DNS_ENTRY)
+            if not (entry[len(FILE_ENTRY) :].startswith("/") if is_file else is_address(address)):
                 refuse("routers", f"must be host:port, dns:NAME:PORT or file:/PATH, not {entry!r}")
         for key in ("cores", "model_names"):
             if len(set(getattr(self, key))) != len(getattr(self, key)):

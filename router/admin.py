@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import aclosing
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import grpc
 
 from pdserve import rpc, wire
+from pdserve.config import is_address
 from pdserve.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.types import Role
 from pdserve.v1 import admin_pb2 as a
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 Method = TypeVar("Method", bound="Callable[..., Any]")
 
 MAX_DRAIN_S = 86400.0
-
-
-# gRPC reads an address without a plain host in its own way, such as "ipv4:1:1".
-_ADDRESS = re.compile(r"(?:[^:\[\]/]+|\[[0-9a-fA-F:.%]+\]):(\d{1,5})")
 
 
 def _aborting(method: Method) -> Method:
@@ -148,8 +144,7 @@ class RegistryService(RegistryServicer):
 
 def _check_address(address: str, field: str) -> None:
     """Raises InvalidRequest for what is not host:port."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found[1]) < 1 << 16:
+    if not is_address(address):
         raise InvalidRequest(f"{field} is {address!r}, which is not host:port", field=field)
 
 

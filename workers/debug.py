@@ -1,4 +1,4 @@
-"""The HTTP listener of a worker: /debug/kv, /metrics and /healthz."""
+"""The HTTP listener of a worker: /debug/kv, /metrics, /healthz and /ready."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 
 def debug_handler(
-    service: WorkerService, describe: Callable[[], WorkerInfo], gpus: Gpus
+    service: WorkerService,
+    describe: Callable[[], WorkerInfo],
+    gpus: Gpus,
+    unready: Callable[[], str],
 ) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
-    """Return the handler of the pages. They read state and change nothing."""
+    """Return the handler of the pages. They read state and change nothing. `unready` returns why
+    the worker gets no requests, or an empty text."""
 
     def reports() -> list[tuple[WorkerInfo, KvReport]]:
         state = service.kv_state()
@@ -38,6 +42,11 @@ def debug_handler(
             return web.json_response({"status": "failed"}, status=503)
         return web.json_response({"status": "draining" if service.is_draining else "ok"})
 
+    def ready(_: web.BaseRequest) -> web.Response:
+        reason = unready()
+        status = {"status": "not ready", "reason": reason} if reason else {"status": "ready"}
+        return web.json_response(status, status=503 if reason else 200)
+
     def metrics(request: web.BaseRequest) -> web.Response:
         body, content_type = render(registry, request.headers.get("accept", ""))
         return web.Response(body=body, headers={"content-type": content_type})
@@ -46,6 +55,7 @@ def debug_handler(
         "/debug/kv": lambda _: web.json_response(_kv_state(service, describe())),
         "/metrics": metrics,
         "/healthz": health,
+        "/ready": ready,
     }
 
     async def handle(request: web.BaseRequest) -> web.Response:

@@ -7,6 +7,9 @@ import logging
 import socket
 from pathlib import Path
 
+from pdserve.config import DNS_ENTRY, FILE_ENTRY, is_address, refuse
+from pdserve.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 LOOKUP_TIMEOUT_S = 5.0
@@ -14,34 +17,62 @@ LOOKUP_TIMEOUT_S = 5.0
 
 class Discovery:
     """Finds routers by the entries of `worker.routers`: `host:port`, `dns:NAME:PORT` for every
-    address of a name, or `file:PATH` with one address a line.
+    address of a name, or `file:/PATH` with one address a line.
 
-    State: what each entry gave last. An entry that cannot be read keeps that, because a router does
-    not go when a name server does.
+    State: what each entry gave last, and why it gives nothing new. An entry that cannot be read
+    keeps what it gave, because a router does not go when a name server does.
     """
 
     def __init__(self, entries: tuple[str, ...]) -> None:
-        self.changes = any(entry.startswith(("dns:", "file:")) for entry in entries)
-        self._found: dict[str, list[str]] = {entry: [] for entry in entries}
+        self.changes = any(entry.startswith((DNS_ENTRY, FILE_ENTRY)) for entry in entries)
+        self._found: dict[str, list[str] | None] = dict.fromkeys(entries)
+        self._failures = dict.fromkeys(entries, "")
 
     async def addresses(self) -> list[str]:
-        """Return the addresses that the entries give now, each once."""
-        for entry in self._found:
-            kind, _, rest = entry.partition(":")
+        """Return the addresses that the entries give now, each once.
+
+        Raises ConfigError for a line of a file that is no address, if the file was never read.
+        """
+        for entry, before in self._found.items():
+            failure = ""
             try:
-                if kind == "dns":
-                    self._found[entry] = await _resolve(rest)
-                elif kind == "file":
-                    self._found[entry] = (await asyncio.to_thread(Path(rest).read_text)).split()
-                else:
-                    self._found[entry] = [entry]
-            except (OSError, TimeoutError) as error:
-                logger.warning("looking up routers at %s failed: %s", entry, error)
-        return list(dict.fromkeys(x for found in self._found.values() for x in found))
+                self._found[entry] = await _look_up(entry)
+            except ConfigError as error:
+                if before is None:
+                    raise
+                failure = error.message
+            # A name with an empty or a very long label is a UnicodeError.
+            except (OSError, UnicodeError) as error:
+                failure = str(error) or type(error).__name__
+            if failure != self._failures[entry]:
+                self._failures[entry] = failure
+                logger.warning("routers at %s: %s", entry, failure or "found again")
+        return list(dict.fromkeys(x for found in self._found.values() for x in found or ()))
+
+
+async def _look_up(entry: str) -> list[str]:
+    if entry.startswith(DNS_ENTRY):
+        return await _resolve(entry.removeprefix(DNS_ENTRY))
+    if entry.startswith(FILE_ENTRY):
+        return await asyncio.to_thread(_read, Path(entry.removeprefix(FILE_ENTRY)))
+    return [entry]
+
+
+def _read(path: Path) -> list[str]:
+    """Return the addresses in a file, one a line. Raises OSError, and ConfigError for a line that
+    is no address."""
+    found = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        address = line.partition("#")[0].strip()
+        if address and not is_address(address):
+            refuse("worker.routers", f"{path}, line {number}: {address!r} is not host:port")
+        found += [address] if address else []
+    return found
 
 
 async def _resolve(name_and_port: str) -> list[str]:
-    """Return every address of NAME:PORT; none for a name without any. Raises OSError."""
+    """Return every address of NAME:PORT; none for a name without any. Raises OSError, also after
+    LOOKUP_TIMEOUT_S."""
     name, _, port = name_and_port.rpartition(":")
     try:
         async with asyncio.timeout(LOOKUP_TIMEOUT_S):

@@ -112,7 +112,7 @@ async def _serve(server: WorkerServer, reports: Reports, model: str) -> str | No
     info = await server.start()
     logger.info("worker %s (%s) serves at %s", info.worker_id, info.role, info.address)
     reports.doing("registering")
-    failed, refused = server.service.failed, server.routers.refused
+    failed, refused = server.service.failed, server.routers.failed
     registered = asyncio.ensure_future(server.registered())
     ends: set[asyncio.Future[Any]] = {failed, refused, server.told_to_stop}
     try:

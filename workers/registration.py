@@ -1,10 +1,12 @@
 """Keeps a worker registered with its routers.
 
 register ──► renew every third of the lease ──► register again if the router does not know us
-   └─ refused: fatal                 └─ router away: retry, with growing pauses
+   └─ refused: fatal, unless         └─ router away: retry, with growing pauses
+      another router has accepted
 
-Routers that are found by a name or in a file (workers/discovery.py) come and go: a new one is
-registered with, and one that is no longer listed is left once it does not answer.
+Routers that are found by a name or in a file (workers/discovery.py) come and go. The worker
+registers with a new one. One that is no longer listed may still stream answers that this worker
+computes, so the worker stays there until the router does not answer, for LEAVE_AFTER_S at most.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _RPC_S = 5.0
 _LOOK_UP_EVERY_S = 1.0
+LEAVE_AFTER_S = 600.0  # the default of router.request_timeout_s: answers have ended by then
 _DEREGISTER_S = 2.0
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 _REFUSALS = (
@@ -54,11 +57,13 @@ class RegistrationRefused(ConfigError):
 @dataclass(slots=True, eq=False)
 class Registration:
     """The worker at one router. `known` is what the router has of it, None if it knows nothing;
-    `told` is set when the next call to the router is over."""
+    `told` is set when the next call to the router is over, or there will be none; `unlisted_since`
+    is the loop's time since which the router is not listed."""
 
     address: str
     known: WorkerInfo | None = None
     is_reachable: bool = False
+    unlisted_since: float | None = None
     registered: asyncio.Event = field(default_factory=asyncio.Event)
     due: asyncio.Event = field(default_factory=asyncio.Event)
     told: asyncio.Event = field(default_factory=asyncio.Event)
@@ -74,16 +79,18 @@ class Registration:
 
 
 class Registrations:
-    """One worker at all its routers. `refused` gets the error of the first router that refuses."""
+    """One worker at all its routers. `failed` gets the error that ends the worker: a refusal while
+    no router has accepted it, or routers that cannot be looked up."""
 
     def __init__(self, entries: Sequence[str], *, dialer: rpc.Dialer = rpc.PLAIN) -> None:
         """`entries` are those of `worker.routers`."""
-        self.refused: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self.info: WorkerInfo
         self._state: State
         self._dialer = dialer
         self._discovery = Discovery(tuple(entries))
-        self._known_first = asyncio.Event()  # set when the first router knows the worker
+        self._was_accepted = False
+        self._changed = asyncio.Event()  # of a moment: the next change has another one
         self._routers: dict[str, tuple[Registration, asyncio.Task[NoReturn]]] = {}
         self._finding: asyncio.Task[None] | None = None
 
@@ -91,9 +98,12 @@ class Registrations:
         """Register in the background."""
         self.info, self._state = info, state
         self._finding = asyncio.create_task(self._find(), name="router-discovery")
+        self._finding.add_done_callback(self._ended)
 
     async def _find(self) -> None:
-        """Register with the routers that are listed, now and later."""
+        """Register with the routers that are listed, now and later. Raises ConfigError for a list
+        that cannot be read as one."""
+        now = asyncio.get_running_loop().time
         while True:
             listed = await self._discovery.addresses()
             for address in listed:
@@ -102,26 +112,50 @@ class Registrations:
                     task = asyncio.create_task(self._keep(router), name=f"registration-{address}")
                     task.add_done_callback(self._ended)
                     self._routers[address] = router, task
-            for address in self._routers.keys() - set(listed):
-                router, task = self._routers[address]
-                # It may drain, with streams that this worker answers.
-                if not router.is_reachable:
-                    logger.info("router %s is gone", address)
-                    task.cancel()
-                    del self._routers[address]
+            for router, _ in [*self._routers.values()]:
+                if router.address in listed:
+                    router.unlisted_since = None
+                    continue
+                if router.unlisted_since is None:
+                    router.unlisted_since = now()
+                if not router.is_reachable or now() - router.unlisted_since > LEAVE_AFTER_S:
+                    await self._leave(router)
+            self._notify()
             if not self._discovery.changes:
                 return
             await asyncio.sleep(_LOOK_UP_EVERY_S)
+
+    async def _leave(self, router: Registration) -> None:
+        logger.info("leaving router %s, which is no longer listed", router.address)
+        _, task = self._routers.pop(router.address)
+        task.cancel()
+        if router.is_reachable:
+            await self._deregister(router.address)
 
     @property
     def _all(self) -> list[Registration]:
         return [router for router, _ in self._routers.values()]
 
+    @property
+    def is_connected(self) -> bool:
+        """True if a router that answers knows the worker."""
+        return any(router.is_reachable and router.known is not None for router in self._all)
+
+    async def changed(self) -> None:
+        """Wait until `is_connected` may have changed."""
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     async def registered(self) -> None:
         """Wait until every router that is listed, and at least one, knows the worker."""
-        await self._known_first.wait()
-        for router in self._all:
-            await router.registered.wait()
+        while True:
+            listed = [router for router in self._all if router.unlisted_since is None]
+            if listed and all(router.registered.is_set() for router in listed):
+                return
+            await self.changed()
 
     def renew(self) -> None:
         """Report the worker's state to every router now."""
@@ -152,45 +186,59 @@ class Registrations:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(self._deregister(router.address) for router in known))
 
-    def _ended(self, task: asyncio.Task[NoReturn]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self.refused.done():
-            self.refused.set_result(error)
+        if error is not None and not self.failed.done():
+            self.failed.set_result(error)
 
     async def _keep(self, router: Registration) -> NoReturn:
         """Register and renew until cancelled. Raises RegistrationRefused."""
         pause_s = 0.0
-        async with self._dialer.open_channel(router.address) as channel:
-            stub = RegistryStub(channel)
-            while True:
-                told, router.told = router.told, asyncio.Event()
-                try:
-                    lease_s = await self._tell(router, stub)
-                except grpc.aio.AioRpcError as error:
-                    told.set()
-                    router.is_reachable = False
-                    code = error.code()
-                    if router.known is None and code in _REFUSALS:
-                        reason = rpc.error_from_rpc(error)
-                        text = f"router {router.address} refused this worker: {reason.message}"
-                        raise RegistrationRefused(text, field=reason.field) from error
-                    if router.known is not None and code is grpc.StatusCode.NOT_FOUND:
-                        logger.info("router %s does not know us: registering again", router.address)
-                        router.known = None
-                        continue
-                    pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, pause_s * 2))
-                    # Jitter, so that workers do not all return to a router at the same moment.
-                    wait_s = pause_s * random.uniform(0.5, 1.0)
-                    what = (router.address, code.name, error.details(), wait_s)
-                    logger.warning("router %s: %s (%s); next try in %.1f s", *what)
-                    await asyncio.sleep(wait_s)
-                else:
-                    told.set()
-                    router.is_reachable, pause_s = True, 0.0
-                    await router._pause(lease_s / 3)
+        try:
+            async with self._dialer.open_channel(router.address) as channel:
+                stub = RegistryStub(channel)
+                while True:
+                    try:
+                        lease_s = await self._tell(router, stub)
+                    except grpc.aio.AioRpcError as error:
+                        router.is_reachable = False
+                        self._notify()
+                        if router.known is not None and error.code() is grpc.StatusCode.NOT_FOUND:
+                            text = "router %s does not know us: registering again"
+                            logger.info(text, router.address)
+                            router.known = None
+                            continue
+                        self._check_refusal(router, error)
+                        pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, pause_s * 2))
+                        # Jitter, so that workers do not all return to a router at the same moment.
+                        wait_s = pause_s * random.uniform(0.5, 1.0)
+                        what = (router.address, error.code().name, error.details(), wait_s)
+                        logger.warning("router %s: %s (%s); next try in %.1f s", *what)
+                        await asyncio.sleep(wait_s)
+                    else:
+                        router.is_reachable, pause_s = True, 0.0
+                        self._notify()
+                        await router._pause(lease_s / 3)
+        finally:
+            router.told.set()
+
+    def _check_refusal(self, router: Registration, error: grpc.aio.AioRpcError) -> None:
+        """Raises RegistrationRefused for a router that refuses the worker, if none has accepted
+        it. Later this is the fault of one router, and may pass."""
+        if router.known is None and error.code() in _REFUSALS and not self._was_accepted:
+            reason = rpc.error_from_rpc(error)
+            text = f"router {router.address} refused this worker: {reason.message}"
+            raise RegistrationRefused(text, field=reason.field) from error
 
     async def _tell(self, router: Registration, stub: RegistryAsyncStub) -> float:
         """Register, or renew if the router knows this info. Return the lease in seconds."""
+        told, router.told = router.told, asyncio.Event()
+        try:
+            return await self._call(router, stub)
+        finally:
+            told.set()
+
+    async def _call(self, router: Registration, stub: RegistryAsyncStub) -> float:
         info, state, metadata = self.info, self._state(), self._dialer.metadata
         if router.known is info:
             state.worker_id, state.instance_id = info.worker_id, info.instance_id
@@ -204,7 +252,7 @@ class Registrations:
         reply = await stub.Register(request, timeout=_RPC_S, metadata=metadata)
         router.known = info
         router.registered.set()
-        self._known_first.set()
+        self._was_accepted = True
         logger.info("registered with router %s", router.address)
         return reply.lease_s
 

@@ -9,7 +9,7 @@ import os
 import time
 import uuid
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -67,6 +67,7 @@ class WorkerServer(WorkerServicer):
         self._health = health.aio.HealthServicer()
         self._gpus = Gpus()
         self._is_stopping = False
+        self._is_out = False  # drained by an operator or a signal
         self._began = time.monotonic()
         self._guard = make_guard(config.access, shared_with=Party.ROUTER)
         self.routers = Registrations(config.routers, dialer=dialer(config.access))
@@ -135,15 +136,18 @@ class WorkerServer(WorkerServicer):
         reflection.enable_server_reflection(names, server)
         await server.start()
         stack.push_async_callback(server.stop, GRPC_STOP_S)
-        await self._report_health(is_serving=True)
         if debug is not None:
-            web = HttpServer(debug_handler(self.service, lambda: self.info, self._gpus), debug)
+            pages = debug_handler(self.service, lambda: self.info, self._gpus, self.unready)
+            web = HttpServer(pages, debug)
             stack.push_async_callback(web.stop)
             await web.start()
         self.routers.start(info, self.service.state)
         stack.push_async_callback(self.routers.stop)
-        watch = asyncio.create_task(self._gpus.watch(self.service.set_unhealthy), name="gpu-watch")
-        stack.push_async_callback(_cancel, watch)
+        for name, watch in (
+            ("gpu-watch", self._gpus.watch(self.service.set_unhealthy)),
+            ("health", self._watch_health()),
+        ):
+            stack.push_async_callback(_cancel, asyncio.create_task(watch, name=name))
         return info
 
     async def _listen_for_sessions(self) -> str:
@@ -159,14 +163,16 @@ class WorkerServer(WorkerServicer):
         return _join(*server.sockets[0].getsockname()[:2])
 
     async def registered(self) -> None:
-        """Wait until every router knows this worker."""
+        """Wait until every router that is listed knows this worker."""
         await self.routers.registered()
+        await self._report_health()
 
     async def drain(self, timeout_s: float, *, stop: bool = False) -> tuple[bool, int]:
         """Empty the worker: see `WorkerService.drain`. With `stop` it cannot be undone, and
         `told_to_stop` is done at the end."""
         self._is_stopping |= stop
-        await self._report_health(is_serving=False)
+        self._is_out = True
+        await self._report_health()
         drained, moved = await self.service.drain(timeout_s)
         if not drained:
             logger.warning(
@@ -184,12 +190,27 @@ class WorkerServer(WorkerServicer):
         if self._is_stopping:
             raise Unavailable("this worker is stopping")
         await self.service.end_drain()
-        await self._report_health(is_serving=True)
+        self._is_out = False
+        await self._report_health()
 
-    async def _report_health(self, *, is_serving: bool) -> None:
+    def unready(self) -> str:
+        """Return why this worker gets no requests, or an empty text if it does."""
+        if self.service.failed.done():
+            return "the engine died"
+        if self._is_out:
+            return "draining"
+        return "" if self.routers.is_connected else "no router knows this worker"
+
+    async def _watch_health(self) -> NoReturn:
+        while True:
+            await self._report_health()
+            await self.routers.changed()
+
+    async def _report_health(self) -> None:
         reply = health_pb2.HealthCheckResponse
         for name in ("", _SERVICE):
-            await self._health.set(name, reply.SERVING if is_serving else reply.NOT_SERVING)
+            status = reply.NOT_SERVING if self.unready() else reply.SERVING
+            await self._health.set(name, status)
 
     async def stop(self) -> None:
         """Leave the routers, send what is queued for them, and end everything. Idempotent.

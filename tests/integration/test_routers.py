@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,12 @@ from tests.cluster import LEASE_S, NOBODY_LATE, WAIT_S, Cluster
 from tests.integration.test_cluster import LONG, PLAIN, PROMPT
 from tests.integration.test_drain import restart
 from tests.integration.test_role_changes import under_load
-from tests.router_process import a_router
+from tests.processes import a_router, a_worker
 from workers.fake.settings import FakeFaults
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from pdserve.client import Delta
 
@@ -174,6 +176,39 @@ async def test_routers_and_workers_are_restarted_under_load_and_no_request_fails
                 await cluster.until(lambda: all(x > y for x, y in zip(counts, before, strict=True)))
     finally:
         await other.stop()
+
+
+async def test_workers_follow_the_routers_of_a_file_and_no_answer_is_lost(tmp_path: Path) -> None:
+    """While clients ask, the file names another router, and the former one stops."""
+    listed, replaced = tmp_path / "routers", tmp_path / "routers.new"
+    listed.write_text("")
+    common: dict[str, Any] = {"routers": [f"file:{listed}"], "engine_args": "{step_s: 0.001}"}
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        for role, name in (("prefill", "p-0"), ("decode", "d-0"), ("decode", "d-1")):
+            await enter(a_worker(role=role, worker_id=name, **common))
+        former, later = await enter(a_router(stop_grace_s=WAIT_S)), await enter(a_router())
+        listed.write_text(former.grpc)
+        await until_workers(former.grpc, 3)
+        client = await enter(Client([former.grpc, later.grpc]))
+        answers: list[list[int]] = []
+        is_over = asyncio.Event()
+
+        async def ask() -> None:
+            while not is_over.is_set():
+                told = await Told().follow(client.generate(PROMPT, LONG))
+                answers.append(told.token_ids[0])
+
+        asking = [asyncio.create_task(ask()) for _ in range(4)]
+        replaced.write_text(later.grpc)
+        replaced.rename(listed)
+        await until_workers(later.grpc, 3)
+        await former.stop()
+        is_over.set()
+        await asyncio.gather(*asking)
+        undisturbed = await Told().follow(client.generate(PROMPT, LONG))
+        assert undisturbed.tokens == LONG.max_tokens
+        assert answers == [undisturbed.token_ids[0]] * len(answers)
 
 
 async def test_a_router_sees_the_room_that_another_has_given_away() -> None:

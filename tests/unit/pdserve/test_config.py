@@ -42,6 +42,8 @@ from pdserve.types import Role
         ("worker: {kv: {transports: [shm, shm]}}", "worker.kv.transports", "duplicate"),
         ("worker: {kv: {transports: shm}}", "worker.kv.transports", "expected `array`"),
         ("worker: {routers: ['h:99999']}", "worker.routers", "host:port"),
+        ("worker: {routers: ['dns:8001']}", "worker.routers", "dns:NAME:PORT"),
+        ("worker: {routers: ['file:relative:80']}", "worker.routers", "file:/PATH"),
         ("worker: {cores: [-1]}", "worker.cores[0]", ">= 0"),
         ("worker: {cores: [0, 0]}", "worker.cores", "duplicate"),
         ("worker: {engine_args: [1]}", "worker.engine_args", "expected `object`"),

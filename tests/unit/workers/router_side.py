@@ -40,12 +40,14 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class FakeRegistry(RegistryServicer):
-    """Counts what it is told; `refusal` and `forget` say how it answers, and `answers` whether a
-    renewal is answered yet."""
+    """Counts what it is told; `refusal`, `forget` and `failure` say how it answers, and `answers`
+    whether a renewal is answered yet."""
 
     lease_s: float = 30.0
     refusal: str = ""
+    refused: int = 0
     forget: bool = False
+    failure: bool = False
     registered: list[w.WorkerInfo] = field(default_factory=list)
     renewals: list[w.RenewRequest] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -59,6 +61,8 @@ class FakeRegistry(RegistryServicer):
         self, request: w.RegisterRequest, context: Context
     ) -> w.RegisterResponse:
         if self.refusal:
+            self.refused += 1
+            self.changed.set()
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
         self.registered.append(request.worker)
         self.forget = False
@@ -68,6 +72,8 @@ class FakeRegistry(RegistryServicer):
     async def Renew(  # noqa: N802
         self, request: w.RenewRequest, context: Context
     ) -> w.RenewResponse:
+        if self.failure:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
         if self.forget:
             await context.abort(grpc.StatusCode.NOT_FOUND, "who are you")
         self.renewals.append(request)

@@ -99,12 +99,30 @@ async def test_a_refusal_is_fatal_and_has_the_reason(stack: AsyncExitStack) -> N
     address = await stack.enter_async_context(router.serving())
     registrations = await begin(stack, w.RenewRequest(), address)
     async with asyncio.timeout(WAIT_S):
-        error = await asyncio.shield(registrations.refused)
+        error = await asyncio.shield(registrations.failed)
     assert isinstance(error, RegistrationRefused)
     assert "another model is served here" in error.message
     assert address in error.message
     await registrations.stop()
     assert not router.left
+
+
+async def test_a_refusal_ends_nothing_once_another_router_has_accepted(
+    stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(registration, "_LOOK_UP_EVERY_S", 0.01)
+    monkeypatch.setattr(registration, "_MAX_PAUSE_S", 0.01)
+    accepts, refuses = FakeRegistry(), FakeRegistry(refusal="another model is served here")
+    address = await stack.enter_async_context(accepts.serving())
+    listed = tmp_path / "routers"
+    listed.write_text(address)
+    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    await registrations.registered()
+    listed.write_text(f"{address}\n{await stack.enter_async_context(refuses.serving())}")
+    await refuses.until(lambda: refuses.refused > 1)
+    assert not registrations.failed.done()
+    refuses.refusal = ""
+    await refuses.until(lambda: refuses.registered)
 
 
 async def test_routers_of_a_file_come_and_go(
@@ -113,41 +131,92 @@ async def test_routers_of_a_file_come_and_go(
     """One that is no longer listed keeps the worker while it answers, and is forgotten then."""
     monkeypatch.setattr(registration, "_LOOK_UP_EVERY_S", 0.01)
     listed, first, second = tmp_path / "routers", FakeRegistry(lease_s=0.03), FakeRegistry()
-    listed.write_text("")
     registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
     ready = asyncio.create_task(registrations.registered())
     async with first.serving() as address:
-        listed.write_text(f"{address}\n")
+        listed.write_text(f"# the routers\n\n{address}  # first\n")
         await ready
+        assert registrations.is_connected
         listed.write_text(await stack.enter_async_context(second.serving()))
         await second.until(lambda: second.registered)
         before = len(first.renewals)
         await first.until(lambda: len(first.renewals) > before + 1)
     async with asyncio.timeout(WAIT_S):
-        while len(registrations._all) > 1:  # noqa: ASYNC110 - found by looking
-            await asyncio.sleep(0.01)
-    listed.unlink()  # what was found last stays
-    before = len(second.renewals)
-    registrations.renew()
-    await second.until(lambda: len(second.renewals) > before)
+        while len(registrations._all) > 1:
+            await registrations.changed()
+    for unusable in ("routers:8001\nno address", None):  # what was found last stays
+        listed.unlink() if unusable is None else listed.write_text(unusable)
+        before = len(second.renewals)
+        registrations.renew()
+        await second.until(lambda before=before: len(second.renewals) > before)
+    assert not registrations.failed.done()
 
 
-async def test_a_name_gives_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[list[str] | OSError] = [
+async def test_a_router_that_stays_unlisted_is_left(
+    stack: AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_LOOK_UP_EVERY_S", 0.01)
+    monkeypatch.setattr(registration, "LEAVE_AFTER_S", 0.0)
+    listed, router = tmp_path / "routers", FakeRegistry(lease_s=3000.0)
+    listed.write_text(await stack.enter_async_context(router.serving()))
+    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    await registrations.registered()
+    listed.write_text("")
+    await router.until(lambda: router.left)
+    assert not registrations.is_connected
+
+
+async def test_nobody_waits_for_a_router_that_is_forgotten(
+    stack: AsyncExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_LOOK_UP_EVERY_S", 0.01)
+    listed, here = tmp_path / "routers", FakeRegistry()
+    async with FakeRegistry().serving() as away:
+        pass
+    address = await stack.enter_async_context(here.serving())
+    listed.write_text(f"{away}\n{address}\n")
+    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    registered = asyncio.create_task(registrations.registered())
+    await here.until(lambda: here.registered)
+    assert not registered.done()
+    listed.write_text(address)
+    async with asyncio.timeout(WAIT_S):
+        await registered
+
+
+async def test_a_line_that_is_no_address_is_refused_at_start(
+    stack: AsyncExitStack, tmp_path: Path
+) -> None:
+    listed = tmp_path / "routers"
+    listed.write_text("a:1\nrouters\n")
+    registrations = await begin(stack, w.RenewRequest(), f"file:{listed}")
+    async with asyncio.timeout(WAIT_S):
+        error = await asyncio.shield(registrations.failed)
+    assert str(error) == f"worker.routers: {listed}, line 2: 'routers' is not host:port"
+
+
+async def test_a_name_gives_all_its_addresses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    again = socket.gaierror(socket.EAI_AGAIN, "try again")
+    answers: list[list[str] | Exception] = [
         ["10.0.0.2", "10.0.0.1", "fd00::1"],
-        socket.gaierror(socket.EAI_AGAIN, "try again"),
+        *(again, again, TimeoutError()),
+        UnicodeError("label too long"),
         socket.gaierror(socket.EAI_NONAME, "not known"),
     ]
 
     async def look_up(name: str, port: int, **_: object) -> list[object]:
         assert (name, port) == ("routers", 8001)
-        if isinstance(found := answers.pop(0), OSError):
+        if isinstance(found := answers.pop(0), Exception):
             raise found
         return [(0, 0, 0, "", (host, port)) for host in found]
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up, raising=False)
     discovery = Discovery(("a:1", "dns:routers:8001"))
     every = ["a:1", "10.0.0.1:8001", "10.0.0.2:8001", "[fd00::1]:8001"]
-    assert await discovery.addresses() == every
-    assert await discovery.addresses() == every
+    for _ in range(5):
+        assert await discovery.addresses() == every
     assert await discovery.addresses() == ["a:1"]
+    reasons = [x.getMessage().partition("8001: ")[2] for x in caplog.records]
+    assert reasons == [str(again), "TimeoutError", "label too long", "found again"]

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdserve import rpc
 from pdserve.types import Role
 from pdserve.v1 import worker_pb2 as w
-from tests.unit.workers.router_side import MODEL, PLAIN, WAIT_S, RouterSide, a_worker
+from tests.unit.workers.router_side import MODEL, PLAIN, WAIT_S, FakeRegistry, RouterSide, a_worker
 from workers.fake.engine import FakeEngine
 
 if TYPE_CHECKING:
@@ -60,13 +62,31 @@ async def test_a_worker_without_kv_says_so() -> None:
         assert tasks.startswith("pdserve_asyncio_tasks ")
 
 
-async def test_health_follows_drain_and_death() -> None:
+async def test_health_and_readiness_follow_drain_and_death() -> None:
     async with a_worker(Role.PREFILL) as server:
         assert await get(server, "/healthz") == (200, {"status": "ok"})
+        assert await get(server, "/ready") == (200, {"status": "ready"})
         await server.drain(WAIT_S)
         assert await get(server, "/healthz") == (200, {"status": "draining"})
+        assert (await get(server, "/ready"))[0] == 503
         server.service._on_failure(RuntimeError("the test says so"))
         assert await get(server, "/healthz") == (503, {"status": "failed"})
+
+
+async def test_a_worker_without_a_router_lives_and_is_not_ready() -> None:
+    registry = FakeRegistry(lease_s=0.03)
+    async with a_worker(registry=registry) as server:
+        registry.failure = True
+        while server.routers.is_connected:
+            await server.routers.changed()
+        assert await get(server, "/healthz") == (200, {"status": "ok"})
+        status, shown = await get(server, "/ready")
+        assert (status, shown["reason"]) == (503, "no router knows this worker")
+        async with rpc.open_channel(server.info.address) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            reply = await stub.Check(health_pb2.HealthCheckRequest())
+            assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        registry.failure = False
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/debug"), ("POST", "/debug/kv")])
