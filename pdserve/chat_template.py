@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
@@ -59,6 +60,10 @@ _ENVIRONMENT.globals["raise_exception"] = _raise_exception
 _ENVIRONMENT.globals["strftime_now"] = _strftime_now
 
 
+# Stands after the text of the last message where that is continued.
+_CUT = "\ue001cut\ue001 "
+
+
 class ChatTemplate:
     """A compiled template and the special tokens that it may write."""
 
@@ -72,17 +77,41 @@ class ChatTemplate:
         self._template.globals = {**self._template.globals, **special_tokens, **more}
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the conversation as text, up to the start of the answer. Raises InvalidRequest
-        (field `messages`) if the template rejects it. A template that does not know the role
-        `developer` gets `system`."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return the conversation as text, up to the start of the answer, or to the end of the
+        last message's text if that is to be continued. Raises InvalidRequest (field `messages`) if
+        the template rejects it. A template that does not know the role `developer` gets
+        `system`."""
         plain: list[dict[str, Any]] = [dict(message) for message in messages]
+        if continue_final_message:
+            plain[-1]["content"] += _CUT
         for message in plain:
             if message["role"] == "developer" and not self._knows_developer:
                 message["role"] = "system"
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True)
+            text = self._template.render(
+                {**variables, "messages": plain, "add_generation_prompt": add_generation_prompt}
+            )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error
+        return _cut(text) if continue_final_message else text
+
+
+def _cut(text: str) -> str:
+    """Return `text` up to the mark. A template that strips messages strips the mark's blank too:
+    then the text before it is stripped as the template would have done."""
+    before, mark, after = text.rpartition(_CUT.rstrip())
+    if not mark:
+        raise InvalidRequest(
+            "the model's chat template does not show the last message", field="messages"
+        )
+    return before if after.startswith(" ") else before.rstrip()

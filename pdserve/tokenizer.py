@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -13,7 +13,7 @@ from pdserve.chat_template import ChatTemplate
 from pdserve.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 # One text at a time: the library's threads would only delay it.
@@ -22,11 +22,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @dataclass(slots=True)
 class ChatMessage:
-    """One message of a conversation. The template gets `name` if it is set."""
+    """One message of a conversation. The template gets `name` and `reasoning` if they are set."""
 
     role: str
     content: str
     name: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What a chat template renders. `variables` are given to the template by name. The answer
+    begins a new message, unless `continue_final_message`: then it continues the last one."""
+
+    messages: Sequence[ChatMessage]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Tokenizer:
@@ -65,22 +77,36 @@ class Tokenizer:
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return tuple(encoding.ids)
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`, special tokens included."""
+        return self._fast.decode(list(token_ids), skip_special_tokens=False)
+
+    def render_chat(self, chat: Conversation) -> str:
         """Return the conversation as text, up to the start of the answer. Raises InvalidRequest
         (field `messages`) if the model has no template or the template rejects the messages."""
         if self._template is None:
             raise InvalidRequest(
                 "the model has no chat template; send a prompt instead", field="messages"
             )
-        plain = [{"role": x.role, "content": x.content} for x in messages]
-        for message, values in zip(messages, plain, strict=True):
+        plain = [{"role": x.role, "content": x.content} for x in chat.messages]
+        for message, values in zip(chat.messages, plain, strict=True):
             if message.name is not None:
                 values["name"] = message.name
-        return self._template.render(plain)
+            if message.reasoning is not None:
+                # Published templates use either name.
+                values["reasoning_content"] = values["reasoning"] = message.reasoning
+        return self._template.render(
+            plain,
+            chat.variables,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+        )
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def encode_chat(
+        self, chat: Conversation, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
         """Return the token ids of the conversation, up to the start of the answer."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return self.encode(self.render_chat(chat), add_special_tokens=add_special_tokens)
 
 
 class MistralTokenizer(Tokenizer):
@@ -101,15 +127,27 @@ class MistralTokenizer(Tokenizer):
         tokenizer = self._mistral.instruct_tokenizer.tokenizer
         return tuple(tokenizer.encode(text, bos=add_special_tokens, eos=False))
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+
+        tokenizer = self._mistral.instruct_tokenizer.tokenizer
+        return tokenizer.decode(list(token_ids), special_token_policy=SpecialTokenPolicy.KEEP)
+
+    def encode_chat(
+        self, chat: Conversation, *, add_special_tokens: bool = False
+    ) -> tuple[int, ...]:
         from mistral_common.exceptions import MistralCommonException
         from mistral_common.protocol.instruct.request import ChatCompletionRequest
 
-        for message in messages:
+        if chat != Conversation(chat.messages) or add_special_tokens:
+            raise InvalidRequest(
+                "the model has no chat template to give options to", field="messages"
+            )
+        for message in chat.messages:
             _check_unicode(message.content)
         names = {"developer": "system"}  # the library does not know the first
         plain: list[Any] = [
-            {"role": names.get(x.role, x.role), "content": x.content} for x in messages
+            {"role": names.get(x.role, x.role), "content": x.content} for x in chat.messages
         ]
         try:
             request = ChatCompletionRequest.from_openai(messages=plain)

@@ -18,7 +18,7 @@ from pdserve.errors import (
     UnknownField,
     wait_s,
 )
-from pdserve.tokenizer import ChatMessage
+from pdserve.tokenizer import ChatMessage, Conversation
 from pdserve.types import ServiceClass
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationServicer
@@ -212,7 +212,7 @@ def _service_class(number: g.ServiceClass) -> ServiceClass:
     return ServiceClass[g.ServiceClass.Name(number).removeprefix("SERVICE_CLASS_")]
 
 
-def _messages(chat: g.ChatMessages) -> list[ChatMessage]:
+def _messages(chat: g.ChatMessages) -> Conversation:
     if not chat.messages:
         raise InvalidRequest("'messages' must have at least one message", field="messages")
     for i, message in enumerate(chat.messages):
@@ -222,7 +222,7 @@ def _messages(chat: g.ChatMessages) -> list[ChatMessage]:
                 f"'{field}' must be one of {', '.join(CHAT_ROLES)}, not {message.role!r}",
                 field=field,
             )
-    return [ChatMessage(message.role, message.content) for message in chat.messages]
+    return Conversation([ChatMessage(x.role, x.content) for x in chat.messages])
 
 
 def refuse_unknown_fields(message: Message, at: str = "") -> None:

@@ -26,6 +26,7 @@ from pdserve.errors import (
 from router.answer import served
 from router.api import openai
 from router.api.auth import EVERYONE
+from router.api.bodies import encode, read
 from router.api.preprocess import check_request_id, new_request_id
 
 if TYPE_CHECKING:
@@ -150,13 +151,13 @@ class HttpApi:
         }
 
     async def _load_adapter(self, request: web.BaseRequest) -> web.Response:
-        body = openai.read(openai.LoadAdapterRequest, await _read_body(request))
+        body = read(openai.LoadAdapterRequest, await _read_body(request))
         name = body.lora_name
         await self._adapters.load(name, body.lora_path, model=body.model, replace=body.load_inplace)
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: web.BaseRequest) -> web.Response:
-        name = openai.read(openai.UnloadAdapterRequest, await _read_body(request)).lora_name
+        name = read(openai.UnloadAdapterRequest, await _read_body(request)).lora_name
         await self._adapters.unload(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -182,8 +183,8 @@ class HttpApi:
         self, kind: type[openai.RequestBody], request: web.BaseRequest
     ) -> web.StreamResponse:
         self._open_requests.check_open()
-        request_id = _request_id(request, kind.id_prefix)
-        body = openai.read(kind, await _read_body(request))
+        body = read(kind, await _read_body(request))
+        request_id = _request_id(request, body.request_id, kind.id_prefix)
         events: EventStream | None = None
         try:
             with self._open_requests.enter() as open_request:
@@ -270,7 +271,7 @@ class EventStream:
         self.response.last += self._writer.end()
 
     def fail(self, error: PdserveError) -> None:
-        self.response.last += b"data: %b\n\n" % openai.encode(_error_body(error))
+        self.response.last += b"data: %b\n\n" % encode(_error_body(error))
 
     def _begin(self, events: bytes) -> None:
         """Write the head and the first events in one piece."""
@@ -318,13 +319,16 @@ def _too_large(request: web.BaseRequest) -> RequestTooLarge:
     return RequestTooLarge(f"the body is larger than {request.client_max_size} bytes")
 
 
-def _request_id(request: web.BaseRequest, prefix: str) -> str:
-    """Return the client's id with the endpoint's prefix, or a new one. The response repeats it."""
-    given = request.headers.get("x-request-id")
+def _request_id(request: web.BaseRequest, named: str | None, prefix: str) -> str:
+    """Return the client's id, of the header or `named` in the body, with the endpoint's prefix, or
+    a new one. The response repeats it."""
+    given, field = request.headers.get("x-request-id"), "x-request-id"
+    if given is None:
+        given, field = named, "request_id"
     if given is None:
         request_id = request[_HEADERS]["x-request-id"] = new_request_id(prefix)
         return request_id
-    request[_HEADERS]["x-request-id"] = check_request_id(given, field="x-request-id")
+    request[_HEADERS]["x-request-id"] = check_request_id(given, field=field)
     return prefix + given
 
 
@@ -334,7 +338,7 @@ def _idempotency_key(request: web.BaseRequest) -> str:
 
 
 def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=openai.encode(value), status=status, content_type="application/json")
+    return web.Response(body=encode(value), status=status, content_type="application/json")
 
 
 def _error(status: int, message: str, *, code: str) -> web.Response:

@@ -1,23 +1,21 @@
 """Request and response bodies of the OpenAI-compatible HTTP API.
 
-The structs validate bodies and generate `/openapi.json`. A field that is null counts as not given.
-Unknown fields are refused.
+The structs validate bodies (router/api/bodies.py) and generate `/openapi.json`.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pdserve import __version__
-from pdserve.errors import InternalError, InvalidRequest, UnknownField, UnsupportedField
-from pdserve.tokenizer import ChatMessage
+from pdserve.errors import InternalError, UnsupportedField
+from pdserve.tokenizer import ChatMessage, Conversation
 from pdserve.types import (
     MAX_LOGPROBS,
     MAX_SEED,
@@ -30,6 +28,21 @@ from pdserve.types import (
     StructuredOutput,
 )
 from router.answer import AnswerDelta
+from router.api.bodies import (
+    KNOWN,
+    KNOWN_OF_CHAT,
+    KNOWN_OF_COMPLETIONS,
+    NO_EFFECT,
+    Body,
+    Strict,
+    Text,
+    TokenId,
+    TokenIds,
+    encode,
+    knows,
+    not_supported,
+    refuse,
+)
 from router.api.preprocess import OPEN_ENDED, ParsedRequest
 
 if TYPE_CHECKING:
@@ -43,38 +56,6 @@ DEFAULT_MAX_TOKENS = 16
 # JSON has no infinity. OpenAI writes this for a token that is all but impossible.
 MIN_LOGPROB = -9999.0
 
-# OpenAI fields that are accepted only if they are null, or ask for what pdserve does anyway.
-NOT_SUPPORTED = {
-    "allowed_token_ids": "",
-    "audio": "only text is generated",
-    "bad_words": "",
-    "best_of": "use n to get several answers",
-    "documents": "",
-    "echo": "the prompt is not repeated",
-    "function_call": "",
-    "functions": "",
-    "kv_transfer_params": "",
-    "length_penalty": "",
-    "modalities": "only text is generated",
-    "moderation": "",
-    "parallel_tool_calls": "",
-    "prediction": "",
-    "prompt_cache_options": "",
-    "prompt_cache_retention": "",
-    "prompt_logprobs": "",
-    "reasoning_effort": "",
-    "suffix": "",
-    "tool_choice": "",
-    "tools": "",
-    "truncate_prompt_tokens": "",
-    "verbosity": "",
-    "web_search_options": "",
-}
-_NO_EFFECT = "Accepted without effect."
-
-_Text = Annotated[str, Meta(min_length=1)]
-_TokenId = Annotated[int, Meta(ge=0)]
-_TokenIds = Annotated[list[_TokenId], Meta(description="Token ids of the model's tokenizer.")]
 _Count = Annotated[int, Meta(ge=1, le=1 << 30)]
 _Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -83,11 +64,7 @@ _Bias = Annotated[float, Meta(ge=-100, le=100)]
 _Empty = Annotated[list[Any], Meta(max_length=0)]
 
 
-class _Strict(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A part of a request body."""
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: Annotated[
         bool | None, Meta(description="End the stream with a chunk that has the usage.")
     ] = None
@@ -98,15 +75,15 @@ class StreamOptions(_Strict):
     ] = None
 
 
-class TextFormat(_Strict, tag_field="type", tag="text"):
+class TextFormat(Strict, tag_field="type", tag="text"):
     pass
 
 
-class JsonObjectFormat(_Strict, tag_field="type", tag="json_object"):
+class JsonObjectFormat(Strict, tag_field="type", tag="json_object"):
     pass
 
 
-class JsonSchema(_Strict, kw_only=True):
+class JsonSchema(Strict, kw_only=True):
     schema: dict[str, Any]
     name: str | None = None
     description: str | None = None
@@ -115,27 +92,27 @@ class JsonSchema(_Strict, kw_only=True):
     ] = None
 
 
-class JsonSchemaFormat(_Strict, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(Strict, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """vLLM's constraints on the answer. Exactly one is given."""
 
     json: Annotated[
         dict[str, Any] | str | None, Meta(description="A JSON schema, or its JSON text.")
     ] = None
     json_object: bool | None = None
-    regex: _Text | None = None
-    choice: Annotated[list[_Text], Meta(min_length=1)] | None = None
-    grammar: Annotated[_Text, Meta(description="A grammar in EBNF.")] | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Meta(min_length=1)] | None = None
+    grammar: Annotated[Text, Meta(description="A grammar in EBNF.")] | None = None
 
 
-class _Body(_Strict, kw_only=True):
+class _GenerateBody(Body, kw_only=True):
     """Fields of both endpoints."""
 
     model: Annotated[
-        _Text | None, Meta(description="Name of a served model. Required if there are several.")
+        Text | None, Meta(description="Name of a served model. Required if there are several.")
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -147,14 +124,14 @@ class _Body(_Strict, kw_only=True):
     min_p: _Share | None = None
     seed: Annotated[int, Meta(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
-    stop: _Text | Annotated[list[_Text], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: _TokenIds | None = None
+    stop: Text | Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0, le=100)] | None = None
-    logit_bias: dict[_TokenId, _Bias] | None = None
+    logit_bias: dict[TokenId, _Bias] | None = None
     skip_special_tokens: bool | None = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -174,16 +151,16 @@ class _Body(_Strict, kw_only=True):
     ] = None
     return_token_ids: bool | None = None
     resume_token_ids: Annotated[
-        _TokenIds | None, Meta(description="Tokens of this answer that the client already has.")
+        TokenIds | None, Meta(description="Tokens of this answer that the client already has.")
     ] = None
-    user: Annotated[Any, Meta(description=_NO_EFFECT)] = None
-    # Fields of vLLM that its clients send with the value that has no effect.
-    allowed_token_ids: None = None
-    bad_words: _Empty | None = None
-    kv_transfer_params: None = None
-    length_penalty: Annotated[float, Meta(ge=1, le=1)] | None = None
-    prompt_logprobs: None = None
-    truncate_prompt_tokens: None = None
+    request_id: Annotated[
+        str | None, Meta(description="As the header X-Request-Id, which comes first.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        Meta(description="Whether the tokenizer adds its own, such as BOS. By default to text."),
+    ] = None
+    user: Annotated[Any, Meta(description=NO_EFFECT)] = None
 
     @property
     def include_usage(self) -> bool:
@@ -203,9 +180,9 @@ class _Body(_Strict, kw_only=True):
         self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None
     ) -> ParsedRequest:
         if self.stream_options is not None and not self.stream:
-            _refuse("stream_options", "requires stream: true")
+            refuse("stream_options", "requires stream: true")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
-            raise _not_supported("stream_options.include_obfuscation")
+            raise not_supported("stream_options.include_obfuscation")
         values = zip(_SAMPLING, _sampling_of(self), strict=True)
         given: dict[str, Any] = {name: value for name, value in values if value is not None}
         if self.stop is not None:
@@ -228,6 +205,7 @@ class _Body(_Strict, kw_only=True):
             service_class=ServiceClass.BATCH if flex else ServiceClass.INTERACTIVE,
             resume=tuple(self.resume_token_ids or ()),
             given=given.keys(),
+            add_special_tokens=self.add_special_tokens,
         )
 
 
@@ -240,23 +218,22 @@ _SAMPLING = (
 _sampling_of = attrgetter(*_SAMPLING)
 
 
-class CompletionRequest(_Body, kw_only=True):
+@knows(KNOWN | KNOWN_OF_COMPLETIONS)
+class CompletionRequest(_GenerateBody, kw_only=True):
     """Body of POST /v1/completions."""
 
     id_prefix: ClassVar[str] = "cmpl-"
     prompt: Annotated[
-        str | list[_TokenId | str | list[_TokenId]],
+        str | list[TokenId | str | list[TokenId]],
         Meta(description="One prompt: text, or token ids. It may stand in a list of its own."),
     ]
     logprobs: _Logprobs | None = None
-    best_of: Literal[1] | None = None
     echo: bool | None = None
-    suffix: None = None
 
     def parse(self, request_id: str) -> ParsedRequest:
         """Raises InvalidRequest naming the field."""
         if self.echo:
-            raise _not_supported("echo")
+            raise not_supported("echo")
         max_tokens = self.max_tokens or DEFAULT_MAX_TOKENS
         return self._parsed(self._prompt(), request_id, max_tokens, self.logprobs)
 
@@ -273,33 +250,34 @@ class CompletionRequest(_Body, kw_only=True):
         # One pass in C, since a prompt may have thousands of tokens.
         if set(map(type, prompt)) - {int}:
             wrong = next(i for i, x in enumerate(prompt) if not isinstance(x, int))
-            _refuse(f"prompt[{wrong}]", "expected a token id")
+            refuse(f"prompt[{wrong}]", "expected a token id")
         return tuple(prompt)
 
 
-class LoadAdapterRequest(_Strict):
+class LoadAdapterRequest(Body):
     """Body of POST /v1/load_lora_adapter."""
 
-    lora_name: Annotated[_Text, Meta(description="Name that requests give as `model`.")]
-    lora_path: Annotated[_Text, Meta(description="Directory on the workers' machines.")]
+    lora_name: Annotated[Text, Meta(description="Name that requests give as `model`.")]
+    lora_path: Annotated[Text, Meta(description="Directory on the workers' machines.")]
     load_inplace: Annotated[
         bool, Meta(description="Replace the adapter that is served under this name.")
     ] = False
     model: Annotated[str, Meta(description="Its model, if the router serves several.")] = ""
 
 
-class UnloadAdapterRequest(_Strict):
+class UnloadAdapterRequest(Body):
     """Body of POST /v1/unload_lora_adapter."""
 
-    lora_name: _Text
+    lora_name: Text
 
 
-class TextPart(_Strict, tag_field="type", tag="text"):
+class TextPart(Strict, tag_field="type", tag="text"):
     text: str
-    cache_control: Annotated[Any, Meta(description=_NO_EFFECT)] = None
+    cache_control: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    annotations: Annotated[Any, Meta(description=NO_EFFECT)] = None
 
 
-class Message(_Strict, kw_only=True):
+class Message(Strict, kw_only=True):
     """A message of a conversation. OpenAI's clients send answers back with empty lists or nulls."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -312,59 +290,103 @@ class Message(_Strict, kw_only=True):
     audio: _Empty | None = None
     tool_calls: _Empty | None = None
     function_call: _Empty | None = None
-    annotations: _Empty | None = None
+    annotations: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    cache_control: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    parsed: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    provider_specific_fields: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    reasoning: Annotated[
+        str | None, Meta(description="Given to the chat template, with the name of the model's.")
+    ] = None
+    reasoning_content: Annotated[str | None, Meta(description="As reasoning.")] = None
 
     def parse(self, field: str) -> ChatMessage:
         content = self.content
         if not content and not isinstance(content, str):
             # Agents send their own turns back without text.
             if self.role != "assistant":
-                _refuse(f"{field}.content", "is required")
+                refuse(f"{field}.content", "is required")
             content = ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        return ChatMessage(self.role, content, self.name)
+        reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
+        return ChatMessage(self.role, content, self.name, reasoning)
 
 
-class ChatRequest(_Body, kw_only=True):
+# Variables of chat templates that have fields of their own.
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+_Variables = Annotated[
+    dict[str, Any] | None, Meta(description="Variables for the model's chat template.")
+]
+_Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+    Meta(
+        description="Given to the chat template as reasoning_effort and, unless "
+        "chat_template_kwargs has it, as enable_thinking, which is false for none."
+    ),
+]
+_Begins = Annotated[
+    bool | None, Meta(description="The answer begins a new message, as it does by default.")
+]
+_Continues = Annotated[bool | None, Meta(description="The answer continues the last message.")]
+
+
+class _Chat(Protocol):
+    messages: list[Message]
+    chat_template_kwargs: _Variables
+    reasoning_effort: _Effort
+    add_generation_prompt: _Begins
+    continue_final_message: _Continues
+
+
+def conversation(body: _Chat) -> Conversation:
+    """Return what the model's chat template renders. Raises InvalidRequest naming the field."""
+    variables = dict(body.chat_template_kwargs or {})
+    for name in _OWN_VARIABLES:
+        if name in variables:
+            refuse(f"chat_template_kwargs.{name}", "is not a variable of its own")
+    if body.reasoning_effort is not None:
+        effort = body.reasoning_effort
+        defaults = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        variables = defaults | variables
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        refuse("add_generation_prompt", "must be false with continue_final_message")
+    begins = body.add_generation_prompt is not False and not continues
+    messages = [x.parse(f"messages[{i}]") for i, x in enumerate(body.messages)]
+    return Conversation(messages, begins, continues, variables)
+
+
+@knows(KNOWN | KNOWN_OF_CHAT)
+class ChatRequest(_GenerateBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     messages: Annotated[list[Message], Meta(min_length=1)]
+    chat_template_kwargs: _Variables = None
+    reasoning_effort: _Effort = None
+    add_generation_prompt: _Begins = None
+    continue_final_message: _Continues = None
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: _Logprobs | None = None
-    metadata: Annotated[Any, Meta(description=_NO_EFFECT)] = None
-    safety_identifier: Annotated[Any, Meta(description=_NO_EFFECT)] = None
-    prompt_cache_key: Annotated[Any, Meta(description=_NO_EFFECT)] = None
+    metadata: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    safety_identifier: Annotated[Any, Meta(description=NO_EFFECT)] = None
+    prompt_cache_key: Annotated[Any, Meta(description=NO_EFFECT)] = None
     store: Annotated[bool | None, Meta(description="Without effect: answers are not stored.")] = (
         None
     )
-    documents: None = None
-    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
-    tool_choice: Literal["none"] | None = None
-    function_call: Literal["none"] | None = None
-    tools: None = None
-    functions: None = None
-    parallel_tool_calls: None = None
-    audio: None = None
-    moderation: None = None
-    prediction: None = None
-    prompt_cache_options: None = None
-    prompt_cache_retention: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
-    web_search_options: None = None
 
     def parse(self, request_id: str) -> ParsedRequest:
         """Raises InvalidRequest naming the field."""
         if self.top_logprobs is not None and not self.logprobs:
-            _refuse("top_logprobs", "requires logprobs: true")
+            refuse("top_logprobs", "requires logprobs: true")
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
-            _refuse("max_tokens", f"is {old}, but max_completion_tokens is {new}")
+            refuse("max_tokens", f"is {old}, but max_completion_tokens is {new}")
         parsed = self._parsed(
-            [x.parse(f"messages[{i}]") for i, x in enumerate(self.messages)],
+            conversation(self),
             request_id,
             old if new is None else new,
             (self.top_logprobs or 0) if self.logprobs else None,
@@ -385,15 +407,15 @@ def _constraint(
     if given is None:
         return by_format
     if by_format is not None:
-        _refuse("structured_outputs", "cannot be combined with response_format")
+        refuse("structured_outputs", "cannot be combined with response_format")
     values = {name: getattr(given, name) for name in given.__struct_fields__}
     if sum(value is not None for value in values.values()) != 1:
-        _refuse("structured_outputs", f"needs one of {', '.join(values)}")
+        refuse("structured_outputs", f"needs one of {', '.join(values)}")
     if given.json is not None:
         return StructuredOutput(Constraint.JSON_SCHEMA, _schema_text(given.json))
     if given.json_object is not None:
         if not given.json_object:
-            _refuse("structured_outputs.json_object", "must be true")
+            refuse("structured_outputs.json_object", "must be true")
         return StructuredOutput(Constraint.JSON_OBJECT)
     if given.choice is not None:
         return StructuredOutput(Constraint.CHOICE, choices=tuple(given.choice))
@@ -407,69 +429,14 @@ def _schema_text(schema: dict[str, Any] | str) -> str:
         try:
             schema = msgspec.json.decode(schema, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError) as error:
-            _refuse("structured_outputs.json", f"is not a JSON schema: {error}")
+            refuse("structured_outputs.json", f"is not a JSON schema: {error}")
     return encode(schema).decode()
 
 
-def _refuse(field: str, reason: str) -> NoReturn:
-    raise InvalidRequest(f"'{field}' {reason}", field=field)
-
-
-def _not_supported(field: str) -> UnsupportedField:
-    reason = NOT_SUPPORTED.get(field)
-    text = f"'{field}' is not supported" + (f": {reason}" if reason else "")
-    return UnsupportedField(text, field=field)
-
-
-# -- Reading
-
-
 RequestBody = ChatRequest | CompletionRequest
-Body = TypeVar("Body", bound=_Strict)
-
-_DECODERS: dict[type[_Strict], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest)
-}
-_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
-_NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*?)`")
-
-
-def read(kind: type[Body], data: bytes) -> Body:
-    """Decode and validate a body. Raises InvalidRequest naming the field."""
-    try:
-        body: Body = _DECODERS[kind].decode(data)
-    except msgspec.ValidationError as error:
-        raise _error_for(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
-    except RecursionError as error:
-        raise InvalidRequest("the body is nested too deeply") from error
-    return body
-
-
-def _error_for(message: str) -> InvalidRequest:
-    """The error for msgspec's message, such as "Expected `int`, got `str` - at `$.n`"."""
-    at = _AT.search(message)
-    path, reason = (at.group(1), message[: at.start()]) if at else ("", message)
-    named = _NAMED.match(reason)
-    if named is not None:
-        field = f"{path}.{named.group(2)}".lstrip(".")
-        if named.group(1) == "missing required":
-            return InvalidRequest(f"'{field}' is required", field=field)
-        return UnknownField(f"unknown field '{field}'", field=field)
-    reason = reason.replace("`", "").replace(" | null", "")
-    reason = reason[:1].lower() + reason[1:]
-    top = re.split(r"[.\[]", path, maxsplit=1)[0]
-    if top in NOT_SUPPORTED:
-        return _not_supported(top)
-    field = path.removesuffix("[...]")
-    return InvalidRequest(f"'{field}': {reason}" if field else f"body: {reason}", field=field)
 
 
 # -- Writing
-
-encode = msgspec.json.Encoder().encode
 
 
 class PromptDetails(Struct):
@@ -733,10 +700,6 @@ def openapi() -> dict[str, Any]:
     (*bodies, answer, error), schemas = msgspec.json.schema_components(
         (*kinds, Response, ErrorBody), ref_template="#/components/schemas/{name}"
     )
-    for name in ("ChatRequest", "CompletionRequest"):
-        for field, schema in schemas[name]["properties"].items():
-            if field in NOT_SUPPORTED:
-                schema["description"] = "Not supported."
 
     def responses(**content: Any) -> dict[str, Any]:
         failure = {"description": "Error.", "content": {"application/json": {"schema": error}}}

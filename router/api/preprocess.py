@@ -18,7 +18,7 @@ from pdserve.errors import (
     ModelNotFound,
     Unavailable,
 )
-from pdserve.tokenizer import ChatMessage, Tokenizer
+from pdserve.tokenizer import Conversation, Tokenizer
 from pdserve.types import GenerateRequest, ServiceClass
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 # Text, token ids, or a conversation that the model's chat template renders.
-Prompt = str | tuple[int, ...] | list[ChatMessage]
+Prompt = str | tuple[int, ...] | Conversation
 
 
 @dataclass(slots=True)
@@ -60,6 +60,7 @@ class ParsedRequest:
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     resume: tuple[int, ...] = ()
     given: Collection[str] = ()
+    add_special_tokens: bool | None = None  # by default to text, not to conversations
 
 
 def new_request_id(prefix: str) -> str:
@@ -105,16 +106,18 @@ class Preprocessor:
         if parsed.timeout_s is not None:
             timeout_s = min(timeout_s, parsed.timeout_s)
         until = asyncio.get_running_loop().time() + timeout_s
-        model, _ = self._find(parsed.model)
+        model, _ = self.find(parsed.model)
         sampling = _with_defaults(parsed, model.sampling_defaults)
         _check_ids(sampling.stop_token_ids, model, field="stop_token_ids")
         _check_ids(tuple(sampling.logit_bias), model, field="logit_bias")
-        prompt = await self._tokenise(parsed, model)
+        prompt = await self.tokenise(
+            parsed.prompt, model, parsed.add_special_tokens, field=parsed.prompt_field
+        )
         _check_ids(prompt, model, field=parsed.prompt_field)
         sampling = _fit(parsed, sampling, len(prompt), model)
         _check_resume(parsed.resume, sampling, model)
         # It may have been unloaded or replaced while the prompt was tokenised.
-        model, adapter = self._find(parsed.model)
+        model, adapter = self.find(parsed.model)
         return GenerateRequest(
             request_id=parsed.request_id,
             model=model.name,
@@ -129,7 +132,8 @@ class Preprocessor:
             adapter=adapter,
         )
 
-    def _find(self, name: str) -> tuple[ModelInfo, Adapter | None]:
+    def find(self, name: str) -> tuple[ModelInfo, Adapter | None]:
+        """Return the model of this name, or the adapter with its model. Raises ModelNotFound."""
         models, adapters = self._models(), self._adapters()
         if not models:
             raise Unavailable("no worker is registered", retry_after_s=1.0)
@@ -145,21 +149,33 @@ class Preprocessor:
             raise InvalidRequest(f"'model' is required; served: {served}", field="model")
         raise ModelNotFound(f"model {name!r} is not served; served: {served}", field="model")
 
-    async def _tokenise(self, parsed: ParsedRequest, model: ModelInfo) -> tuple[int, ...]:
-        prompt = parsed.prompt
+    async def tokenise(
+        self, prompt: Prompt, model: ModelInfo, add_special_tokens: bool | None, *, field: str
+    ) -> tuple[int, ...]:
+        """Return the prompt's token ids. `field` is its name, for errors."""
         if isinstance(prompt, tuple):
             return prompt
         tokenizer = await self._tokenizer(model)
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         if isinstance(prompt, str):
-            chars, encode = len(prompt), partial(tokenizer.encode, prompt)
+            chars, encode = len(prompt), partial(tokenizer.encode, prompt, **options)
         else:
-            chars = sum(len(message.content) for message in prompt)
-            encode = partial(tokenizer.encode_chat, prompt)
+            chars = sum(len(message.content) for message in prompt.messages)
+            encode = partial(tokenizer.encode_chat, prompt, **options)
         try:
             return encode() if chars <= INLINE_CHARS else await asyncio.to_thread(encode)
         except InvalidRequest as error:
-            error.field = parsed.prompt_field
+            error.field = field
             raise
+
+    async def texts(
+        self, token_ids: Sequence[Sequence[int]], model: ModelInfo, *, field: str
+    ) -> list[str]:
+        """Return the text of each sequence of token ids. `field` is their name, for errors."""
+        for ids in token_ids:
+            _check_ids(ids, model, field=field)
+        tokenizer = await self._tokenizer(model)
+        return await asyncio.to_thread(lambda: [tokenizer.decode(ids) for ids in token_ids])
 
     async def _tokenizer(self, model: ModelInfo) -> Tokenizer:
         """Raises Unavailable if the model's directory cannot be read; the next request tries

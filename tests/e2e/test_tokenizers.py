@@ -10,7 +10,7 @@ import mistral_common
 import pytest
 
 from pdserve.errors import InvalidRequest
-from pdserve.tokenizer import ChatMessage, Tokenizer
+from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer
 
 DATA = Path(mistral_common.__file__).parent / "data"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
@@ -53,12 +53,16 @@ def test_router_and_vllm_make_the_same_tokens(kind: str, tmp_path: Path) -> None
     chat = [{"role": "user", "content": "What is prefill?"}]
     wanted = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     asked = [ChatMessage(**x) for x in chat]
-    assert list(ours.encode_chat(asked)) == wanted
+    assert list(ours.encode_chat(Conversation(asked))) == wanted
     if config is None:
-        with_role = {x: ours.encode_chat([ChatMessage(x, "a"), *asked]) for x in SYSTEM}
+        with_role = {
+            x: ours.encode_chat(Conversation([ChatMessage(x, "a"), *asked])) for x in SYSTEM
+        }
         assert with_role["developer"] == with_role["system"]
         with pytest.raises(InvalidRequest, match="Mistral's tokenizer refuses") as caught:
-            ours.encode_chat([ChatMessage("user", "a"), ChatMessage("assistant", "b")])
+            ours.encode_chat(
+                Conversation([ChatMessage("user", "a"), ChatMessage("assistant", "b")])
+            )
         assert caught.value.field == "messages"
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from pdserve.errors import ConfigError, InvalidRequest
-from pdserve.tokenizer import ChatMessage, Tokenizer
+from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,9 +70,9 @@ def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_special_tokens_of_a_template_are_not_added_twice(tokenizer: Tokenizer) -> None:
-    rendered = tokenizer.render_chat(HI)
+    rendered = tokenizer.render_chat(Conversation(HI))
     assert rendered == "<s>[user]hi</s>[assistant]"
-    token_ids = tokenizer.encode_chat(HI)
+    token_ids = tokenizer.encode_chat(Conversation(HI))
     assert token_ids.count(0) == 1
     assert text_of(tokenizer, token_ids) == rendered
 
@@ -109,7 +109,7 @@ def test_helpers_that_published_templates_count_on(
     tmp_path: Path, template: str, expected: str
 ) -> None:
     tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
-    assert tokenizer.render_chat([ChatMessage("user", "<é & '>")]) == expected
+    assert tokenizer.render_chat(Conversation([ChatMessage("user", "<é & '>")])) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,14 +128,14 @@ def test_template_that_refuses_or_reaches_out_is_a_client_error(
 ) -> None:
     tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
     with pytest.raises(InvalidRequest) as caught:
-        tokenizer.render_chat(HI)
+        tokenizer.render_chat(Conversation(HI))
     assert caught.value.field == "messages"
 
 
 def test_reason_of_a_template_reaches_the_client(tmp_path: Path) -> None:
     config = {"chat_template": "{{ raise_exception('roles must alternate') }}"}
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        Tokenizer.load(write(tmp_path, config)).render_chat(HI)
+        Tokenizer.load(write(tmp_path, config)).render_chat(Conversation(HI))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_developer_is_system_to_templates_that_do_not_know_it(
     tmp_path: Path, template: str, expected: str
 ) -> None:
     tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
-    assert tokenizer.render_chat([ChatMessage("developer", "be brief")]) == expected
+    assert tokenizer.render_chat(Conversation([ChatMessage("developer", "be brief")])) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,14 @@ def test_where_the_template_is_taken_from(
     if in_file is not None:
         (tmp_path / "chat_template.jinja").write_text(in_file, "utf-8")
     tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": in_config}))
-    assert tokenizer.render_chat(HI) == expected
+    assert tokenizer.render_chat(Conversation(HI)) == expected
 
 
 @pytest.mark.parametrize("config", [{}, {"chat_template": [{"name": "rag", "template": "r"}]}])
 def test_without_a_template_a_chat_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     tokenizer = Tokenizer.load(write(tmp_path, config))
     with pytest.raises(InvalidRequest, match="no chat template") as caught:
-        tokenizer.encode_chat(HI)
+        tokenizer.encode_chat(Conversation(HI))
     assert caught.value.field == "messages"
 
 
@@ -199,3 +199,25 @@ def test_broken_files_are_named(
         path.write_text(content, "utf-8")
     with pytest.raises(ConfigError, match=message):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "expected"),
+    [
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "so ", "[a][so "),
+        ("{% for m in messages %}[{{ m.content | trim }}]{% endfor %}", "so ", "[a][so"),
+    ],
+)
+def test_a_continued_message_ends_where_its_text_does(
+    tmp_path: Path, template: str, content: str, expected: str
+) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
+    messages = [ChatMessage("user", "a"), ChatMessage("assistant", content)]
+    chat = Conversation(messages, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.render_chat(chat) == expected
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": "nothing"}))
+    with pytest.raises(InvalidRequest, match="does not show the last message"):
+        tokenizer.render_chat(Conversation(HI, continue_final_message=True))

@@ -33,7 +33,8 @@ MAX_BODY_BYTES = 64 * 1024
 # The deadline of requests that name none.
 TIMEOUT_S = 30.0
 TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.reasoning_content }}"
+    "{{ message.content }}{% endfor %}{{ style }}{{ reasoning_effort }}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 RECEIPT = Receipt(

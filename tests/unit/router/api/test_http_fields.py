@@ -41,6 +41,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "skip_special_tokens": ["no"],
     "priority": [1 << 63, "low"],
     "service_tier": ["fast", 1],
+    "request_id": ["a b", 7],
     "stream": ["yes"],
     "stream_options": [{"include_usage": True}],  # without a stream
     "response_format": ["json_object"],
@@ -56,7 +57,6 @@ NOT_DONE: dict[str, list[Any]] = {
     "audio": [{"voice": "x", "format": "wav"}],
     "modalities": [["text", "audio"]],
     "prediction": [{"type": "content"}],
-    "reasoning_effort": ["low"],
     "bad_words": [["a"]],
     "length_penalty": [0.5],
     "prompt_logprobs": [1],
@@ -118,6 +118,14 @@ BAD_REQUESTS: list[tuple[str, object, str, str | None]] = [
     (COMPLETIONS, completion(logprobs=True), VALUE, "logprobs"),
     (COMPLETIONS, completion(logprobs=21), VALUE, "logprobs"),
     # Conversations.
+    (CHAT, chat(reasoning_effort="huge"), VALUE, "reasoning_effort"),
+    (CHAT, chat(chat_template_kwargs={"tools": []}), VALUE, "chat_template_kwargs.tools"),
+    (
+        CHAT,
+        chat(add_generation_prompt=True, continue_final_message=True),
+        VALUE,
+        "add_generation_prompt",
+    ),
     (CHAT, chat(max_completion_tokens=63), TOO_LONG, "max_completion_tokens"),
     (CHAT, chat(max_completion_tokens=-1), VALUE, "max_completion_tokens"),
     (CHAT, chat(max_tokens=3, max_completion_tokens=4), VALUE, "max_tokens"),
@@ -272,7 +280,8 @@ async def test_chat_is_rendered_by_the_models_template(
     conversation = [
         {"role": "developer", "content": "a"},
         user([{"type": "text", "text": x, "cache_control": {"type": "ephemeral"}} for x in "bc"]),
-        {"role": "assistant", "content": "d", "refusal": None, "tool_calls": []},
+        {"role": "assistant", "content": "d", "refusal": None, "tool_calls": [], "parsed": {}},
+        {"role": "assistant", "content": "g", "reasoning": "f"},
         {"role": "assistant", "content": None},
         {"role": "assistant", "content": []},
         {"role": "assistant"},
@@ -281,9 +290,52 @@ async def test_chat_is_rendered_by_the_models_template(
     status, answer = await apis.post(CHAT, chat(messages=conversation))
     assert status == 200, answer
     rendered = (
-        "<|system|>a<|user|>b\nc<|assistant|>d" + "<|assistant|>" * 3 + "<|user|>e<|assistant|>"
+        "<|system|>a<|user|>b\nc<|assistant|>d<|assistant|>fg"
+        + "<|assistant|>" * 3
+        + "<|user|>e<|assistant|>"
     )
     assert apis.generator.requests[0].prompt_token_ids == token_ids(rendered)
+
+
+async def test_a_field_of_other_servers_is_taken_where_it_changes_nothing_else_refused(
+    apis: Apis,
+) -> None:
+    for path, body, kind in (
+        (CHAT, chat(), ChatRequest),
+        (COMPLETIONS, completion(), CompletionRequest),
+    ):
+        for name, known in kind.known.items():
+            for value in (None, *known.accepts):
+                status, answer = await apis.post(path, {**body, name: value})
+                assert status == 200, (name, value, answer)
+            status, answer = await apis.post(path, {**body, name: "something"})
+            error = answer["error"]
+            assert (status, error["code"], error["param"]) == (400, UNSUPPORTED, name)
+            assert error["message"].startswith(f"'{name}' is not supported")
+
+
+@pytest.mark.parametrize(
+    ("options", "rendered"),
+    [
+        ({}, "<|user|>hi<|assistant|>"),
+        ({"reasoning_effort": "low"}, "<|user|>hilow<|assistant|>"),
+        ({"chat_template_kwargs": {"style": "!"}}, "<|user|>hi!<|assistant|>"),
+        ({"add_generation_prompt": False}, "<|user|>hi"),
+        ({"continue_final_message": True, "chat_template_kwargs": {"style": "!"}}, "<|user|>hi"),
+    ],
+)
+async def test_a_request_says_how_its_conversation_is_rendered(
+    apis: Apis, token_ids: Callable[[str], tuple[int, ...]], options: dict[str, Any], rendered: str
+) -> None:
+    status, answer = await apis.post(CHAT, chat(**options))
+    assert status == 200, answer
+    assert apis.generator.requests[0].prompt_token_ids == token_ids(rendered)
+
+
+async def test_the_request_id_may_be_in_the_body(apis: Apis) -> None:
+    assert (await apis.post(CHAT, chat(request_id="7")))[1]["id"] == "chatcmpl-7"
+    headers = {"x-request-id": "8"}
+    assert (await apis.post(CHAT, chat(request_id="7"), headers))[1]["id"] == "chatcmpl-8"
 
 
 @pytest.mark.parametrize(
