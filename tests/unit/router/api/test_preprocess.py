@@ -11,7 +11,7 @@ import pytest
 from scripted import MAX_MODEL_LEN
 
 from pdserve.errors import ConfigError, InvalidRequest, Unavailable
-from pdserve.tokenizer import ChatMessage, Tokenizer
+from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer
 from pdserve.types import ModelInfo, SamplingParams
 from router.api.preprocess import (
     INLINE_CHARS,
@@ -109,7 +109,7 @@ async def test_only_long_prompts_are_tokenised_in_a_thread(
     info = model("a", model_dir, max_model_len=10 * INLINE_CHARS)
     intake = Preprocessor(lambda: {"a": info}, timeout_s=WAIT_S)
     text = "a" * length
-    prompt = [ChatMessage("user", text)] if is_chat else text
+    prompt = Conversation([ChatMessage("user", text)]) if is_chat else text
     await intake.prepare(ask(prompt))
     assert (threads == [threading.get_ident()]) == (length <= INLINE_CHARS)
 
