@@ -264,7 +264,7 @@ class RouterConfig(_Section, frozen=True):
     retry_tokens_per_s: Retry budget of a model: prompt and output tokens computed again a second
         after failures, on average. Requests beyond it fail with 503. 0: no limit.
     otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
-    stop_grace_s: Seconds that open requests have after SIGTERM.
+    stop_grace_s: Seconds that open requests have after SIGTERM; an idle router ends at once.
     slo: Latency targets.
     log_level: Lowest level that is logged.
     """
@@ -293,7 +293,7 @@ class RouterConfig(_Section, frozen=True):
     health: HealthConfig = HealthConfig()
     retry_tokens_per_s: Amount = 20000.0
     otlp_endpoint: Endpoint = ""
-    stop_grace_s: Amount = 10.0
+    stop_grace_s: Amount = 120.0
     slo: SloConfig = SloConfig()
     log_level: LogLevel = "info"
 

@@ -164,7 +164,7 @@ async def _serve_as_router(config: RouterConfig, reports: Reports) -> None:
         gc.freeze()  # garbage collection never walks what exists now
         gc.set_threshold(*_GC_THRESHOLDS)
         await stopped.wait()
-        logger.info("stopping; open requests have %g s", config.stop_grace_s)
+        logger.info("stopping; open requests have %g s, until a second signal", config.stop_grace_s)
     finally:
         await server.stop()
 

@@ -324,7 +324,7 @@ class Supervisor:
             if self._children[name].process is None:  # it waits to be started
                 keeper.cancel()
         if code == OK and self._is_serving:
-            self._display.tell("stopping: running requests may finish")
+            self._display.tell("stopping: running requests may finish; a second signal ends them")
             drain_s = self._config.worker.drain_timeout_s + MOVE_S + UNPIN_S
             await self._end(self._routers, self._config.router.stop_grace_s + _MARGIN_S)
             await self._end(self._workers, drain_s + _MARGIN_S)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate.utils
 import pytest
 import yaml
 
@@ -15,22 +15,28 @@ from pdserve.cli import build_parser
 from pdserve.cli.options import config_from
 from pdserve.config import MOVE_S, UNPIN_S, Config
 
+schemas = pytest.importorskip("kubernetes_validate.utils")
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy/kubernetes"
 CONFIG = DEPLOY / "base/pdserve.yaml"
 # Kustomize's own files, our configuration, and the resources of the Prometheus operator.
 NO_SCHEMA = {*DEPLOY.rglob("kustomization.yaml"), *DEPLOY.rglob("monitors.yaml"), CONFIG}
 FILES = sorted(x for x in DEPLOY.rglob("*.yaml") if x not in NO_SCHEMA)
 # The last three minors that the installed schemas know.
-VERSIONS = list(
-    {x.rpartition(".")[0]: x for x in kubernetes_validate.utils.all_versions()}.values()
-)[-3:]
+VERSIONS = list({x.rpartition(".")[0]: x for x in schemas.all_versions()}.values())[-3:]
 Found = dict[tuple[str, str], dict[str, Any]]
-OVERLAY = """
-resources: [kubernetes/base]
-components: [kubernetes/components/gpu, kubernetes/components/monitoring]
-configMapGenerator:
-  - {name: pdserve-config, behavior: merge, files: [pdserve.yaml]}
-"""
+
+
+def overlay(folder: Path) -> Path:
+    """Write the overlay that docs/deploy.md shows, and a changed configuration, beside a copy of
+    the manifests. Return its folder."""
+    document = (DEPLOY.parents[1] / "docs/deploy.md").read_text("utf-8")
+    (text,) = re.findall(r"```yaml\n# mysite/kustomization.yaml\n(.*?)```", document, re.DOTALL)
+    shutil.copytree(DEPLOY, folder / "deploy/kubernetes")
+    (folder / "mysite").mkdir()
+    (folder / "mysite/kustomization.yaml").write_text(text)
+    changed = CONFIG.read_text("utf-8") + "  log_level: debug\n"
+    (folder / "mysite/pdserve.yaml").write_text(changed)
+    return folder / "mysite"
 
 
 def workload(name: str) -> dict[str, Any]:
@@ -55,14 +61,14 @@ def config_of(name: str) -> Config:
 @pytest.mark.parametrize("path", FILES, ids=lambda x: str(x.relative_to(DEPLOY)))
 def test_manifests_are_valid(path: Path, version: str) -> None:
     for document in yaml.safe_load_all(path.read_text("utf-8")):
-        kubernetes_validate.validate(document, version, strict=True)
+        schemas.validate(document, version, strict=True)
 
 
 def test_a_misspelt_field_is_not_valid() -> None:
     document = next(yaml.safe_load_all((DEPLOY / "pools/worker/worker.yaml").read_text("utf-8")))
     document["spec"]["template"]["spec"]["enableServiceLink"] = False
-    with pytest.raises(kubernetes_validate.ValidationError, match="enableServiceLink"):
-        kubernetes_validate.validate(document, VERSIONS[-1], strict=True)
+    with pytest.raises(schemas.ValidationError, match="enableServiceLink"):
+        schemas.validate(document, VERSIONS[-1], strict=True)
 
 
 def test_ports_are_those_of_the_configuration() -> None:
@@ -73,8 +79,10 @@ def test_ports_are_those_of_the_configuration() -> None:
     for name, ports in (("pdserve-router", http), ("pdserve", debug)):
         (container,) = workload(name)["containers"]
         assert {x["name"]: x["containerPort"] for x in container["ports"]} == ports
-        probes = [container[x]["httpGet"]["port"] for x in container if x.endswith("Probe")]
-        assert set(probes) == {next(x for x in ports if x != "grpc")}
+        probes = {x: container[x]["httpGet"] for x in container if x.endswith("Probe")}
+        assert {x["port"] for x in probes.values()} == {next(x for x in ports if x != "grpc")}
+        assert probes["readinessProbe"]["path"] == "/ready"
+        assert probes["livenessProbe"]["path"] != "/ready"
     assert worker.routers == (f"dns:pdserve-routers:{router.grpc_port}",)
 
 
@@ -128,7 +136,7 @@ def base() -> Found:
 
 def test_the_base_has_a_pool_for_each_role(base: Found) -> None:
     for document in base.values():
-        kubernetes_validate.validate(document, VERSIONS[-1], strict=True)
+        schemas.validate(document, VERSIONS[-1], strict=True)
     for role in ("router", "prefill", "decode"):
         spec = base["Deployment", f"pdserve-{role}"]["spec"]
         budget = base["PodDisruptionBudget", f"pdserve-{role}"]["spec"]
@@ -137,15 +145,17 @@ def test_the_base_has_a_pool_for_each_role(base: Found) -> None:
         assert labels == spec["selector"]["matchLabels"] == budget["selector"]["matchLabels"]
 
 
-def test_a_changed_configuration_replaces_the_pods(base: Found, tmp_path: Path) -> None:
-    shutil.copytree(DEPLOY, tmp_path / "kubernetes")
-    (tmp_path / "pdserve.yaml").write_text(CONFIG.read_text("utf-8") + "  log_level: debug\n")
-    (tmp_path / "kustomization.yaml").write_text(OVERLAY)
-    found = render(tmp_path)
+def test_the_overlay_of_the_docs_changes_what_it_says(base: Found, tmp_path: Path) -> None:
+    found = render(overlay(tmp_path))
+    assert {x["metadata"]["namespace"] for x in found.values()} == {"pdserve"}
     scraped = found["PodMonitor", "pdserve-worker"]["spec"]["podMetricsEndpoints"][0]["port"]
     assert scraped in {x["name"] for x in workload("pdserve")["containers"][0]["ports"]}
-    for role in ("router", "prefill", "decode"):
+    for role, replicas in (("router", 2), ("prefill", 2), ("decode", 4)):
         name = f"pdserve-{role}"
+        # The configuration was changed, so that the pods are replaced.
         assert mounted(name, found) != mounted(name, base)
-        (container,) = found["Deployment", name]["spec"]["template"]["spec"]["containers"]
+        spec = found["Deployment", name]["spec"]
+        (container,) = spec["template"]["spec"]["containers"]
+        assert spec["replicas"] == replicas
+        assert container["image"].startswith("registry.example/pdserve-")
         assert ("limits" in container["resources"]) == (role != "router")
