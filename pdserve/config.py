@@ -219,6 +219,7 @@ class RolesConfig(_Section, frozen=True):
     """When the router moves workers between prefill and decode.
 
     auto: Change roles by load. Otherwise only `pdserve role` does. Enable it on one router only.
+        Metrics show the loads in both cases.
     window_s: Loads are averaged over this time. Another split must be better for as long. After a
         role change, and after workers came or left, it pauses for twice as long.
     """

@@ -113,7 +113,11 @@ class RegistryService(RegistryServicer):
         fleet, now = self._fleet, self._fleet.now()
         return w.ListWorkersResponse(
             workers=[self._entry(member, now) for member in fleet.members.values()],
-            roles=[w.ModelNote(model=x, text=v.text) for x, v in sorted(self._roles.items())],
+            roles=[
+                w.ModelNote(model=x, text=v.text)
+                for x, v in sorted(self._roles.items())
+                if x in fleet.models()
+            ],
             disaggregation=[
                 w.ModelNote(model=x, text=self._costs.disaggregation(x)) for x in fleet.models()
             ],

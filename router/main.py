@@ -164,8 +164,7 @@ class RouterServer:
         # Role changes.
         changer = RoleChanger(fleet, metrics)
         autoscaler = Autoscaler(fleet, costs, admission, changer, config.roles)
-        if config.roles.auto:
-            await enter(background("role-autoscaler", autoscaler.run))
+        await enter(background("role-autoscaler", autoscaler.run))
         roles = autoscaler.verdicts
         loads, wanted = partial(role_loads, roles), partial(roles_wanted, roles)
         metrics.watch(fleet, admission, watcher, loads, wanted)
@@ -180,7 +179,7 @@ class RouterServer:
         )
         grpc_address = await self._start_grpc(
             Generation(requests, preprocessor, opened, keys),
-            RegistryService(fleet, requests, costs, roles),
+            RegistryService(fleet, requests, costs, roles if config.roles.auto else {}),
             AdminService(decisions, fleet, changer),
         )
         http_api = HttpApi(requests, preprocessor, opened, metrics.render, adapters, keys)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter as Tally
 from collections import defaultdict
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -22,6 +23,8 @@ from pdserve.metrics import (
     histogram_family,
     render,
 )
+from pdserve.types import Role
+from router.placement.values import MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -92,7 +95,7 @@ class RouterMetrics(Collector):
             tenants = admission.tenants
             return [((x,), tenants.concurrent(x)) for x in tenants.names()]
 
-        show("workers", partial(_workers, fleet))
+        show("workers", partial(_workers, fleet, set()))
         for field in _LOADS:
             show(f"worker_{field}", partial(_loads, fleet, field))
         show("role_load", role_loads)
@@ -168,10 +171,14 @@ class RouterMetrics(Collector):
         self.count("slo_requests", model, slo, "yes" if met else "no")
 
 
-def _workers(fleet: Fleet) -> Iterable[Row]:
+def _workers(fleet: Fleet, models: set[str]) -> Iterable[Row]:
+    """Yield a row for each role and state of every model that was ever seen: an alert on a number
+    that has become 0 needs the 0. `models` has those of before."""
     members = fleet.members.values()
     counts = Tally((m.info.model.name, m.info.role.value, m.state.value) for m in members)
-    return sorted(counts.items())
+    models.update(fleet.models())
+    for labels in product(sorted(models), Role, MemberState):
+        yield labels, counts[labels]
 
 
 def _loads(fleet: Fleet, field: str) -> Iterator[Row]:

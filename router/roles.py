@@ -243,7 +243,8 @@ def spare_for(members: Sequence[Member], role: Role, failed: Collection[str]) ->
 
 
 class Autoscaler:
-    """Looks at the loads of each model and changes roles. `verdicts` has the last of each model."""
+    """Looks at the loads of each model, and changes roles if `config.auto` is set. `verdicts` has
+    the last of each model."""
 
     def __init__(
         self,
@@ -264,10 +265,8 @@ class Autoscaler:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(self._config.window_s / 30)
-            models = set(self._fleet.models())
-            for gone in self._states.keys() - models:
-                del self._states[gone], self.verdicts[gone]
-            for model in models:
+            # Also those whose workers are gone: a load that becomes 0 is shown as 0.
+            for model in [*{**self._states, **self._fleet.models()}]:
                 await self._look(model)
 
     async def _look(self, model: str) -> None:
@@ -282,6 +281,8 @@ class Autoscaler:
         state = self._states.setdefault(model, RoleState(loads, now, now))
         verdict, before = state.decide(loads, now, config), self.verdicts.get(model)
         self.verdicts[model] = verdict
+        if not config.auto:
+            return
         if before is None or before.stance != verdict.stance:
             logger.info("roles of %s: %s", model, verdict.text)
         if verdict.role is None:
@@ -306,8 +307,10 @@ class Autoscaler:
 
 def role_loads(verdicts: Mapping[str, Verdict]) -> Iterator[tuple[tuple[str, str], float]]:
     for model, verdict in sorted(verdicts.items()):
-        loads = ((Role.PREFILL, verdict.loads.prefill), (Role.DECODE, verdict.loads.decode))
-        yield from (((model, role.value), load) for role, load in loads if math.isfinite(load))
+        loads = verdict.loads
+        # Without workers: what one would have, so that a scaler knows how many it should start.
+        yield (model, Role.PREFILL.value), loads.prefill_need / max(1, loads.prefill_workers)
+        yield (model, Role.DECODE.value), loads.decode_need / max(1, loads.decode_workers)
 
 
 def roles_wanted(verdicts: Mapping[str, Verdict]) -> Iterator[tuple[tuple[str, str], float]]:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     Row = dict[str, Any]
 
+ROUTER_TIMEOUT_S = 5.0
+
 
 def register(commands: Subparsers) -> None:
     parser = add_command(
@@ -42,7 +44,7 @@ def register(commands: Subparsers) -> None:
         "that get no work, and pairs that cannot exchange KV. Exit code 1 if the router does not "
         "answer.",
     )
-    add_seconds(parser, "--timeout", 5.0, "timeout of each call")
+    add_seconds(parser, "--timeout", 1.0, "how long each worker has to answer")
     add_service_options(parser, as_json="print JSON instead of tables")
 
 
@@ -57,10 +59,10 @@ async def _run(args: argparse.Namespace) -> int:
 
 async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
     """Return what `pdserve status --json` prints. Raises PdserveError if the router does not
-    answer; a worker that does not answer has `"answers": false`."""
+    answer. A worker that does not within `timeout_s` has `"answers": false` and `failure`."""
     async with channel_to(args) as (channel, metadata):
         listed = await RegistryStub(channel).ListWorkers(
-            w.ListWorkersRequest(), timeout=timeout_s, metadata=metadata
+            w.ListWorkersRequest(), timeout=max(timeout_s, ROUTER_TIMEOUT_S), metadata=metadata
         )
     workers = sorted(listed.workers, key=lambda entry: entry.info.worker_id)
     dialer = dialer_from(args)
@@ -75,14 +77,15 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
     }
 
 
-async def _ask(dialer: Dialer, address: str, timeout_s: float) -> w.WorkerStatus | None:
+async def _ask(dialer: Dialer, address: str, timeout_s: float) -> w.WorkerStatus | str:
+    """Return a worker's answer, or why there is none."""
     async with dialer.open_channel(address) as channel:
         try:
             return await WorkerStub(channel).GetStatus(
                 w.GetStatusRequest(), timeout=timeout_s, metadata=dialer.metadata
             )
-        except grpc.aio.AioRpcError:
-            return None
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
 
 
 def _unpaired(entries: Iterable[w.WorkerEntry]) -> list[Row]:
@@ -99,8 +102,9 @@ def _unpaired(entries: Iterable[w.WorkerEntry]) -> list[Row]:
     ]
 
 
-def _row(entry: w.WorkerEntry, answer: w.WorkerStatus | None) -> Row:
-    info = plain(entry.info)
+def _row(entry: w.WorkerEntry, found: w.WorkerStatus | str) -> Row:
+    info, failure = plain(entry.info), found if isinstance(found, str) else ""
+    answer = None if isinstance(found, str) else found
     row: Row = {
         **info,
         **plain(entry),
@@ -108,7 +112,8 @@ def _row(entry: w.WorkerEntry, answer: w.WorkerStatus | None) -> Row:
         "role": wire.role_from_pb(entry.info.role).value,
         "model": entry.info.model.name,
         "outstanding_tokens": entry.outstanding_tokens,  # protobuf prints uint64 as text
-        "answers": answer is not None,
+        "answers": not failure,
+        "failure": failure,
         "info": info,
         "kv": plain(answer.kv) if answer and answer.HasField("kv") else None,
     }
@@ -134,6 +139,11 @@ def _show(address: str, found: dict[str, Any]) -> None:
         figures = ("pinned", "in flight", "leased", "links", "moved", "failed", "debug")
         console.print("", table_of(title, ("worker",), figures, cells, caption=caption), sep="\n")
     lists = {
+        "do not answer": [
+            f"{row['worker_id']} at {row['address']}: {row['failure']}"
+            for row in workers
+            if not row["answers"]
+        ],
         "cannot exchange KV": [
             f"{x['prefill']} and {x['decode']} ({x['model']}): {x['reason']}"
             for x in found["unpaired"]

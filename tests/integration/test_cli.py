@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cluster import Cluster
 from tests.patience import WAIT_S
 from tests.up_process import run_cli, up
 
@@ -99,6 +103,18 @@ def test_status_shows_every_worker_and_an_empty_ledger(service: dict[str, Any]) 
         assert worker["kv"]["ledger"] == worker["ledger"]
         assert worker["uptime_s"] > 0
         assert worker["load"]["free_blocks"] == worker["total_blocks"]
+
+
+async def test_status_names_a_worker_that_does_not_answer() -> None:
+    """It accepts connections and says nothing, as behind a network that is cut."""
+    async with Cluster(prefill=1, decode=1) as cluster:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            cut = replace(cluster.workers["decode-0"].info, worker_id="cut", address=address)
+            cluster.router.fleet.register(cut)
+            shown = await asyncio.to_thread(run_cli, "status", "--grpc", cluster.grpc)
+    assert shown.returncode == 0, shown.stderr
+    assert f"cut at {address}: DEADLINE_EXCEEDED" in shown.stdout
 
 
 def test_top_shows_what_happened_and_who_did_it(service: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ async def test_what_runs_goes_on_elsewhere_and_the_worker_can_be_given_work_agai
         *_, last = told(capsys.readouterr().out)
         assert (last["worker"], last["drained"], last["moved_streams"]) == (busy, True, 1)
 
-        assert await command(cluster, "status", "--json") == 0
+        assert await command(cluster, "status", "--json", "--timeout", str(WAIT_S)) == 0
         rows = json.loads(capsys.readouterr().out)["workers"]
         assert {row["worker_id"]: row["state"] for row in rows}[busy] == "drained"
         assert await command(cluster, "drain", idle) == 1

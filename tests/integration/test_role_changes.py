@@ -21,6 +21,7 @@ from pdserve.types import Role, SamplingParams
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1.admin_pb2_grpc import AdminStub
 from router import upstream
+from router.fleet import registry
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_cluster import LONG, PLAIN, PROMPT, ask_and_hold, assert_same
 from workers.fake.settings import FakeFaults
@@ -189,6 +190,31 @@ async def test_the_split_follows_the_load_and_nothing_is_lost() -> None:
         text = await metrics(cluster)
         assert 'pdserve_role_workers_wanted{model="pdserve-demo",role="decode"} 3.0' in text
         assert 'outcome="failed"' not in text
+
+
+async def test_loads_and_workers_are_shown_at_zero_and_without_role_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def until_shown(*lines: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if set(lines) <= set((await metrics(cluster)).splitlines()):
+                    return
+                await asyncio.sleep(0.01)
+
+    names = [f'model="pdserve-demo",role="{role}"' for role in ("prefill", "decode")]
+    loads = [f"pdserve_role_load{{{name}}} 0.0" for name in names]
+    roles = RolesConfig(window_s=0.3)
+    async with Cluster(prefill=1, decode=1, router={"roles": roles}) as cluster:
+        ready = [f'pdserve_workers{{{name},state="ready"}}' for name in names]
+        lost = [f'pdserve_workers{{{name},state="lost"}} 0.0' for name in names]
+        await until_shown(*loads, *(f"{x} 1.0" for x in ready), *lost)
+        for name in ("prefill-0", "decode-0"):
+            await cluster.kill(name)
+        await until_shown(*loads, *(f"{x} 0.0" for x in ready))
+        monkeypatch.setattr(registry, "FORGET_AFTER_S", 0.0)
+        await cluster.until(lambda: not cluster.router.fleet.models())
+        await until_shown(*loads, *(f"{x} 0.0" for x in ready))
 
 
 async def test_after_a_failed_role_change_another_worker_is_tried() -> None:
