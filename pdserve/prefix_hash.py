@@ -1,9 +1,9 @@
 """Chain hashes of prompt blocks, shared by router and workers.
 
 The hash of a block is XXH3 of its token ids (32 bits each, little-endian), seeded by the hash of
-the block before it. The first block is seeded by the model, its LoRA adapter and the block size. A
-collision only sends a request to a worker that lacks the KV and computes it: no token depends on
-these hashes.
+the block before it. The first block is seeded by the model, its LoRA adapter, the block size and
+the request's cache salt. A collision only sends a request to a worker that lacks the KV and
+computes it: no token depends on these hashes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _HASH_BYTES = 8
 
 
 @lru_cache(maxsize=1024)
-def root(model: str, block_size: int, adapter: str = "") -> int:
+def root(model: str, block_size: int, adapter: str = "", cache_salt: str = "") -> int:
     """Return the seed of the first block. `adapter` is the key of a LoRA adapter."""
-    return xxh3_64_intdigest("\0".join((str(block_size), model, adapter)).encode()) & _MASK
+    parts = (str(block_size), model, adapter, cache_salt)
+    return xxh3_64_intdigest("\0".join(parts).encode()) & _MASK
 
 
 def chain(

@@ -85,6 +85,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     structured_output: StructuredOutput | None = None
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for value, (name, low, high) in zip(_RANGED(self), RANGES, strict=True):
@@ -115,7 +116,8 @@ class SamplingParams:
         """Return the parameters of one of the `n` answers. Each has the next seed, as in vLLM
         (ParentRequest in vllm/v1/engine/parallel_sampling.py)."""
         seed = (self.seed or 0) + index if self._has_seed else None
-        return replace(self, n=1, seed=seed)
+        prompt_logprobs = None if index else self.prompt_logprobs
+        return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
 
 
 MAX_STOP_STRINGS = 16
@@ -134,13 +136,15 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2, 2),
     ("repetition_penalty", 0, 100),
     ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
 _RANGED = attrgetter(*(name for name, _, _ in RANGES))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token at one position. `rank` 1 is the likeliest."""
+    """One token at one position. `rank` 1 is the likeliest, 0 the first of a prompt, which has no
+    logprob."""
 
     token_id: int
     text: str
@@ -150,7 +154,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The sampled token and the requested alternatives, best first."""
+    """The sampled token, or that of the prompt, and the requested alternatives, best first."""
 
     sampled: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -193,8 +197,9 @@ class PhaseReport:
 
 @dataclass(slots=True)
 class StreamDelta:
-    """The output of one engine step for one request. The last one has a finish reason and a report,
-    for a prefill with sequential handoff a `kv_handle`, and for an exported stream the number of
+    """The output of one engine step for one request. The first one of a prefill has
+    `prompt_logprobs`, if they were asked for. The last one has a finish reason and a report, for a
+    prefill with sequential handoff a `kv_handle`, and for an exported stream the number of
     its output tokens as `exported_tokens`."""
 
     stream_id: int
@@ -207,6 +212,7 @@ class StreamDelta:
     error: ErrorInfo | None = None
     kv_handle: bytes = field(default=b"", repr=False)
     exported_tokens: int = 0
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(slots=True)
@@ -259,7 +265,8 @@ class GenerateRequest:
     """One request as the router works on it: tokenised, checked, with its deadline as a point on
     the event loop's clock (see pdserve.deadline). A lower `priority` is served earlier, as in vLLM;
     `tenant` is empty where no API keys are asked for. `resume` are tokens of the answer that the
-    client has from elsewhere already."""
+    client has from elsewhere already. Only requests with the same `cache_salt` share cached
+    prefixes."""
 
     request_id: str
     model: str
@@ -272,6 +279,7 @@ class GenerateRequest:
     traceparent: str = ""  # of the client, or of the router's own span
     resume: tuple[int, ...] = ()
     adapter: Adapter | None = None
+    cache_salt: str = field(default="", repr=False)
 
     @property
     def served_name(self) -> str:

@@ -119,6 +119,7 @@ delta_to_pb, _delta_from_pb = _codec(
     optional=("report", "error"),
     token_ids=_TUPLE,
     logprobs=(logprobs_to_pb, logprobs_from_pb),
+    prompt_logprobs=(logprobs_to_pb, logprobs_from_pb),
     finish_reason=(finish_to_pb, finish_from_pb),
     stop_reason=(stop_reason_to_pb, stop_reason_from_pb),
     report=_REPORT,
@@ -141,12 +142,15 @@ def delta_from_pb(message: w.StreamDelta) -> t.StreamDelta:
         return _delta_from_pb(message)
     # Fields of the last delta are not read once a token.
     logprobs = logprobs_from_pb(message.logprobs)
-    return t.StreamDelta(message.stream_id, tuple(message.token_ids), message.text, logprobs)
+    delta = t.StreamDelta(message.stream_id, tuple(message.token_ids), message.text, logprobs)
+    delta.prompt_logprobs = logprobs_from_pb(message.prompt_logprobs)
+    return delta
 
 
 def is_plain(delta: t.StreamDelta) -> bool:
     """Return True if the delta is one token of a stream that continues: the common case."""
-    return delta.finish_reason is None and len(delta.token_ids) == 1 and not delta.logprobs
+    has_logprobs = delta.logprobs or delta.prompt_logprobs
+    return delta.finish_reason is None and len(delta.token_ids) == 1 and not has_logprobs
 
 
 def plain_to_pb(rows: list[tuple[int, int, str]]) -> w.PlainTokens:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class AnswerDelta(Struct):
-    """A piece of an answer. The last one of an `index` has a finish reason; the last one of all has
+    """A piece of an answer. The first one has `prompt_logprobs`, if they were asked for and nothing
+    is resumed. The last one of an `index` has a finish reason; the last one of all has
     usage and receipt too."""
 
     token_ids: tuple[int, ...] = ()
@@ -24,6 +25,7 @@ class AnswerDelta(Struct):
     usage: t.Usage | None = None
     receipt: t.Receipt | None = None
     index: int = 0
+    prompt_logprobs: tuple[t.PositionLogprobs, ...] = ()
 
 
 class Out(Protocol):

@@ -201,6 +201,7 @@ class Placer:
             request_id=request.request_id,
             token_ids=token_ids,
             adapter=request.adapter_key,
+            cache_salt=request.cache_salt,
         )
 
     def reserve(self, demand: Demand) -> Reservation | None:

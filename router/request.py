@@ -163,6 +163,7 @@ class RequestServer:
             last = AnswerDelta(delta.token_ids, delta.text, delta.logprobs)
             last.finish_reason, last.stop_reason = end.reason, delta.stop_reason
             last.index = generation.answer.index
+            last.prompt_logprobs = delta.prompt_logprobs
             unfinished -= 1
             if not unfinished:
                 last.usage, last.receipt = self._account(generations, arrived, admitted)

@@ -232,6 +232,7 @@ class Attempt:
         submit.resume_token_ids.extend(resume)
         submit.traceparent = request.traceparent
         submit.adapter = request.adapter_key
+        submit.cache_salt = request.cache_salt
         submit.probe = self._is_probe
         submit.sampling.CopyFrom(wire.sampling_to_pb(request.sampling))
         return command
@@ -280,10 +281,10 @@ class Attempt:
             match action:
                 case StreamDelta():
                     self._note_first_token(action)
-                    index = self.answer.index
-                    self.write(
-                        AnswerDelta(action.token_ids, action.text, action.logprobs, index=index)
-                    )
+                    out = AnswerDelta(action.token_ids, action.text, action.logprobs)
+                    out.index = self.answer.index
+                    out.prompt_logprobs = action.prompt_logprobs
+                    self.write(out)
                 case SubmitDecode(kv_handle):
                     assert self._prefill is not None, "decode follows prefill"
                     self._submit_decode(self._prefill, self.answer.tokens, kv_handle=kv_handle)

@@ -23,7 +23,7 @@ Key = Hashable
 class CacheMirror:
     """State: the chain hash and the children of each block by the engine's key, and what changed
     since `take`. Blocks after one that is not known here are left out: tokens and adapter do not
-    identify one with a salt or an image."""
+    identify one with an image."""
 
     def __init__(self, model: str, block_size: int) -> None:
         self._model = model
@@ -40,9 +40,9 @@ class CacheMirror:
     def __contains__(self, key: Key) -> bool:
         return key in self._hashes
 
-    def root(self, adapter: str = "") -> int:
+    def root(self, adapter: str = "", cache_salt: str = "") -> int:
         """Return the seed of the first block of a prompt for the model, or for an adapter of it."""
-        return prefix_hash.root(self._model, self._block_size, adapter)
+        return prefix_hash.root(self._model, self._block_size, adapter, cache_salt)
 
     def store(
         self,
@@ -50,6 +50,7 @@ class CacheMirror:
         parent: Key | None,
         token_ids: Sequence[int],
         adapter: str = "",
+        cache_salt: str = "",
     ) -> None:
         """Add blocks that follow one another after `parent`; `token_ids` are those of all of them.
         Known blocks are skipped."""
@@ -61,7 +62,7 @@ class CacheMirror:
             return
         if parent is not None and parent not in self._hashes:
             return
-        seed = self.root(adapter) if parent is None else self._hashes[parent]
+        seed = self.root(adapter, cache_salt) if parent is None else self._hashes[parent]
         hashes = prefix_hash.chain(token_ids[skipped * self._block_size :], self._block_size, seed)
         for key, chain_hash in zip(keys[skipped:], hashes, strict=True):
             if key in self._hashes:

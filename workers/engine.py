@@ -16,6 +16,8 @@ tests/unit/workers/test_fake_engine.py tests these promises on the fake engine, 
     `transfer_failed` error and without tokens; the engine never recomputes by itself.
 6.  `resume_token_ids` count as generated: they are not reported again, and penalties, seeds, stop
     strings, grammars, minimum and maximum lengths continue as if this engine had sampled them.
+    Logprobs of the prompt are reported with the first token of a prefill, never of a decode or with
+    resumed tokens.
 7.  `cancel` is idempotent, releases the stream's blocks on both sides of a transfer, and ignores
     unknown streams.
 8.  `export` ends a stream. Its last delta has no tokens, `exported_tokens` set to the number of
@@ -90,6 +92,13 @@ class Work:
     phase: Phase
     resume_token_ids: tuple[int, ...] = ()
     adapter: str = ""  # key of a loaded LoRA adapter
+    cache_salt: str = field(default="", repr=False)  # requests with another share no cached prefix
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """How many alternatives to report for each token of the prompt, None for no logprobs."""
+        is_new = not self.resume_token_ids and not isinstance(self.phase, DecodePhase)
+        return self.sampling.prompt_logprobs if is_new else None
 
 
 @dataclass(frozen=True, slots=True)

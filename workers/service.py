@@ -657,6 +657,7 @@ def _work(submit: w.Submit, stream_id: int, role: Role) -> Work:
         phase=phase,
         resume_token_ids=tuple(submit.resume_token_ids),
         adapter=submit.adapter,
+        cache_salt=submit.cache_salt,
     )
 
 

@@ -189,6 +189,7 @@ def read_request(request: g.GenerateRequest, *, timeout_s: float | None) -> Pars
         service_class=_service_class(request.service_class),
         resume=tuple(request.resume_token_ids),
         given={field.name for field, _ in request.sampling.ListFields()},
+        cache_salt=request.cache_salt,
     )
 
 
@@ -247,6 +248,8 @@ def response_of(request_id: str, delta: AnswerDelta) -> g.GenerateResponse:
     )
     if delta.logprobs:
         response.logprobs.extend(wire.logprobs_to_pb(delta.logprobs))
+    if delta.prompt_logprobs:
+        response.prompt_logprobs.extend(wire.logprobs_to_pb(delta.prompt_logprobs))
     if delta.finish_reason is not None:
         response.finish_reason = wire.finish_to_pb(delta.finish_reason)
     reason = wire.stop_reason_to_pb(delta.stop_reason)

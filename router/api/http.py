@@ -24,20 +24,20 @@ from pdserve.errors import (
     wait_s,
 )
 from router.answer import served
-from router.api import openai
+from router.api import openai, prompts
 from router.api.auth import EVERYONE
 from router.api.bodies import encode, read
 from router.api.preprocess import check_request_id, new_request_id
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
-    from pdserve.types import Adapter, ModelInfo
+    from pdserve.types import Adapter, GenerateRequest, ModelInfo
     from router.adapters import Adapters
-    from router.answer import AnswerDelta, Generates
+    from router.answer import AnswerDelta, Generates, Out
     from router.api.auth import Keys
     from router.api.open_requests import OpenRequests
-    from router.api.preprocess import Preprocessor
+    from router.api.preprocess import ParsedRequest, Preprocessor
 
     Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -188,27 +188,31 @@ class HttpApi:
         events: EventStream | None = None
         try:
             with self._open_requests.enter() as open_request:
-                made = await self._preprocessor.prepare(
-                    body.parse(request_id),
-                    tenant=request[_TENANT],
-                    traceparent=request.headers.get("traceparent", ""),
-                )
-                key = _idempotency_key(request)
-                self._open_requests.claim(open_request, made.tenant, key, bool(made.resume))
+                parsed = body.parse(request_id)
+                made = [
+                    await self._preprocessor.prepare(
+                        one,
+                        tenant=request[_TENANT],
+                        traceparent=request.headers.get("traceparent", ""),
+                    )
+                    for one in parsed
+                ]
+                first, key = made[0], _idempotency_key(request)
+                self._open_requests.claim(open_request, first.tenant, key, bool(first.resume))
                 if body.stream:
                     writer = openai.EventWriter(
                         body,
                         request_id,
-                        made.served_name,
-                        len(made.prompt_token_ids),
-                        len(made.resume),
+                        first.served_name,
+                        sum(len(x.prompt_token_ids) for x in made),
+                        len(first.resume),
                     )
                     events = EventStream(request, request[_HEADERS], writer)
-                    await self._generator.serve(made, events)
+                    await self._serve(parsed, made, events)
                     events.end()
                     return events.response
-                answer = openai.WholeAnswer(body, request_id, made.served_name)
-                await self._generator.serve(made, answer)
+                answer = openai.WholeAnswer(body, request_id, first.served_name)
+                await self._serve(parsed, made, answer)
                 return web.Response(body=answer.body(), content_type="application/json")
         except PdserveError as error:
             # Engines refuse a constraint under our own name for it.
@@ -219,6 +223,21 @@ class HttpApi:
                 raise
             events.fail(error)
             return events.response
+
+    async def _serve(
+        self, parsed: Sequence[ParsedRequest], made: Sequence[GenerateRequest], out: Out
+    ) -> None:
+        if parsed[0].echo:
+            model, _ = self._preprocessor.find(made[0].model)
+            texts = [
+                x.prompt
+                if isinstance(x.prompt, str)
+                else await self._preprocessor.text(request.prompt_token_ids, model)
+                for x, request in zip(parsed, made, strict=True)
+            ]
+            n, only_prompt = made[0].sampling.n, parsed[0].only_prompt
+            out = prompts.Echo(out, texts, n, only_prompt=only_prompt)
+        await prompts.serve(self._generator, made, out)
 
 
 class EventResponse(web.StreamResponse):

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pdserve import __version__
-from pdserve.errors import InternalError, UnsupportedField
+from pdserve.errors import InternalError
 from pdserve.tokenizer import ChatMessage, Conversation
 from pdserve.types import (
     MAX_LOGPROBS,
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from pdserve.types import PositionLogprobs, TokenLogprob, Usage
     from router.api.preprocess import Prompt
 
+# Answers to one request: prompts times n.
+MAX_ANSWERS = 128
 # OpenAI's default length of a completion.
 DEFAULT_MAX_TOKENS = 16
 # JSON has no infinity. OpenAI writes this for a token that is all but impossible.
@@ -156,6 +158,9 @@ class _GenerateBody(Body, kw_only=True):
     request_id: Annotated[
         str | None, Meta(description="As the header X-Request-Id, which comes first.")
     ] = None
+    cache_salt: Annotated[
+        Text | None, Meta(description="Only requests with the same salt share cached prefixes.")
+    ] = None
     add_special_tokens: Annotated[
         bool | None,
         Meta(description="Whether the tokenizer adds its own, such as BOS. By default to text."),
@@ -206,6 +211,7 @@ class _GenerateBody(Body, kw_only=True):
             resume=tuple(self.resume_token_ids or ()),
             given=given.keys(),
             add_special_tokens=self.add_special_tokens,
+            cache_salt=self.cache_salt or "",
         )
 
 
@@ -225,33 +231,57 @@ class CompletionRequest(_GenerateBody, kw_only=True):
     id_prefix: ClassVar[str] = "cmpl-"
     prompt: Annotated[
         str | list[TokenId | str | list[TokenId]],
-        Meta(description="One prompt: text, or token ids. It may stand in a list of its own."),
+        Meta(description="Text, token ids, or a list of several prompts."),
     ]
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=1 << 30)] | None,
+        Meta(description="0 only with echo: nothing is generated."),
+    ] = None
     logprobs: _Logprobs | None = None
-    echo: bool | None = None
+    echo: Annotated[
+        bool | None, Meta(description="Repeat the prompt, with its logprobs if they are asked for.")
+    ] = None
 
-    def parse(self, request_id: str) -> ParsedRequest:
-        """Raises InvalidRequest naming the field."""
-        if self.echo:
-            raise not_supported("echo")
-        max_tokens = self.max_tokens or DEFAULT_MAX_TOKENS
-        return self._parsed(self._prompt(), request_id, max_tokens, self.logprobs)
+    def parse(self, request_id: str) -> list[ParsedRequest]:
+        """Return a request for each prompt. Raises InvalidRequest naming the field."""
+        prompts = self._prompts()
+        if len(prompts) * (self.n or 1) > MAX_ANSWERS:
+            refuse("prompt", f"holds {len(prompts)} prompts; {MAX_ANSWERS} answers are given")
+        if self.max_tokens == 0 and not self.echo:
+            refuse("max_tokens", "must be at least 1 without echo")
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+        parsed = []
+        for i, prompt in enumerate(prompts):
+            is_only = len(prompts) == 1
+            one_id = request_id if is_only else f"{request_id}-{i}"
+            one = self._parsed(prompt, one_id, max_tokens, self.logprobs)
+            one.prompt_field = "prompt" if is_only else f"prompt[{i}]"
+            if self.echo:
+                one.echo, one.only_prompt = True, self.max_tokens == 0
+                one.sampling.prompt_logprobs = self.logprobs
+            parsed.append(one)
+        if self.resume_token_ids and len(parsed) > 1:
+            refuse("resume_token_ids", "requires one prompt")
+        return parsed
 
-    def _prompt(self) -> str | tuple[int, ...]:
-        prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) > 1:
-                raise UnsupportedField(
-                    f"'prompt' holds {len(prompt)} prompts; a request takes one", field="prompt"
-                )
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            return prompt
-        # One pass in C, since a prompt may have thousands of tokens.
-        if set(map(type, prompt)) - {int}:
-            wrong = next(i for i, x in enumerate(prompt) if not isinstance(x, int))
-            refuse(f"prompt[{wrong}]", "expected a token id")
-        return tuple(prompt)
+    def _prompts(self) -> list[str | tuple[int, ...]]:
+        given: Any = self.prompt
+        is_one = isinstance(given, str) or not given or isinstance(given[0], int)
+        if is_one:
+            return [_one_prompt(given, "prompt")]
+        return [_one_prompt(x, f"prompt[{i}]") for i, x in enumerate(given)]
+
+
+def _one_prompt(given: Any, field: str) -> str | tuple[int, ...]:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        refuse(field, "must be text or token ids, as the first prompt")
+    # One pass in C, since a prompt may have thousands of tokens.
+    if set(map(type, given)) - {int}:
+        wrong = next(i for i, x in enumerate(given) if not isinstance(x, int))
+        refuse(f"{field}[{wrong}]", "expected a token id")
+    return tuple(given)
 
 
 class LoadAdapterRequest(Body):
@@ -378,7 +408,7 @@ class ChatRequest(_GenerateBody, kw_only=True):
         None
     )
 
-    def parse(self, request_id: str) -> ParsedRequest:
+    def parse(self, request_id: str) -> list[ParsedRequest]:
         """Raises InvalidRequest naming the field."""
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "requires logprobs: true")
@@ -393,7 +423,7 @@ class ChatRequest(_GenerateBody, kw_only=True):
         )
         parsed.prompt_field = "messages"
         parsed.max_tokens_field = "max_tokens" if new is None else "max_completion_tokens"
-        return parsed
+        return [parsed]
 
 
 def _constraint(
@@ -666,10 +696,13 @@ def _completion_logprobs(positions: Sequence[PositionLogprobs], offset: int) -> 
         offset += len(position.sampled.text)
     return {
         "tokens": [x.sampled.text for x in positions],
-        "token_logprobs": [_finite(x.sampled) for x in positions],
+        "token_logprobs": [_finite(x.sampled) if x.sampled.rank else None for x in positions],
         # The sampled token is always listed, likely or not.
         "top_logprobs": [
-            {top.text: _finite(top) for top in reversed((*x.top, x.sampled))} for x in positions
+            {top.text: _finite(top) for top in reversed((*x.top, x.sampled))}
+            if x.sampled.rank
+            else None
+            for x in positions
         ],
         "text_offset": offsets,
     }

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Longer texts are tokenised in a thread, so that they do not delay the tokens of other streams.
 INLINE_CHARS = 2048
+# Logprobs of one prompt, alternatives included: more would delay the tokens of other streams.
+MAX_PROMPT_LOGPROBS = 1 << 15
 # Stands for "what the context leaves" until the prompt's length is known.
 OPEN_ENDED = 1 << 30
 CHAT_ROLES = ("system", "developer", "user", "assistant")
@@ -61,6 +63,9 @@ class ParsedRequest:
     resume: tuple[int, ...] = ()
     given: Collection[str] = ()
     add_special_tokens: bool | None = None  # by default to text, not to conversations
+    cache_salt: str = ""
+    echo: bool = False
+    only_prompt: bool = False  # repeat the prompt and generate nothing
 
 
 def new_request_id(prefix: str) -> str:
@@ -114,6 +119,7 @@ class Preprocessor:
             parsed.prompt, model, parsed.add_special_tokens, field=parsed.prompt_field
         )
         _check_ids(prompt, model, field=parsed.prompt_field)
+        _check_scores(parsed, sampling, len(prompt))
         sampling = _fit(parsed, sampling, len(prompt), model)
         _check_resume(parsed.resume, sampling, model)
         # It may have been unloaded or replaced while the prompt was tokenised.
@@ -130,6 +136,7 @@ class Preprocessor:
             tenant=tenant,
             traceparent=traceparent,
             adapter=adapter,
+            cache_salt=parsed.cache_salt,
         )
 
     def find(self, name: str) -> tuple[ModelInfo, Adapter | None]:
@@ -168,14 +175,13 @@ class Preprocessor:
             error.field = field
             raise
 
-    async def texts(
-        self, token_ids: Sequence[Sequence[int]], model: ModelInfo, *, field: str
-    ) -> list[str]:
-        """Return the text of each sequence of token ids. `field` is their name, for errors."""
-        for ids in token_ids:
-            _check_ids(ids, model, field=field)
+    async def text(self, token_ids: Sequence[int], model: ModelInfo, *, field: str = "") -> str:
+        """Return the text of token ids. `field` is their name, for errors."""
+        _check_ids(token_ids, model, field=field)
         tokenizer = await self._tokenizer(model)
-        return await asyncio.to_thread(lambda: [tokenizer.decode(ids) for ids in token_ids])
+        decode = partial(tokenizer.decode, token_ids)
+        is_short = len(token_ids) <= INLINE_CHARS
+        return decode() if is_short else await asyncio.to_thread(decode)
 
     async def _tokenizer(self, model: ModelInfo) -> Tokenizer:
         """Raises Unavailable if the model's directory cannot be read; the next request tries
@@ -216,6 +222,24 @@ def _check_ids(token_ids: Sequence[int], model: ModelInfo, *, field: str) -> Non
         wrong = next(x for x in token_ids if not 0 <= x < model.vocab_size)
         raise InvalidRequest(
             f"'{field}' has token id {wrong}; the model's ids are 0 to {model.vocab_size - 1}",
+            field=field,
+        )
+
+
+def _check_scores(parsed: ParsedRequest, sampling: SamplingParams, prompt_tokens: int) -> None:
+    if sampling.prompt_logprobs is None:
+        return
+    if parsed.resume:
+        raise InvalidRequest(
+            "'resume_token_ids' cannot be combined with logprobs of the prompt",
+            field="resume_token_ids",
+        )
+    most = MAX_PROMPT_LOGPROBS // (sampling.prompt_logprobs + 1)
+    if prompt_tokens > most:
+        field = parsed.prompt_field
+        raise InvalidRequest(
+            f"'{field}' has {prompt_tokens} tokens; with logprobs of it and "
+            f"{sampling.prompt_logprobs} alternatives it may have {most}",
             field=field,
         )
 

@@ -40,6 +40,7 @@ class Demand:
     `prefill_only`: one token is wanted, so no decode. `avoid`: workers to use only if there is no
     other. `excluded`: pairs (prefill, decode) that must not exchange KV now. `children_tokens`:
     the part of `kv_tokens` for answers beyond the first. `adapter`: key of a LoRA adapter.
+    `cache_salt`: part of the block hashes.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Demand:
     token_ids: tuple[int, ...] = field(default=(), repr=False)
     children_tokens: int = 0
     adapter: str = ""
+    cache_salt: str = field(default="", repr=False)
     _hashes: dict[int, list[int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -66,7 +68,7 @@ class Demand:
         computed once per block size."""
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            root = prefix_hash.root(self.model, block_size, self.adapter)
+            root = prefix_hash.root(self.model, block_size, self.adapter, self.cache_salt)
             blocks = prefix_hash.usable_blocks(len(self.token_ids), block_size)
             hashes = prefix_hash.chain(self.token_ids, block_size, root, blocks=blocks)
             self._hashes[block_size] = hashes

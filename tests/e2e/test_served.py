@@ -238,6 +238,47 @@ async def test_structured_output_holds_across_the_handoff(stack: Stack) -> None:
     assert json.loads(text)["phase"] in {"prefill", "decode"}
 
 
+async def test_a_prompt_is_scored_as_its_answer_was(stack: Stack) -> None:
+    async with stack.client() as client:
+
+        async def complete(**body: Any) -> Any:
+            answer = await client.completions.create(model=MODEL, temperature=0, **body)
+            return answer.choices[0], (answer.model_extra or {})["pdserve"]["receipt"]
+
+        prompt = list(Tokenizer.load(MODEL_DIR).encode("What is prefill? It is"))
+        said, _ = await complete(
+            prompt=prompt, max_tokens=8, logprobs=1, extra_body={"return_token_ids": True}
+        )
+        whole = [*prompt, *(said.model_extra or {})["token_ids"]]
+        # The prefix that is cached by now is computed again, to be scored.
+        scored, receipt = await complete(prompt=[whole], max_tokens=2, logprobs=1, echo=True)
+    assert_disaggregated(receipt)
+    scores = scored.logprobs.token_logprobs
+    assert (scores[0], len(scores)) == (None, len(whole) + 2)
+    assert scores[len(prompt) : -2] == pytest.approx(said.logprobs.token_logprobs, abs=1e-3)
+    assert scored.logprobs.tokens[len(prompt) : -2] == said.logprobs.tokens
+    assert scored.text.startswith("What is prefill? It is" + said.text)
+
+
+async def test_only_requests_with_the_same_salt_share_cached_prefixes(stack: Stack) -> None:
+    cached: dict[str, list[int]] = {}
+    async with stack.client() as client:
+        for salt in ("a", "a", "b", "", "a"):
+            answer = await client.completions.create(
+                model=MODEL,
+                prompt=f"Salted. {LONG[:600]}",
+                max_tokens=2,
+                extra_body={"cache_salt": salt} if salt else {},
+            )
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            tokens = answer.usage.prompt_tokens_details.cached_tokens or 0
+            cached.setdefault(salt, []).append(tokens)
+    assert cached["b"] == cached[""] == [0]
+    assert cached["a"][0] == 0
+    assert min(cached["a"][1:]) > 0
+
+
 async def leave(stack: Stack, when: str, prompt: str) -> bool:
     """Asks and goes away; False where the answer was over before it had come to `when`."""
     async with stack.client() as client:

@@ -117,7 +117,7 @@ async def test_evicted_blocks_are_known_to_be_gone(small: EngineProcess) -> None
     assert len(await small.cached_blocks()) < FEW_BLOCKS
 
 
-async def test_blocks_that_tokens_and_adapter_do_not_tell_are_left_out() -> None:
+async def test_blocks_that_tokens_adapter_and_salt_do_not_tell_are_left_out() -> None:
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
     from workers.cache_mirror import CacheMirror
@@ -136,15 +136,22 @@ async def test_blocks_that_tokens_and_adapter_do_not_tell_are_left_out() -> None
         change = events.take()
         return (0, 0) if change is None else (len(change.removed), len(change.stored))
 
-    assert told(stored(b"a", None, extra_keys=[("salt",)]), stored(b"b", b"a")) == (0, 0)
+    image = stored(b"a", None, extra_keys=[(("image", 0),)])
+    assert told(image, stored(b"b", b"a"), stored(b"d", None, medium="CPU")) == (0, 0)
     adapter = {"lora_id": 1, "lora_name": "x@1"}
-    salted = stored(b"c", None, **adapter, extra_keys=[("x@1", "salt")])
-    assert told(salted, stored(b"d", None, medium="CPU")) == (0, 0)
+    events.publish(
+        KVEventBatch(ts=0.0, events=[stored(b"e", None, **adapter, extra_keys=[("x@1", "salt")])])
+    )
+    change = events.take()
+    assert change is not None
+    assert list(change.stored) == prefix_hash.chain(
+        [1, 2], 2, prefix_hash.root("m", 2, "x@1", "salt")
+    )
     assert told(stored(b"c", None, **adapter, extra_keys=[("x@1",)])) == (0, 1)
     assert told(stored(b"a", None, extra_keys=[None]), stored(b"b", b"a")) == (0, 2)
     # Another block holds the same tokens still.
     assert told(BlockRemoved([b"b"], "GPU", 0)) == (0, 0)
     del held[b"b"]
     assert told(BlockRemoved([b"b"], "GPU", 0)) == (1, 0)
-    assert told(AllBlocksCleared()) == (2, 0)
+    assert told(AllBlocksCleared()) == (3, 0)
     assert events.take() is None

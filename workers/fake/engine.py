@@ -118,7 +118,7 @@ class Sequence:
         sampling, stream_id = self.work.sampling, self.work.stream_id
         if len(self.generated) >= sampling.max_tokens:
             return self.end(StreamDelta(stream_id), FinishReason.LENGTH, now)
-        if self.kv is None:
+        if is_first := self.kv is None:
             kv = model.kv_of(self.work.prompt_token_ids, self.work.adapter)
             self.kv = model.extend(kv, self.generated)
         else:
@@ -137,6 +137,8 @@ class Sequence:
         if sampling.logprobs is not None:
             logprobs = (model.logprobs_of(token, sampling.logprobs),)
         delta = StreamDelta(stream_id, (token,), logprobs=logprobs, stop_reason=stop)
+        if is_first and (count := self.work.prompt_logprobs) is not None:
+            delta.prompt_logprobs = model.prompt_logprobs_of(self.work.prompt_token_ids, count)
         if stop is not None or is_eos:
             return self.end(delta, FinishReason.STOP, now)
         is_full = len(self.generated) >= sampling.max_tokens
@@ -195,24 +197,24 @@ class PrefixCache(CacheMirror):
         self._max_blocks = max_blocks
         self._recent: OrderedDict[int, None] = OrderedDict()
 
-    def hit(self, prompt_token_ids: tuple[int, ...], adapter: str = "") -> int:
+    def hit(self, prompt_token_ids: tuple[int, ...], adapter: str = "", salt: str = "") -> int:
         """Return how many tokens of the prompt need not be computed."""
         count = prefix_hash.usable_blocks(len(prompt_token_ids), self._block_size)
-        chain = self._chain(prompt_token_ids, adapter, count)
+        chain = self._chain(prompt_token_ids, self.root(adapter, salt), count)
         return sum(x in self._recent for x in chain) * self._block_size
 
-    def keep(self, prompt_token_ids: tuple[int, ...], adapter: str = "") -> None:
+    def keep(self, prompt_token_ids: tuple[int, ...], adapter: str = "", salt: str = "") -> None:
         """Cache the blocks of a prompt that was computed or received."""
-        chain = self._chain(prompt_token_ids, adapter, self._max_blocks)
-        self.store(chain, None, prompt_token_ids[: len(chain) * self._block_size], adapter)
+        chain = self._chain(prompt_token_ids, self.root(adapter, salt), self._max_blocks)
+        self.store(chain, None, prompt_token_ids[: len(chain) * self._block_size], adapter, salt)
         for chain_hash in reversed(chain):
             self._recent[chain_hash] = None
             self._recent.move_to_end(chain_hash)
         while len(self._recent) > self._max_blocks:
             self.remove(self._recent.popitem(last=False)[0])
 
-    def _chain(self, token_ids: tuple[int, ...], adapter: str, count: int) -> list[int]:
-        return prefix_hash.chain(token_ids, self._block_size, self.root(adapter), blocks=count)
+    def _chain(self, token_ids: tuple[int, ...], root: int, count: int) -> list[int]:
+        return prefix_hash.chain(token_ids, self._block_size, root, blocks=count)
 
 
 class FakeEngine:
@@ -474,8 +476,9 @@ class FakeEngine:
                 sequence.fetch = self._spawn(fetch, "fake-engine-fetch")
             else:
                 if self._cache is not None:
+                    work = sequence.work
                     sequence.cached_tokens = self._cache.hit(
-                        sequence.work.prompt_token_ids, sequence.work.adapter
+                        work.prompt_token_ids, work.adapter, work.cache_salt
                     )
                 self._running[stream_id] = sequence
 
@@ -497,7 +500,7 @@ class FakeEngine:
             delta = ended_by(work.stream_id, WorkerFailed("a scripted fault failed the prefill"))
         else:
             if sequence.kv is None and self._cache is not None:
-                self._cache.keep(work.prompt_token_ids, work.adapter)
+                self._cache.keep(work.prompt_token_ids, work.adapter, work.cache_salt)
             delta = sequence.advance(self._now())
         if delta.finish_reason is None:
             return delta
@@ -616,7 +619,8 @@ class FakeEngine:
             sequence.receive(handoff, report)
             self._running[stream_id] = sequence
             if self._cache is not None:
-                self._cache.keep(sequence.work.prompt_token_ids, sequence.work.adapter)
+                work = sequence.work
+                self._cache.keep(work.prompt_token_ids, work.adapter, work.cache_salt)
                 self._report_cache()
         del self._receiving[stream_id]
         sequence.fetch = None

@@ -73,6 +73,12 @@ def logprobs_of(token_id: int, alternatives: int) -> PositionLogprobs:
     return PositionLogprobs(ranked[0], tuple(ranked[:alternatives]))
 
 
+def prompt_logprobs_of(token_ids: Sequence[int], alternatives: int) -> tuple[PositionLogprobs, ...]:
+    """Return the logprobs of a prompt; its first token has none."""
+    first = TokenLogprob(token_ids[0], text_of(token_ids[0]), 0.0, 0)
+    return PositionLogprobs(first), *(logprobs_of(x, alternatives) for x in token_ids[1:])
+
+
 class Text:
     """Incremental text of one sequence, as vLLM makes it: stop strings, and text held back while a
     stop string may be forming. State: all text, and how much of it was reported."""

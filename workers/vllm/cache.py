@@ -62,9 +62,9 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
                 self._mirror.clear()
             elif isinstance(event, BlockRemoved):
                 self._remove(event)
-            elif isinstance(event, BlockStored) and self._is_plain(event):
+            elif isinstance(event, BlockStored) and (salt := self._salt_of(event)) is not None:
                 parent, adapter = event.parent_block_hash, event.lora_name or ""
-                self._mirror.store(event.block_hashes, parent, event.token_ids, adapter)
+                self._mirror.store(event.block_hashes, parent, event.token_ids, adapter, salt)
         return self._mirror.take() or None
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -72,15 +72,23 @@ class CacheEvents(EventPublisher):  # type: ignore[misc]
             if key in self._mirror and self._pool.get_cached_block(key, [0]) is None:
                 self._mirror.remove(key)
 
-    def _is_plain(self, event: BlockStored) -> bool:
-        """Return whether tokens and adapter identify the blocks. `extra_keys` are what else is in
-        their hashes: the adapter's name, images, salt, embeddings."""
+    def _salt_of(self, event: BlockStored) -> str | None:
+        """Return the cache salt of the blocks, "" without one, or None if other things than tokens,
+        adapter and salt identify them. `extra_keys` are what else is in their hashes: the name of
+        the adapter, images, the salt in the first block of a prompt, embeddings."""
         adapter = () if event.lora_name is None else (event.lora_name,)
-        return (
-            event.medium == self._pool.medium
-            and event.block_size == self._block_size
-            and all((x or ()) == adapter for x in event.extra_keys or ((),))
-        )
+        first, *others = (tuple(x or ()) for x in event.extra_keys or ((),))
+        salt = first[len(adapter) :] if event.parent_block_hash is None else ()
+        if (
+            event.medium != self._pool.medium
+            or event.block_size != self._block_size
+            or first != adapter + salt
+            or any(x != adapter for x in others)
+            or len(salt) > 1
+            or not all(isinstance(x, str) for x in salt)
+        ):
+            return None
+        return salt[0] if salt else ""
 
 
 def watch(scheduler: Any, config: Any, model: str) -> CacheEvents | None:

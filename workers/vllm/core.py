@@ -43,7 +43,9 @@ from pdserve.types import (
     KvLedger,
     ModelInfo,
     PhaseReport,
+    PositionLogprobs,
     StreamDelta,
+    TokenLogprob,
     WorkerLoad,
 )
 from workers.engine import NO_LORA, DecodePhase, EngineInfo, PrefillPhase, check_work, ended_by
@@ -255,7 +257,7 @@ class VllmCore:
             transfer = params_for(work, self._handoff)
             vllm_id = self._engine.add_request(
                 key,
-                tokens_input(list(work.prompt_token_ids)),
+                tokens_input(list(work.prompt_token_ids), cache_salt=work.cache_salt or None),
                 sampling.to_vllm(work, transfer),
                 lora_request=adapter,
             )
@@ -389,7 +391,17 @@ class VllmCore:
             report=report,
             error=error,
             kv_handle=handle,
+            prompt_logprobs=self._prompt_logprobs(work, output),
         )
+
+    def _prompt_logprobs(self, work: Work, output: Any) -> tuple[PositionLogprobs, ...]:
+        if work.prompt_logprobs is None or not output.prompt_logprobs:
+            return ()
+        _, *scored = output.prompt_logprobs
+        token_id, tokenizer = work.prompt_token_ids[0], self._engine.get_tokenizer()
+        first = TokenLogprob(token_id, tokenizer.decode([token_id]), 0.0, 0)
+        others = sampling.from_vllm_logprobs(scored, work.prompt_logprobs)
+        return (PositionLogprobs(first), *others)
 
     def _remember_held(self, stream: _Stream) -> None:
         """Let a late cancel release the blocks. Forget streams whose blocks were fetched."""

@@ -48,6 +48,7 @@ def to_vllm(work: Work, transfer: Mapping[str, Any]) -> VllmSamplingParams:
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         logprobs=sampling.logprobs,
+        prompt_logprobs=work.prompt_logprobs,
         logit_bias=dict(sampling.logit_bias) or None,
         skip_special_tokens=sampling.skip_special_tokens,
         structured_outputs=_structured(sampling),

@@ -88,7 +88,7 @@ def test_what_is_shown_is_what_a_lookup_reaches(data: st.DataObject) -> None:
 
 def test_blocks_behind_an_unknown_one_are_left_out() -> None:
     mirror = CacheMirror("m", SIZE)
-    # What stands behind a salted block has no salt of its own: only its parent tells.
+    # What stands behind an image has none of its own: only its parent tells.
     mirror.store([key("01"), key("010")], key("0"), tokens("10"))
     assert not mirror.take()
     assert len(mirror) == 0
@@ -99,11 +99,12 @@ def test_hashes_tell_models_and_block_sizes_and_places_apart() -> None:
     chains = [
         prefix_hash.chain(ids, 2, prefix_hash.root("m", 2)),
         prefix_hash.chain(ids, 2, prefix_hash.root("other", 2)),
+        prefix_hash.chain(ids, 2, prefix_hash.root("m", 2, "", "salt")),
         prefix_hash.chain(ids, 4, prefix_hash.root("m", 4)),
         prefix_hash.chain((0, 1) * 4, 2, prefix_hash.root("m", 2))[1:],
     ]
     found = [x for chain in chains for x in chain]
-    assert len(set(found)) == len(found) == 4 + 4 + 2 + 3
+    assert len(set(found)) == len(found) == 4 + 4 + 4 + 2 + 3
     assert prefix_hash.unpack(prefix_hash.pack(found)) == found
 
 

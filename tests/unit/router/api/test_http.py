@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
+from msgspec import structs
 from scripted import (
     ANSWER,
     ANSWER_TEXT,
@@ -25,6 +26,7 @@ from scripted import (
 from pdserve.errors import InternalError, Overloaded, Refusal, TransferFailed, Unavailable
 from pdserve.types import FinishReason, PositionLogprobs, TokenLogprob, Usage
 from router.answer import AnswerDelta
+from router.api import preprocess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -427,3 +429,94 @@ async def test_drain_cuts_what_outlives_its_grace_with_an_error_event(apis: Apis
     await apis.open_requests.drain(0.0)
     assert events(await running)[-1]["error"]["code"] == "unavailable"
     assert apis.generator.left.is_set()
+
+
+def scored(*texts: str) -> tuple[PositionLogprobs, ...]:
+    """Logprobs of a prompt whose tokens have these texts."""
+    return tuple(
+        PositionLogprobs(TokenLogprob(i, text, -float(i), min(i, 1)))
+        for i, text in enumerate(texts)
+    )
+
+
+def answer_with(prompt_logprobs: tuple[PositionLogprobs, ...] = ()) -> tuple[AnswerDelta, ...]:
+    last = AnswerDelta((2,), "!", scored("!", "!")[1:], FinishReason.LENGTH)
+    last.usage, last.receipt = Usage(2, 2, 1), RECEIPT
+    return AnswerDelta((1,), "yo", scored("yo", "yo")[1:], prompt_logprobs=prompt_logprobs), last
+
+
+async def test_several_prompts_have_their_answers_side_by_side(apis: Apis) -> None:
+    first, last = answer_with()
+    two = [structs.replace(x, index=1, usage=None, receipt=None) for x in (first, last)]
+    apis.generator.script = (first, *two, last)
+    body = completion(prompt=["hi", [7, 8], "you"], n=2)
+    status, answer = await apis.post(COMPLETIONS, body, {"x-request-id": "7"})
+    assert status == 200, answer
+    assert [(x["index"], x["text"]) for x in answer["choices"]] == [(i, "yo!") for i in range(6)]
+    assert answer["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 6,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    asked = [(x.request_id, len(x.prompt_token_ids)) for x in apis.generator.requests]
+    assert asked == [("cmpl-7-0", 2), ("cmpl-7-1", 2), ("cmpl-7-2", 3)]
+    chunks = events(await apis.stream(COMPLETIONS, {**body, "stream": True}))
+    assert {x["index"] for chunk in chunks[:-1] for x in chunk["choices"]} == set(range(6))
+    assert sum("pdserve" in chunk for chunk in chunks[:-1]) == 1
+    assert chunks[-1] == "[DONE]"
+
+
+async def test_one_prompt_that_fails_fails_all(apis: Apis) -> None:
+    apis.generator.script = (Overloaded("no room"),)
+    status, answer = await apis.post(COMPLETIONS, completion(prompt=["a", "b"]))
+    assert (status, answer["error"]["message"]) == (429, "no room")
+
+
+@pytest.mark.parametrize("prompt", ["hi", [[71, 72]]])
+async def test_echo_scores_the_prompt_as_evaluation_harnesses_ask(
+    apis: Apis, prompt: object, token_ids: Callable[[str], tuple[int, ...]]
+) -> None:
+    apis.generator.script = answer_with(scored("h", "i"))
+    ids = list(token_ids("hi"))
+    body = completion(prompt="hi" if prompt == "hi" else [ids], echo=True, logprobs=0, max_tokens=2)
+    status, answer = await apis.post(COMPLETIONS, body)
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    assert choice["text"] == "hiyo!"
+    assert choice["logprobs"] == {
+        "tokens": ["h", "i", "yo", "!"],
+        "token_logprobs": [None, -1.0, -1.0, -1.0],
+        "top_logprobs": [None, {"i": -1.0}, {"yo": -1.0}, {"!": -1.0}],
+        "text_offset": [0, 1, 2, 4],
+    }
+    assert apis.generator.requests[0].sampling.prompt_logprobs == 0
+    chunks = events(await apis.stream(COMPLETIONS, {**body, "stream": True}))
+    assert [x["choices"][0]["text"] for x in chunks[:-1]] == ["hiyo", "!"]
+
+
+async def test_echo_of_the_prompt_alone_generates_nothing(apis: Apis) -> None:
+    apis.generator.script = answer_with(scored("h", "i"))
+    body = completion(echo=True, logprobs=1, max_tokens=0)
+    status, answer = await apis.post(COMPLETIONS, body)
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("hi", "length")
+    assert choice["logprobs"]["tokens"] == ["h", "i"]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert apis.generator.requests[0].sampling.max_tokens == 1
+
+
+async def test_a_prompt_too_long_to_be_scored_is_refused(
+    apis: Apis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess, "MAX_PROMPT_LOGPROBS", 12)
+    body = completion(prompt=[1] * 5, echo=True, logprobs=2)
+    status, answer = await apis.post(COMPLETIONS, body)
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert "it may have 4" in answer["error"]["message"]
+
+
+async def test_the_cache_salt_goes_with_the_request(apis: Apis) -> None:
+    await apis.post(CHAT, chat(cache_salt="s"))
+    assert apis.generator.requests[0].cache_salt == "s"
