@@ -29,10 +29,11 @@ EXTENSIONS := kv_transfer/_copy.c
 HEADERS := $(wildcard kv_transfer/*.h)
 PROTOS := $(wildcard protos/pdserve/v1/*.proto)
 PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos
+TOOLS := prometheus
 CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
-.PHONY: help install gpu-install run test test-all test-gpu lint format typecheck proto proto-check size \
+.PHONY: help install gpu-install run test test-all test-gpu test-tools lint format typecheck proto proto-check size \
 	docs check bench clean
 
 help: ## list the targets
@@ -63,6 +64,10 @@ test-gpu: ## the tests that need a CUDA GPU, with VENV or else PYTHON; says why 
 	@python=$(BIN)/python; [ -x $$python ] || python=$(PYTHON); \
 		$$python -m pytest tests/gpu -rs $(ARGS) || [ $$? = 5 ]
 
+test-tools: ## as root on Debian: the programs that some slow tests use, and are skipped without
+	apt-get update -q
+	apt-get install -q -y --no-install-recommends $(TOOLS)
+
 check: lint typecheck proto-check size ## everything that can be said without running the code
 
 size: ## lines of code by package, without generated stubs
@@ -92,9 +97,10 @@ proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
 	diff -r -q --exclude=__init__.py --exclude=__pycache__ "$$fresh/pdserve/v1" pdserve/v1 \
 		|| { echo "pdserve/v1 is not what protos/ generates: run make proto" >&2; exit 1; }
 
-docs: $(STAMP) ## generate docs/configuration.md and docs/metrics.md
+docs: $(STAMP) ## generate docs/configuration.md, docs/metrics.md and deploy/dashboards/
 	$(BIN)/python -m pdserve.config
 	$(BIN)/python -m pdserve.metrics
+	$(BIN)/python deploy/dashboards/generate.py
 
 bench: $(STAMP) ## compare 1P1D with two aggregated workers on a shipped trace
 	$(BIN)/pdserve bench compare --arms 1P1D,2A --trace chat --kv-cache-mib 512 $(ARGS)

@@ -1,0 +1,160 @@
+"""A real Prometheus reads real routers and workers, and is asked every expression of every
+dashboard: none fails, and none is empty after a run in which everything happened that they show."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, start_http_server
+
+from pdserve.security.keys import hash_key, new_key
+from pdserve.v1 import worker_pb2 as w
+from tests.dashboards import generate
+from tests.patience import START_S, WAIT_S
+from tests.up_process import run_cli, up
+from workers.gpu import Gpus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="needs Debian's package prometheus"
+)
+KEY = new_key()
+ACME = {"name": "acme", "keys": [hash_key(KEY)], "requests_per_minute": 60}
+CONFIG = {
+    "router": {
+        "roles": {"auto": True},
+        "tenants": [ACME],
+    },
+}
+LISTENING = re.compile(r'msg="Listening on" .*?address=127\.0\.0\.1:(\d+)')
+
+
+class Prometheus:
+    def __init__(self, folder: Path, targets: list[str]) -> None:
+        config = {
+            "global": {"scrape_interval": "1s"},
+            "scrape_configs": [{"job_name": "pdserve", "static_configs": [{"targets": targets}]}],
+        }
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        words = ["prometheus", f"--config.file={folder / 'prometheus.yaml'}"]
+        words += [f"--storage.tsdb.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"]
+        self._log = (folder / "log").open("w")
+        self._process = subprocess.Popen(words, stdout=self._log, stderr=self._log)
+        ends_at = time.monotonic() + WAIT_S
+        while (found := LISTENING.search((folder / "log").read_text())) is None:
+            assert self._process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < ends_at
+            time.sleep(0.1)
+        self._port = int(found[1])
+
+    def series(self, expr: str) -> list[Any]:
+        """Return what `expr` is now. Raises if Prometheus cannot compute it."""
+        query = urllib.parse.urlencode({"query": expr})
+        url = f"http://127.0.0.1:{self._port}/api/v1/query?{query}"
+        with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
+            result: list[Any] = json.load(answer)["data"]["result"]
+        return result
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(WAIT_S)
+        self._log.close()
+
+
+@pytest.fixture
+def gpu_target() -> Iterator[str]:
+    """Yield the address of a page as of a worker with a GPU. The figures are made up."""
+    registry, gpus = CollectorRegistry(), Gpus()
+    gpus.latest = [
+        w.GpuHealth(index=0, temperature_c=60, memory_used_bytes=1, memory_total_bytes=2)
+    ]
+    registry.register(gpus)
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join(WAIT_S)
+
+
+def ask(client: openai.OpenAI, prompt: str, tokens: int) -> Iterator[str]:
+    answer = client.completions.create(
+        model="pdserve-demo",
+        prompt=prompt,
+        max_tokens=tokens,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    for chunk in answer:
+        yield from (choice.text for choice in chunk.choices)
+
+
+def drive(ready: dict[str, Any]) -> None:
+    """Answers, a refusal, a decode worker killed in the middle of answers, a tenant's limit."""
+    with openai.OpenAI(base_url=f"{ready['http']}/v1", api_key=KEY, max_retries=0) as client:
+        for i in range(40):
+            assert "".join(ask(client, f"{i} red leaves " * (1 + i % 20), 4 + i % 5))
+        with pytest.raises(openai.BadRequestError):
+            list(ask(client, "a", 10**6))
+        answers = [ask(client, f"{i} leaves", 1000) for i in range(4)]
+        for answer in answers:
+            next(answer)
+        os.kill(next(w["pid"] for w in ready["workers"] if w["role"] == "decode"), signal.SIGKILL)
+        for answer in answers:
+            assert list(answer)
+        for _ in range(100):
+            try:
+                list(ask(client, "a", 1))
+            except openai.RateLimitError:
+                return
+        pytest.fail("the tenant's limit refused nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(START_S + 4 * WAIT_S)
+def test_prometheus_has_an_answer_to_every_expression(tmp_path: Path, gpu_target: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    pools = ("--prefill", "1", "--decode", "2", "--set", "router.policy=slo_aware")
+    with up(tmp_path, "--engine", "vllm", "--config", str(path), *pools) as running:
+        ready = running.wait_until_serving(within_s=START_S)
+        workers = json.loads(run_cli("status", "--grpc", ready["grpc"], "--json").stdout)["workers"]
+        pages = [urllib.parse.urlsplit(ready["http"]).netloc, gpu_target]
+        pages += [worker["debug_address"] for worker in workers]
+        (tmp_path / "prometheus").mkdir()
+        prometheus = Prometheus(tmp_path / "prometheus", pages)
+        try:
+            drive(ready)
+            left = {
+                expr
+                for panels in generate.DASHBOARDS.values()
+                for panel in panels
+                for expr, _ in panel.queries
+            }
+            ends_at = time.monotonic() + WAIT_S
+            while left and time.monotonic() < ends_at:
+                for expr in sorted(left):
+                    asked = expr.replace("$__rate_interval", "10m").replace("$model", ".*")
+                    if prometheus.series(asked):
+                        left.discard(expr)
+                time.sleep(1.0)
+            assert not left
+        finally:
+            prometheus.close()
+        running.send(signal.SIGINT)
+        assert running.wait() == 0

@@ -1,0 +1,29 @@
+"""Dashboards and alert rules are those that their tables make, and rules do what they say."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from tests.dashboards import FOLDER, generate
+
+
+def test_the_files_are_what_the_tables_make() -> None:
+    for name, text in generate.generated().items():
+        assert (FOLDER / name).read_text(encoding="utf-8") == text, f"{name}: run `make docs`"
+
+
+def test_a_metric_that_is_not_in_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="pdserve_no_such_total"):
+        generate.check("rate(pdserve_no_such_total[5m])")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
+def test_each_alert_fires_in_its_case_and_not_beside_it() -> None:
+    for command in ("check", "test"):
+        name = "rules.yaml" if command == "check" else "rules_test.yaml"
+        words = ["promtool", command, "rules", name]
+        done = subprocess.run(words, cwd=FOLDER, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
