@@ -249,6 +249,8 @@ class RouterConfig(_Section, frozen=True):
     http_port: Port of the HTTP listener; 0 takes a free one.
     shared_http_port: A port that several routers of one machine share: each connection goes to one
         of them. 0: none.
+    cors_origins: Origins whose pages may use the HTTP API from a browser, such as
+        `https://chat.example.com`; `*` is any. Cookies are never accepted.
     grpc_host: Address of the gRPC listener, for clients and workers.
     grpc_port: Port of the gRPC listener; 0 takes a free one.
     policy: How workers are chosen for a request.
@@ -273,6 +275,7 @@ class RouterConfig(_Section, frozen=True):
     http_host: Text = "127.0.0.1"
     http_port: Port = 8000
     shared_http_port: Port = 0
+    cors_origins: tuple[Text, ...] = ()
     grpc_host: Text = "127.0.0.1"
     grpc_port: Port = 8001
     policy: Literal[

@@ -182,7 +182,9 @@ class RouterServer:
             RegistryService(fleet, requests, costs, roles if config.roles.auto else {}),
             AdminService(decisions, fleet, changer),
         )
-        http_api = HttpApi(requests, preprocessor, opened, metrics.render, adapters, keys)
+        http_api = HttpApi(
+            requests, preprocessor, opened, metrics.render, adapters, keys, config.cors_origins
+        )
         return RouterAddresses(http=await self._start_http(http_api), grpc=grpc_address)
 
     async def _start_grpc(

@@ -27,10 +27,12 @@ from router.answer import served
 from router.api import openai, prompts
 from router.api.auth import EVERYONE
 from router.api.bodies import encode, read
+from router.api.openapi import DOCS_PAGE, openapi
 from router.api.preprocess import check_request_id, new_request_id
+from router.api.tokens import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 
     from pdserve.types import Adapter, GenerateRequest, ModelInfo
     from router.adapters import Adapters
@@ -72,7 +74,9 @@ class HttpApi:
         render_metrics: Callable[[str], tuple[bytes, str]],
         adapters: Adapters,
         keys: Keys = EVERYONE,
+        cors_origins: Collection[str] = (),
     ) -> None:
+        self._cors_origins = frozenset(cors_origins)
         self._generator = generator
         self._preprocessor = preprocessor
         self._open_requests = open_requests
@@ -92,12 +96,14 @@ class HttpApi:
             "/version": ("GET", self._version),
             "/metrics": ("GET", self._metrics),
             "/openapi.json": ("GET", self._openapi),
+            "/docs": ("GET", self._docs),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer any request; errors are answered in OpenAI's shape."""
-        headers: dict[str, str] = {}
-        request[_HEADERS] = headers
+        request[_HEADERS] = headers = self._cors(request)
         try:
             response = await self._route(request)
         except PdserveError as error:
@@ -111,11 +117,36 @@ class HttpApi:
             response.headers.update(headers)
         return response
 
+    def _cors(self, request: web.BaseRequest) -> dict[str, str]:
+        """Return the headers that let a page of a configured origin read the response. Browsers
+        send no cookies with such a request, and none are asked for."""
+        origin = request.headers.get("origin")
+        if origin is None or not self._cors_origins:
+            return {}
+        headers = {"vary": "origin"}
+        if origin in self._cors_origins or "*" in self._cors_origins:
+            headers["access-control-allow-origin"] = origin
+            headers["access-control-expose-headers"] = "x-request-id, retry-after"
+        return headers
+
+    @staticmethod
+    def _preflight(request: web.BaseRequest) -> web.Response:
+        wanted = request.headers.get("access-control-request-headers", "")
+        allowed = {
+            "access-control-allow-methods": "GET, POST, DELETE",
+            "access-control-max-age": "600",
+        }
+        if wanted:
+            allowed["access-control-allow-headers"] = wanted
+        return web.Response(status=204, headers=allowed)
+
     async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
+        if request.method == "OPTIONS" and "access-control-allow-origin" in request[_HEADERS]:
+            return self._preflight(request)
         if path in (_LOAD, _UNLOAD):
             self._keys.check_admin(request.headers.get("authorization"))
-        elif path.startswith("/v1/"):
+        elif path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
             request[_TENANT] = self._keys.tenant_of(request.headers.get("authorization"))
         method, handler = self._routes.get(path, ("", None))
         if handler is None and path.startswith(f"{_MODELS}/"):
@@ -177,7 +208,28 @@ class HttpApi:
         return web.Response(body=body, headers={"content-type": content_type})
 
     async def _openapi(self, _: web.BaseRequest) -> web.Response:
-        return _json(openai.openapi())
+        return _json(openapi())
+
+    async def _docs(self, _: web.BaseRequest) -> web.Response:
+        return web.Response(body=DOCS_PAGE.read_bytes(), content_type="text/html")
+
+    async def _tokenize(self, request: web.BaseRequest) -> web.Response:
+        body = read(TokenizeRequest, await _read_body(request))
+        content = body.content()
+        model, _ = self._preprocessor.find(body.model or "")
+        tokens = await self._preprocessor.tokenise(
+            content,
+            model,
+            body.add_special_tokens,
+            field="messages" if body.prompt is None else "prompt",
+        )
+        found = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
+        return _json({**found, "token_strs": None})
+
+    async def _detokenize(self, request: web.BaseRequest) -> web.Response:
+        body = read(DetokenizeRequest, await _read_body(request))
+        model, _ = self._preprocessor.find(body.model or "")
+        return _json({"prompt": await self._preprocessor.text(body.tokens, model, field="tokens")})
 
     async def _generate(
         self, kind: type[openai.RequestBody], request: web.BaseRequest

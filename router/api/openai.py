@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from pdserve import __version__
 from pdserve.errors import InternalError
 from pdserve.tokenizer import ChatMessage, Conversation
 from pdserve.types import (
@@ -346,28 +345,30 @@ class Message(Strict, kw_only=True):
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
-_Variables = Annotated[
+Variables = Annotated[
     dict[str, Any] | None, Meta(description="Variables for the model's chat template.")
 ]
-_Effort = Annotated[
+Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
     Meta(
         description="Given to the chat template as reasoning_effort and, unless "
         "chat_template_kwargs has it, as enable_thinking, which is false for none."
     ),
 ]
-_Begins = Annotated[
+Begins = Annotated[
     bool | None, Meta(description="The answer begins a new message, as it does by default.")
 ]
-_Continues = Annotated[bool | None, Meta(description="The answer continues the last message.")]
+Continues = Annotated[bool | None, Meta(description="The answer continues the last message.")]
 
 
 class _Chat(Protocol):
-    messages: list[Message]
-    chat_template_kwargs: _Variables
-    reasoning_effort: _Effort
-    add_generation_prompt: _Begins
-    continue_final_message: _Continues
+    @property
+    def messages(self) -> Sequence[Message] | None: ...
+
+    chat_template_kwargs: Variables
+    reasoning_effort: Effort
+    add_generation_prompt: Begins
+    continue_final_message: Continues
 
 
 def conversation(body: _Chat) -> Conversation:
@@ -384,7 +385,7 @@ def conversation(body: _Chat) -> Conversation:
     if continues and body.add_generation_prompt:
         refuse("add_generation_prompt", "must be false with continue_final_message")
     begins = body.add_generation_prompt is not False and not continues
-    messages = [x.parse(f"messages[{i}]") for i, x in enumerate(body.messages)]
+    messages = [x.parse(f"messages[{i}]") for i, x in enumerate(body.messages or ())]
     return Conversation(messages, begins, continues, variables)
 
 
@@ -394,10 +395,10 @@ class ChatRequest(_GenerateBody, kw_only=True):
 
     id_prefix: ClassVar[str] = "chatcmpl-"
     messages: Annotated[list[Message], Meta(min_length=1)]
-    chat_template_kwargs: _Variables = None
-    reasoning_effort: _Effort = None
-    add_generation_prompt: _Begins = None
-    continue_final_message: _Continues = None
+    chat_template_kwargs: Variables = None
+    reasoning_effort: Effort = None
+    add_generation_prompt: Begins = None
+    continue_final_message: Continues = None
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: _Logprobs | None = None
@@ -716,46 +717,3 @@ def _token(token: TokenLogprob) -> dict[str, object]:
 def _finite(token: TokenLogprob) -> float:
     # In this order NaN becomes MIN_LOGPROB too.
     return max(MIN_LOGPROB, token.logprob)
-
-
-# -- OpenAPI
-
-POSTS = (
-    *("/v1/chat/completions", "/v1/completions"),
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-)
-_GETS = ("/v1/models", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json")
-
-
-def openapi() -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of the HTTP API."""
-    kinds = (ChatRequest, CompletionRequest, LoadAdapterRequest, UnloadAdapterRequest)
-    (*bodies, answer, error), schemas = msgspec.json.schema_components(
-        (*kinds, Response, ErrorBody), ref_template="#/components/schemas/{name}"
-    )
-
-    def responses(**content: Any) -> dict[str, Any]:
-        failure = {"description": "Error.", "content": {"application/json": {"schema": error}}}
-        return {"200": {"description": "Success.", **content}, "default": failure}
-
-    paths: dict[str, Any] = {path: {"get": {"responses": responses()}} for path in _GETS}
-    generated = {"application/json": {"schema": answer}, "text/event-stream": {}}
-    for path, body in zip(POSTS, bodies, strict=True):
-        content = {"text/plain": {}} if path.endswith("_adapter") else generated
-        paths[path] = {
-            "post": {
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": body}},
-                },
-                "security": [{}, {"key": []}],
-                "responses": responses(content=content),
-            }
-        }
-    keys = {"key": {"type": "http", "scheme": "bearer"}}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "pdserve", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": schemas, "securitySchemes": keys},
-    }

@@ -10,6 +10,7 @@ import aiohttp
 import openai
 import pytest
 from scripted import (
+    CORS_ORIGIN,
     MAX_BODY_BYTES,
     MAX_MODEL_LEN,
     MODEL,
@@ -88,6 +89,7 @@ async def apis(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Apis]:
             lambda _: (b"pdserve_up 1\n", "text/plain"),
             generator,
             keys,
+            [CORS_ORIGIN],
         )
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()

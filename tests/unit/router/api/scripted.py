@@ -27,6 +27,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 MODEL = "demo"
+CORS_ORIGIN = "https://chat.example"
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 300
 MAX_BODY_BYTES = 64 * 1024

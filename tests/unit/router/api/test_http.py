@@ -15,6 +15,7 @@ from scripted import (
     ANSWER_TEXT,
     CHAT,
     COMPLETIONS,
+    CORS_ORIGIN,
     MAX_MODEL_LEN,
     RECEIPT,
     Hold,
@@ -520,3 +521,55 @@ async def test_a_prompt_too_long_to_be_scored_is_refused(
 async def test_the_cache_salt_goes_with_the_request(apis: Apis) -> None:
     await apis.post(CHAT, chat(cache_salt="s"))
     assert apis.generator.requests[0].cache_salt == "s"
+
+
+async def test_tokens_and_text_are_turned_into_each_other(
+    apis: Apis, token_ids: Callable[[str], tuple[int, ...]]
+) -> None:
+    for body, text in (({"prompt": "hi"}, "hi"), (chat(), "<|user|>hi<|assistant|>")):
+        status, answer = await apis.post("/tokenize", body)
+        ids = list(token_ids(text))
+        assert (status, answer["tokens"], answer["count"]) == (200, ids, len(ids))
+        assert answer["max_model_len"] == MAX_MODEL_LEN
+        assert await apis.post("/detokenize", {"tokens": ids}) == (200, {"prompt": text})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", **chat()}, "messages"),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}, "return_token_strs"),
+        ("/detokenize", {"tokens": [300]}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+async def test_what_cannot_be_tokenised_is_refused_by_name(
+    apis: Apis, path: str, body: object, field: str
+) -> None:
+    status, answer = await apis.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, field)
+
+
+async def test_the_page_of_the_api_loads_nothing_from_elsewhere(apis: Apis) -> None:
+    async with apis.session.get(f"{apis.url}/docs") as response:
+        assert response.content_type == "text/html"
+        page = await response.text()
+    assert 'fetch("/openapi.json")' in page
+    assert "//" not in page.replace("</", "")
+
+
+async def test_pages_of_a_configured_origin_alone_may_read_answers(apis: Apis) -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-a"}
+    for origin, allowed in ((CORS_ORIGIN, CORS_ORIGIN), ("https://evil.example", None)):
+        headers = {"origin": origin}
+        url = apis.url + CHAT
+        async with apis.session.options(url, headers={**headers, **asked}) as response:
+            assert response.status == (204 if allowed else 405)
+            assert response.headers.get("access-control-allow-origin") == allowed
+            assert response.headers.get("access-control-allow-headers") == (allowed and "x-a")
+        for body in (chat(), chat(stream=True), {}):
+            async with apis.session.post(url, json=body, headers=headers) as response:
+                assert response.headers.get("access-control-allow-origin") == allowed
+                assert "access-control-allow-credentials" not in response.headers
+                assert response.headers["vary"] == "origin"
