@@ -15,6 +15,7 @@ _STATUS = {
     404: grpc.StatusCode.NOT_FOUND,
     409: grpc.StatusCode.ALREADY_EXISTS,
     413: grpc.StatusCode.INVALID_ARGUMENT,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     499: grpc.StatusCode.CANCELLED,
     500: grpc.StatusCode.INTERNAL,
@@ -113,6 +114,10 @@ class ModelNotFound(ClientError, code="model_not_found", http=404):
 
 class Conflict(ClientError, code="request_in_progress", http=409):
     """A request with this id is being answered over another connection."""
+
+
+class KeyReused(ClientError, code="idempotency_key_reused", http=422):
+    """The idempotency key belongs to another request."""
 
 
 class RequestTooLarge(ClientError, code="request_too_large", http=413):

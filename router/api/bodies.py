@@ -8,15 +8,20 @@ refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping  # noqa: TC003 - msgspec reads the annotations
+from collections.abc import Callable, Mapping, Sequence  # noqa: TC003 - msgspec reads the annotations
 from functools import cache
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, NoReturn, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Struct
 
 from pdserve.errors import InvalidRequest, UnknownField, UnsupportedField
+
+if TYPE_CHECKING:
+    from pdserve.types import GenerateRequest
+    from router.api.preprocess import ParsedRequest
+    from router.api.sinks import Writer
 
 encode = msgspec.json.Encoder().encode
 
@@ -134,6 +139,33 @@ class Body(Strict):
             for (name, known), value in zip(kind.known.items(), values, strict=True):
                 if value is not None and value not in known.accepts:
                     raise not_supported(name, known.reason)
+
+
+class GenerateBody(Body, kw_only=True):
+    """A body that asks for answers."""
+
+    id_prefix: ClassVar[str] = ""
+    model: Annotated[
+        Text | None, Meta(description="Name of a served model. Required if there are several.")
+    ] = None
+    stream: bool | None = None
+
+    @property
+    def constraint_field(self) -> str:
+        """Field that a constraint on the answer came from."""
+        return ""
+
+    def named_id(self) -> str | None:
+        """Return the request id that the body gives."""
+        return None
+
+    def parse(self, request_id: str) -> list[ParsedRequest]:
+        """Return a request for each prompt. Raises InvalidRequest naming the field."""
+        raise NotImplementedError
+
+    def writer(self, request_id: str, made: Sequence[GenerateRequest]) -> Writer:
+        """Return what encodes the answers to the requests of `parse`, once they are prepared."""
+        raise NotImplementedError
 
 
 B = TypeVar("B", bound=Body)

@@ -7,14 +7,12 @@ import logging
 import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from aiohttp import HttpVersion11, web
-from aiohttp.http_writer import StreamWriter
+from aiohttp import web
 
 from pdserve import __version__
 from pdserve.errors import (
-    ClientError,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -26,17 +24,19 @@ from pdserve.errors import (
 from router.answer import served
 from router.api import openai, prompts
 from router.api.auth import EVERYONE
-from router.api.bodies import encode, read
+from router.api.bodies import GenerateBody, encode, read
+from router.api.idempotency import Recorded, StoredAnswers
 from router.api.openapi import DOCS_PAGE, openapi
 from router.api.preprocess import check_request_id, new_request_id
+from router.api.sinks import EventStream, Sink, WholeBody, Writer
 from router.api.tokens import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from pdserve.types import Adapter, GenerateRequest, ModelInfo
     from router.adapters import Adapters
-    from router.answer import AnswerDelta, Generates, Out
+    from router.answer import Generates, Out
     from router.api.auth import Keys
     from router.api.open_requests import OpenRequests
     from router.api.preprocess import ParsedRequest, Preprocessor
@@ -45,22 +45,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+S = TypeVar("S", bound=Sink)
 
 BODY_TIMEOUT_S = 30.0
-# Bytes that may wait in the router for a client that reads slower than its answer is made.
-MAX_UNSENT_BYTES = 1 << 20
 _MODELS = "/v1/models"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _HEADERS = web.RequestKey("response_headers", dict[str, str])
 _TENANT = web.RequestKey("tenant", str)
-_EVENT_STREAM = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    # nginx and proxies like it buffer responses without this.
-    "x-accel-buffering": "no",
-}
-_ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+class Caller(NamedTuple):
+    """Who asks for an answer. `key` is the idempotency key, "" without one."""
+
+    tenant: str
+    key: str
+    traceparent: str
 
 
 class HttpApi:
@@ -76,6 +75,7 @@ class HttpApi:
         keys: Keys = EVERYONE,
         cors_origins: Collection[str] = (),
     ) -> None:
+        self._answers = StoredAnswers()
         self._cors_origins = frozenset(cors_origins)
         self._generator = generator
         self._preprocessor = preprocessor
@@ -232,53 +232,74 @@ class HttpApi:
         return _json({"prompt": await self._preprocessor.text(body.tokens, model, field="tokens")})
 
     async def _generate(
-        self, kind: type[openai.RequestBody], request: web.BaseRequest
+        self, kind: type[GenerateBody], request: web.BaseRequest
     ) -> web.StreamResponse:
         self._open_requests.check_open()
-        body = read(kind, await _read_body(request))
-        request_id = _request_id(request, body.request_id, kind.id_prefix)
-        events: EventStream | None = None
+        data = await _read_body(request)
+        body, headers = read(kind, data), request[_HEADERS]
+        request_id = _request_id(request, body.named_id(), kind.id_prefix)
+        caller = Caller(
+            request[_TENANT],
+            _idempotency_key(request),
+            request.headers.get("traceparent", ""),
+        )
+        parsed = body.parse(request_id)
+        answer = partial(self._answer, body, request_id, parsed, caller)
+        if caller.key and not parsed[0].resume:
+            digest = self._answers.digest(request.path, data)
+            recorded = self._answers.find(caller.tenant, caller.key, digest)
+            if recorded is None:
+                recorded = Recorded(digest, headers["x-request-id"])
+                self._answers.record(caller.tenant, caller.key, recorded, answer(recorded.open))
+            else:
+                headers["x-request-id"] = recorded.request_id
+                headers["idempotent-replayed"] = "true"
+            return await recorded.send(request, headers, is_stream=bool(body.stream))
+        if body.stream:
+            stream = await answer(partial(EventStream, request, headers))
+            return stream.response
+        whole = await answer(WholeBody)
+        return web.Response(body=whole.body, content_type="application/json")
+
+    async def _answer(
+        self,
+        body: GenerateBody,
+        request_id: str,
+        parsed: Sequence[ParsedRequest],
+        caller: Caller,
+        open_sink: Callable[[Writer], S],
+    ) -> S:
+        """Generate an answer into what `open_sink` returns. Raises PdserveError before it begins;
+        later the client learns of an error by an event."""
+        sink: S | None = None
         try:
             with self._open_requests.enter() as open_request:
-                parsed = body.parse(request_id)
                 made = [
                     await self._preprocessor.prepare(
-                        one,
-                        tenant=request[_TENANT],
-                        traceparent=request.headers.get("traceparent", ""),
+                        one, tenant=caller.tenant, traceparent=caller.traceparent
                     )
                     for one in parsed
                 ]
-                first, key = made[0], _idempotency_key(request)
-                self._open_requests.claim(open_request, first.tenant, key, bool(first.resume))
-                if body.stream:
-                    writer = openai.EventWriter(
-                        body,
-                        request_id,
-                        first.served_name,
-                        sum(len(x.prompt_token_ids) for x in made),
-                        len(first.resume),
-                    )
-                    events = EventStream(request, request[_HEADERS], writer)
-                    await self._serve(parsed, made, events)
-                    events.end()
-                    return events.response
-                answer = openai.WholeAnswer(body, request_id, first.served_name)
-                await self._serve(parsed, made, answer)
-                return web.Response(body=answer.body(), content_type="application/json")
+                resumes = bool(made[0].resume)
+                self._open_requests.claim(open_request, caller.tenant, caller.key, resumes)
+                sink = open_sink(body.writer(request_id, made))
+                await self._serve(parsed, made, sink)
+                sink.end()
         except PdserveError as error:
             # Engines refuse a constraint under our own name for it.
             if error.field == "structured_output":
                 error.field = body.constraint_field
-            # The client learns of an error by its status, or by an event once the stream began.
-            if events is None or not events.response.prepared:
+            if sink is None or not sink.has_begun:
                 raise
-            events.fail(error)
-            return events.response
+            sink.fail(error)
+        return sink
 
     async def _serve(
         self, parsed: Sequence[ParsedRequest], made: Sequence[GenerateRequest], out: Out
     ) -> None:
+        if len(made) == 1 and not parsed[0].echo:
+            await self._generator.serve(made[0], out)
+            return
         if parsed[0].echo:
             model, _ = self._preprocessor.find(made[0].model)
             texts = [
@@ -290,78 +311,6 @@ class HttpApi:
             n, only_prompt = made[0].sampling.n, parsed[0].only_prompt
             out = prompts.Echo(out, texts, n, only_prompt=only_prompt)
         await prompts.serve(self._generator, made, out)
-
-
-class EventResponse(web.StreamResponse):
-    """A response of server-sent events. `last` are those that go out with the end of the body."""
-
-    last = b""
-    # As in web.Response: the head goes out with the first events.
-    _send_headers_immediately = False
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        last, self.last = self.last, b""
-        await super().write_eof(last + data)
-
-
-class EventStream:
-    """Writes an answer as server-sent events. The response begins with the first delta.
-
-    Tokens are written synchronously, past aiohttp's writer: a token costs no task switch.
-    """
-
-    def __init__(
-        self, request: web.BaseRequest, headers: dict[str, str], writer: openai.EventWriter
-    ) -> None:
-        self._request = request
-        self._writer = writer
-        self._chunked = request.version >= HttpVersion11
-        self._transport: asyncio.Transport | None = None
-        self.response = EventResponse(headers={**_EVENT_STREAM, **headers})
-
-    def write(self, delta: AnswerDelta) -> bool:
-        """Return False if the client is too far behind."""
-        events = self._writer.write(delta)
-        if delta.usage is not None:
-            # The last delta of all goes out with the end of the body.
-            self.response.last = events
-            return True
-        if not events:
-            return True
-        transport = self._transport
-        if transport is None:
-            self._begin(events)
-            return True
-        if not transport.is_closing():
-            size = len(events)
-            transport.write(b"%x\r\n%b\r\n" % (size, events) if self._chunked else events)
-        return transport.get_write_buffer_size() <= MAX_UNSENT_BYTES
-
-    def end(self) -> None:
-        """Raises InternalError if the answer is incomplete."""
-        self.response.last += self._writer.end()
-
-    def fail(self, error: PdserveError) -> None:
-        self.response.last += b"data: %b\n\n" % encode(_error_body(error))
-
-    def _begin(self, events: bytes) -> None:
-        """Write the head and the first events in one piece."""
-        self._transport = self._request.transport
-        if self._transport is None:
-            return
-        writer = _run(self.response.prepare(self._request))
-        assert isinstance(writer, StreamWriter)
-        _run(writer.write(events, drain=False))
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of aiohttp that only fills buffers, and never waits, to its end."""
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        value: T = done.value
-        return value
-    raise AssertionError("aiohttp waits where it should not")
 
 
 async def _read_body(request: web.BaseRequest) -> bytes:
@@ -417,16 +366,8 @@ def _error(status: int, message: str, *, code: str) -> web.Response:
     return _json(openai.ErrorBody(details), status)
 
 
-def _error_body(error: PdserveError) -> openai.ErrorBody:
-    default = "invalid_request_error" if isinstance(error, ClientError) else "server_error"
-    kind = _ERROR_TYPES.get(error.http_status, default)
-    return openai.ErrorBody(
-        openai.ErrorDetails(error.message, kind, error.field or None, error.code, error.reason)
-    )
-
-
 def _error_response(error: PdserveError) -> web.Response:
-    response = _json(_error_body(error), error.http_status)
+    response = _json(openai.error_body(error), error.http_status)
     if error.http_status == 401:
         response.headers["www-authenticate"] = "Bearer"
     elif retry_after_s := wait_s(error):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from pdserve.errors import InternalError
+from pdserve.errors import ClientError, InternalError
 from pdserve.tokenizer import ChatMessage, Conversation
 from pdserve.types import (
     MAX_LOGPROBS,
@@ -33,6 +33,7 @@ from router.api.bodies import (
     KNOWN_OF_COMPLETIONS,
     NO_EFFECT,
     Body,
+    GenerateBody,
     Strict,
     Text,
     TokenId,
@@ -47,8 +48,10 @@ from router.api.preprocess import OPEN_ENDED, ParsedRequest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pdserve.types import PositionLogprobs, TokenLogprob, Usage
+    from pdserve.errors import PdserveError
+    from pdserve.types import GenerateRequest, PositionLogprobs, TokenLogprob, Usage
     from router.api.preprocess import Prompt
+    from router.api.sinks import Writer
 
 # Answers to one request: prompts times n.
 MAX_ANSWERS = 128
@@ -109,13 +112,9 @@ class StructuredOutputs(Strict):
     grammar: Annotated[Text, Meta(description="A grammar in EBNF.")] | None = None
 
 
-class _GenerateBody(Body, kw_only=True):
+class _OpenAiBody(GenerateBody, kw_only=True):
     """Fields of both endpoints."""
 
-    model: Annotated[
-        Text | None, Meta(description="Name of a served model. Required if there are several.")
-    ] = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: _Count | None = None
     n: Annotated[int, Meta(ge=1, le=128, description="Number of answers.")] | None = None
@@ -177,8 +176,18 @@ class _GenerateBody(Body, kw_only=True):
 
     @property
     def constraint_field(self) -> str:
-        """Field that a constraint on the answer came from."""
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
+
+    def named_id(self) -> str | None:
+        return self.request_id
+
+    def writer(self, request_id: str, made: Sequence[GenerateRequest]) -> Writer:
+        body: Any = self
+        first = made[0]
+        if not self.stream:
+            return WholeAnswer(body, request_id, first.served_name)
+        prompt_tokens = sum(len(x.prompt_token_ids) for x in made)
+        return EventWriter(body, request_id, first.served_name, prompt_tokens, len(first.resume))
 
     def _parsed(
         self, prompt: Prompt, request_id: str, max_tokens: int | None, logprobs: int | None
@@ -224,7 +233,7 @@ _sampling_of = attrgetter(*_SAMPLING)
 
 
 @knows(KNOWN | KNOWN_OF_COMPLETIONS)
-class CompletionRequest(_GenerateBody, kw_only=True):
+class CompletionRequest(_OpenAiBody, kw_only=True):
     """Body of POST /v1/completions."""
 
     id_prefix: ClassVar[str] = "cmpl-"
@@ -242,7 +251,6 @@ class CompletionRequest(_GenerateBody, kw_only=True):
     ] = None
 
     def parse(self, request_id: str) -> list[ParsedRequest]:
-        """Return a request for each prompt. Raises InvalidRequest naming the field."""
         prompts = self._prompts()
         if len(prompts) * (self.n or 1) > MAX_ANSWERS:
             refuse("prompt", f"holds {len(prompts)} prompts; {MAX_ANSWERS} answers are given")
@@ -390,7 +398,7 @@ def conversation(body: _Chat) -> Conversation:
 
 
 @knows(KNOWN | KNOWN_OF_CHAT)
-class ChatRequest(_GenerateBody, kw_only=True):
+class ChatRequest(_OpenAiBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
@@ -410,7 +418,6 @@ class ChatRequest(_GenerateBody, kw_only=True):
     )
 
     def parse(self, request_id: str) -> list[ParsedRequest]:
-        """Raises InvalidRequest naming the field."""
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "requires logprobs: true")
         new, old = self.max_completion_tokens, self.max_tokens
@@ -530,6 +537,17 @@ class ErrorBody(Struct):
     error: ErrorDetails
 
 
+_ERROR_TYPES = {429: "rate_limit_error", 503: "service_unavailable_error"}
+
+
+def error_body(error: PdserveError) -> ErrorBody:
+    default = "invalid_request_error" if isinstance(error, ClientError) else "server_error"
+    kind = _ERROR_TYPES.get(error.http_status, default)
+    return ErrorBody(
+        ErrorDetails(error.message, kind, error.field or None, error.code, error.reason)
+    )
+
+
 def _usage(usage: Usage) -> UsageBody:
     total = usage.prompt_tokens + usage.completion_tokens
     details = PromptDetails(usage.cached_tokens)
@@ -614,6 +632,9 @@ class EventWriter(_Writer):
             raise InternalError("the answer ended without a finish reason")
         return DONE
 
+    def fail(self, error: PdserveError) -> bytes:
+        return b"data: %b\n\n" % encode(error_body(error))
+
     def _full(self, delta: AnswerDelta, role: str | UnsetType = UNSET) -> bytes:
         offset = self._offsets[delta.index]
         self._offsets[delta.index] = offset + sum(len(x.sampled.text) for x in delta.logprobs)
@@ -652,15 +673,18 @@ class WholeAnswer(_Writer):
         self._deltas: dict[int, list[AnswerDelta]] = {}
         self._fields: dict[str, Any] = {}
 
-    def write(self, delta: AnswerDelta) -> bool:
+    def write(self, delta: AnswerDelta) -> bytes:
         self._deltas.setdefault(delta.index, []).append(delta)
         if delta.usage is not None:
             self._fields["usage"] = _usage(delta.usage)
         if delta.receipt is not None:
             self._fields["pdserve"] = Extension(delta.receipt)
-        return True
+        return b""
 
-    def body(self) -> bytes:
+    def fail(self, error: PdserveError) -> bytes:
+        raise error
+
+    def end(self) -> bytes:
         """Raises InternalError if a choice has no finish reason."""
         choices = [self._whole(deltas) for _, deltas in sorted(self._deltas.items())]
         if not choices:
