@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import grpc
 import grpc.aio
@@ -19,6 +19,7 @@ from pdserve.v1 import common_pb2
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Callable
 
 ERROR_METADATA_KEY = "pdserve-error-bin"
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -77,18 +78,31 @@ def authorization(api_key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
+class LoadedTls(NamedTuple):
+    """A context, and the PEM files loaded into it."""
+
+    context: ssl.SSLContext
+    ca: bytes | None
+    key: bytes = b""
+    chain: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialer:
     """How this process connects to others.
 
-    `credentials` (gRPC) and `context` (sessions) are None without TLS; `peer_name` is the name in
+    `tls` returns what connections made now use, and is None without TLS; `peer_name` is the name in
     the others' certificates, if it is not the host; `token` is the worker token.
     """
 
-    credentials: grpc.ChannelCredentials | None = None
+    tls: Callable[[], LoadedTls] | None = None
     peer_name: str = ""
     token: str = field(default="", repr=False)
-    context: ssl.SSLContext | None = None
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """The context of a session that is opened now."""
+        return None if self.tls is None else self.tls().context
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -96,13 +110,16 @@ class Dialer:
         return authorization(self.token)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """Return a channel to `address` (host:port), which the caller closes."""
+        """Return a channel to `address` (host:port), which the caller closes. It keeps the
+        certificate of now when it connects again."""
         options = channel_options()
-        if self.credentials is None:
+        if self.tls is None:
             return grpc.aio.insecure_channel(address, options=options)
+        _, ca, key, chain = self.tls()
+        credentials = grpc.ssl_channel_credentials(ca, key or None, chain or None)
         if self.peer_name:
             options.append(("grpc.ssl_target_name_override", self.peer_name))
-        return grpc.aio.secure_channel(address, self.credentials, options=options)
+        return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 PLAIN = Dialer()

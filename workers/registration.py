@@ -195,32 +195,37 @@ class Registrations:
         """Register and renew until cancelled. Raises RegistrationRefused."""
         pause_s = 0.0
         try:
-            async with self._dialer.open_channel(router.address) as channel:
-                stub = RegistryStub(channel)
-                while True:
-                    try:
-                        lease_s = await self._tell(router, stub)
-                    except grpc.aio.AioRpcError as error:
-                        router.is_reachable = False
-                        self._notify()
-                        if router.known is not None and error.code() is grpc.StatusCode.NOT_FOUND:
-                            text = "router %s does not know us: registering again"
-                            logger.info(text, router.address)
-                            router.known = None
-                            continue
-                        self._check_refusal(router, error)
-                        pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, pause_s * 2))
-                        # Jitter, so that workers do not all return to a router at the same moment.
-                        wait_s = pause_s * random.uniform(0.5, 1.0)
-                        what = (router.address, error.code().name, error.details(), wait_s)
-                        logger.warning("router %s: %s (%s); next try in %.1f s", *what)
-                        await asyncio.sleep(wait_s)
-                    else:
-                        router.is_reachable, pause_s = True, 0.0
-                        self._notify()
-                        await router._pause(lease_s / 3)
+            while True:
+                try:
+                    await self._renew(router)
+                except grpc.aio.AioRpcError as error:
+                    if router.is_reachable:
+                        pause_s = 0.0
+                    router.is_reachable = False
+                    self._notify()
+                    if router.known is not None and error.code() is grpc.StatusCode.NOT_FOUND:
+                        logger.info("router %s does not know us: registering again", router.address)
+                        router.known = None
+                        continue
+                    self._check_refusal(router, error)
+                    pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, pause_s * 2))
+                    # Jitter, so that workers do not all return to a router at the same moment.
+                    wait_s = pause_s * random.uniform(0.5, 1.0)
+                    what = (router.address, error.code().name, error.details(), wait_s)
+                    logger.warning("router %s: %s (%s); next try in %.1f s", *what)
+                    await asyncio.sleep(wait_s)
         finally:
             router.told.set()
+
+    async def _renew(self, router: Registration) -> NoReturn:
+        """Register and renew over one channel until a call fails. Raises AioRpcError."""
+        async with self._dialer.open_channel(router.address) as channel:
+            stub = RegistryStub(channel)
+            while True:
+                lease_s = await self._tell(router, stub)
+                router.is_reachable = True
+                self._notify()
+                await router._pause(lease_s / 3)
 
     def _check_refusal(self, router: Registration, error: grpc.aio.AioRpcError) -> None:
         """Raises RegistrationRefused for a router that refuses the worker, if none has accepted

@@ -8,6 +8,7 @@ handshake is neither encrypted nor signed. Without either, only the random trans
 from __future__ import annotations
 
 import hmac
+import logging
 import secrets
 import socket
 import ssl
@@ -18,27 +19,34 @@ from kv_transfer.errors import HandshakeRefused
 if TYPE_CHECKING:
     from kv_transfer.settings import KvSettings
 
+logger = logging.getLogger(__name__)
+
 _WORKER_ROLE = ("URI", "urn:pdserve:role:worker")
 
 
 class LinkAuth:
     """Credentials of this worker. Reads the files that the settings name; raises OSError and
-    ssl.SSLError."""
+    ssl.SSLError. Certificates are read again at each handshake, for they are renewed."""
 
     def __init__(self, settings: KvSettings) -> None:
+        self._settings = settings
         self._token = b""
         self._contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
         if settings.token_file:
             with open(settings.token_file, "rb") as file:  # noqa: PTH123
                 self._token = file.read().strip()
         if settings.tls_cert_file:
-            self._contexts = _context(settings, True), _context(settings, False)
+            self._contexts = _contexts(settings)
 
     def secure(self, sock: socket.socket, *, is_server: bool) -> socket.socket:
         """Return the socket for the handshake. Raises HandshakeRefused if the peer's certificate
         lacks the role `worker`."""
         if self._contexts is None:
             return sock
+        try:
+            self._contexts = _contexts(self._settings)
+        except (OSError, ssl.SSLError) as error:
+            logger.error("the TLS files of before stay in use: %s", error)
         context = self._contexts[0 if is_server else 1]
         secure = context.wrap_socket(sock, server_side=is_server)
         if _WORKER_ROLE not in (secure.getpeercert() or {}).get("subjectAltName", ()):
@@ -70,6 +78,11 @@ class LinkAuth:
         """Raises HandshakeRefused if `proof` is not what `prove` returns."""
         if not hmac.compare_digest(proof, self.prove(role, *parts)):
             raise HandshakeRefused("permission denied: the peer does not have our worker token")
+
+
+def _contexts(settings: KvSettings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return the contexts of a server and of a client."""
+    return _context(settings, True), _context(settings, False)
 
 
 def _context(settings: KvSettings, is_server: bool) -> ssl.SSLContext:

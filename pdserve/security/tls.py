@@ -2,57 +2,113 @@
 
 Files are checked when a process starts: they must be readable PEM, the key must belong to the
 certificate, and the certificate must be valid now. Errors are ConfigError with the key, below `at`.
+They are read again when a connection is made after they have changed. New files with an error are
+not used, and the log says why.
 """
 
 from __future__ import annotations
 
+import logging
 import ssl
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import grpc
 from cryptography import x509
 
 from pdserve.config import refuse
-from pdserve.rpc import PLAIN, Dialer
+from pdserve.errors import ConfigError
+from pdserve.rpc import PLAIN, Dialer, LoadedTls
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdserve.config import AccessConfig, HttpTlsConfig, TlsConfig
+
+logger = logging.getLogger(__name__)
 
 MIN_TOKEN_CHARS = 32
 
 
-class _Loaded(NamedTuple):
-    """A context, and the PEM files loaded into it."""
+class _Files:
+    """What `load` makes of the files at `paths`, made again when they have changed."""
 
-    context: ssl.SSLContext
-    ca: bytes | None
-    key: bytes = b""
-    chain: bytes = b""
+    def __init__(self, load: Callable[[], LoadedTls], paths: tuple[str, ...]) -> None:
+        self._load, self._paths = load, [path for path in paths if path]
+        self._lock = threading.Lock()  # gRPC asks in threads of its own
+        self._seen = self._state()
+        self._loaded = load()
+
+    def now(self) -> LoadedTls:
+        with self._lock:
+            state = self._state()
+            if state != self._seen:
+                self._seen = state
+                try:
+                    self._loaded = self._load()
+                    logger.info("read again: %s", ", ".join(self._paths))
+                except ConfigError as error:
+                    logger.error("the TLS files of before stay in use: %s", error)
+            return self._loaded
+
+    def _state(self) -> list[tuple[int, ...] | None]:
+        return [_changed(path) for path in self._paths]
+
+
+def _changed(path: str) -> tuple[int, ...] | None:
+    """Return what is another value when the file is another one."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials | None:
     """Return the credentials of a gRPC server, or None without TLS."""
-    found = _server(tls, tls.ca_file if tls.is_mutual else "", "access.tls")
-    if found is None:
+    files = _server(tls, tls.ca_file if tls.is_mutual else "", "access.tls")
+    if files is None:
         return None
-    return grpc.ssl_server_credentials([(found.key, found.chain)], found.ca, tls.is_mutual)
+    used = files.now()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        """Is called at each handshake. None: nothing has changed."""
+        nonlocal used
+        before, used = used, files.now()
+        return None if used is before else _configuration(used)
+
+    first = _configuration(used)
+    # The stub does not know of None.
+    return grpc.dynamic_ssl_server_credentials(first, renewed, tls.is_mutual)  # type: ignore[arg-type]
 
 
 def server_context(tls: TlsConfig) -> ssl.SSLContext | None:
     """Return the context of a socket that listens for sessions, or None without TLS."""
-    found = _server(tls, tls.ca_file if tls.is_mutual else "", "access.tls")
-    return None if found is None else found.context
+    return _renewing(_server(tls, tls.ca_file if tls.is_mutual else "", "access.tls"))
 
 
 def http_context(tls: HttpTlsConfig) -> ssl.SSLContext | None:
     """Return the context of the HTTP listener, or None without TLS."""
-    found = _server(tls, tls.ca_file, "access.http_tls")
-    if found is None:
+    return _renewing(_server(tls, tls.ca_file, "access.http_tls", alpn=("http/1.1",)))
+
+
+def _configuration(loaded: LoadedTls) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.chain)], loaded.ca)
+
+
+def _renewing(files: _Files | None) -> ssl.SSLContext | None:
+    """Return a server's context, which hands each connection to the context of that moment."""
+    if files is None:
         return None
-    found.context.set_alpn_protocols(["http/1.1"])
-    return found.context
+
+    def choose(connection: ssl.SSLObject, *_: object) -> None:
+        connection.context = files.now().context
+
+    context = files.now().context
+    context.sni_callback = choose  # called for clients that name no host too
+    return context
 
 
 def dialer(access: AccessConfig, at: str = "access") -> Dialer:
@@ -83,11 +139,15 @@ def tls_dialer(
 ) -> Dialer:
     """Return how to connect with TLS to peers whose certificate `ca_file`, or a public CA, signed.
     With `cert_file` this process presents a certificate."""
-    # The default one knows the public CAs.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if ca_file else ssl.create_default_context()
-    _, ca, key, chain = _load(context, cert_file, key_file, ca_file, at)
-    credentials = grpc.ssl_channel_credentials(ca, key or None, chain or None)
-    return Dialer(credentials, peer_name, token, context)
+
+    def load() -> LoadedTls:
+        # The default one knows the public CAs.
+        context = ssl.create_default_context()
+        if ca_file:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        return _load(context, cert_file, key_file, ca_file, at)
+
+    return Dialer(_Files(load, (cert_file, key_file, ca_file)).now, peer_name, token)
 
 
 def read_token(path: str, at: str = "access") -> str:
@@ -100,17 +160,25 @@ def read_token(path: str, at: str = "access") -> str:
     return token
 
 
-def _server(tls: HttpTlsConfig, ca_file: str, at: str) -> _Loaded | None:
+def _server(tls: HttpTlsConfig, ca_file: str, at: str, alpn: tuple[str, ...] = ()) -> _Files | None:
     """With `ca_file`, clients must present a certificate that it signed."""
     if not tls.cert_file:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    if ca_file:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return _load(context, tls.cert_file, tls.key_file, ca_file, at)
+
+    def load() -> LoadedTls:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if ca_file:
+            context.verify_mode = ssl.CERT_REQUIRED
+        if alpn:
+            context.set_alpn_protocols(alpn)
+        return _load(context, tls.cert_file, tls.key_file, ca_file, at)
+
+    return _Files(load, (tls.cert_file, tls.key_file, ca_file))
 
 
-def _load(context: ssl.SSLContext, cert_file: str, key_file: str, ca_file: str, at: str) -> _Loaded:
+def _load(
+    context: ssl.SSLContext, cert_file: str, key_file: str, ca_file: str, at: str
+) -> LoadedTls:
     """Check the files that are named, and load them into `context`."""
     ca, key, chain = None, b"", b""
     if ca_file:
@@ -130,7 +198,7 @@ def _load(context: ssl.SSLContext, cert_file: str, key_file: str, ca_file: str, 
             if "MISMATCH" in (error.reason or ""):
                 wrong = f"is not the key of {cert_file}"
             refuse(f"{at}.key_file", f"{key_file} {wrong}")
-    return _Loaded(context, ca, key, chain)
+    return LoadedTls(context, ca, key, chain)
 
 
 def _read(path: str, at: str) -> bytes:

@@ -24,7 +24,7 @@ from pdserve.config import (
 from pdserve.rpc import Dialer
 from pdserve.security.keys import hash_key
 from pdserve.security.roles import Party, allowed
-from pdserve.security.tls import tls_dialer
+from pdserve.security.tls import dialer, tls_dialer
 from pdserve.types import SamplingParams, WorkerInfo
 from pdserve.v1 import admin_pb2 as a
 from pdserve.v1 import generation_pb2, worker_pb2
@@ -39,8 +39,10 @@ from workers.registration import RegistrationRefused
 from workers.server import WorkerServer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import AsyncIterable, AsyncIterator, Awaitable
     from pathlib import Path
+
+    from tests.pki import Files
 
 DENIED, UNKNOWN = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
 OK = grpc.StatusCode.OK
@@ -79,14 +81,33 @@ async def stack(
         yield server, addresses.grpc, addresses.http, worker_server
 
 
-async def may(dialer: Dialer, router: str, info: WorkerInfo) -> set[str]:
+@asynccontextmanager
+async def again(access: RouterAccessConfig, grpc_: str) -> AsyncIterator[RouterServer]:
+    """A router at the gRPC address of one that has stopped."""
+    port = int(grpc_.rpartition(":")[2])
+    server = RouterServer(
+        RouterConfig(http_port=0, grpc_port=port, stop_grace_s=0.0, access=access)
+    )
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+async def last(messages: AsyncIterable[Any]) -> None:
+    async for _ in messages:
+        pass
+
+
+async def may(caller: Dialer, router: str, info: WorkerInfo) -> set[str]:
     """The methods that a caller gets into, whatever they then say of an empty request."""
     async with (
-        dialer.open_channel(router) as channel,
-        dialer.open_channel(info.address) as other,
+        caller.open_channel(router) as channel,
+        caller.open_channel(info.address) as other,
     ):
         registry, admin, at_worker = RegistryStub(channel), AdminStub(channel), WorkerStub(other)
-        values: dict[str, Any] = {"metadata": dialer.metadata, "timeout": WAIT_S}
+        values: dict[str, Any] = {"metadata": caller.metadata, "timeout": WAIT_S}
         calls: dict[str, Awaitable[Any]] = {
             "ListModels": GenerationStub(channel).ListModels(
                 generation_pb2.ListModelsRequest(), **values
@@ -105,15 +126,15 @@ async def may(dialer: Dialer, router: str, info: WorkerInfo) -> set[str]:
         codes = {name: await code_of(call) for name, call in calls.items()}
     assert not {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN} & set(codes.values()), codes
     into = {name for name, code in codes.items() if code not in (DENIED, UNKNOWN)}
-    return into | ({"Session"} if await opens_session(dialer, info) else set())
+    return into | ({"Session"} if await opens_session(caller, info) else set())
 
 
-async def opens_session(dialer: Dialer, info: WorkerInfo) -> bool:
+async def opens_session(caller: Dialer, info: WorkerInfo) -> bool:
     """Whether the worker accepts a session of this caller."""
     host, _, port = info.session_address.rpartition(":")
-    hello = w.Hello(router_id="r", instance_id=info.instance_id, token=dialer.token)
+    hello = w.Hello(router_id="r", instance_id=info.instance_id, token=caller.token)
     try:
-        reader, writer = await asyncio.open_connection(host, int(port), ssl=dialer.context)
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=caller.context)
     except OSError:
         return False
     try:
@@ -184,6 +205,47 @@ async def test_a_certificate_opens_what_its_role_is_for_and_no_more(tmp_path: Pa
                 assert response.status == 200
             with pytest.raises(aiohttp.ClientError):
                 await session.get(f"http://{url}/v1/models")
+
+
+async def test_certificates_that_are_renewed_are_used_without_a_restart(tmp_path: Path) -> None:
+    """Under a new CA, so that no connection is made with a certificate of before."""
+
+    def issue() -> dict[str, Files]:
+        ca = Ca(tmp_path)
+        return {name: ca.issue(name, role=name) for name in ("router", "worker", "admin")}
+
+    def trusting() -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=ca)
+
+    files, ca = issue(), str(tmp_path / "ca.pem")
+    tls = {
+        name: TlsConfig(cert_file=x.cert, key_file=x.key, ca_file=ca) for name, x in files.items()
+    }
+    http = HttpTlsConfig(cert_file=files["router"].cert, key_file=files["router"].key)
+    access = RouterAccessConfig(tls=tls["router"], http_tls=http)
+    dialers = {name: dialer(AccessConfig(tls=x)) for name, x in tls.items()}
+    async with stack(access, AccessConfig(tls=tls["worker"])) as (router, grpc_, url, worker):
+        before = trusting()
+        issue()
+        info = worker.info
+        assert await may(dialers["worker"], grpc_, info) == WORKERS
+        assert await may(dialers["router"], grpc_, info) == ROUTERS
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"https://{url}/health", ssl=trusting()) as response:
+                assert response.status == 200
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await session.get(f"https://{url}/health", ssl=before)
+        # The router calls the worker; then it starts again, and both connect to one another.
+        async with dialers["admin"].open_channel(grpc_) as channel:
+            drain = a.DrainWorkerRequest(worker_id="w", force=True)
+            assert await code_of(last(AdminStub(channel).DrainWorker(drain))) is OK
+        await router.stop()
+        async with again(access, grpc_) as restarted, asyncio.timeout(WAIT_S):
+            while True:
+                member = restarted.fleet.members.get("w")
+                if member is not None and member.attached:
+                    return
+                await asyncio.sleep(0.01)
 
 
 async def test_without_certificates_a_shared_token_does_the_same(tmp_path: Path) -> None:

@@ -18,22 +18,25 @@ from pdserve.config import MOVE_S, UNPIN_S, Config
 schemas = pytest.importorskip("kubernetes_validate.utils")
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy/kubernetes"
 CONFIG = DEPLOY / "base/pdserve.yaml"
-# Kustomize's own files, our configuration, and the resources of the Prometheus operator.
-NO_SCHEMA = {*DEPLOY.rglob("kustomization.yaml"), *DEPLOY.rglob("monitors.yaml"), CONFIG}
+# Kustomize's own files, our configuration, and resources that the schemas do not know: those of the
+# Prometheus operator and of cert-manager, which tests look at by structure.
+OTHERS = ("kustomization.yaml", "monitors.yaml", "certificates.yaml")
+NO_SCHEMA = {CONFIG, *(path for name in OTHERS for path in DEPLOY.rglob(name))}
 FILES = sorted(x for x in DEPLOY.rglob("*.yaml") if x not in NO_SCHEMA)
 # The last three minors that the installed schemas know.
 VERSIONS = list({x.rpartition(".")[0]: x for x in schemas.all_versions()}.values())[-3:]
 Found = dict[tuple[str, str], dict[str, Any]]
 
 
-def overlay(folder: Path) -> Path:
-    """Write the overlay that docs/deploy.md shows, and a changed configuration, beside a copy of
-    the manifests. Return its folder."""
+def overlay(folder: Path, *components: str) -> Path:
+    """Write the overlay that docs/deploy.md shows, with more components, and a changed
+    configuration, beside a copy of the manifests. Return its folder."""
     document = (DEPLOY.parents[1] / "docs/deploy.md").read_text("utf-8")
     (text,) = re.findall(r"```yaml\n# mysite/kustomization.yaml\n(.*?)```", document, re.DOTALL)
     shutil.copytree(DEPLOY, folder / "deploy/kubernetes")
     (folder / "mysite").mkdir()
-    (folder / "mysite/kustomization.yaml").write_text(text)
+    more = "".join(f"  - ../deploy/kubernetes/components/{x}\n" for x in components)
+    (folder / "mysite/kustomization.yaml").write_text(text.replace("images:\n", f"{more}images:\n"))
     changed = CONFIG.read_text("utf-8") + "  log_level: debug\n"
     (folder / "mysite/pdserve.yaml").write_text(changed)
     return folder / "mysite"
@@ -47,9 +50,9 @@ def workload(name: str) -> dict[str, Any]:
     raise AssertionError(f"no Deployment {name}")
 
 
-def config_of(name: str) -> Config:
-    """Return the configuration that the container of a Deployment starts with."""
-    (container,) = workload(name)["containers"]
+def config_of(pod: dict[str, Any]) -> Config:
+    """Return the configuration that the container of a pod starts with."""
+    (container,) = pod["containers"]
     words = " ".join(container["args"]).replace("/etc/pdserve/pdserve.yaml", str(CONFIG))
     values = {"POD_ROLE": "decode", "POD_IP": "10.1.2.3", "POD_NAME": "pdserve-decode-5f-x7"}
     for variable in container.get("env", ()):
@@ -72,8 +75,8 @@ def test_a_misspelt_field_is_not_valid() -> None:
 
 
 def test_ports_are_those_of_the_configuration() -> None:
-    router = config_of("pdserve-router").router
-    worker = config_of("pdserve").worker
+    router = config_of(workload("pdserve-router")).router
+    worker = config_of(workload("pdserve")).worker
     http = {"http": router.http_port, "grpc": router.grpc_port}
     debug = {"grpc": worker.port, "debug": worker.debug_port}
     for name, ports in (("pdserve-router", http), ("pdserve", debug)):
@@ -87,17 +90,20 @@ def test_ports_are_those_of_the_configuration() -> None:
 
 
 def test_other_pods_reach_what_listens() -> None:
-    router, worker = config_of("pdserve-router").router, config_of("pdserve").worker
+    router, worker = (
+        config_of(workload("pdserve-router")).router,
+        config_of(workload("pdserve")).worker,
+    )
     assert (router.http_host, router.grpc_host) == ("0.0.0.0", "0.0.0.0")
     assert {worker.host, worker.kv.host, worker.debug_host} == {"10.1.2.3"}
     assert (worker.worker_id, worker.role.value) == ("pdserve-decode-5f-x7", "decode")
 
 
 def test_a_pod_is_not_killed_before_it_has_drained() -> None:
-    router, pod = config_of("pdserve-router").router, workload("pdserve-router")
+    router, pod = config_of(workload("pdserve-router")).router, workload("pdserve-router")
     before = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["terminationGracePeriodSeconds"] > before + router.stop_grace_s
-    worker = config_of("pdserve").worker
+    worker = config_of(workload("pdserve")).worker
     needed = worker.drain_timeout_s + MOVE_S + UNPIN_S
     assert workload("pdserve")["terminationGracePeriodSeconds"] > needed
 
@@ -122,8 +128,12 @@ def render(folder: Path) -> Found:
     return {(x["kind"], x["metadata"]["name"]): x for x in yaml.safe_load_all(found)}
 
 
-def mounted(name: str, found: Found) -> str:
-    volumes = found["Deployment", name]["spec"]["template"]["spec"]["volumes"]
+def pod_of(found: Found, role: str) -> dict[str, Any]:
+    return found["Deployment", f"pdserve-{role}"]["spec"]["template"]["spec"]
+
+
+def mounted(role: str, found: Found) -> str:
+    volumes = pod_of(found, role)["volumes"]
     (config,) = (str(x["configMap"]["name"]) for x in volumes if "configMap" in x)
     assert ("ConfigMap", config) in found
     return config
@@ -153,9 +163,43 @@ def test_the_overlay_of_the_docs_changes_what_it_says(base: Found, tmp_path: Pat
     for role, replicas in (("router", 2), ("prefill", 2), ("decode", 4)):
         name = f"pdserve-{role}"
         # The configuration was changed, so that the pods are replaced.
-        assert mounted(name, found) != mounted(name, base)
+        assert mounted(role, found) != mounted(role, base)
         spec = found["Deployment", name]["spec"]
         (container,) = spec["template"]["spec"]["containers"]
         assert spec["replicas"] == replicas
         assert container["image"].startswith("registry.example/pdserve-")
         assert ("limits" in container["resources"]) == (role != "router")
+
+
+def test_tls_has_certificates_where_the_configuration_looks_for_them(tmp_path: Path) -> None:
+    found = render(overlay(tmp_path, "tls"))
+    issued = {x["spec"]["secretName"]: x["spec"] for k, x in found.items() if k[0] == "Certificate"}
+    tls, names = {}, {}
+    for role, kind in (("router", "router"), ("prefill", "worker"), ("decode", "worker")):
+        pod = pod_of(found, role)
+        config = config_of(pod)
+        tls[kind] = getattr(config, kind).access.tls
+        (secret,) = (x["secret"]["secretName"] for x in pod["volumes"] if "secret" in x)
+        (mount,) = (
+            x["mountPath"] for x in pod["containers"][0]["volumeMounts"] if x["name"] == "tls"
+        )
+        assert tls[kind].is_mutual
+        files = tls[kind].cert_file, tls[kind].key_file, tls[kind].ca_file
+        assert files == tuple(f"{mount}/{x}" for x in ("tls.crt", "tls.key", "ca.crt"))
+        assert issued[secret]["uris"] == [f"urn:pdserve:role:{kind}"]
+        assert {"server auth", "client auth"} == set(issued[secret]["usages"])
+        names[kind] = issued[secret]["dnsNames"]
+    assert tls["router"].peer_name in names["worker"]
+    assert tls["worker"].peer_name in names["router"]
+    http = config_of(pod_of(found, "router")).router
+    assert http.access.http_tls.cert_file
+    assert not http.access.http_tls.ca_file  # kubelet has no certificate to show
+    for name, scheme in (("router", "HTTPS"), ("decode", "HTTP")):
+        (container,) = found["Deployment", f"pdserve-{name}"]["spec"]["template"]["spec"][
+            "containers"
+        ]
+        probes = [container[x]["httpGet"] for x in container if x.endswith("Probe")]
+        assert {x.get("scheme", "HTTP") for x in probes} == {scheme}
+    assert found["Service", "pdserve"]["metadata"]["name"] in names["router"]
+    issuers = {name for kind, name in found if kind == "Issuer"}
+    assert {x["issuerRef"]["name"] for x in issued.values()} <= issuers

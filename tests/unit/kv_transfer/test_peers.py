@@ -291,22 +291,30 @@ def test_a_producer_that_says_nothing_fails_the_transfer(rig: Rig) -> None:
     assert target.look().totals["receive_timeouts"] == 1
 
 
+def tls(ca: Ca, files: Files) -> dict[str, str]:
+    return {"tls_cert_file": files.cert, "tls_key_file": files.key, "tls_ca_file": ca.path}
+
+
+def test_links_are_made_with_certificates_that_were_renewed(rig: Rig, tmp_path: Path) -> None:
+    ca = Ca(tmp_path)
+    running = rig.worker(**tls(ca, ca.issue("worker", role="worker")))
+    ca = Ca(tmp_path)  # at the same path: nobody who has read these files trusts the former one
+    started = rig.worker(**tls(ca, ca.issue("worker", role="worker")))
+    for source, target in ((running, started), (started, running)):
+        before = target.cache.blocks()
+        transfer(source, target)
+        check_exact(source, target, before)
+
+
 def test_mutual_tls_lets_workers_in_and_others_not(rig: Rig, tmp_path: Path) -> None:
     ca = Ca(tmp_path)
 
-    def tls(files: Files) -> dict[str, str]:
-        return {
-            "tls_cert_file": files.cert,
-            "tls_key_file": files.key,
-            "tls_ca_file": ca.path,
-        }
-
-    own = tls(ca.issue("worker", role="worker"))
+    own = tls(ca, ca.issue("worker", role="worker"))
     source, target = rig.pair(**own)
     before = target.cache.blocks()
     transfer(source, target)
     check_exact(source, target, before)
-    router = rig.worker(**tls(ca.issue("router", role="router")))
+    router = rig.worker(**tls(ca, ca.issue("router", role="router")))
     plain = rig.worker(handshake_timeout_s=1.0)
     for intruder in (router, plain):
         intruder.start(source, "x", TO, N)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,6 @@ from tests.pki import Ca
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -35,12 +35,12 @@ def test_a_good_pair_is_taken_and_none_is_plain(ca: Ca) -> None:
     tls = TlsConfig(cert_file=files.cert, key_file=files.key, ca_file=ca.path)
     assert tls.is_mutual
     assert server_credentials(tls) is not None
-    assert dialer(AccessConfig(tls=tls)).credentials is not None
-    assert tls_dialer(ca_file=ca.path).credentials is not None
+    assert dialer(AccessConfig(tls=tls)).context is not None
+    assert tls_dialer(ca_file=ca.path).context is not None
     assert http_context(HttpTlsConfig(cert_file=files.cert, key_file=files.key)) is not None
     assert server_credentials(TlsConfig()) is None
     assert http_context(HttpTlsConfig()) is None
-    assert dialer(AccessConfig()).credentials is None
+    assert dialer(AccessConfig()).context is None
 
 
 def test_each_fault_of_a_pair_names_its_key_and_the_reason(ca: Ca, tmp_path: Path) -> None:
@@ -76,6 +76,19 @@ def test_a_client_says_of_its_own_certificate_that_it_has_expired(ca: Ca) -> Non
     late = ca.issue("late", hours=-1)
     field, reason = refusal(lambda: tls_dialer(cert_file=late.cert, key_file=late.key))
     assert (field, "expired" in reason) == ("tls.cert_file", True)
+
+
+def test_files_that_are_renewed_wrongly_are_not_used(
+    ca: Ca, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = ca.issue("router")
+    found = tls_dialer(ca_file=ca.path, cert_file=files.cert, key_file=files.key)
+    first = found.context
+    Path(files.cert).write_text("no certificate")
+    assert found.context is found.context is first
+    assert [f"{files.cert} is not a certificate in PEM" in x for x in caplog.messages] == [True]
+    ca.issue("router")
+    assert found.context is found.context is not first
 
 
 @pytest.mark.parametrize(
