@@ -1,8 +1,8 @@
 """A worker's KV cache as bytes: its pages, copies, digests, and how it lies in shared memory.
 
 For the mapped transport the cache is a memfd, so that nothing is left behind when the process is
-killed; a consumer maps it through /proc/PID/fd/N. Both sides fault the pages in before the first
-copy: a first touch costs ten times the copy itself.
+killed; a consumer gets its descriptor (transport/descriptors.py). Both sides fault the pages in
+before the first copy: a first touch costs ten times the copy itself.
 
 Each block has a 64-bit digest. It covers the block's pages, layer by layer, each padded with zeros
 to whole rows of 16 bytes. Two 64-bit lanes of the rows are added up, twice: `sums` is the sum of
@@ -17,8 +17,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import re
-import stat
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, since 5.14
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PEER_PATH = re.compile(r"/proc/[0-9]{1,10}/fd/[0-9]{1,10}", re.ASCII)
 ROW_BYTES, _LANES = 16, 2
 DIGEST_BYTES = 8
 
@@ -192,14 +189,8 @@ class SharedMemory:
 
     @property
     def path(self) -> str:
-        """How another process of this user reaches the memory."""
-        return f"/proc/{os.getpid()}/fd/{self.fd}"
-
-    @property
-    def inode(self) -> int:
-        """Identifies this memory within the running kernel. In another PID namespace the path alone
-        leads elsewhere."""
-        return os.fstat(self.fd).st_ino
+        """How this process opens the memory."""
+        return f"/proc/self/fd/{self.fd}"
 
     def grow(self, size: int) -> None:
         """Set the size, once, before the memory is mapped."""
@@ -217,26 +208,16 @@ class SharedMemory:
 class PeerMemory:
     """Another worker's KV cache, mapped read-only: a region for each group. Released by `close`.
 
-    The path is a peer's word: only a sealed memfd with the right inode is mapped, which no ordinary
-    file of this user can be. Raises OSError, ValueError, and UnsupportedLayout.
+    The descriptor `fd` comes from a peer: only a sealed memfd of the right size is mapped. It stays
+    the caller's. Raises OSError, ValueError, and UnsupportedLayout.
     """
 
-    def __init__(self, path: str, inode: int, size: int, geometries: Sequence[KvGeometry]) -> None:
-        if not _PEER_PATH.fullmatch(path):
-            raise ValueError(f"{path!r} is not a descriptor of a process")
-        # Checked before it is opened: opening a device or a pipe can have effects, or block.
-        if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise ValueError(f"{path} is not memory")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError(f"{path} may shrink")
-            found = os.fstat(fd)
-            if (found.st_ino, found.st_size) != (inode, size):
-                raise ValueError(f"{path} leads to other memory here")
-            self._map: mmap.mmap | None = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
+    def __init__(self, fd: int, size: int, geometries: Sequence[KvGeometry]) -> None:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("the memory may shrink")
+        if (found := os.fstat(fd).st_size) != size:
+            raise ValueError(f"the memory has {found} bytes, not {size}")
+        self._map: mmap.mmap | None = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         regions = (KvRegion(address, size, geometry) for geometry in geometries)
         self.regions: Sequence[KvRegion] = tuple(regions)

@@ -31,6 +31,8 @@ ON_GPU = ("cuda_ipc", "nccl")
 # NCCL: staging slots in each direction, beside the KV cache. A slot holds at least one block.
 SLOTS, SLOT_BYTES = 4, 32 << 20
 ON_HOST = ("shm", "tcp")
+# Those that work only between processes of one host.
+LOCAL = ("shm", "cuda_ipc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,9 @@ class KvSettings:
     host: str = "127.0.0.1"
     # In order of preference; AUTO alone, or names.
     transports: tuple[str, ...] = (AUTO,)
+    # Directory through which workers of this host pass their memory to one another. Containers must
+    # mount the same one. Empty: the one for temporary files.
+    shared_dir: str = ""
     # How long a producer holds blocks for a consumer that does not fetch them.
     lease_s: float = 30.0
     # How long a consumer waits without progress before it fails a transfer.
@@ -62,11 +67,17 @@ class KvSettings:
     nccl_budget_bytes: int = 512 << 20
     nccl_max_ctas: int = 4
 
+    def names(self, *, on_gpu: bool) -> tuple[str, ...]:
+        """Return the transports that a KV cache in GPU or host memory should use, best first."""
+        if self.transports == (AUTO,):
+            return ON_GPU if on_gpu else ON_HOST
+        return self.transports
+
     @property
     def device_bytes(self) -> int:
         """GPU memory that the transports may hold beside the KV cache."""
-        names = ON_GPU if self.transports == (AUTO,) else self.transports
-        nccl = 2 * SLOTS * SLOT_BYTES + self.nccl_budget_bytes if "nccl" in names else 0
+        has_nccl = "nccl" in self.names(on_gpu=True)
+        nccl = 2 * SLOTS * SLOT_BYTES + self.nccl_budget_bytes if has_nccl else 0
         # A copy or digest holds two chunks (device/region.py); mostly no more than two run at once.
         return 4 * self.chunk_bytes + nccl
 
@@ -87,9 +98,9 @@ class KvSettings:
             raise _refuse("transports", "must be a list of names")
         if AUTO in self.transports and len(self.transports) > 1:
             raise _refuse("transports", f"must be {AUTO!r} alone, or names without it")
-        for name in ("tls_cert_file", "tls_key_file", "tls_ca_file", "token_file"):
+        for name in ("tls_cert_file", "tls_key_file", "tls_ca_file", "token_file", "shared_dir"):
             if not isinstance(getattr(self, name), str):
-                raise _refuse(name, "must be the path of a file")
+                raise _refuse(name, "must be a path")
         if self.tls_cert_file and not (self.tls_key_file and self.tls_ca_file):
             raise _refuse("tls_cert_file", "needs tls_key_file and tls_ca_file")
 

@@ -49,6 +49,7 @@ class LinkView:
     address: str
     age_s: float
     reason: str = ""
+    downgrade: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,16 @@ class KvState:
     def report(self) -> KvReport:
         totals: Counter[str] = Counter()
         links: Counter[str] = Counter()
+        slower: dict[str, str] = {}
         for rank in self.ranks:
             totals.update(rank.totals)
             links.update(link.transport for link in rank.links if link.state == UP)
+            slower |= {x.peer: x.downgrade for x in rank.links if x.state == UP and x.downgrade}
         return KvReport(
             self.ledger,
             quarantined_slots=sum(rank.quarantined_slots for rank in self.ranks),
             links=dict(links),
+            downgrades=slower,
             totals=dict(totals),
             held_bytes=sum(rank.held_bytes for rank in self.ranks),
         )
@@ -170,4 +174,5 @@ def _links(peers: Peers, now: float) -> Iterator[LinkView]:
                 address=link.peer_address,
                 age_s=now - link.opened_at,
                 reason=link.reason,
+                downgrade=link.downgrade,
             )

@@ -354,6 +354,8 @@ class KvConfig(_Section, frozen=True):
     host: Address at which other workers reach this one's KV.
     transports: Transports, the preferred one first. `auto` takes shm and tcp for a KV cache in host
         memory, cuda_ipc and nccl for one on a GPU.
+    shared_dir: Directory through which workers of one host pass their memory to one another (shm).
+        Containers must mount the same one. Empty: the directory for temporary files.
     lease_s: Seconds for which a prefill worker keeps blocks for a silent decode worker.
     tiers: Where a worker keeps prefixes that its KV cache evicts.
     """
@@ -363,6 +365,7 @@ class KvConfig(_Section, frozen=True):
     transports: Annotated[
         tuple[Literal["auto", "shm", "tcp", "cuda_ipc", "nccl"], ...], Meta(min_length=1)
     ] = ("auto",)
+    shared_dir: str = ""
     lease_s: Lease = 30.0
     tiers: TiersConfig = TiersConfig()
 

@@ -191,7 +191,11 @@ TABLE: dict[str, tuple[str, tuple[MetricSpec, ...]]] = {
             _counter("worker_kv_received_bytes", _KV, "Bytes received."),
             _counter("worker_kv_digest_seconds", _KV, "Time spent on digests of sent blocks."),
             _counter("worker_kv_failures", _KV, "Transfers that failed."),
-            _counter("worker_kv_downgrades", _KV, "Preferred transports that could not be used."),
+            _counter(
+                "worker_kv_downgrades",
+                _KV,
+                "Links that got a slower transport: see `pdserve status`.",
+            ),
             _counter(
                 "worker_kv_dropped_links",
                 _KV,

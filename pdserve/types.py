@@ -395,13 +395,16 @@ class KvLedger:
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """A worker's KV plane in figures. `links` counts those that are up, by transport; `totals` what
-    has happened since the worker started, by name. A quarantined slot is a peer's way into this
-    worker's memory, or staging of a transport, that was given up and is not known to be idle.
+    """A worker's KV plane in figures. `links` counts those that are up, by transport; `downgrades`
+    has those that use a slower transport than they should, by the producer's instance id: which
+    one, and why. `totals` is what has happened since the worker started, by name. A quarantined
+    slot is a peer's way into this worker's memory, or staging of a transport, that was given up and
+    is not known to be idle.
     `held_bytes` is what transports hold beside the KV cache, on its device."""
 
     ledger: KvLedger
     quarantined_slots: int = 0
     links: Mapping[str, int] = field(default_factory=dict)
+    downgrades: Mapping[str, str] = field(default_factory=dict)
     totals: Mapping[str, float] = field(default_factory=dict)
     held_bytes: int = 0

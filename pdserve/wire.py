@@ -175,7 +175,12 @@ def ledger_to_pb(ledger: t.KvLedger) -> w.KvLedger:
 
 
 kv_report_to_pb, _kv_report_from_pb = _codec(
-    t.KvReport, w.KvReport, ledger=(ledger_to_pb, ledger_from_pb), links=_MAP, totals=_MAP
+    t.KvReport,
+    w.KvReport,
+    ledger=(ledger_to_pb, ledger_from_pb),
+    links=_MAP,
+    totals=_MAP,
+    downgrades=_MAP,
 )
 
 

@@ -79,7 +79,8 @@ def pin(cores: Collection[int], *, thread_pools: bool = True) -> None:
 
 
 async def _run(config: WorkerConfig, reports: Reports) -> int:
-    instance_id = uuid.uuid4().hex
+    # Begins with what people know the worker by: the KV plane has no other name of its peers.
+    instance_id = f"{config.worker_id or config.role}-{uuid.uuid4().hex}"
     engine = make_engine(config, instance_id, reports.doing)
     server = WorkerServer(config, engine=engine, instance_id=instance_id)
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[signal.Signals]()

@@ -59,7 +59,7 @@ class WorkerServer(WorkerServicer):
         instance_id: str | None = None,
     ) -> None:
         self.instance_id = instance_id or uuid.uuid4().hex
-        self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.instance_id[:6]}"
+        self.worker_id = config.worker_id or f"{config.role}-{os.getpid()}-{self.instance_id[-6:]}"
         # Done when an operator asked over the network that the process end.
         self.told_to_stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._config = config

@@ -95,6 +95,7 @@ class Link:
         self.producer: ProducerChannel | None = None
         self.consumer: ConsumerChannel | None = None
         self.reason = ""  # why it is down
+        self.downgrade = ""  # if it uses a slower transport than it should: which, and why
         self.is_blamed = False  # the peer violated the protocol
         self.is_over = False  # down, and its threads have ended
         self.thread: threading.Thread | None = None

@@ -22,7 +22,7 @@ import msgspec
 
 from kv_transfer.errors import ProtocolError
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_HANDSHAKE_BYTES = 64 << 10
 HEADER = struct.Struct("<I")
@@ -54,9 +54,11 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Offer the transports that both ends know, each with what the consumer needs to use it."""
+    """Offer the transports that both ends know, each with what the consumer needs to use it.
+    `boot_id` is equal on workers of one host (memory.py)."""
 
     instance_id: str
+    boot_id: str
     offers: list[dict[str, Any]]
     nonce: bytes
     proof: bytes
@@ -68,8 +70,6 @@ class Select(Message, frozen=True):
     transport: str
     details: dict[str, Any]
     proof: bytes
-    # "name: reason" of each transport that was preferred and could not be used.
-    rejected: list[str]
 
 
 class Refusal(Message, frozen=True):

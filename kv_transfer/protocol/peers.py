@@ -14,9 +14,10 @@ import threading
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kv_transfer.errors import HandshakeRefused, KvTransferError, ProtocolError
+from kv_transfer.memory import boot_id
 from kv_transfer.protocol.auth import LinkAuth
 from kv_transfer.protocol.consumer import Consumer
 from kv_transfer.protocol.link import Link
@@ -39,6 +40,7 @@ from kv_transfer.protocol.messages import (
     Welcome,
 )
 from kv_transfer.protocol.producer import Producer, Release, SendChunk
+from kv_transfer.settings import AUTO, LOCAL
 from kv_transfer.transport.base import TransportUnavailable, source_of, target_of
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ class TransferCounters:
     received_bytes: int = 0
     digest_s: float = 0.0  # spent by the producer on digests
     failures: int = 0
-    downgrades: int = 0  # transports that were preferred and could not be used
+    downgrades: int = 0  # links to producers that use a slower transport, see Link.downgrade
     dropped_links: int = 0  # connections without a valid handshake, or that broke the protocol
 
 
@@ -408,24 +410,47 @@ class Peers:
         if answer.instance_id != instance_id:
             raise HandshakeRefused("the producer has been restarted")
         link.peer_instance_id = instance_id
-        rejected: list[str] = []
-        for offer in sorted(answer.offers, key=lambda offer: names.index(offer["transport"])):
-            name = offer["transport"]
+        is_one_host = answer.boot_id == boot_id()
+        offers = {offer["transport"]: offer for offer in answer.offers}
+        unusable: list[str] = []
+        downgrade: list[str] = []
+        for name in self._settings.names(on_gpu=not self.local.is_host):
             try:
-                channel, details = self.transports[name].consumer(self.local, offer, link)
+                channel, details = self._open(name, offers.get(name), link, is_one_host)
             except TransportUnavailable as error:
-                rejected.append(f"{name}: {error}")
-                logger.warning("transport %s cannot be used: %s", name, error)
+                unusable.append(f"{name}: {error}")
+                # That `auto` takes another one between hosts is what it is for.
+                is_auto = self._settings.transports == (AUTO,)
+                if is_one_host or not (is_auto and name in LOCAL):
+                    downgrade.append(unusable[-1])
                 continue
             proof = self._auth.prove("consumer", *signed)
-            link.say(Select(name, details, proof, rejected))
+            link.say(Select(name, details, proof))
             link.replace_socket(self._auth.finish(link.sock))
             link.consumer = channel
-            self.counters.downgrades += len(rejected)
+            if downgrade:
+                link.downgrade = f"{name}; not {'; not '.join(downgrade)}"
+                self.counters.downgrades += 1
+                own, peer = self._instance_id, link.peer
+                logger.warning("worker %s gets KV from %s over %s", own, peer, link.downgrade)
             return
-        reason = "no common transport: " + ("; ".join(rejected) or f"{names} are wanted")
+        reason = "no common transport: " + "; ".join(unusable)
         link.say(Refusal(reason))
         raise HandshakeRefused(reason)
+
+    def _open(
+        self, name: str, offer: dict[str, Any] | None, link: Link, is_one_host: bool
+    ) -> tuple[ConsumerChannel, dict[str, Any]]:
+        """Open the consumer's end of a transport, and return the details for the producer. Raises
+        TransportUnavailable."""
+        transport = self.transports.get(name)
+        if name in LOCAL and not is_one_host:
+            raise TransportUnavailable("the workers run on different hosts")
+        if transport is None:
+            raise TransportUnavailable("this worker cannot use it")
+        if offer is None:
+            raise TransportUnavailable("the producer does not offer it")
+        return transport.consumer(self.local, offer, link)
 
     def _serve(self, link: Link, sock: socket.socket) -> None:
         link.open(sock, self._settings.send_timeout_s)
@@ -448,7 +473,7 @@ class Peers:
             and (offer := self.transports[name].offer(self.local)) is not None
         ]
         proof = self._auth.prove("producer", *signed)
-        link.say(Welcome(self._instance_id, offers, nonce, proof))
+        link.say(Welcome(self._instance_id, boot_id(), offers, nonce, proof))
         answer = link.read()
         if isinstance(answer, Refusal):
             raise HandshakeRefused(answer.reason)
@@ -459,7 +484,6 @@ class Peers:
         link.replace_socket(self._auth.finish(link.sock))
         transport = self.transports[answer.transport]
         link.producer = transport.producer(self.local, answer.details, link)
-        self.counters.downgrades += len(answer.rejected)
 
     def _check(self, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_transfer.errors import KvTransferError
-from kv_transfer.settings import AUTO, ON_GPU, ON_HOST
+from kv_transfer.settings import AUTO, ON_GPU
 from kv_transfer.transport.mapped import MappedTransport
 from kv_transfer.transport.tcp import TcpTransport
 from pdserve.errors import ConfigError
@@ -38,7 +39,7 @@ def _cuda_ipc(settings: KvSettings) -> Transport:
 logger = logging.getLogger(__name__)
 
 _MAKERS: dict[str, Callable[[KvSettings], Transport]] = {
-    "shm": lambda settings: MappedTransport(),
+    "shm": MappedTransport,
     "tcp": lambda settings: TcpTransport(),
     "cuda_ipc": _cuda_ipc,
     "nccl": _nccl,
@@ -49,10 +50,14 @@ def make(settings: KvSettings, *, on_gpu: bool = False) -> list[Transport]:
     """Return the transports that the settings name, in their order; the caller closes them.
 
     AUTO takes all that this machine can use for a KV cache in GPU or host memory. Raises
-    ConfigError with the reason if a named transport, or every one of AUTO, cannot be used.
+    ConfigError with the reason if a named transport, or every one of AUTO, cannot be used, or
+    `shared_dir` does not exist.
     """
+    if settings.shared_dir and not Path(settings.shared_dir).is_dir():
+        reason = f"kv.shared_dir: {settings.shared_dir} is not a directory"
+        raise ConfigError(reason, field="kv.shared_dir")
     if settings.transports == (AUTO,):
-        return _whichever(ON_GPU if on_gpu else ON_HOST, settings)
+        return _whichever(settings.names(on_gpu=on_gpu), settings)
     made: list[Transport] = []
     try:
         for name in settings.transports:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kv_transfer.device.region import DeviceRegion
-from kv_transfer.memory import boot_id
 from kv_transfer.transport.base import Transport, TransportUnavailable
 from kv_transfer.transport.mapped import MappedConsumer, MappedProducer
 
@@ -66,7 +65,6 @@ class CudaIpcTransport(Transport):
                     logger.warning("cuda_ipc is not offered: %s", error)
                     return None
         return {
-            "boot_id": boot_id(),
             "handles": self._handles,
             "groups": [
                 {
@@ -88,8 +86,6 @@ class CudaIpcTransport(Transport):
         own = [region for region in local.regions if isinstance(region, DeviceRegion)]
         if not own:
             raise TransportUnavailable("the KV cache is not in GPU memory")
-        if offer.get("boot_id") != boot_id():
-            raise TransportUnavailable("the workers run on different hosts")
         device = own[0].views[0].device
         try:
             # On the engine's stream, torch would have the engine wait for the producer's.

@@ -7,15 +7,18 @@ match.
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
-from kv_transfer.errors import ProtocolError, UnsupportedLayout
+from kv_transfer.errors import KvTransferError, ProtocolError
 from kv_transfer.layout import KvGeometry
-from kv_transfer.memory import PeerMemory, boot_id
+from kv_transfer.memory import PeerMemory
 from kv_transfer.protocol.link import ConsumerChannel, ProducerChannel
 from kv_transfer.transport.base import Transport, TransportUnavailable, source_of, target_of
+from kv_transfer.transport.descriptors import Descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
     from kv_transfer.memory import KvRegion
     from kv_transfer.protocol.link import Link
     from kv_transfer.protocol.messages import ChunkReady
+    from kv_transfer.settings import KvSettings
     from kv_transfer.transport.base import LocalKv
+
+logger = logging.getLogger(__name__)
 
 
 class MappedProducer(ProducerChannel):
@@ -69,17 +75,24 @@ class MappedConsumer(ConsumerChannel):
 
 
 class MappedTransport(Transport):
-    """Works between processes of one user on one running kernel."""
+    """Works between processes of one user on one host, also in different containers."""
 
     name = "shm"
+
+    def __init__(self, settings: KvSettings) -> None:
+        self._descriptors = Descriptors(settings)
 
     def offer(self, local: LocalKv) -> dict[str, Any] | None:
         if local.shared is None:
             return None
+        try:
+            self._descriptors.share(local.shared.path)
+        except KvTransferError as error:
+            logger.warning("shm is not offered: %s", error)
+            return None
         return {
-            "boot_id": boot_id(),
-            "path": local.shared.path,
-            "inode": local.shared.inode,
+            "socket": self._descriptors.name,
+            "key": self._descriptors.key,
             "size": local.shared.size,
             "geometries": [region.geometry.to_list() for region in local.regions],
         }
@@ -89,24 +102,22 @@ class MappedTransport(Transport):
     ) -> tuple[ConsumerChannel, dict[str, Any]]:
         if not local.is_host:
             raise TransportUnavailable("the KV cache is in GPU memory")
-        if offer.get("boot_id") != boot_id():
-            raise TransportUnavailable("the workers run on different hosts")
         try:
             found = [KvGeometry.from_list(list(each)) for each in offer["geometries"]]
             layers = [geometry.num_layers for geometry in found]
             if layers != [region.geometry.num_layers for region in local.regions]:
                 raise ValueError(f"groups of {layers} layers")
-            peer = PeerMemory(str(offer["path"]), int(offer["inode"]), int(offer["size"]), found)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            OverflowError,
-            OSError,
-            UnsupportedLayout,
-        ) as error:
+            fd = self._descriptors.fetch(str(offer["socket"]), bytes(offer["key"]))
+            try:
+                peer = PeerMemory(fd, int(offer["size"]), found)
+            finally:
+                os.close(fd)
+        except (KeyError, TypeError, ValueError, OverflowError, OSError, KvTransferError) as error:
             raise TransportUnavailable(f"cannot map the producer's memory: {error}") from error
         return MappedConsumer(local, peer, self.name), {}
 
     def producer(self, local: LocalKv, details: dict[str, Any], link: Link) -> ProducerChannel:
         return MappedProducer(link, self.name)
+
+    def close(self) -> None:
+        self._descriptors.close()

@@ -68,9 +68,11 @@ async def collect(args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
     dialer = dialer_from(args)
     calls = [_ask(dialer, entry.info.address, timeout_s) for entry in workers]
     answers = await asyncio.gather(*calls)
+    rows = [_row(*pair) for pair in zip(workers, answers, strict=True)]
     return {
-        "workers": [_row(*pair) for pair in zip(workers, answers, strict=True)],
+        "workers": rows,
         "unpaired": _unpaired(workers),
+        "slower_kv": _slower_kv(rows),
         "ejected_pairs": [plain(pair) for pair in listed.ejected_pairs],
         "roles": [plain(roles) for roles in listed.roles],
         "disaggregation": [plain(model) for model in listed.disaggregation],
@@ -99,6 +101,17 @@ def _unpaired(entries: Iterable[w.WorkerEntry]) -> list[Row]:
             "reason": pair.reason,
         }
         for pair in unpaired(infos)
+    ]
+
+
+def _slower_kv(rows: Sequence[Row]) -> list[Row]:
+    """Return the pairs whose KV takes a slower transport than it should."""
+    names = {row["instance_id"]: row["worker_id"] for row in rows}
+    return [
+        {"prefill": names.get(peer, peer), "decode": row["worker_id"], "reason": reason}
+        for row in rows
+        if row["kv"]
+        for peer, reason in sorted(row["kv"]["downgrades"].items())
     ]
 
 
@@ -147,6 +160,9 @@ def _show(address: str, found: dict[str, Any]) -> None:
         "cannot exchange KV": [
             f"{x['prefill']} and {x['decode']} ({x['model']}): {x['reason']}"
             for x in found["unpaired"]
+        ],
+        "get KV over a slower transport": [
+            f"{x['decode']} from {x['prefill']}: {x['reason']}" for x in found["slower_kv"]
         ],
         "get no work": [
             *(f"{row['worker_id']}: {row['unhealthy']}" for row in workers if row["unhealthy"]),

@@ -151,7 +151,7 @@ class KvLedger(_message.Message):
     def __init__(self, pinned_blocks: _Optional[int] = ..., in_flight_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., transfers: _Optional[int] = ..., engine_requests: _Optional[int] = ...) -> None: ...
 
 class KvReport(_message.Message):
-    __slots__ = ("ledger", "quarantined_slots", "links", "totals", "held_bytes")
+    __slots__ = ("ledger", "quarantined_slots", "links", "totals", "held_bytes", "downgrades")
     class LinksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -166,17 +166,26 @@ class KvReport(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class DowngradesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOWNGRADES_FIELD_NUMBER: _ClassVar[int]
     ledger: KvLedger
     quarantined_slots: int
     links: _containers.ScalarMap[str, int]
     totals: _containers.ScalarMap[str, float]
     held_bytes: int
-    def __init__(self, ledger: _Optional[_Union[KvLedger, _Mapping]] = ..., quarantined_slots: _Optional[int] = ..., links: _Optional[_Mapping[str, int]] = ..., totals: _Optional[_Mapping[str, float]] = ..., held_bytes: _Optional[int] = ...) -> None: ...
+    downgrades: _containers.ScalarMap[str, str]
+    def __init__(self, ledger: _Optional[_Union[KvLedger, _Mapping]] = ..., quarantined_slots: _Optional[int] = ..., links: _Optional[_Mapping[str, int]] = ..., totals: _Optional[_Mapping[str, float]] = ..., held_bytes: _Optional[int] = ..., downgrades: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class GpuHealth(_message.Message):
     __slots__ = ("index", "name", "temperature_c", "memory_used_bytes", "memory_total_bytes", "ecc_errors", "utilization_percent", "power_w", "energy_j", "clock_mhz", "throttled_by", "xid", "fault")

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kv_transfer.settings import KvSettings
 from kv_transfer.vllm.step import ConsumerStart, ProducerEnded, ProducerExpected, ProducerProgress
 from tests.patience import WAIT_S
 from tests.unit.kv_transfer.caches import geometry
@@ -38,7 +39,7 @@ def content(transfer_id: str, block: int) -> list[bytes]:
 def run_worker(pipe: Connection, name: str, transports: tuple[str, ...]) -> None:
     """A worker process: does what it is told and reports what ended."""
     rig = Rig(TRANSPORTS["tcp"])
-    made = [TRANSPORTS[each]() for each in transports]
+    made = [TRANSPORTS[each](KvSettings()) for each in transports]
     worker = rig.worker(instance_id=name, transports=made, shape=SHAPE, **TIMES)
     pipe.send(worker.address)
     blocks: dict[str, list[int]] = {}

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,10 @@ FROM = [5, 6, 2, 20]
 TO = [9, 3, 4, 17]
 N = 14  # tokens: four blocks, the last one partial
 TOKENS = (7, 8)  # sampled by the producer
-TRANSPORTS: dict[str, Callable[[], Transport]] = {"shm": MappedTransport, "tcp": TcpTransport}
+TRANSPORTS: dict[str, Callable[[KvSettings], Transport]] = {
+    "shm": MappedTransport,
+    "tcp": lambda settings: TcpTransport(),
+}
 # Times that no test waits for. A test of one sets it.
 PATIENT = {
     "lease_s": 3600.0,
@@ -94,6 +97,9 @@ class Worker:
     def __post_init__(self) -> None:
         seed = zlib.crc32(self.instance_id.encode())
         self.cache = Cache(self.shape, seed=seed, shared=self.shared)
+        names = tuple(each.name for each in self.transports)
+        if names:
+            self.settings = replace(self.settings, transports=names)
         self.half = WorkerHalf(self.settings, self.instance_id, self.transports)
         self.peers = self.half.peers
         shard = self.shard or Shard(1, self.shape.page_bytes, KvGroup(0, BLOCK_SIZE))
@@ -187,7 +193,7 @@ class Worker:
 class Rig:
     """Makes workers of one transport and takes them down again."""
 
-    def __init__(self, transport: Callable[[], Transport]) -> None:
+    def __init__(self, transport: Callable[[KvSettings], Transport]) -> None:
         self._transport = transport
         self._names = itertools.count(1)
         self.workers: list[Worker] = []
@@ -199,9 +205,10 @@ class Rig:
             for key in list(parts)
             if key in KvSettings.__dataclass_fields__ and key != "transports"
         }
-        parts.setdefault("transports", [self._transport()])
+        made = KvSettings(**{**PATIENT, **settings})
+        parts.setdefault("transports", [self._transport(made)])
         parts.setdefault("instance_id", f"instance-{next(self._names)}")
-        worker = Worker(settings=KvSettings(**{**PATIENT, **settings}), **parts)
+        worker = Worker(settings=made, **parts)
         self.workers.append(worker)
         return worker
 

@@ -82,7 +82,6 @@ def test_memory_that_cannot_be_mapped_goes_over_the_next_transport() -> None:
     assert offer is not None
     (group,) = offer["groups"]
     for change, match in (
-        ({"boot_id": "another"}, "different hosts"),
         ({"handles": [[99]]}, "invalid resource handle"),
         ({"groups": [group | {"views": group["views"][:2]}]}, "differ in layers"),
         ({"groups": [group | {"shape": None}]}, "cannot map"),

@@ -133,7 +133,9 @@ def test_another_version_is_refused_by_name(tcp_rig: Rig) -> None:
 
 def test_without_a_common_transport_the_reason_is_said(rig: Rig) -> None:
     source, target = rig.worker(), rig.worker(transports=[])
-    assert failure(source, target) == "no common transport: [] are wanted"
+    assert failure(source, target) == (
+        "no common transport: shm: this worker cannot use it; tcp: this worker cannot use it"
+    )
 
 
 @pytest.mark.parametrize(

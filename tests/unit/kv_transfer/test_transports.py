@@ -10,7 +10,7 @@ import torch
 from kv_transfer import transport
 from kv_transfer.device.region import device_region
 from kv_transfer.errors import KvTransferError
-from kv_transfer.settings import KvSettings
+from kv_transfer.settings import ON_HOST, KvSettings
 from kv_transfer.transport.base import LocalKv
 from pdserve.errors import ConfigError
 
@@ -56,11 +56,11 @@ def test_auto_leaves_out_what_the_machine_has_not(
 
     makers: dict[str, Callable[[KvSettings], object]] = {
         name: lambda settings, name=name: Named(name)  # type: ignore[misc]
-        for name in transport.ON_HOST
+        for name in ON_HOST
     }
     monkeypatch.setattr(transport, "_MAKERS", makers)
-    first, last = transport.ON_HOST[0], transport.ON_HOST[-1]
-    assert [x.name for x in transport.make(KvSettings())] == [*transport.ON_HOST]
+    first, last = ON_HOST[0], ON_HOST[-1]
+    assert [x.name for x in transport.make(KvSettings())] == [*ON_HOST]
     makers[last] = fails
     assert last not in [x.name for x in transport.make(KvSettings())]
     assert f"{last} cannot be used here: no library; it is not offered" in caplog.text

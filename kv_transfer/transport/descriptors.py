@@ -1,0 +1,159 @@
+"""Descriptors of shared memory, handed from process to process, also between containers.
+
+A path below /proc leads to another process's memory only within one PID namespace. A Unix socket in
+a directory that both containers mount has no such limit: the producer sends its descriptor over it
+(SCM_RIGHTS). The socket lies in a directory that only this user may enter. Whoever connects must
+send the key that the producer's offer named, which under TLS only workers learn, and the proof of
+the worker token if there is one (protocol/auth.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import socket
+import stat
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_transfer.errors import KvTransferError
+from kv_transfer.protocol.auth import LinkAuth
+
+if TYPE_CHECKING:
+    from kv_transfer.settings import KvSettings
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[0-9a-f]{16}\.sock", re.ASCII)
+_MAX_PATH = 107  # sun_path of unix(7), without the zero at its end
+_MAX_REQUEST = 256
+_GRANTED = b"\1"
+
+
+class Descriptors:
+    """Where the workers of this user and host find one another's memory. `share` starts the server;
+    `close` ends it. Raises KvTransferError if the directory cannot be used."""
+
+    def __init__(self, settings: KvSettings) -> None:
+        self.directory = _private_directory(settings.shared_dir)
+        self.name = f"{secrets.token_hex(8)}.sock"
+        self.key = secrets.token_bytes(16)
+        self._auth = LinkAuth(settings)
+        self._timeout_s = settings.handshake_timeout_s
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def share(self, path: str) -> None:
+        """Hand out descriptors of the memory at `path`, only to be read. Idempotent."""
+        with self._lock:
+            if self._listener is not None:
+                return
+            _remove_unused(self.directory)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            hidden = self.directory / f"{self.name}.new"
+            try:
+                listener.bind(str(hidden))
+                listener.listen(128)
+                # A socket that has its name listens, so that none is taken for unused.
+                hidden.rename(self.directory / self.name)
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                listener.close()
+                raise KvTransferError(f"cannot serve {hidden}: {error}") from error
+            self._listener = listener
+            self._thread = threading.Thread(
+                target=self._serve, args=[listener], daemon=True, name="kv-descriptors"
+            )
+            self._thread.start()
+
+    def fetch(self, name: str, key: bytes) -> int:
+        """Return the descriptor that a producer shares; the caller closes it. Raises OSError, and
+        KvTransferError if the producer refuses."""
+        if not _NAME.fullmatch(name):
+            raise KvTransferError(f"{name!r} is not the name of a socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(self._timeout_s)
+            try:
+                sock.connect(str(self.directory / name))
+            except FileNotFoundError:
+                raise KvTransferError(
+                    f"the producer's socket is not in {self.directory}: containers must mount one"
+                    " directory, which worker.kv.shared_dir names"
+                ) from None
+            sock.sendall(key + self._auth.prove("memory", key))
+            flags = socket.MSG_CMSG_CLOEXEC
+            answer, fds, _, _ = socket.recv_fds(sock, len(_GRANTED), 1, flags)
+        if answer != _GRANTED or not fds:
+            for fd in fds:
+                os.close(fd)
+            raise KvTransferError("the producer does not share its memory with us")
+        return fds[0]
+
+    def _serve(self, listener: socket.socket) -> None:
+        wanted = self.key + self._auth.prove("memory", self.key)
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with sock:
+                try:
+                    sock.settimeout(self._timeout_s)
+                    request = sock.recv(_MAX_REQUEST)
+                    if hmac.compare_digest(request, wanted):
+                        socket.send_fds(sock, [_GRANTED], [self._fd])
+                    elif request:  # an empty one only looks whether we listen
+                        logger.warning("refused a process that asked for the KV cache's memory")
+                except OSError as error:
+                    logger.info("a process that asked for the KV cache's memory left: %s", error)
+
+    def close(self) -> None:
+        """Idempotent. Memory that was handed out stays mapped."""
+        with self._lock:
+            if self._listener is None:
+                return
+            (self.directory / self.name).unlink(missing_ok=True)
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept, which close does not
+            if self._thread is not None:
+                self._thread.join()
+            self._listener.close()
+            os.close(self._fd)
+            self._listener, self._fd = None, -1
+
+
+def _private_directory(shared: str) -> Path:
+    """Return this user's directory below `shared`, or below that for temporary files."""
+    path = Path(shared or tempfile.gettempdir()) / f"pdserve-kv-{os.geteuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise KvTransferError(f"kv.shared_dir: cannot use {path}: {error}") from error
+    is_own = found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    if not stat.S_ISDIR(found.st_mode) or not is_own:
+        raise KvTransferError(f"kv.shared_dir: {path} is not a directory that only we may enter")
+    if len(os.fsencode(path)) + len("/0123456789abcdef.sock.new") > _MAX_PATH:
+        raise KvTransferError(f"kv.shared_dir: {path} is too long for a socket")
+    return path
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove sockets of processes that were killed."""
+    for path in directory.glob("*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.setblocking(False)
+            try:
+                sock.connect(str(path))
+            except ConnectionRefusedError:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            except OSError:  # it has much to do, or is gone
+                continue
