@@ -512,7 +512,17 @@ def _filled(alert: Alert) -> str:
 def generated() -> dict[str, str]:
     """Return the text of each file by its name."""
     texts = {f"{name}.json": as_dashboard(name) for name in DASHBOARDS}
-    for name, content in (("rules.yaml", rules()), ("rules_test.yaml", rule_tests())):
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "pdserve"},
+        "spec": rules(),
+    }
+    for name, content in (
+        ("rules.yaml", rules()),
+        ("rules_test.yaml", rule_tests()),
+        ("prometheus_rule.yaml", rule),
+    ):
         texts[name] = yaml.safe_dump(content, sort_keys=False, width=100)
     return texts
 

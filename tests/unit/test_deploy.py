@@ -14,14 +14,15 @@ import yaml
 from pdserve.cli import build_parser
 from pdserve.cli.options import config_from
 from pdserve.config import MOVE_S, UNPIN_S, Config
+from pdserve.metrics import METRICS
 
 schemas = pytest.importorskip("kubernetes_validate.utils")
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy/kubernetes"
 CONFIG = DEPLOY / "base/pdserve.yaml"
 # Kustomize's own files, our configuration, and resources that the schemas do not know: those of the
-# Prometheus operator and of cert-manager, which tests look at by structure.
-OTHERS = ("kustomization.yaml", "monitors.yaml", "certificates.yaml")
-NO_SCHEMA = {CONFIG, *(path for name in OTHERS for path in DEPLOY.rglob(name))}
+# Prometheus operator, cert-manager, KEDA and the Gateway API, which tests look at by structure.
+OTHERS = "kustomization monitors certificates scaledobjects route"
+NO_SCHEMA = {CONFIG, *(path for name in OTHERS.split() for path in DEPLOY.rglob(f"{name}.yaml"))}
 FILES = sorted(x for x in DEPLOY.rglob("*.yaml") if x not in NO_SCHEMA)
 # The last three minors that the installed schemas know.
 VERSIONS = list({x.rpartition(".")[0]: x for x in schemas.all_versions()}.values())[-3:]
@@ -33,10 +34,11 @@ def overlay(folder: Path, *components: str) -> Path:
     configuration, beside a copy of the manifests. Return its folder."""
     document = (DEPLOY.parents[1] / "docs/deploy.md").read_text("utf-8")
     (text,) = re.findall(r"```yaml\n# mysite/kustomization.yaml\n(.*?)```", document, re.DOTALL)
-    shutil.copytree(DEPLOY, folder / "deploy/kubernetes")
+    shutil.copytree(DEPLOY.parent, folder / "deploy")
     (folder / "mysite").mkdir()
     more = "".join(f"  - ../deploy/kubernetes/components/{x}\n" for x in components)
-    (folder / "mysite/kustomization.yaml").write_text(text.replace("images:\n", f"{more}images:\n"))
+    text = text.replace("images:\n", f"{more}images:\n")
+    (folder / "mysite/kustomization.yaml").write_text(text)
     changed = CONFIG.read_text("utf-8") + "  log_level: debug\n"
     (folder / "mysite/pdserve.yaml").write_text(changed)
     return folder / "mysite"
@@ -203,3 +205,27 @@ def test_tls_has_certificates_where_the_configuration_looks_for_them(tmp_path: P
     assert found["Service", "pdserve"]["metadata"]["name"] in names["router"]
     issuers = {name for kind, name in found if kind == "Issuer"}
     assert {x["issuerRef"]["name"] for x in issued.values()} <= issuers
+
+
+def test_scalers_and_routes_lead_to_what_there_is(tmp_path: Path) -> None:
+    folder = overlay(tmp_path, "keda", "gateway")
+    path = folder / "kustomization.yaml"
+    path.write_text(re.sub(r"^replicas:\n(  - .*\n)+", "", path.read_text(), flags=re.MULTILINE))
+    found = render(folder)
+    scaled = [x["spec"] for (kind, _), x in found.items() if kind == "ScaledObject"]
+    assert len(scaled) == 2
+    for spec in scaled:
+        target = found["Deployment", spec["scaleTargetRef"]["name"]]
+        assert "replicas" not in target["spec"]  # applying it again must not undo the scaler
+        role = target["metadata"]["labels"]["app.kubernetes.io/component"]
+        metric = METRICS["role_load"]
+        (trigger,) = spec["triggers"]
+        assert metric.labels == ("model", "role")
+        assert trigger["metadata"]["query"] == f'max({metric.shown}{{role="{role}"}})'
+    (rule,) = found["HTTPRoute", "pdserve"]["spec"]["rules"]
+    (backend,) = rule["backendRefs"]
+    ports = found["Service", backend["name"]]["spec"]["ports"]
+    assert {x["targetPort"] for x in ports if x["port"] == backend["port"]} == {"http"}
+    assert ("PrometheusRule", "pdserve") in found
+    shown = found["ConfigMap", "pdserve-dashboards"]["data"]
+    assert set(shown) == {x.name for x in DEPLOY.parent.glob("dashboards/*.json")}

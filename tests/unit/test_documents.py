@@ -16,7 +16,7 @@ DOCUMENTS = sorted(
     for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "benchmarks/*/*.md")
     for path in ROOT.glob(pattern)
 )
-OURS = "pdserve|router|workers|kv_transfer|benchmarks|tests|docs|protos"
+OURS = "pdserve|router|workers|kv_transfer|benchmarks|tests|docs|protos|deploy"
 FILE = re.compile(rf"`((?:{OURS})/[\w/.-]*\.\w+|(?:{OURS})/[\w/-]*/)`")
 PROGRAM = re.compile(rf"python -m ((?:{OURS})[\w.]*)")
 BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
