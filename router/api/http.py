@@ -22,7 +22,7 @@ from pdserve.errors import (
     wait_s,
 )
 from router.answer import served
-from router.api import openai, prompts
+from router.api import messages, openai, prompts
 from router.api.auth import EVERYONE
 from router.api.bodies import GenerateBody, encode, read
 from router.api.idempotency import Recorded, StoredAnswers
@@ -49,6 +49,7 @@ S = TypeVar("S", bound=Sink)
 
 BODY_TIMEOUT_S = 30.0
 _MODELS = "/v1/models"
+_MESSAGES = "/v1/messages"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _HEADERS = web.RequestKey("response_headers", dict[str, str])
 _TENANT = web.RequestKey("tenant", str)
@@ -87,6 +88,8 @@ class HttpApi:
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/chat/completions": ("POST", partial(self._generate, openai.ChatRequest)),
             "/v1/completions": ("POST", partial(self._generate, openai.CompletionRequest)),
+            _MESSAGES: ("POST", partial(self._generate, messages.MessagesRequest)),
+            f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
             _LOAD: ("POST", self._load_adapter),
             _UNLOAD: ("POST", self._unload_adapter),
             _MODELS: ("GET", self._list_models),
@@ -109,10 +112,12 @@ class HttpApi:
         except PdserveError as error:
             if error.http_status >= 500:
                 logger.warning("%s %s: %s", request.method, request.path, error)
-            response = _error_response(error)
+            response = _error_response(error, request.path)
         except Exception:
             logger.exception("%s %s", request.method, request.path)
-            response = _error_response(InternalError("internal error; see the router's log"))
+            response = _error_response(
+                InternalError("internal error; see the router's log"), request.path
+            )
         if not response.prepared:
             response.headers.update(headers)
         return response
@@ -145,9 +150,9 @@ class HttpApi:
         if request.method == "OPTIONS" and "access-control-allow-origin" in request[_HEADERS]:
             return self._preflight(request)
         if path in (_LOAD, _UNLOAD):
-            self._keys.check_admin(request.headers.get("authorization"))
+            self._keys.check_admin(_authorization(request))
         elif path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
-            request[_TENANT] = self._keys.tenant_of(request.headers.get("authorization"))
+            request[_TENANT] = self._keys.tenant_of(_authorization(request))
         method, handler = self._routes.get(path, ("", None))
         if handler is None and path.startswith(f"{_MODELS}/"):
             method, handler = "GET", self._show_model
@@ -225,6 +230,14 @@ class HttpApi:
         )
         found = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
         return _json({**found, "token_strs": None})
+
+    async def _count_tokens(self, request: web.BaseRequest) -> web.Response:
+        body = read(messages.CountTokensRequest, await _read_body(request))
+        model, _ = self._preprocessor.find(body.model or "")
+        tokens = await self._preprocessor.tokenise(
+            body.conversation(), model, None, field="messages"
+        )
+        return _json({"input_tokens": len(tokens)})
 
     async def _detokenize(self, request: web.BaseRequest) -> web.Response:
         body = read(DetokenizeRequest, await _read_body(request))
@@ -357,6 +370,12 @@ def _idempotency_key(request: web.BaseRequest) -> str:
     return "" if given is None else check_request_id(given, field="idempotency-key")
 
 
+def _authorization(request: web.BaseRequest) -> str | None:
+    """Return the Authorization header, or Anthropic's header with the key alone as such a one."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization", None if key is None else f"Bearer {key}")
+
+
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=encode(value), status=status, content_type="application/json")
 
@@ -366,8 +385,9 @@ def _error(status: int, message: str, *, code: str) -> web.Response:
     return _json(openai.ErrorBody(details), status)
 
 
-def _error_response(error: PdserveError) -> web.Response:
-    response = _json(openai.error_body(error), error.http_status)
+def _error_response(error: PdserveError, path: str) -> web.Response:
+    api = messages if path.startswith(_MESSAGES) else openai
+    response = _json(api.error_body(error), error.http_status)
     if error.http_status == 401:
         response.headers["www-authenticate"] = "Bearer"
     elif retry_after_s := wait_s(error):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve import __version__
+from router.api.bodies import GenerateBody
+from router.api.messages import CountTokensRequest, MessageBody, MessageError, MessagesRequest
 from router.api.openai import (
     ChatRequest,
     CompletionRequest,
@@ -26,6 +28,8 @@ DOCS_PAGE = Path(__file__).with_name("docs.html")
 POSTS: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/load_lora_adapter": LoadAdapterRequest,
@@ -38,22 +42,27 @@ GETS = (
 
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the HTTP API."""
-    (*bodies, answer, error), schemas = msgspec.json.schema_components(
-        (*POSTS.values(), Response, ErrorBody), ref_template="#/components/schemas/{name}"
+    (*bodies, answer, message, error, message_error), schemas = msgspec.json.schema_components(
+        (*POSTS.values(), Response, MessageBody, ErrorBody, MessageError),
+        ref_template="#/components/schemas/{name}",
     )
 
-    def responses(**content: Any) -> dict[str, Any]:
-        failure = {"description": "Error.", "content": {"application/json": {"schema": error}}}
+    def responses(failed: Any = error, **content: Any) -> dict[str, Any]:
+        failure = {"description": "Error.", "content": {"application/json": {"schema": failed}}}
         return {"200": {"description": "Success.", **content}, "default": failure}
 
     paths: dict[str, Any] = {path: {"get": {"responses": responses()}} for path in GETS}
-    generated = {"application/json": {"schema": answer}, "text/event-stream": {}}
     for path, body in zip(POSTS, bodies, strict=True):
-        content: dict[str, Any] = generated
-        if path.endswith("tokenize"):
-            content = {"application/json": {}}
+        failed, schema = error, answer
+        if path.startswith("/v1/messages"):
+            failed, schema = message_error, message
+        content: dict[str, Any]
+        if issubclass(POSTS[path], GenerateBody) and not path.endswith("count_tokens"):
+            content = {"application/json": {"schema": schema}, "text/event-stream": {}}
         elif path.endswith("_adapter"):
             content = {"text/plain": {}}
+        else:
+            content = {"application/json": {}}
         paths[path] = {
             "post": {
                 "requestBody": {
@@ -61,7 +70,7 @@ def openapi() -> dict[str, Any]:
                     "content": {"application/json": {"schema": body}},
                 },
                 "security": [{}, {"key": []}],
-                "responses": responses(content=content),
+                "responses": responses(failed, content=content),
             }
         }
     keys = {"key": {"type": "http", "scheme": "bearer"}}

@@ -121,3 +121,12 @@ async def test_grpc_with_a_key_is_served_as_its_tenant(apis: Apis) -> None:
         assert [card.name for card in await client.list_models()] == ["demo"]
         assert "".join([delta.text async for delta in client.generate("hi")]) == ANSWER_TEXT
     assert apis.generator.requests[0].tenant == "a"
+
+
+async def test_the_key_may_come_as_anthropics_clients_send_it(apis: Apis) -> None:
+    body = {**chat(), "max_tokens": 3}
+    for key, status in ((KEY, 200), ("wrong", 401)):
+        found, answer = await apis.post("/v1/messages", body, {"x-api-key": key})
+        assert found == status
+        if status == 401:
+            assert answer["error"]["type"] == "authentication_error"

@@ -1,0 +1,345 @@
+"""Anthropic's Messages API: bodies, events and errors. Requests take the same way as all others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pdserve.errors import InternalError
+from pdserve.tokenizer import ChatMessage, Conversation
+from pdserve.types import (
+    MAX_STOP_STRINGS,
+    Constraint,
+    FinishReason,
+    Receipt,
+    SamplingParams,
+    StructuredOutput,
+)
+from router.api.bodies import NO_EFFECT, GenerateBody, Known, Strict, Text, encode, knows
+from router.api.openai import Extension
+from router.api.preprocess import ParsedRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pdserve.errors import PdserveError
+    from pdserve.types import GenerateRequest, Usage
+    from router.answer import AnswerDelta
+    from router.api.sinks import Writer
+
+_Ignored = Annotated[Any, Meta(description=NO_EFFECT)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class TextBlock(Strict, tag_field="type", tag="text"):
+    text: str
+    cache_control: _Ignored = None
+    citations: _Ignored = None
+
+
+class ThinkingBlock(Strict, tag_field="type", tag="thinking"):
+    """Reasoning of an earlier answer, which the chat template gets."""
+
+    thinking: str
+    signature: _Ignored = None
+
+
+class RedactedThinkingBlock(Strict, tag_field="type", tag="redacted_thinking"):
+    """Left out: only Anthropic can read it."""
+
+    data: _Ignored = None
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock
+
+
+class Turn(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+    def parse(self) -> ChatMessage:
+        if isinstance(self.content, str):
+            return ChatMessage(self.role, self.content)
+        thinking = [x.thinking for x in self.content if isinstance(x, ThinkingBlock)]
+        return ChatMessage(
+            self.role, _text_of(self.content), reasoning="\n".join(thinking) if thinking else None
+        )
+
+
+class SchemaFormat(Strict, tag_field="type", tag="json_schema"):
+    schema: dict[str, Any]
+
+
+class OutputConfig(Strict):
+    format: SchemaFormat | None = None
+    effort: Annotated[
+        Literal["low", "medium", "high", "xhigh", "max"] | None,
+        Meta(description="Given to the chat template as reasoning_effort."),
+    ] = None
+
+
+class Thinking(Strict):
+    type: Literal["disabled"]
+
+
+# Fields of the API for models, tools and machines of Anthropic's own.
+_KNOWN = {
+    "container": Known(),
+    "fallbacks": Known(([],)),
+    "inference_geo": Known(),
+    "mcp_servers": Known(([],)),
+    "service_tier": Known(("auto", "standard_only")),
+    "speed": Known(("standard",)),
+    "tool_choice": Known(({"type": "none"},)),
+    "tools": Known(([],)),
+    "user_profile_id": Known(),
+    "workspace_id": Known(),
+}
+
+
+@knows(_KNOWN)
+class CountTokensRequest(GenerateBody, kw_only=True):
+    """Body of POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    thinking: Annotated[
+        Thinking | None, Meta(description="Given to the chat template as enable_thinking.")
+    ] = None
+    output_config: OutputConfig | None = None
+    cache_control: _Ignored = None
+    context_management: _Ignored = None
+
+    def conversation(self) -> Conversation:
+        """Return what the chat template renders. The answer continues a last message of the
+        assistant."""
+        system = self.system
+        if system is not None and not isinstance(system, str):
+            system = _text_of(system)
+        messages = [ChatMessage("system", system)] if system else []
+        messages += [turn.parse() for turn in self.messages]
+        variables: dict[str, Any] = {}
+        if self.thinking is not None:
+            variables["enable_thinking"] = False
+        if self.output_config is not None and self.output_config.effort is not None:
+            variables["reasoning_effort"] = self.output_config.effort
+        continues = messages[-1].role == "assistant"
+        return Conversation(messages, not continues, continues, variables)
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Body of POST /v1/messages."""
+
+    id_prefix: ClassVar[str] = "msg_"
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 30)]
+    stop_sequences: Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: _Share | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 30)] | None = None
+    metadata: _Ignored = None
+    diagnostics: _Ignored = None
+
+    @property
+    def constraint_field(self) -> str:
+        return "output_config.format"
+
+    def parse(self, request_id: str) -> list[ParsedRequest]:
+        names = ("temperature", "top_p", "top_k")
+        given = {x: getattr(self, x) for x in names if getattr(self, x) is not None}
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = encode(self.output_config.format.schema).decode()
+            given["structured_output"] = StructuredOutput(Constraint.JSON_SCHEMA, schema)
+        if self.stop_sequences is not None:
+            given["stop"] = tuple(self.stop_sequences)
+        parsed = ParsedRequest(
+            model=self.model or "",
+            prompt=self.conversation(),
+            sampling=SamplingParams(max_tokens=self.max_tokens, **given),
+            request_id=request_id,
+            prompt_field="messages",
+            given=given.keys(),
+        )
+        return [parsed]
+
+    def writer(self, request_id: str, made: Sequence[GenerateRequest]) -> Writer:
+        (request,) = made
+        kind = MessageEvents if self.stream else WholeMessage
+        return kind(request_id, request.served_name, len(request.prompt_token_ids))
+
+
+def _text_of(blocks: Sequence[Block]) -> str:
+    return "\n".join(x.text for x in blocks if isinstance(x, TextBlock))
+
+
+# -- Writing
+
+
+class MessageUsage(Struct):
+    """`input_tokens` are those that were not cached."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class MessageBody(Struct, kw_only=True):
+    """A whole answer, or its head in a stream."""
+
+    id: str
+    model: str
+    usage: MessageUsage
+    content: list[dict[str, Any]]
+    type: str = "message"
+    role: str = "assistant"
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    pdserve: Extension | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Stop(Struct):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}
+
+
+def _stop_of(delta: AnswerDelta) -> _Stop:
+    assert delta.finish_reason is not None
+    if isinstance(delta.stop_reason, str):
+        return _Stop("stop_sequence", delta.stop_reason)
+    return _Stop(_REASONS.get(delta.finish_reason, "end_turn"), None)
+
+
+def _usage(usage: Usage) -> MessageUsage:
+    fresh = usage.prompt_tokens - usage.cached_tokens
+    return MessageUsage(fresh, usage.completion_tokens, usage.cached_tokens)
+
+
+class WholeMessage:
+    """Collects an answer that is not streamed."""
+
+    def __init__(self, request_id: str, model: str, _: int) -> None:
+        self._head = {"id": request_id, "model": model}
+        self._text: list[str] = []
+        self._last: AnswerDelta | None = None
+
+    def write(self, delta: AnswerDelta) -> bytes:
+        self._text.append(delta.text)
+        if delta.usage is not None:
+            self._last = delta
+        return b""
+
+    def fail(self, error: PdserveError) -> bytes:
+        raise error
+
+    def end(self) -> bytes:
+        last = self._last
+        if last is None or last.usage is None:
+            raise InternalError("the answer ended without a finish reason")
+        stop, text = _stop_of(last), "".join(self._text)
+        return encode(
+            MessageBody(
+                **self._head,
+                content=[{"type": "text", "text": text}] if text else [],
+                usage=_usage(last.usage),
+                stop_reason=stop.stop_reason,
+                stop_sequence=stop.stop_sequence,
+                pdserve=Extension(last.receipt or Receipt()),
+            )
+        )
+
+
+class MessageEvents:
+    """Encodes an answer as Anthropic's events. State: the number of the open block, or None, and
+    how many there were."""
+
+    def __init__(self, request_id: str, model: str, prompt_tokens: int) -> None:
+        usage = MessageUsage(prompt_tokens, 0)
+        self._head = MessageBody(id=request_id, model=model, usage=usage, content=[])
+        self._has_begun = self._has_ended = False
+        self._blocks = 0
+        self._open: bytes | None = None  # the kind of the open block
+        self._before = b""  # of a delta of the open block, up to its text
+
+    def write(self, delta: AnswerDelta) -> bytes:
+        events = b""
+        if not self._has_begun:
+            self._has_begun = True
+            events = _event("message_start", message=self._head)
+        if delta.text:
+            events += self._piece(b"text", delta.text)
+        if delta.finish_reason is None:
+            return events
+        self._has_ended = True
+        more: dict[str, Any] = {}
+        if delta.usage is not None:
+            more = {"usage": _usage(delta.usage), "pdserve": Extension(delta.receipt or Receipt())}
+        events += self._close() + _event("message_delta", delta=_stop_of(delta), **more)
+        return events + _event("message_stop")
+
+    def _piece(self, kind: bytes, text: str) -> bytes:
+        """Return the events of text in a block of `kind`, which is opened if another is open."""
+        events = b""
+        if self._open != kind:
+            name = kind.decode()
+            events = self._close() + _event(
+                "content_block_start", index=self._blocks, content_block={"type": name, name: ""}
+            )
+            self._open = kind
+            self._before = (
+                b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+                b'"delta":{"type":"%b_delta","%b":' % (self._blocks, kind, kind)
+            )
+            self._blocks += 1
+        return events + self._before + encode(text) + b"}}\n\n"
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event("content_block_stop", index=self._blocks - 1)
+
+    def end(self) -> bytes:
+        if not self._has_ended:
+            raise InternalError("the answer ended without a finish reason")
+        return b""
+
+    def fail(self, error: PdserveError) -> bytes:
+        return b"event: error\ndata: %b\n\n" % encode(error_body(error))
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))
+
+
+# -- Errors
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessageErrorDetails(Struct):
+    type: str
+    message: str
+
+
+class MessageError(Struct):
+    error: MessageErrorDetails
+    type: str = "error"
+
+
+def error_body(error: PdserveError) -> MessageError:
+    default = "invalid_request_error" if error.http_status < 500 else "api_error"
+    kind = _ERROR_TYPES.get(error.http_status, default)
+    return MessageError(MessageErrorDetails(kind, error.message))
