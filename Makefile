@@ -34,7 +34,7 @@ CODE := pdserve router workers kv_transfer benchmarks
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder
 
 .PHONY: help install gpu-install run test test-all test-gpu test-tools lint format typecheck proto proto-check size \
-	docs check bench clean
+	docs chart check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
 		--mypy_grpc_out=quiet:"$$fresh" $(PROTOS); \
 	diff -r -q --exclude=__init__.py --exclude=__pycache__ "$$fresh/pdserve/v1" pdserve/v1 \
 		|| { echo "pdserve/v1 is not what protos/ generates: run make proto" >&2; exit 1; }
+
+chart: $(STAMP) ## generate deploy/helm/pdserve from deploy/kubernetes/base, with kubectl
+	$(BIN)/python deploy/helm/generate.py
 
 docs: $(STAMP) ## generate docs/configuration.md, docs/metrics.md and deploy/dashboards/
 	$(BIN)/python -m pdserve.config

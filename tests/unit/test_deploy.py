@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,6 +22,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy/kubernetes"
 CONFIG = DEPLOY / "base/pdserve.yaml"
 # Kustomize's own files, our configuration, and resources that the schemas do not know: those of the
 # Prometheus operator, cert-manager, KEDA and the Gateway API, which tests look at by structure.
+CHART = DEPLOY.parent / "helm/pdserve"
 OTHERS = "kustomization monitors certificates scaledobjects route"
 NO_SCHEMA = {CONFIG, *(path for name in OTHERS.split() for path in DEPLOY.rglob(f"{name}.yaml"))}
 FILES = sorted(x for x in DEPLOY.rglob("*.yaml") if x not in NO_SCHEMA)
@@ -229,3 +231,45 @@ def test_scalers_and_routes_lead_to_what_there_is(tmp_path: Path) -> None:
     assert ("PrometheusRule", "pdserve") in found
     shown = found["ConfigMap", "pdserve-dashboards"]["data"]
     assert set(shown) == {x.name for x in DEPLOY.parent.glob("dashboards/*.json")}
+
+
+def test_the_chart_is_what_the_base_makes() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    made = runpy.run_path(str(CHART.parent / "generate.py"))["generated"]()
+    for path, text in made.items():
+        assert (CHART / path).read_text("utf-8") == text, f"{path}: run `make chart`"
+
+
+def test_the_chart_renders_the_base(base: Found) -> None:
+    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk")
+    assert not helm.lint(str(CHART))["errors"]
+
+    def rendered(values: dict[str, object]) -> Found:
+        with helm.Chart.load(str(CHART)) as chart:
+            (text,) = chart.render(values, name="pdserve", namespace="pdserve").values()
+        found = {(x["kind"], x["metadata"]["name"]): x for x in yaml.safe_load_all(text)}
+        return {(kind, plain(name)): x for (kind, name), x in found.items()}
+
+    def plain(text: str) -> str:
+        return re.sub(r"(pdserve-config)-[0-9a-z]{10}\b", r"\1", text)
+
+    def same(found: Found) -> Any:
+        """With the configuration as values, and without the hash that its name ends with."""
+        result = yaml.safe_load(plain(yaml.safe_dump(sorted(found.values(), key=str))))
+        for document in result:
+            if document["kind"] == "ConfigMap":
+                document["data"] = yaml.safe_load(document["data"]["pdserve.yaml"])
+        return sorted(result, key=lambda x: (x["kind"], x["metadata"]["name"]))
+
+    assert same(rendered({})) == same(base)
+    volume = {"name": "models", "hostPath": {"path": "/models"}}
+    mount = {"name": "models", "mountPath": "/models"}
+    changed: dict[str, object] = {"config": {"worker": {"model": "/models/m"}}}
+    found = rendered({**changed, "volumes": [volume], "volumeMounts": [mount]})
+    for role in ("router", "prefill", "decode"):
+        pod = pod_of(found, role)
+        assert volume in pod["volumes"]
+        assert mount in pod["containers"][0]["volumeMounts"]
+    with pytest.raises(helm.HelmValuesError, match="replica"):
+        rendered({"decode": {"replica": 4}})
