@@ -6,8 +6,6 @@ what the messages mean.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import struct
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -17,14 +15,13 @@ from pdserve.errors import InvalidRequest
 from pdserve.v1 import worker_pb2 as w
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Iterator
 
 MAX_FRAME_BYTES = 64 << 20
 # A peer that reads slower than we write is dropped beyond this.
 MAX_UNSENT_BYTES = 16 << 20
 # Seconds without an answer after which the kernel gives up a peer whose machine is gone.
-_PEER_TIMEOUT_S = 15
+PEER_TIMEOUT_S = 15
 
 _LENGTH = struct.Struct(">I")
 
@@ -69,16 +66,3 @@ class FrameParser(Generic[M]):
                 name = self._kind.DESCRIPTOR.name
                 raise InvalidRequest(f"the frame is not a {name}", field="frame") from None
             yield message
-
-
-def detect_dead_peer(transport: asyncio.BaseTransport) -> None:
-    """Make the kernel close the connection if the peer's machine stops answering."""
-    sock: socket.socket | None = transport.get_extra_info("socket")
-    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    with contextlib.suppress(OSError, AttributeError):  # options differ between systems
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PEER_TIMEOUT_S // 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PEER_TIMEOUT_S // 3)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _PEER_TIMEOUT_S * 1000)

@@ -59,6 +59,20 @@ class Answer:
         return self.receipt.fallbacks
 
 
+def fake_answer(
+    token_ids: Sequence[int], sampling: SamplingParams, vocab_size: int, adapter: str = ""
+) -> Answer:
+    """What a fake engine says that nothing happens to."""
+    work = Work(1, "expected", tuple(token_ids), sampling, AggregatedPhase(), adapter=adapter)
+    sequence, answer = FakeSequence(work, vocab_size), Answer()
+    while answer.finish_reason is None:
+        delta = sequence.advance(0.0)
+        answer.token_ids += delta.token_ids
+        answer.text += delta.text
+        answer.finish_reason = delta.finish_reason
+    return answer
+
+
 class Cluster:
     """Owns a router and its workers. Workers are named prefill-0, decode-0, aggregated-0, ...
 
@@ -146,15 +160,7 @@ class Cluster:
     ) -> Answer:
         """What one engine that nothing happens to says."""
         vocab_size = next(iter(self.workers.values())).info.model.vocab_size
-        phase = AggregatedPhase()
-        work = Work(1, "expected", tuple(token_ids), sampling, phase, adapter=adapter)
-        sequence, answer = FakeSequence(work, vocab_size), Answer()
-        while answer.finish_reason is None:
-            delta = sequence.advance(0.0)
-            answer.token_ids += delta.token_ids
-            answer.text += delta.text
-            answer.finish_reason = delta.finish_reason
-        return answer
+        return fake_answer(token_ids, sampling, vocab_size, adapter)
 
     def busy(self, *names: str) -> list[str]:
         """Those of the named workers that have a stream open."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from pdserve import framing, wire
 from pdserve.config import MOVE_S, UNPIN_S
+from pdserve.dead_peer import detect_dead_peer
 from pdserve.errors import (
     Cancelled,
     InternalError,
@@ -545,7 +546,7 @@ class Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
-        framing.detect_dead_peer(transport)
+        detect_dead_peer(transport.get_extra_info("socket"), framing.PEER_TIMEOUT_S)
         late = InvalidRequest("no hello came", field="hello")
         self._timer = self._loop.call_later(HELLO_S, self.close, late)
         connections = self._service.connections

@@ -23,6 +23,7 @@ from kv_transfer.protocol.messages import (
     decode,
     encode,
 )
+from pdserve.dead_peer import detect_dead_peer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from kv_transfer.protocol.messages import ChunkReady
     from kv_transfer.protocol.producer import SendChunk
 
+# Seconds without an answer of a producer's kernel after which a consumer gives up the link.
+DEAD_PEER_S = 5
 SOCKET_BUFFER_BYTES = 4 << 20
 READ_AHEAD_BYTES = 4 << 10
 _IOV_MAX = 512
@@ -135,12 +138,13 @@ class Link:
     def open(self, sock: socket.socket, send_timeout_s: float) -> None:
         """Use a socket. A peer that reads nothing for `send_timeout_s` ends the link."""
         self._sock = sock
+        # A producer's data may wait for a consumer that is busy; a consumer's messages never do.
+        detect_dead_peer(sock, DEAD_PEER_S if self.is_dialled else int(send_timeout_s))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         limit = struct.pack("ll", int(send_timeout_s), int(send_timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self.is_down:
             raise LinkClosed(self.reason)
 

@@ -20,7 +20,7 @@ from kv_transfer.errors import HandshakeRefused, KvTransferError, ProtocolError
 from kv_transfer.memory import boot_id
 from kv_transfer.protocol.auth import LinkAuth
 from kv_transfer.protocol.consumer import Consumer
-from kv_transfer.protocol.link import Link
+from kv_transfer.protocol.link import DEAD_PEER_S, Link
 from kv_transfer.protocol.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -383,10 +383,11 @@ class Peers:
     def _dial(self, link: Link, address: str, instance_id: str) -> None:
         host, _, port = address.rpartition(":")
         try:
-            sock = socket.create_connection((host, int(port)), self._settings.handshake_timeout_s)
+            sock = socket.create_connection((host, int(port)), DEAD_PEER_S)
         except (ValueError, OverflowError) as error:
             raise KvTransferError(f"invalid KV address {address!r}") from error
         link.open(sock, self._settings.send_timeout_s)
+        sock.settimeout(self._settings.handshake_timeout_s)
         link.replace_socket(self._auth.secure(sock, is_server=False))
         nonce = self._auth.nonce()
         names = list(self.transports)

@@ -13,6 +13,7 @@ import random
 from typing import TYPE_CHECKING, Protocol, cast
 
 from pdserve import framing, rpc, wire
+from pdserve.dead_peer import detect_dead_peer
 from pdserve.errors import InvalidRequest, Overloaded, PdserveError, WorkerFailed, from_info
 from pdserve.v1 import worker_pb2 as w
 from pdserve.wire import moments_from_pb
@@ -267,7 +268,7 @@ class _Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
-        framing.detect_dead_peer(transport)
+        detect_dead_peer(transport.get_extra_info("socket"), framing.PEER_TIMEOUT_S)
         self._transport.write(framing.pack(w.Command(hello=self._hello)))
 
     def welcome(self) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kv_transfer.protocol.link import DEAD_PEER_S
+from pdserve.dead_peer import detect_dead_peer
 from pdserve.errors import TransferFailed
 
 if TYPE_CHECKING:
@@ -60,7 +62,9 @@ async def _answer(request: tuple[str, str], lend: Lend, writer: asyncio.StreamWr
 async def fetch(address: str, transfer_id: str, instance_id: str) -> Handoff:
     """Raises TransferFailed, OSError, ValueError."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(DEAD_PEER_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+    detect_dead_peer(writer.get_extra_info("socket"), DEAD_PEER_S)
     try:
         writer.write(msgspec.json.encode((transfer_id, instance_id)) + b"\n")
         answer = msgspec.json.decode(await reader.readline(), type=Handoff | str)

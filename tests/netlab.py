@@ -1,0 +1,299 @@
+"""Hosts on one machine, and a network between them that breaks.
+
+A host is a network namespace whose eth0 is a TAP device. A thread of this process carries the
+frames between these devices, and delays, limits or loses them: no kernel module is needed. Nothing
+outside reaches these hosts, and they reach nothing outside. They have no names that could be left
+behind: the kernel removes them when the processes that use them end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import fcntl
+import heapq
+import itertools
+import os
+import random
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import threading
+import time
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWNET = 0x40000000
+_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+_TUN = Path("/dev/net/tun")
+_FRAME_BYTES = 2048  # more than an MTU of 1500 with its header
+_BURST = 64  # frames of one host before others have their turn
+# A switch drops what would wait longer than this for a link with a limit.
+_LONGEST_QUEUE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two hosts. `loss` is a share of the frames; `mbit_per_s` is 0 for no
+    limit; nothing arrives if it `is_cut`, and nobody is told."""
+
+    delay_s: float = 0.0
+    loss: float = 0.0
+    mbit_per_s: float = 0.0
+    is_cut: bool = False
+
+
+GOOD, CUT = Link(), Link(is_cut=True)
+
+
+def why_not() -> str:
+    """Return what this machine lacks; "" if it has all."""
+    if missing := [name for name in ("ip", "nsenter") if shutil.which(name) is None]:
+        return f"needs the commands ip and nsenter; not found: {', '.join(missing)}"
+    if os.geteuid() or not _TUN.exists():
+        return f"needs root and {_TUN}"
+    try:
+        with Network(1):
+            return ""
+    except OSError as error:
+        return f"needs the right to make network namespaces and TAP devices: {error}"
+
+
+class Network:
+    """`count` hosts, numbered from 0. A context manager; what runs in them must end before it."""
+
+    def __init__(self, count: int) -> None:
+        self.hosts = range(count)
+        self._links = dict.fromkeys(itertools.permutations(self.hosts, 2), GOOD)
+        self._free_at = dict.fromkeys(self._links, 0.0)  # when a link with a limit is free again
+        self._chance = random.Random(1)
+        self._namespaces: list[int] = []
+        self._devices: list[int] = []
+        self._stop = os.eventfd(0)
+        self._cable = threading.Thread(target=self._carry, name="cable", daemon=True)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Network:
+        with ExitStack() as stack:
+            stack.callback(os.close, self._stop)
+            for host in self.hosts:
+                namespace, device = _make_host()
+                self._namespaces.append(namespace)
+                self._devices.append(device)
+                stack.callback(os.close, namespace)
+                stack.callback(os.close, device)
+                self._configure(host)
+            self._cable.start()
+            stack.callback(self._cable.join)
+            stack.callback(os.eventfd_write, self._stop, 1)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{10 + host}"
+
+    def host_of(self, address: str) -> int:
+        """Return the host of an address (IP or IP:port)."""
+        return int(address.partition(":")[0].rpartition(".")[2]) - 10
+
+    def command(self, host: int, words: Sequence[str]) -> list[str]:
+        """Return the command that runs `words` on a host, in the process that runs it."""
+        return ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._namespaces[host]}", *words]
+
+    def change(self, link: Link, sources: Iterable[int], targets: Iterable[int]) -> None:
+        """What these sources send to these targets meets `link` from now on."""
+        ways = itertools.product(sources, targets)
+        self._links |= {(a, b): link for a, b in ways if a != b}
+
+    def split(self, *hosts: int) -> None:
+        """These hosts and all others do not hear each other any more."""
+        others = set(self.hosts) - set(hosts)
+        self.change(CUT, hosts, others)
+        self.change(CUT, others, hosts)
+
+    def heal(self) -> None:
+        """All links are good."""
+        self.change(GOOD, self.hosts, self.hosts)
+
+    @asynccontextmanager
+    async def forward(self, host: int, port: int) -> AsyncIterator[str]:
+        """An address on this machine's loopback that leads to a port of a host. Whoever connects
+        does so as if from that host."""
+        tasks: set[asyncio.Task[None]] = set()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            tasks.add(task)
+            with suppress(asyncio.CancelledError):  # streams would log it
+                await self._join(host, port, reader, writer)
+            tasks.remove(task)
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        try:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def listens(self, host: int, port: int) -> bool:
+        """Return True if something listens on that port of a host."""
+        with self._socket(host) as sock, suppress(ConnectionRefusedError):
+            await asyncio.get_running_loop().sock_connect(sock, (self.address(host), port))
+            return True
+        return False
+
+    async def _join(
+        self, host: int, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Carry bytes between a connection and a new one to a port of a host, until one ends."""
+        sock = self._socket(host)
+        with _closing(writer), sock, suppress(OSError):
+            await asyncio.get_running_loop().sock_connect(sock, (self.address(host), port))
+            there_reader, there = await asyncio.open_connection(sock=sock)
+            with _closing(there):
+                both = [_copy(reader, there), _copy(there_reader, writer)]
+                tasks = [asyncio.ensure_future(each) for each in both]
+                try:
+                    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _socket(self, host: int) -> socket.socket:
+        """A socket of a host: it stays one wherever it is used."""
+        with _inside(self._namespaces[host]):
+            return socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+
+    def _configure(self, host: int) -> None:
+        """Bring the devices of a host up. It knows its neighbours: one that is cut off stays
+        silent, as behind a router, and is not found to be unreachable."""
+        lines = ["link set lo up", f"link set eth0 address {_mac(host)}", "link set eth0 up"]
+        lines += [f"address add {self.address(host)}/24 dev eth0"]
+        lines += [
+            f"neighbour add {self.address(x)} lladdr {_mac(x)} dev eth0 nud permanent"
+            for x in self.hosts
+            if x != host
+        ]
+        text = "\n".join(lines)
+        done = subprocess.run(
+            self.command(host, ["ip", "-batch", "-"]),
+            input=text,
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            raise OSError(errno.EIO, f"ip: {done.stderr.strip()}")
+
+    def _carry(self) -> None:
+        waiting: list[tuple[float, int, int, bytes]] = []  # due, serial number, to, frame
+        serial = itertools.count()
+        poll = select.poll()
+        for fd in (self._stop, *self._devices):
+            poll.register(fd, select.POLLIN)
+        hosts = {fd: host for host, fd in enumerate(self._devices)}
+        while True:
+            wait_ms = max(0.0, (waiting[0][0] - time.monotonic()) * 1e3) if waiting else None
+            for fd, _ in poll.poll(wait_ms):
+                if fd == self._stop:
+                    return
+                for frame in _frames(fd):
+                    to = frame[5]  # the last byte of the MAC address
+                    due = self._due((hosts[fd], to), len(frame))
+                    if due is not None:
+                        heapq.heappush(waiting, (due, next(serial), to, frame))
+            now = time.monotonic()
+            while waiting and waiting[0][0] <= now:
+                *_, to, frame = heapq.heappop(waiting)
+                with suppress(OSError):
+                    os.write(self._devices[to], frame)
+
+    def _due(self, way: tuple[int, int], size: int) -> float | None:
+        """Return when a frame arrives; None if it never does, as those to all hosts."""
+        link, now = self._links.get(way, CUT), time.monotonic()
+        if link.is_cut or self._chance.random() < link.loss:
+            return None
+        begins = now
+        if link.mbit_per_s:
+            begins = max(now, self._free_at[way])
+            if begins - now > _LONGEST_QUEUE_S:
+                return None
+            begins += size * 8e-6 / link.mbit_per_s
+            self._free_at[way] = begins
+        return begins + link.delay_s
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+
+
+@contextmanager
+def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _inside(namespace: int) -> Iterator[None]:
+    """This thread is in a namespace."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        _check(_LIBC.setns(namespace, _CLONE_NEWNET))
+        yield
+    finally:
+        _check(_LIBC.setns(home, _CLONE_NEWNET))
+        os.close(home)
+
+
+def _make_host() -> tuple[int, int]:
+    """Make a namespace with a TAP device eth0; return their descriptors. Raises OSError."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        _check(_LIBC.unshare(_CLONE_NEWNET))
+        namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        device = os.open(_TUN, os.O_RDWR | os.O_NONBLOCK)
+        request = struct.pack("16sH22x", b"eth0", _IFF_TAP | _IFF_NO_PI)
+        fcntl.ioctl(device, _TUNSETIFF, request)
+        return namespace, device
+    finally:
+        _check(_LIBC.setns(home, _CLONE_NEWNET))
+        os.close(home)
+
+
+def _check(result: int) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _mac(host: int) -> str:
+    return f"02:00:00:00:00:{host:02x}"
+
+
+def _frames(fd: int) -> Iterator[bytes]:
+    """What a device has to send now, up to a burst."""
+    for _ in range(_BURST):
+        try:
+            yield os.read(fd, _FRAME_BYTES)
+        except BlockingIOError:
+            return

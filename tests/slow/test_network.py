@@ -1,0 +1,337 @@
+"""A network that breaks, between routers and workers on separate hosts: no token is wrong, no
+request is lost while there is a path, and what was apart works together again.
+
+With fake engines, host 0 has a router and host 1 the prefill worker, each of hosts 2 and 3 a decode
+worker, and host 3 a second router. The pauses that clients see are printed (`pytest -rP`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from benchmarks.service import Child
+from pdserve import rpc
+from pdserve.client import Client
+from pdserve.types import SamplingParams
+from pdserve.v1 import worker_pb2 as w
+from pdserve.v1.worker_pb2_grpc import RegistryStub, WorkerStub
+from tests import netlab
+from tests.cluster import fake_answer
+from tests.netlab import CUT, Link, Network
+from tests.patience import START_S, WAIT_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from pdserve.types import Receipt
+
+WHY_NOT = netlab.why_not()
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+]
+ROUTERS, WORKERS = (0, 3), {"prefill-0": 1, "decode-0": 2, "decode-1": 3}
+GRPC = 8001
+# As on a GPU, answers take seconds.
+FAKE = {"engine": "fake", "engine_args": "{step_s: 0.02, prefill_s: 0.0005, transfer_s: 0.005}"}
+VLLM = {
+    "engine_args": "{dtype: float32, kv_cache_memory_bytes: 67108864}",
+    "kv.transports": "[tcp]",
+}
+SHORT = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+LONG = replace(SHORT, max_tokens=150)
+_LOOK_S = 0.1
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request under way."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    token_ids: list[int] = field(default_factory=list)
+    pause_s: float = 0.0
+    receipt: Receipt | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def read(self, client: Client) -> None:
+        heard = time.monotonic()
+        async for delta in client.generate(self.prompt, self.sampling):
+            now = time.monotonic()
+            self.pause_s, heard = max(self.pause_s, now - heard), now
+            self.token_ids += delta.token_ids
+            self.receipt = delta.receipt
+            if len(self.token_ids) > 10:
+                self.begun.set()
+
+
+class Service:
+    """Routers, and workers by name, on their hosts; `clients` are at each router's host."""
+
+    def __init__(self, routers: tuple[int, ...], workers: dict[str, int], directory: Path) -> None:
+        self.network = Network(1 + max(*routers, *workers.values()))
+        self.clients: list[Client] = []
+        self._routers, self._workers, self._directory = routers, workers, directory
+        self._registries: list[RegistryStub] = []
+        self._stack = AsyncExitStack()
+        self._asked = 0
+
+    @asynccontextmanager
+    async def running(self, settings: dict[str, str]) -> AsyncIterator[Service]:
+        """`settings` are those of all workers."""
+        async with self._stack:
+            self._stack.enter_context(self.network)
+            await self._start(settings)
+            yield self
+
+    async def _start(self, settings: dict[str, str]) -> None:
+        for host in self._routers:
+            at = {"http_host": self.network.address(host), "grpc_host": self.network.address(host)}
+            at |= {"policy": "least_loaded", "health.eject_s": "1"}
+            await self._run(f"router-{host}", host, "router", at)
+            address = await self._stack.enter_async_context(self.network.forward(host, GRPC))
+            channel = await self._stack.enter_async_context(rpc.open_channel(address))
+            self._registries.append(RegistryStub(channel))
+            self.clients.append(await self._stack.enter_async_context(Client(address)))
+        routers = ", ".join(f"{self.network.address(host)}:{GRPC}" for host in self._routers)
+        for name, host in self._workers.items():
+            address = self.network.address(host)
+            at = {"worker_id": name, "role": name.partition("-")[0], "routers": f"[{routers}]"}
+            at |= {"host": address, "kv.host": address, "kv.lease_s": "5"}
+            await self._run(name, host, "worker", {**at, **settings})
+        await self.until_whole()
+
+    async def _run(self, name: str, host: int, command: str, settings: dict[str, str]) -> None:
+        words = [sys.executable, "-m", "pdserve", command]
+        for key, value in settings.items():
+            words += ["--set", f"{command}.{key}={value}"]
+
+        async def is_ready() -> bool:
+            return command == "worker" or await self.network.listens(host, GRPC)
+
+        child = Child(name, self._directory / f"{name}.log")
+        self._stack.push_async_callback(child.stop)
+        await child.start(self.network.command(host, words), is_ready)
+
+    async def entries(self, router: int) -> dict[str, w.WorkerEntry]:
+        return {x.info.worker_id: x for x in (await self._listed(router)).workers}
+
+    async def _listed(self, router: int) -> w.ListWorkersResponse:
+        registry = self._registries[router]
+        return await registry.ListWorkers(w.ListWorkersRequest(), timeout=WAIT_S)
+
+    async def until_state(self, name: str, state: str) -> None:
+        """Every router says that of a worker that is not on its own host."""
+        others = [x for x, host in enumerate(self._routers) if host != self._workers[name]]
+        async with asyncio.timeout(WAIT_S):
+            for router in others:
+                while (await self.entries(router))[name].state != state:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+
+    async def until_whole(self) -> None:
+        """Every router can give work to every worker, and none holds anything any more."""
+        async with asyncio.timeout(START_S):
+            while missing := await self._missing():
+                self.missing = missing  # what a test that fails waited for
+                await asyncio.sleep(_LOOK_S)
+
+    async def _missing(self) -> list[str]:
+        found = []
+        for router in range(len(self._routers)):
+            listed = await self._listed(router)
+            ready = {x.info.worker_id for x in listed.workers if x.state == "ready"}
+            found += [f"{name} at router {router}" for name in self._workers if name not in ready]
+            found += [f"{x} is ejected" for x in listed.ejected_pairs]
+            found += [
+                f"{x.info.worker_id} is busy, says router {router}"
+                for x in listed.workers
+                if x.outstanding_requests or x.outstanding_tokens
+            ]
+        return found or await self._held()
+
+    async def _held(self) -> list[str]:
+        """What workers hold of requests that are over."""
+        found = []
+        for name, entry in (await self.entries(0)).items():
+            host, port = self._workers[name], int(entry.info.address.rpartition(":")[2])
+            async with (
+                self.network.forward(host, port) as address,
+                grpc.aio.insecure_channel(address) as channel,
+            ):
+                status = await WorkerStub(channel).GetStatus(w.GetStatusRequest(), timeout=WAIT_S)
+            ledger = status.ledger
+            if ledger.pinned_blocks or ledger.transfers or ledger.engine_requests:
+                found.append(f"{name}: {ledger}")
+        return found
+
+    @asynccontextmanager
+    async def reading(self, asked: list[Asked], *, router: int = 0) -> AsyncIterator[None]:
+        """These answers have begun when the body runs, and end well."""
+        async with asyncio.timeout(2 * WAIT_S), asyncio.TaskGroup() as group:
+            for each in asked:
+                group.create_task(each.read(self.clients[router]))
+            for each in asked:
+                await each.begun.wait()
+            yield
+        pause_s = max(each.pause_s for each in asked)
+        steps = [step for each in asked for step in fallbacks_of(each)]
+        print(f"{len(asked)} answers, longest pause {pause_s:.2f} s, {steps}")  # noqa: T201
+
+    @asynccontextmanager
+    async def answers(
+        self, count: int, *, router: int = 0, sampling: SamplingParams = LONG
+    ) -> AsyncIterator[list[Asked]]:
+        """As `reading`, of requests to fake engines; no token is wrong."""
+        asked = [Asked(self._prompt(), sampling) for _ in range(count)]
+        async with self.reading(asked, router=router):
+            yield asked
+        (model,) = await self.clients[router].list_models()
+        for each in asked:
+            expected = fake_answer(each.prompt, each.sampling, model.vocab_size)
+            assert each.token_ids == expected.token_ids
+
+    async def ask(self, count: int = 4, *, router: int = 0) -> list[Asked]:
+        """Short answers, from their beginning to their end."""
+        async with self.answers(count, router=router, sampling=SHORT) as asked:
+            pass
+        return asked
+
+    def _prompt(self) -> list[int]:
+        """No two are the same."""
+        self._asked += 1
+        return [20 + (self._asked * 37 + x * x) % 200 for x in range(200)]
+
+
+def fallbacks_of(asked: Asked) -> tuple[str, ...]:
+    assert asked.receipt is not None
+    return asked.receipt.fallbacks
+
+
+def workers_of(asked: list[Asked]) -> set[str]:
+    """Those that decoded."""
+    return {each.receipt.decode_worker for each in asked if each.receipt is not None}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
+    service = Service(ROUTERS, WORKERS, tmp_path_factory.mktemp("network"))
+    async with service.running(FAKE):
+        yield service
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def service(shared: Service) -> AsyncIterator[Service]:
+    """Leaves a network that is whole, and workers that hold nothing and answer."""
+    yield shared
+    shared.network.heal()
+    healed = time.monotonic()
+    await shared.until_whole()
+    print(f"whole {time.monotonic() - healed:.1f} s after healing")  # noqa: T201
+    for asked in await asyncio.gather(*(shared.ask(2, router=x) for x in range(len(ROUTERS)))):
+        assert not any(map(fallbacks_of, asked))
+
+
+async def test_real_answers_go_on_without_the_host_that_decodes_them(tmp_path: Path) -> None:
+    service = Service((0,), {"prefill-0": 0, "decode-0": 1}, tmp_path)
+    prompts = [[20 + (x * x + place) % 200 for x in range(200)] for place in range(3)]
+    expected, asked = ([Asked(prompt, LONG) for prompt in prompts] for _ in range(2))
+    async with service.running(VLLM):
+        async with service.reading(expected):
+            pass
+        async with service.reading(asked):
+            service.network.split(1)
+        assert [x.token_ids for x in asked] == [x.token_ids for x in expected]
+        for before, after in zip(expected, asked, strict=True):
+            assert (workers_of([before]), fallbacks_of(before)) == ({"decode-0"}, ())
+            assert (workers_of([after]), len(fallbacks_of(after))) == ({"prefill-0"}, 1)
+        service.network.heal()
+        await service.until_whole()
+
+
+async def test_answers_of_a_decode_host_that_is_cut_off_go_on_at_another(service: Service) -> None:
+    async with service.answers(8) as asked:
+        service.network.split(WORKERS["decode-0"])
+    moved = [each for each in asked if fallbacks_of(each)]
+    assert moved
+    assert workers_of(asked) == {"decode-1"} | workers_of([x for x in asked if x not in moved])
+    assert workers_of(await service.ask()) == {"decode-1"}
+    await service.until_state("decode-0", "lost")
+
+
+async def test_no_open_answer_notices_that_the_prefill_host_is_cut_off(service: Service) -> None:
+    async with service.answers(8) as asked:
+        service.network.split(WORKERS["prefill-0"])
+    assert not any(map(fallbacks_of, asked))
+    await service.ask()
+    await service.until_state("prefill-0", "lost")
+    await service.ask()
+
+
+async def test_prefill_cut_off_from_one_decode_host_hands_over_to_the_other(
+    service: Service,
+) -> None:
+    one, other = WORKERS["prefill-0"], WORKERS["decode-0"]
+    service.network.change(CUT, [one], [other])
+    service.network.change(CUT, [other], [one])
+    await service.ask(8)
+    await service.ask(8)
+
+
+@pytest.mark.parametrize(("source", "target"), [(2, 0), (0, 2)], ids=["to", "from"])
+async def test_answers_go_on_when_a_link_between_worker_and_router_is_cut_one_way(
+    service: Service, source: int, target: int
+) -> None:
+    async with service.answers(8):
+        service.network.change(CUT, [source], [target])
+    await service.ask()
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 1)], ids=["to", "from"])
+async def test_kv_goes_elsewhere_when_a_link_between_workers_is_cut_one_way(
+    service: Service, source: int, target: int
+) -> None:
+    service.network.change(CUT, [source], [target])
+    await service.ask(8)
+    await service.ask(8)
+
+
+async def test_delay_and_loss_cost_time_alone(service: Service) -> None:
+    far = Link(delay_s=0.01, loss=0.01)
+    service.network.change(far, service.network.hosts, service.network.hosts)
+    await service.ask(8)
+    async with service.answers(8):
+        service.network.split(WORKERS["decode-0"])
+
+
+async def test_a_slow_network_costs_time_alone(service: Service) -> None:
+    slow = Link(mbit_per_s=100)
+    service.network.change(slow, service.network.hosts, service.network.hosts)
+    assert not any(map(fallbacks_of, await service.ask(16)))
+
+
+async def test_each_side_of_a_split_serves_with_what_it_has(service: Service) -> None:
+    async with service.answers(4, router=0) as here, service.answers(4, router=1) as there:
+        service.network.split(3)
+    # One side has lost a decode worker, the other its prefill worker.
+    assert workers_of(await service.ask(router=0)) <= {"prefill-0", "decode-0"}
+    assert workers_of(await service.ask(router=1)) == {"decode-1"}
+    assert len(here) == len(there)
+
+
+async def test_a_split_that_comes_and_goes_loses_nothing(service: Service) -> None:
+    async with service.answers(8):
+        for _ in range(3):
+            service.network.split(WORKERS["decode-0"])
+            await asyncio.sleep(0.5)
+            service.network.heal()
+            await asyncio.sleep(0.5)
