@@ -242,6 +242,18 @@ class HealthConfig(_Section, frozen=True):
     eject_s: Seconds = 10.0
 
 
+class BatchConfig(_Section, frozen=True):
+    """The Batch API: `/v1/files` and `/v1/batches`.
+
+    directory: Folder of files and batches. Routers of one host may share it. Empty: `pdserve up`
+        keeps them in its run directory, `pdserve router` only until it ends.
+    max_file_mib: Largest file that can be uploaded.
+    """
+
+    directory: str = ""
+    max_file_mib: Annotated[int, Meta(ge=1, le=1 << 20)] = 200
+
+
 class RouterConfig(_Section, frozen=True):
     """The router: its listeners, admission and placement.
 
@@ -264,6 +276,7 @@ class RouterConfig(_Section, frozen=True):
     access: Who may connect. API keys of clients are under `tenants`.
     roles: The autoscaler of roles.
     health: When a worker that is alive gets no work.
+    batch: Files and batches.
     retry_tokens_per_s: Retry budget of a model: prompt and output tokens computed again a second
         after failures, on average. Requests beyond it fail with 503. 0: no limit.
     otlp_endpoint: OTLP/gRPC endpoint for spans, `http://host:4317`. Empty: no traces.
@@ -295,6 +308,7 @@ class RouterConfig(_Section, frozen=True):
     access: RouterAccessConfig = RouterAccessConfig()
     roles: RolesConfig = RolesConfig()
     health: HealthConfig = HealthConfig()
+    batch: BatchConfig = BatchConfig()
     retry_tokens_per_s: Amount = 20000.0
     otlp_endpoint: Endpoint = ""
     stop_grace_s: Amount = 120.0

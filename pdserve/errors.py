@@ -108,6 +108,10 @@ class PermissionDenied(ClientError, code="permission_denied", http=403):
     """The caller lacks the role."""
 
 
+class NotFound(ClientError, code="not_found", http=404):
+    """There is nothing of this name."""
+
+
 class ModelNotFound(ClientError, code="model_not_found", http=404):
     """No worker serves this model."""
 

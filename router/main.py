@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import uuid
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -27,11 +29,14 @@ from router.adapters import Adapters
 from router.admin import AdminService, RegistryService
 from router.admission import AdmissionController, AdmissionLimits, Tenants
 from router.api.auth import Keys
+from router.api.batches import BatchApi
 from router.api.grpc import Generation
 from router.api.http import HttpApi
 from router.api.open_requests import OpenRequests
 from router.api.preprocess import Preprocessor
 from router.background import background
+from router.batch.runner import BatchRunner
+from router.batch.store import BatchStore
 from router.decisions import DecisionLog
 from router.fleet.registry import Fleet
 from router.health_checks import ActiveHealthChecks
@@ -47,7 +52,9 @@ from router.retry import RetryBudget
 from router.roles import Autoscaler, role_loads, roles_wanted
 
 if TYPE_CHECKING:
-    from pdserve.config import RouterConfig
+    from collections.abc import AsyncIterator
+
+    from pdserve.config import BatchConfig, RouterConfig
 
 GRPC_STOP_S = 1.0
 # Prompts that a worker is given ahead: so many chunks, or one longer prompt.
@@ -106,6 +113,7 @@ class RouterServer:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._stack = AsyncExitStack()
+        self._batches = AsyncExitStack()
         self._open_requests = OpenRequests()
         self._health = health.aio.HealthServicer()
         self._http: HttpServer | None = None
@@ -182,9 +190,14 @@ class RouterServer:
             RegistryService(fleet, requests, costs, roles if config.roles.auto else {}),
             AdminService(decisions, fleet, changer),
         )
+        store = await enter(_batch_store(config.batch, router_id))
         http_api = HttpApi(
-            requests, preprocessor, opened, metrics.render, adapters, keys, config.cors_origins
+            *(requests, preprocessor, opened, metrics.render, adapters, keys, config.cors_origins),
+            BatchApi(store, config.batch.max_file_mib << 20),
         )
+        runner = BatchRunner(store, http_api.answer)
+        await self._batches.enter_async_context(background("batches", runner.run))
+        self._stack.push_async_callback(self._batches.aclose)
         return RouterAddresses(http=await self._start_http(http_api), grpc=grpc_address)
 
     async def _start_grpc(
@@ -235,6 +248,8 @@ class RouterServer:
         rest, and close everything. Workers stay connected until the last request has ended.
         Idempotent."""
         await self._health.enter_graceful_shutdown()
+        # Lines without an answer are asked again by another router, or by the next.
+        await self._batches.aclose()
         if self._http is not None:
             self._http.stop_listening()
         grace_s = self._config.stop_grace_s if grace_s is None else grace_s
@@ -242,6 +257,19 @@ class RouterServer:
             await self._open_requests.drain(grace_s)
         finally:
             await self._stack.aclose()
+
+
+@asynccontextmanager
+async def _batch_store(config: BatchConfig, router_id: str) -> AsyncIterator[BatchStore]:
+    with ExitStack() as stack:
+        folder = config.directory
+        if not folder:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-batches-"))
+        store = await asyncio.to_thread(BatchStore, Path(folder), router_id)
+        try:
+            yield store
+        finally:
+            await store.close()
 
 
 def _join(host: str, port: int) -> str:

@@ -121,6 +121,9 @@ class Supervisor:
         self._dialer = dialer(config.worker.access, "worker.access")  # as a worker
         self._ready_file = Path(config.up.ready_file) if config.up.ready_file else None
         self._run_dir = make_run_dir(config.up.run_dir)
+        if not config.router.batch.directory:
+            batch = replace(config.router.batch, directory=str(self._run_dir / "batches"))
+            self._routers = {name: replace(x, batch=batch) for name, x in self._routers.items()}
         # vLLM leaves files in the temporary folder when it is killed.
         self._temporary_dir = tempfile.TemporaryDirectory(prefix="pdserve-tmp-")
         self._forkserver = None

@@ -21,6 +21,7 @@ from pdserve.errors import (
     RequestTooLarge,
     wait_s,
 )
+from pdserve.types import ServiceClass
 from router.answer import served
 from router.api import messages, openai, prompts
 from router.api.auth import EVERYONE
@@ -30,6 +31,7 @@ from router.api.openapi import DOCS_PAGE, openapi
 from router.api.preprocess import check_request_id, new_request_id
 from router.api.sinks import EventStream, Sink, WholeBody, Writer
 from router.api.tokens import DetokenizeRequest, TokenizeRequest
+from router.batch.runner import Answered
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from router.adapters import Adapters
     from router.answer import Generates, Out
     from router.api.auth import Keys
+    from router.api.batches import BatchApi
     from router.api.open_requests import OpenRequests
     from router.api.preprocess import ParsedRequest, Preprocessor
 
@@ -51,6 +54,10 @@ BODY_TIMEOUT_S = 30.0
 _MODELS = "/v1/models"
 _MESSAGES = "/v1/messages"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_BODIES: dict[str, type[openai.ChatRequest | openai.CompletionRequest]] = {
+    "/v1/chat/completions": openai.ChatRequest,
+    "/v1/completions": openai.CompletionRequest,
+}
 _HEADERS = web.RequestKey("response_headers", dict[str, str])
 _TENANT = web.RequestKey("tenant", str)
 
@@ -75,6 +82,7 @@ class HttpApi:
         adapters: Adapters,
         keys: Keys = EVERYONE,
         cors_origins: Collection[str] = (),
+        batches: BatchApi | None = None,
     ) -> None:
         self._answers = StoredAnswers()
         self._cors_origins = frozenset(cors_origins)
@@ -84,10 +92,10 @@ class HttpApi:
         self._render_metrics = render_metrics
         self._adapters = adapters
         self._keys = keys
+        self._batches = batches
         self._started = int(time.time())
         self._routes: dict[str, tuple[str, Handler]] = {
-            "/v1/chat/completions": ("POST", partial(self._generate, openai.ChatRequest)),
-            "/v1/completions": ("POST", partial(self._generate, openai.CompletionRequest)),
+            **{path: ("POST", partial(self._generate, kind)) for path, kind in _BODIES.items()},
             _MESSAGES: ("POST", partial(self._generate, messages.MessagesRequest)),
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
             _LOAD: ("POST", self._load_adapter),
@@ -156,11 +164,16 @@ class HttpApi:
         method, handler = self._routes.get(path, ("", None))
         if handler is None and path.startswith(f"{_MODELS}/"):
             method, handler = "GET", self._show_model
+        batches = self._batches if handler is None else None
+        if batches is not None and (methods := batches.methods(path)):
+            if request.method in methods or (request.method == "HEAD" and "GET" in methods):
+                body = partial(_read_body, request)
+                return await batches.handle(request, request[_TENANT], body)
+            return _wrong_method(request, *methods)
         if handler is None:
             return _error(404, f"no such path: {path}", code="not_found")
         if request.method != method and (request.method, method) != ("HEAD", "GET"):
-            request[_HEADERS]["allow"] = method
-            return _error(405, f"{path} supports {method} only", code="method_not_allowed")
+            return _wrong_method(request, method)
         return await handler(request)
 
     async def _list_models(self, _: web.BaseRequest) -> web.Response:
@@ -307,6 +320,20 @@ class HttpApi:
             sink.fail(error)
         return sink
 
+    async def answer(self, path: str, data: bytes, tenant: str, timeout_s: float) -> Answered:
+        """Answer a body that did not come over HTTP, behind all interactive requests. Raises
+        PdserveError."""
+        body = read(_BODIES[path], data)
+        if body.stream:
+            raise InvalidRequest("'stream' must be false in a batch", field="stream")
+        request_id = new_request_id(body.id_prefix)
+        parsed = body.parse(request_id)
+        for one in parsed:
+            one.service_class = ServiceClass.BATCH
+            one.timeout_s = timeout_s
+        whole = await self._answer(body, request_id, parsed, Caller(tenant, "", ""), WholeBody)
+        return Answered(request_id, whole.body)
+
     async def _serve(
         self, parsed: Sequence[ParsedRequest], made: Sequence[GenerateRequest], out: Out
     ) -> None:
@@ -378,6 +405,12 @@ def _authorization(request: web.BaseRequest) -> str | None:
 
 def _json(value: object, status: int = 200) -> web.Response:
     return web.Response(body=encode(value), status=status, content_type="application/json")
+
+
+def _wrong_method(request: web.BaseRequest, *supported: str) -> web.Response:
+    request[_HEADERS]["allow"] = ", ".join(supported)
+    text = f"{request.path} supports {' and '.join(supported)} only"
+    return _error(405, text, code="method_not_allowed")
 
 
 def _error(status: int, message: str, *, code: str) -> web.Response:

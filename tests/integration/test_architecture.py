@@ -62,4 +62,4 @@ async def test_one_request_runs_through_the_files_that_the_document_names() -> N
     assert 5 <= len(named) <= 15
     touched = await _files_until_first_token()
     assert {name for name in named if not WITH_VLLM.match(name)} - touched == set()
-    assert len(touched) <= 40, sorted(touched)
+    assert len(touched) <= 40, "\n".join(sorted(touched))

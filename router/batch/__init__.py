@@ -1,0 +1,1 @@
+"""Files and batches: OpenAI's Batch API on SQLite, shared by the routers of one host."""
