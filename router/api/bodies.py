@@ -216,14 +216,23 @@ def read(kind: type[B], data: bytes) -> B:
     return body
 
 
+def convert(value: Any, kind: Any, at: str) -> Any:
+    """Validate a part of a body that is at `at`. Raises InvalidRequest naming the field."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _error_for(str(error), at) from error
+
+
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _NAMED = re.compile(r"Object (contains unknown|missing required) field `(.*?)`")
 
 
-def _error_for(message: str) -> InvalidRequest:
+def _error_for(message: str, within: str = "") -> InvalidRequest:
     """The error for msgspec's message, such as "Expected `int`, got `str` - at `$.n`"."""
     at = _AT.search(message)
     path, reason = (at.group(1), message[: at.start()]) if at else ("", message)
+    path = f"{within}.{path}".strip(".") if within else path
     named = _NAMED.match(reason)
     if named is not None:
         field = f"{path}.{named.group(2)}".lstrip(".")

@@ -29,6 +29,7 @@ from router.api.bodies import GenerateBody, encode, read
 from router.api.idempotency import Recorded, StoredAnswers
 from router.api.openapi import DOCS_PAGE, openapi
 from router.api.preprocess import check_request_id, new_request_id
+from router.api.responses import ResponsesRequest
 from router.api.sinks import EventStream, Sink, WholeBody, Writer
 from router.api.tokens import DetokenizeRequest, TokenizeRequest
 from router.batch.runner import Answered
@@ -96,6 +97,7 @@ class HttpApi:
         self._started = int(time.time())
         self._routes: dict[str, tuple[str, Handler]] = {
             **{path: ("POST", partial(self._generate, kind)) for path, kind in _BODIES.items()},
+            "/v1/responses": ("POST", partial(self._generate, ResponsesRequest)),
             _MESSAGES: ("POST", partial(self._generate, messages.MessagesRequest)),
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
             _LOAD: ("POST", self._load_adapter),

@@ -379,16 +379,20 @@ class _Chat(Protocol):
     continue_final_message: Continues
 
 
+def effort_variables(effort: Effort) -> dict[str, Any]:
+    """Return the variables that tell a chat template how much to reason."""
+    return (
+        {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    )
+
+
 def conversation(body: _Chat) -> Conversation:
     """Return what the model's chat template renders. Raises InvalidRequest naming the field."""
     variables = dict(body.chat_template_kwargs or {})
     for name in _OWN_VARIABLES:
         if name in variables:
             refuse(f"chat_template_kwargs.{name}", "is not a variable of its own")
-    if body.reasoning_effort is not None:
-        effort = body.reasoning_effort
-        defaults = {"enable_thinking": effort != "none", "reasoning_effort": effort}
-        variables = defaults | variables
+    variables = effort_variables(body.reasoning_effort) | variables
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         refuse("add_generation_prompt", "must be false with continue_final_message")
@@ -707,11 +711,14 @@ class WholeAnswer(_Writer):
         return choice
 
 
-def _chat_logprobs(positions: Sequence[PositionLogprobs], _: int) -> dict[str, object]:
-    content = [
+def chat_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[str, object]]:
+    return [
         {**_token(x.sampled), "top_logprobs": [_token(top) for top in x.top]} for x in positions
     ]
-    return {"content": content, "refusal": None}
+
+
+def _chat_logprobs(positions: Sequence[PositionLogprobs], _: int) -> dict[str, object]:
+    return {"content": chat_logprobs(positions), "refusal": None}
 
 
 def _completion_logprobs(positions: Sequence[PositionLogprobs], offset: int) -> dict[str, object]:

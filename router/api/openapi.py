@@ -18,6 +18,7 @@ from router.api.openai import (
     Response,
     UnloadAdapterRequest,
 )
+from router.api.responses import ResponseBody, ResponsesRequest
 from router.api.tokens import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ DOCS_PAGE = Path(__file__).with_name("docs.html")
 POSTS: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
@@ -42,9 +44,11 @@ GETS = (
 
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the HTTP API."""
-    (*bodies, answer, message, error, message_error), schemas = msgspec.json.schema_components(
-        (*POSTS.values(), Response, MessageBody, ErrorBody, MessageError),
-        ref_template="#/components/schemas/{name}",
+    (*bodies, answer, response, message, error, message_error), schemas = (
+        msgspec.json.schema_components(
+            (*POSTS.values(), Response, ResponseBody, MessageBody, ErrorBody, MessageError),
+            ref_template="#/components/schemas/{name}",
+        )
     )
 
     def responses(failed: Any = error, **content: Any) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def openapi() -> dict[str, Any]:
 
     paths: dict[str, Any] = {path: {"get": {"responses": responses()}} for path in GETS}
     for path, body in zip(POSTS, bodies, strict=True):
-        failed, schema = error, answer
+        failed, schema = error, response if path == "/v1/responses" else answer
         if path.startswith("/v1/messages"):
             failed, schema = message_error, message
         content: dict[str, Any]

@@ -1,0 +1,201 @@
+"""OpenAI's Responses API, with OpenAI's own client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+import pytest
+from scripted import ANSWER, ANSWER_TEXT
+
+from pdserve.errors import TransferFailed
+from pdserve.types import (
+    Constraint,
+    FinishReason,
+    PositionLogprobs,
+    SamplingParams,
+    ServiceClass,
+    StructuredOutput,
+    TokenLogprob,
+    Usage,
+)
+from router.answer import AnswerDelta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import openai
+    from scripted import Apis
+
+RESPONSES = "/v1/responses"
+ASKED: dict[str, Any] = {"model": "demo", "input": "hi"}
+
+
+async def test_a_whole_response_is_what_the_client_expects(official: openai.AsyncOpenAI) -> None:
+    response = await official.responses.create(
+        **ASKED, metadata={"a": "b"}, store=True, max_output_tokens=9, temperature=0.5
+    )
+    assert response.id.startswith("resp_")
+    assert (response.status, response.output_text) == ("completed", ANSWER_TEXT)
+    assert (response.metadata, response.max_output_tokens) == ({"a": "b"}, 9)
+    usage = response.usage
+    assert usage is not None
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (7, 4, 11)
+    assert usage.input_tokens_details.cached_tokens == 2
+    assert (response.model_extra or {})["pdserve"]["receipt"]["prefill_worker"] == "prefill-0"
+
+
+async def test_a_streamed_response_is_the_whole_one(official: openai.AsyncOpenAI) -> None:
+    async with official.responses.stream(**ASKED) as stream:
+        events = [event async for event in stream]
+        response = await stream.get_final_response()
+    assert [event.type for event in events] == [
+        *("response.created", "response.in_progress"),
+        *("response.output_item.added", "response.content_part.added"),
+        *["response.output_text.delta"] * 3,
+        *("response.output_text.done", "response.content_part.done"),
+        *("response.output_item.done", "response.completed"),
+    ]
+    assert [x.sequence_number for x in events] == list(range(len(events)))
+    whole = await official.responses.create(**ASKED)
+    assert response.output_text == whole.output_text == ANSWER_TEXT
+    assert response.usage == whole.usage
+
+
+async def test_a_response_that_is_cut_is_incomplete(
+    apis: Apis, official: openai.AsyncOpenAI
+) -> None:
+    last = AnswerDelta((1,), "a", finish_reason=FinishReason.LENGTH, usage=Usage(1, 1))
+    apis.generator.script = (last,)
+    response = await official.responses.create(**ASKED)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    events = [x async for x in await official.responses.create(**ASKED, stream=True)]
+    assert events[-1].type == "response.incomplete"
+
+
+async def test_logprobs_come_where_they_are_included(
+    apis: Apis, official: openai.AsyncOpenAI
+) -> None:
+    logprobs = (PositionLogprobs(TokenLogprob(1, "a", -0.5, 1)),)
+    last = AnswerDelta((1,), "a", logprobs, FinishReason.STOP, usage=Usage(1, 1))
+    apis.generator.script = (last,)
+    included: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = await official.responses.create(**ASKED, **included)
+    (item,) = response.output
+    assert item.type == "message"
+    (part,) = item.content
+    assert part.type == "output_text"
+    assert [(x.token, x.logprob) for x in part.logprobs or ()] == [("a", -0.5)]
+    assert apis.generator.requests[0].sampling.logprobs == 2
+    events = [x async for x in await official.responses.create(**ASKED, **included, stream=True)]
+    (delta,) = [x for x in events if x.type == "response.output_text.delta"]
+    assert [x.logprob for x in delta.logprobs] == [-0.5]
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+async def test_an_answer_follows_the_clients_schema(
+    apis: Apis, official: openai.AsyncOpenAI
+) -> None:
+    last = AnswerDelta((1,), '{"name":"Oslo"}', finish_reason=FinishReason.STOP, usage=Usage(1, 1))
+    apis.generator.script = (last,)
+    response = await official.responses.parse(**ASKED, text_format=City)
+    assert response.output_parsed == City(name="Oslo")
+    constraint = apis.generator.requests[0].sampling.structured_output
+    assert constraint is not None
+    assert constraint.kind is Constraint.JSON_SCHEMA
+
+
+HISTORY = [
+    {"role": "developer", "content": "a"},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
+    {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "so "}],
+    },
+    {
+        "type": "message",
+        "id": "msg_1",
+        "status": "completed",
+        "role": "assistant",
+        "content": [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}],
+    },
+    {"role": "user", "content": "d"},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rendered"),
+    [
+        ({"instructions": "x"}, "<|system|>x<|user|>hi<|assistant|>"),
+        (
+            {"input": HISTORY},
+            "<|system|>a<|user|>b<|assistant|>so c<|user|>d<|assistant|>",
+        ),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, "<|user|>hilow<|assistant|>"),
+    ],
+)
+async def test_items_are_rendered_by_the_models_template(
+    apis: Apis, token_ids: Callable[[str], tuple[int, ...]], fields: dict[str, Any], rendered: str
+) -> None:
+    status, answer = await apis.post(RESPONSES, {**ASKED, **fields})
+    assert status == 200, answer
+    assert apis.generator.requests[0].prompt_token_ids == token_ids(rendered)
+
+
+async def test_sampling_and_order_reach_the_generator(apis: Apis) -> None:
+    fields = {"top_p": 0.9, "top_k": 3, "priority": 2, "service_tier": "flex", "cache_salt": "s"}
+    form = {"format": {"type": "json_object"}}
+    status, answer = await apis.post(
+        RESPONSES, {**ASKED, **fields, "max_output_tokens": 9, "text": form}
+    )
+    assert status == 200, answer
+    made = apis.generator.requests[0]
+    constraint = StructuredOutput(Constraint.JSON_OBJECT)
+    assert made.sampling == SamplingParams(
+        max_tokens=9, top_p=0.9, top_k=3, structured_output=constraint
+    )
+    assert (made.priority, made.service_class) == (2, ServiceClass.BATCH)
+    assert made.cache_salt == "s"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "a" * 100}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [HISTORY[0], {"type": "item_reference", "id": "x"}]}, "input[1].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 64}, "max_output_tokens"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+async def test_a_bad_field_is_named(apis: Apis, fields: dict[str, Any], field: str) -> None:
+    status, answer = await apis.post(RESPONSES, {**ASKED, **fields})
+    assert (status, answer["error"]["param"]) == (400, field)
+
+
+async def test_a_stream_that_fails_says_so(apis: Apis, official: openai.AsyncOpenAI) -> None:
+    apis.generator.script = (ANSWER[0], TransferFailed("lost"))
+    events = [x async for x in await official.responses.create(**ASKED, stream=True)]
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None
+    assert last.response.error.message == "lost"
