@@ -17,7 +17,7 @@ from pdserve.v1 import generation_pb2 as g
 from pdserve.v1.generation_pb2_grpc import GenerationStub
 from router import main
 from router.api import grpc as grpc_api
-from router.api import http as http_api
+from router.api import sinks
 from tests.cluster import WAIT_S, Cluster
 from tests.integration.test_cluster import PLAIN, PROMPT, assert_same
 from tests.integration.test_role_changes import metrics
@@ -55,7 +55,7 @@ class TestSlowReaders:
     @pytest.fixture(autouse=True)
     def small_buffers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(grpc_api, "MAX_UNSENT_DELTAS", 64)
-        monkeypatch.setattr(http_api, "MAX_UNSENT_BYTES", 4096)
+        monkeypatch.setattr(sinks, "MAX_UNSENT_BYTES", 4096)
 
         def bind_small(host: str, port: int) -> socket.socket:
             sock = http_server.bind(host, port)

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 REPORT = KvReport(
-    KvLedger(3, 2, 4, 4), 1, {"shm": 2, "tcp": 1}, {"push_s": 0.5, "failures": 6}, 1024
+    KvLedger(3, 2, 4, 4),
+    quarantined_slots=1,
+    links={"shm": 2, "tcp": 1},
+    totals={"push_s": 0.5, "failures": 6},
+    held_bytes=1024,
 )
 PREFILL = '{model="demo",role="prefill",worker="p"}'
 DECODE = '{model="demo",role="decode",worker="d"}'
