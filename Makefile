@@ -100,9 +100,10 @@ proto-check: $(STAMP) ## prove that pdserve/v1 is what protos/ generates
 chart: $(STAMP) ## generate deploy/helm/pdserve from deploy/kubernetes/base, with kubectl
 	$(BIN)/python deploy/helm/generate.py
 
-docs: $(STAMP) ## generate docs/configuration.md, docs/metrics.md and deploy/dashboards/
+docs: $(STAMP) ## generate docs/api.md, configuration.md, metrics.md and deploy/dashboards/
 	$(BIN)/python -m pdserve.config
 	$(BIN)/python -m pdserve.metrics
+	$(BIN)/python -m router.api.reference
 	$(BIN)/python deploy/dashboards/generate.py
 
 bench: $(STAMP) ## compare 1P1D with two aggregated workers on a shipped trace

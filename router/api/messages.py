@@ -68,12 +68,12 @@ class Turn(Strict):
         )
 
 
-class SchemaFormat(Strict, tag_field="type", tag="json_schema"):
+class MessageSchemaFormat(Strict, tag_field="type", tag="json_schema"):
     schema: dict[str, Any]
 
 
 class OutputConfig(Strict):
-    format: SchemaFormat | None = None
+    format: MessageSchemaFormat | None = None
     effort: Annotated[
         Literal["low", "medium", "high", "xhigh", "max"] | None,
         Meta(description="Given to the chat template as reasoning_effort."),

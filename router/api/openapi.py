@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from pdserve import __version__
+from router.api.batches import CreateBatchRequest
 from router.api.bodies import GenerateBody
 from router.api.messages import CountTokensRequest, MessageBody, MessageError, MessagesRequest
 from router.api.openai import (
@@ -25,20 +26,50 @@ if TYPE_CHECKING:
     from router.api.bodies import Body
 
 DOCS_PAGE = Path(__file__).with_name("docs.html")
-# Paths with a body, in the order of the document.
-POSTS: dict[str, type[Body]] = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountTokensRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-    "/v1/load_lora_adapter": LoadAdapterRequest,
-    "/v1/unload_lora_adapter": UnloadAdapterRequest,
-}
-GETS = (
-    *("/v1/models", "/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/docs"),
+
+
+class Endpoint(NamedTuple):
+    method: str
+    path: str
+    text: str
+    body: type[Body] | None = None
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/v1/chat/completions", "OpenAI's chat; streamed or whole", ChatRequest),
+    Endpoint("POST", "/v1/completions", "OpenAI's completions", CompletionRequest),
+    Endpoint("POST", "/v1/responses", "OpenAI's Responses, not stored", ResponsesRequest),
+    Endpoint("POST", "/v1/messages", "Anthropic's Messages", MessagesRequest),
+    Endpoint("POST", "/v1/messages/count_tokens", "Tokens of a conversation", CountTokensRequest),
+    Endpoint("POST", "/tokenize", "Token ids of a text or a conversation", TokenizeRequest),
+    Endpoint("POST", "/detokenize", "Text of token ids", DetokenizeRequest),
+    Endpoint("GET", "/v1/models", "Models and LoRA adapters"),
+    Endpoint("GET", "/v1/models/{model}", "One of them"),
+    Endpoint("POST", "/v1/files", "Upload a file for a batch (multipart)"),
+    Endpoint("GET", "/v1/files", "Files of the tenant"),
+    Endpoint("GET", "/v1/files/{file_id}", "One of them"),
+    Endpoint("GET", "/v1/files/{file_id}/content", "Its bytes"),
+    Endpoint("DELETE", "/v1/files/{file_id}", "Delete it"),
+    Endpoint("POST", "/v1/batches", "Start a batch", CreateBatchRequest),
+    Endpoint("GET", "/v1/batches", "Batches of the tenant"),
+    Endpoint("GET", "/v1/batches/{batch_id}", "One of them"),
+    Endpoint("POST", "/v1/batches/{batch_id}/cancel", "End it early"),
+    Endpoint("POST", "/v1/load_lora_adapter", "Load an adapter (admin)", LoadAdapterRequest),
+    Endpoint("POST", "/v1/unload_lora_adapter", "Unload it (admin)", UnloadAdapterRequest),
+    Endpoint("GET", "/health", "The router runs"),
+    Endpoint("GET", "/ping", "The same"),
+    Endpoint("GET", "/ready", "Every model can be served now"),
+    Endpoint("GET", "/version", "Version of the router"),
+    Endpoint("GET", "/metrics", "[Metrics](metrics.md) for Prometheus"),
+    Endpoint("GET", "/openapi.json", "This API for programs"),
+    Endpoint("GET", "/docs", "This API for a browser"),
+)
+# Paths with a body of JSON, and those that need no more than to be asked.
+POSTS = {x.path: x.body for x in ENDPOINTS if x.body is not None}
+GETS = tuple(
+    x.path
+    for x in ENDPOINTS
+    if x.method == "GET" and "{" not in x.path and x.path not in ("/v1/files", "/v1/batches")
 )
 
 

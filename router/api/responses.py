@@ -92,7 +92,7 @@ class ReasoningItem(Strict, tag_field="type", tag="reasoning"):
 Item = MessageItem | ReasoningItem
 
 
-class SchemaFormat(Strict, tag_field="type", tag="json_schema"):
+class ResponseSchemaFormat(Strict, tag_field="type", tag="json_schema"):
     schema: dict[str, Any]
     name: str | None = None
     description: str | None = None
@@ -100,7 +100,7 @@ class SchemaFormat(Strict, tag_field="type", tag="json_schema"):
 
 
 class TextConfig(Strict):
-    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    format: TextFormat | JsonObjectFormat | ResponseSchemaFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -134,7 +134,7 @@ class ResponsesRequest(GenerateBody, kw_only=True):
     id_prefix: ClassVar[str] = "resp_"
     input: Annotated[
         str | list[dict[str, Any]],
-        Meta(description="Text, or items: messages, and reasoning of earlier answers."),
+        Meta(description="Text, or items: message (of input_text and output_text) and reasoning."),
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
@@ -178,7 +178,7 @@ class ResponsesRequest(GenerateBody, kw_only=True):
         elif self.top_logprobs:
             refuse("top_logprobs", f"requires {_LOGPROBS} in include")
         form = None if self.text is None else self.text.format
-        if isinstance(form, SchemaFormat):
+        if isinstance(form, ResponseSchemaFormat):
             schema = encode(form.schema).decode()
             given["structured_output"] = StructuredOutput(Constraint.JSON_SCHEMA, schema)
         elif isinstance(form, JsonObjectFormat):
