@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -14,7 +17,10 @@ from pdserve.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
+
+_FAST, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+# Less than a gRPC message takes (rpc.py). Published tokenizers have up to 35 MB.
+MAX_FILES_BYTES = 48 << 20
 
 # One text at a time: the library's threads would only delay it.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,6 +47,29 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
+def read_files(path: Path) -> dict[str, bytes]:
+    """Return the files from which `Tokenizer.load` makes the tokenizer of the model directory
+    `path`, or of a file of Mistral's own library: contents by name. Empty if the model has none of
+    them. Raises ConfigError naming a file that cannot be read, and beyond MAX_FILES_BYTES."""
+    paths = [path] if path.is_file() else [path / name for name in (_FAST, _CONFIG, _TEMPLATE)]
+    if not paths[0].is_file():
+        return {}
+    try:
+        found = {each.name: each.read_bytes() for each in paths if each.is_file()}
+    except OSError as error:
+        raise ConfigError(f"cannot read the tokenizer: {error}", field="model") from error
+    if (size := sum(map(len, found.values()))) > MAX_FILES_BYTES:
+        text = f"the tokenizer in {path} has {size} bytes; at most {MAX_FILES_BYTES} are sent"
+        raise ConfigError(text, field="model")
+    return found
+
+
+def digest_of(files: Mapping[str, bytes]) -> str:
+    """Return what identifies a tokenizer; "" without files."""
+    each = (f"{name} {hashlib.sha256(files[name]).hexdigest()}\n" for name in sorted(files))
+    return hashlib.sha256("".join(each).encode()).hexdigest() if files else ""
+
+
 class Tokenizer:
     """Converts text to token ids. Plain text gets the special tokens of `tokenizer.json`, a
     conversation only those that its template writes, so that there are not two BOS tokens."""
@@ -53,21 +82,20 @@ class Tokenizer:
         self._template = template
 
     @staticmethod
-    def load(directory: Path) -> Tokenizer:
-        """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`, which overrides
-        the template in the configuration, or a file of Mistral's own library. Raises ConfigError
-        naming the file."""
-        if directory.is_file():
-            return MistralTokenizer(directory)
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(f"{path} does not exist", field="model")
+    def load(files: Mapping[str, bytes]) -> Tokenizer:
+        """Make a tokenizer of what `read_files` returned: `tokenizer.json`, `tokenizer_config.json`
+        and `chat_template.jinja`, which overrides the template in the configuration, or a file of
+        Mistral's own library. Raises ConfigError naming the file."""
+        if not files:
+            raise ConfigError("the model has no tokenizer.json", field="model")
+        if _FAST not in files:
+            return MistralTokenizer(files)
         try:
-            fast = FastTokenizer.from_file(str(path))
+            fast = FastTokenizer.from_buffer(files[_FAST])
         # The library raises a bare Exception for a file that it cannot read.
         except Exception as error:
-            raise ConfigError(f"{path} is not a tokenizer: {error}", field="model") from error
-        return Tokenizer(fast, _read_template(directory))
+            raise ConfigError(f"{_FAST} is not a tokenizer: {error}", field="model") from error
+        return Tokenizer(fast, _read_template(files))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of `text`. Raises InvalidRequest for text that is not Unicode (a
@@ -113,14 +141,19 @@ class MistralTokenizer(Tokenizer):
     """A tokenizer of Mistral's own library (`tekken.json`, or a versioned sentencepiece model),
     which writes conversations without a template."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        ((name, content),) = files.items()
         try:
             from mistral_common.protocol.instruct.validator import ValidationMode
             from mistral_common.tokens.tokenizers import mistral
         except ImportError as error:
-            raise ConfigError(f"{file} needs the package mistral-common", field="model") from error
-        # The mode that vLLM uses.
-        self._mistral = mistral.MistralTokenizer.from_file(str(file), mode=ValidationMode.test)
+            raise ConfigError(f"{name} needs the package mistral-common", field="model") from error
+        # The library reads only files, and their format is in their names.
+        with TemporaryDirectory(prefix="pdserve-tokenizer-") as directory:
+            file = Path(directory, Path(name).name)
+            file.write_bytes(content)
+            # The mode that vLLM uses.
+            self._mistral = mistral.MistralTokenizer.from_file(str(file), mode=ValidationMode.test)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         _check_unicode(text)
@@ -165,25 +198,25 @@ def _check_unicode(text: str) -> None:
         raise InvalidRequest("the text holds half a surrogate pair", field="prompt") from error
 
 
-def _read_template(directory: Path) -> ChatTemplate | None:
-    path = directory / "tokenizer_config.json"
+def _read_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
+    name = _CONFIG
     try:
-        config: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config: Any = json.loads(files.get(name, b"{}").decode())
         if not isinstance(config, dict):
-            raise ConfigError(f"{path} does not hold a JSON object", field="model")
+            raise ConfigError(f"{name} does not hold a JSON object", field="model")
         template = config.get("chat_template")
-        path = directory / "chat_template.jinja"
-        if path.is_file():
-            template = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", field="model") from error
+        name = _TEMPLATE
+        if name in files:
+            template = files[name].decode()
+    except ValueError as error:
+        raise ConfigError(f"cannot read {name}: {error}", field="model") from error
     if isinstance(template, list):
         # Older files have several templates; "default" is the one for plain conversations.
         template = {x.get("name"): x.get("template") for x in template}.get("default")
     if template is None:
         return None
     if not isinstance(template, str):
-        raise ConfigError(f"{directory}: chat_template is not text", field="model")
+        raise ConfigError(f"{_CONFIG}: chat_template is not text", field="model")
     # A special token is its text, or an object with `content`.
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     tokens = {x: y.get("content") if isinstance(y, dict) else y for x, y in named.items()}

@@ -297,9 +297,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model. `path` is where its tokenizer is (`Tokenizer.load`), `aliases` are further
-    names that it answers to, and `sampling_defaults` the sampling parameters of requests that do
-    not set them."""
+    """A served model. `path` is where its worker has the files of its tokenizer, and `tokenizer`
+    their digest (tokenizer.py), empty if it has none. `aliases` are further names that it answers
+    to, and `sampling_defaults` the sampling parameters of requests that do not set them."""
 
     name: str
     path: str
@@ -308,6 +308,7 @@ class ModelInfo:
     dtype: str
     aliases: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    tokenizer: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -405,6 +406,6 @@ class KvReport:
     ledger: KvLedger
     quarantined_slots: int = 0
     links: Mapping[str, int] = field(default_factory=dict)
-    downgrades: Mapping[str, str] = field(default_factory=dict)
     totals: Mapping[str, float] = field(default_factory=dict)
     held_bytes: int = 0
+    downgrades: Mapping[str, str] = field(default_factory=dict)

@@ -50,6 +50,7 @@ from router.prefix import PrefixWatcher
 from router.request import RequestServer, Services
 from router.retry import RetryBudget
 from router.roles import Autoscaler, role_loads, roles_wanted
+from router.tokenizers import fetch_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -184,6 +185,7 @@ class RouterServer:
             requests.models,
             requests.adapters,
             timeout_s=config.request_timeout_s,
+            load=partial(fetch_tokenizer, fleet),
         )
         grpc_address = await self._start_grpc(
             Generation(requests, preprocessor, opened, keys),

@@ -49,10 +49,10 @@ async def a_router(**options: object) -> AsyncIterator[RouterProcess]:
 
 
 @asynccontextmanager
-async def a_worker(**options: object) -> AsyncIterator[None]:
+async def a_worker(*, cwd: Path = _ROOT, **options: object) -> AsyncIterator[None]:
     """`pdserve worker` with a fake engine and the configuration of `options`, which waits for its
     routers."""
-    async with _process("worker", {"engine": "fake", **options}):
+    async with _process("worker", {"engine": "fake", **options}, cwd):
         yield
 
 
@@ -65,7 +65,7 @@ async def _ready(reports: asyncio.StreamReader) -> Any:
 
 @asynccontextmanager
 async def _process(
-    kind: str, settings: dict[str, object]
+    kind: str, settings: dict[str, object], cwd: Path = _ROOT
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.StreamReader]]:
     """The process and what it reports."""
     ours, theirs = socket.socketpair()
@@ -73,7 +73,7 @@ async def _process(
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "pdserve", kind, "--report-fd", str(theirs.fileno())),
         *(word for key, value in settings.items() for word in ("--set", f"{kind}.{key}={value}")),
-        cwd=_ROOT,
+        cwd=cwd,
         pass_fds=(theirs.fileno(),),
     )
     theirs.close()

@@ -13,6 +13,7 @@ import msgspec
 from pdserve.config import TiersConfig
 from pdserve.errors import ConfigError
 from pdserve.hub import with_directories
+from pdserve.tokenizer import digest_of, read_files
 from pdserve.types import ModelInfo, Role
 from workers.engine import ignore_progress
 
@@ -97,6 +98,7 @@ def _make_fake(config: WorkerConfig, instance_id: str) -> Engine:
             vocab_size=int(values["vocab_size"]),
             dtype=str(values.get("dtype", values.get("torch_dtype", "auto"))),
             aliases=tuple(aliases),
+            tokenizer=digest_of(read_files(Path(config.model))),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

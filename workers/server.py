@@ -9,6 +9,7 @@ import os
 import time
 import uuid
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
@@ -21,6 +22,7 @@ from pdserve.http_server import HttpServer, bind
 from pdserve.security.roles import Party, make_guard
 from pdserve.security.tls import dialer, server_context, server_credentials
 from pdserve.telemetry import open_tracing
+from pdserve.tokenizer import read_files
 from pdserve.types import WorkerInfo
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
@@ -301,6 +303,13 @@ class WorkerServer(WorkerServicer):
                 request.name, request.path, self.info.model.name, request.digest
             )
         return wire.adapter_to_pb(adapter)
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: w.GetTokenizerRequest, context: Context
+    ) -> w.TokenizerFiles:
+        async with _refusing(context):
+            files = await asyncio.to_thread(read_files, Path(self.info.model.path))
+        return w.TokenizerFiles(files=files)
 
     async def UnloadAdapter(  # noqa: N802
         self, request: w.UnloadAdapterRequest, context: Context

@@ -20,7 +20,7 @@ ROLE_DECODE: Role
 ROLE_AGGREGATED: Role
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "path", "max_model_len", "vocab_size", "dtype", "aliases", "sampling_defaults")
+    __slots__ = ("name", "path", "max_model_len", "vocab_size", "dtype", "aliases", "sampling_defaults", "tokenizer")
     class SamplingDefaultsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class ModelInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     max_model_len: int
@@ -42,7 +43,8 @@ class ModelInfo(_message.Message):
     dtype: str
     aliases: _containers.RepeatedScalarFieldContainer[str]
     sampling_defaults: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    tokenizer: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Mapping[str, float]] = ..., tokenizer: _Optional[str] = ...) -> None: ...
 
 class KvEndpoint(_message.Message):
     __slots__ = ("addresses", "compatibility", "layout", "transports", "handoff")
@@ -216,6 +218,23 @@ class GpuHealth(_message.Message):
     xid: int
     fault: str
     def __init__(self, index: _Optional[int] = ..., name: _Optional[str] = ..., temperature_c: _Optional[int] = ..., memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., ecc_errors: _Optional[int] = ..., utilization_percent: _Optional[int] = ..., power_w: _Optional[float] = ..., energy_j: _Optional[float] = ..., clock_mhz: _Optional[int] = ..., throttled_by: _Optional[str] = ..., xid: _Optional[int] = ..., fault: _Optional[str] = ...) -> None: ...
+
+class GetTokenizerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TokenizerFiles(_message.Message):
+    __slots__ = ("files",)
+    class FilesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.ScalarMap[str, bytes]
+    def __init__(self, files: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker", "draining", "adapters")

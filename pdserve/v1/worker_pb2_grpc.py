@@ -272,6 +272,11 @@ class WorkerStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.Adapter.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_unary(
+                '/pdserve.v1.Worker/GetTokenizer',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.TokenizerFiles.FromString,
+                _registered_method=True)
         self.UnloadAdapter = channel.unary_unary(
                 '/pdserve.v1.Worker/UnloadAdapter',
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
@@ -326,6 +331,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizer(self, request, context):
+        """Returns the files of the model's tokenizer and chat template: routers have no models.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UnloadAdapter(self, request, context):
         """Reports the adapter no more, waits until no request uses it, and unloads it.
         """
@@ -365,6 +377,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.LoadAdapter,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.LoadAdapterRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.Adapter.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.TokenizerFiles.SerializeToString,
             ),
             'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.UnloadAdapter,
@@ -536,6 +553,33 @@ class Worker:
             '/pdserve.v1.Worker/LoadAdapter',
             pdserve_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/GetTokenizer',
+            pdserve_dot_v1_dot_worker__pb2.GetTokenizerRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.TokenizerFiles.FromString,
             options,
             channel_credentials,
             insecure,

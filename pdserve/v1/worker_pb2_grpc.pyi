@@ -110,6 +110,8 @@ class WorkerStub:
     SettleRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]
     """Loads a LoRA adapter, or does nothing if this revision of it is loaded."""
+    GetTokenizer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.TokenizerFiles]
+    """Returns the files of the model's tokenizer and chat template: routers have no models."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
     """Reports the adapter no more, waits until no request uses it, and unloads it."""
 
@@ -134,6 +136,8 @@ class WorkerAsyncStub(WorkerStub):
     SettleRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SettleRoleRequest, _worker_pb2.SettleRoleResponse]  # type: ignore[assignment]
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.Adapter]  # type: ignore[assignment]
     """Loads a LoRA adapter, or does nothing if this revision of it is loaded."""
+    GetTokenizer: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.TokenizerFiles]  # type: ignore[assignment]
+    """Returns the files of the model's tokenizer and chat template: routers have no models."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Reports the adapter no more, waits until no request uses it, and unloads it."""
 
@@ -191,6 +195,14 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.Adapter, _abc.Awaitable[_worker_pb2.Adapter]]:
         """Loads a LoRA adapter, or does nothing if this revision of it is loaded."""
+
+    @_abc_1.abstractmethod
+    def GetTokenizer(
+        self,
+        request: _worker_pb2.GetTokenizerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.TokenizerFiles, _abc.Awaitable[_worker_pb2.TokenizerFiles]]:
+        """Returns the files of the model's tokenizer and chat template: routers have no models."""
 
     @_abc_1.abstractmethod
     def UnloadAdapter(

@@ -8,7 +8,6 @@ import re
 import secrets
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdserve.errors import (
@@ -18,12 +17,13 @@ from pdserve.errors import (
     ModelNotFound,
     Unavailable,
 )
-from pdserve.tokenizer import Conversation, Tokenizer
+from pdserve.tokenizer import Conversation
 from pdserve.types import GenerateRequest, ServiceClass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 
+    from pdserve.tokenizer import Tokenizer
     from pdserve.types import Adapter, ModelInfo, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ class Preprocessor:
     """Prepares requests for the models that `models` returns, and their LoRA adapters.
 
     `timeout_s` is the deadline of requests that give none, and the latest that one may give.
-    The tokenizer of a model is read once, by `load` in
-    a thread, when the first request needs it.
+    The tokenizer of a model is made once, by `load`, when the first request needs it.
     """
 
     def __init__(
@@ -95,13 +94,13 @@ class Preprocessor:
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
         *,
         timeout_s: float,
-        load: Callable[[Path], Tokenizer] = Tokenizer.load,
+        load: Callable[[ModelInfo], Coroutine[Any, Any, Tokenizer]],
     ) -> None:
         self._models = models
         self._adapters = adapters
         self._timeout_s = timeout_s
         self._load = load
-        self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}
+        self._tokenizers: dict[str, asyncio.Task[Tokenizer]] = {}  # by digest
 
     async def prepare(
         self, parsed: ParsedRequest, *, tenant: str = "", traceparent: str = ""
@@ -184,19 +183,20 @@ class Preprocessor:
         return decode() if is_short else await asyncio.to_thread(decode)
 
     async def _tokenizer(self, model: ModelInfo) -> Tokenizer:
-        """Raises Unavailable if the model's directory cannot be read; the next request tries
+        """Raises Unavailable if the model's tokenizer cannot be had; the next request tries
         again."""
-        task = self._tokenizers.get(model.path)
+        task = self._tokenizers.get(model.tokenizer)
         if task is None:
-            task = asyncio.create_task(asyncio.to_thread(self._load, Path(model.path)))
-            self._tokenizers[model.path] = task
+            served = {each.tokenizer for each in self._models().values()}
+            self._tokenizers = {x: kept for x, kept in self._tokenizers.items() if x in served}
+            task = self._tokenizers[model.tokenizer] = asyncio.create_task(self._load(model))
         try:
-            # A client that leaves must not cancel the reading that other requests wait for.
+            # A client that leaves must not cancel the loading that other requests wait for.
             return task.result() if task.done() else await asyncio.shield(task)
-        except ConfigError as error:
-            self._tokenizers.pop(model.path, None)
+        except (ConfigError, Unavailable) as error:
+            self._tokenizers.pop(model.tokenizer, None)
             logger.error("tokenizer of model %s: %s", model.name, error)
-            text = f"the router cannot read the tokenizer of model {model.name}"
+            text = f"the router has no tokenizer of model {model.name}; send token ids"
             raise Unavailable(text) from error
 
 

@@ -44,6 +44,10 @@ FORGET_AFTER_S = 60.0
 PAIR_FACTOR = 6
 
 
+# What workers of one model must have in common.
+SAME_OF_A_MODEL = ("vocab_size", "max_model_len", "aliases", "sampling_defaults", "tokenizer")
+
+
 class Fleet:
     """State: `members` by worker id, a connection to each that is not lost, and the LoRA adapters
     that are served, by name: `adapters`. Reports do not change those in `changing`, which this
@@ -174,7 +178,7 @@ class Fleet:
                         field="worker.model.aliases",
                     )
                 continue
-            for name in ("vocab_size", "max_model_len", "aliases", "sampling_defaults"):
+            for name in SAME_OF_A_MODEL:
                 ours, theirs = getattr(info.model, name), getattr(other.info.model, name)
                 if ours != theirs:
                     raise InvalidRequest(

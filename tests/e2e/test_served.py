@@ -17,7 +17,7 @@ import pytest
 
 from pdserve.client import Client
 from pdserve.demo import MODEL_DIR
-from pdserve.tokenizer import ChatMessage, Tokenizer
+from pdserve.tokenizer import ChatMessage, Tokenizer, read_files
 from pdserve.types import FinishReason, Receipt, SamplingParams
 from pdserve.v1 import worker_pb2 as w
 from pdserve.v1.worker_pb2_grpc import WorkerStub
@@ -76,7 +76,7 @@ class Stack:
 
 def prompts_as_logged() -> list[str]:
     """What prompts of this file would look like in a log: as text, and as lists of tokens."""
-    encode, texts = Tokenizer.load(MODEL_DIR).encode, [LONG[:49], EXPLAIN]
+    encode, texts = Tokenizer.load(read_files(MODEL_DIR)).encode, [LONG[:49], EXPLAIN]
     return texts + [str(encode(x, add_special_tokens=False)[1:6])[1:-1] for x in texts]
 
 
@@ -245,7 +245,7 @@ async def test_a_prompt_is_scored_as_its_answer_was(stack: Stack) -> None:
             answer = await client.completions.create(model=MODEL, temperature=0, **body)
             return answer.choices[0], (answer.model_extra or {})["pdserve"]["receipt"]
 
-        prompt = list(Tokenizer.load(MODEL_DIR).encode("What is prefill? It is"))
+        prompt = list(Tokenizer.load(read_files(MODEL_DIR)).encode("What is prefill? It is"))
         said, _ = await complete(
             prompt=prompt, max_tokens=8, logprobs=1, extra_body={"return_token_ids": True}
         )

@@ -10,7 +10,7 @@ import mistral_common
 import pytest
 
 from pdserve.errors import InvalidRequest
-from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer
+from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 
 DATA = Path(mistral_common.__file__).parent / "data"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
@@ -45,7 +45,10 @@ def test_router_and_vllm_make_the_same_tokens(kind: str, tmp_path: Path) -> None
         (model / "tokenizer_config.json").write_text(json.dumps(config))
         (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
     theirs = get_tokenizer(str(model))
-    ours = Tokenizer.load(path_for_router(theirs, model, made))
+    files = read_files(path_for_router(theirs, model, made))
+    # Workers of one model must send the same, each from a directory of its own.
+    assert files == read_files(path_for_router(get_tokenizer(str(model)), model, tmp_path / "new"))
+    ours = Tokenizer.load(files)
     for text in TEXTS:
         for special in (True, False):
             found = ours.encode(text, add_special_tokens=special)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,9 @@ import pytest
 from pdserve import rpc, wire
 from pdserve.client import Client
 from pdserve.config import RouterConfig
+from pdserve.demo import MODEL_DIR
 from pdserve.errors import Conflict, InvalidRequest, Unavailable
+from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 from pdserve.types import FinishReason, SamplingParams
 from pdserve.v1 import generation_pb2 as g
 from pdserve.v1 import worker_pb2 as w
@@ -311,3 +314,26 @@ async def test_a_client_gives_up_when_all_routers_are_away_for_too_long() -> Non
     async with Client(["127.0.0.1:1", "127.0.0.1:2"], patience_s=0.2) as client:
         with pytest.raises(Unavailable):
             await Told().follow(client.generate(PROMPT, PLAIN))
+
+
+async def test_a_router_without_the_model_has_its_tokenizer_from_the_worker(tmp_path: Path) -> None:
+    """The worker's model is at a path that only the worker can read: a relative one."""
+    shutil.copytree(MODEL_DIR, tmp_path / "model")
+    async with (
+        a_router() as router,
+        a_worker(cwd=tmp_path, model="model", model_names="[m]", routers=f"[{router.grpc}]"),
+        aiohttp.ClientSession(router.http) as http,
+    ):
+        await until_workers(router.grpc, 1)
+        tokenizer = Tokenizer.load(read_files(MODEL_DIR))
+        message = {"role": "user", "content": "What is prefill?"}
+        chat = tokenizer.encode_chat(Conversation([ChatMessage(**message)]))
+        for path, prompt, wanted in (
+            ("/v1/completions", {"prompt": "What is"}, tokenizer.encode("What is")),
+            ("/v1/chat/completions", {"messages": [message]}, chat),
+        ):
+            body = {"model": "m", "max_tokens": 2, **prompt}
+            async with http.post(path, json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                usage = (await answer.json())["usage"]
+            assert usage["prompt_tokens"] == len(wanted)

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from pdserve.demo import MODEL_DIR as MODEL
-from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer
+from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from tests.e2e.engines import EngineProcess, settings
 from tests.e2e.pair import Pair, joined
@@ -68,7 +68,7 @@ async def pair() -> AsyncIterator[Pair]:
 
 def asked(question: str) -> list[int]:
     messages = [ChatMessage("user", question)]
-    return list(Tokenizer.load(MODEL).encode_chat(Conversation(messages)))
+    return list(Tokenizer.load(read_files(MODEL)).encode_chat(Conversation(messages)))
 
 
 def accepted(answer: Answer) -> bool:

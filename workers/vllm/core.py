@@ -35,6 +35,7 @@ from pdserve.errors import (
     Unavailable,
     WorkerFailed,
 )
+from pdserve.tokenizer import digest_of, read_files
 from pdserve.types import (
     ErrorInfo,
     FinishReason,
@@ -164,16 +165,18 @@ class VllmCore:
         config = self._engine.vllm_config
         model = config.model_config
         directory, made = Path(model.tokenizer), Path(self._tokenizer_dir.name)
+        path = path_for_router(self._engine.get_tokenizer(), directory, made)
         return EngineInfo(
             name=f"vllm {vllm.__version__}",
             model=ModelInfo(
                 name=settings.model_names[0],
-                path=str(path_for_router(self._engine.get_tokenizer(), directory, made)),
+                path=str(path),
                 max_model_len=model.max_model_len,
                 vocab_size=model.get_vocab_size(),
                 dtype=str(model.dtype).removeprefix("torch."),
                 aliases=settings.model_names[1:],
                 sampling_defaults=model.get_diff_sampling_param(),
+                tokenizer=digest_of(read_files(path)),
             ),
             block_size=config.cache_config.block_size,
             total_blocks=int(config.cache_config.num_gpu_blocks) - 1,  # less the null block

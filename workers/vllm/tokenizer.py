@@ -1,4 +1,4 @@
-"""Where a router, which imports neither vLLM nor transformers, reads an engine's tokenizer."""
+"""The files of an engine's tokenizer that a router can use, without vLLM and transformers."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from pdserve import tokenizer as tokenizer_module
 from pdserve.errors import ConfigError, InvalidRequest
-from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer
+from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, digest_of, read_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +60,7 @@ CONFIG = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": TEMP
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write(tmp_path_factory.mktemp("model"), CONFIG))
+    return Tokenizer.load(read_files(write(tmp_path_factory.mktemp("model"), CONFIG)))
 
 
 @given(text=st.text())
@@ -81,7 +82,7 @@ def test_saved_truncation_and_padding_do_not_touch_prompts(tmp_path: Path) -> No
     fast = fast_tokenizer()
     fast.enable_truncation(4)
     fast.enable_padding(length=64)
-    tokenizer = Tokenizer.load(write(tmp_path, CONFIG, fast))
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, CONFIG, fast)))
     assert text_of(tokenizer, tokenizer.encode("a long enough text")) == f"{BOS}a long enough text"
     assert tokenizer.encode("a") == (0, *tokenizer.encode("a", add_special_tokens=False))
 
@@ -108,7 +109,7 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
 def test_helpers_that_published_templates_count_on(
     tmp_path: Path, template: str, expected: str
 ) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, {"chat_template": template})))
     assert tokenizer.render_chat(Conversation([ChatMessage("user", "<é & '>")])) == expected
 
 
@@ -126,7 +127,7 @@ def test_helpers_that_published_templates_count_on(
 def test_template_that_refuses_or_reaches_out_is_a_client_error(
     tmp_path: Path, template: str
 ) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, {"chat_template": template})))
     with pytest.raises(InvalidRequest) as caught:
         tokenizer.render_chat(Conversation(HI))
     assert caught.value.field == "messages"
@@ -135,7 +136,7 @@ def test_template_that_refuses_or_reaches_out_is_a_client_error(
 def test_reason_of_a_template_reaches_the_client(tmp_path: Path) -> None:
     config = {"chat_template": "{{ raise_exception('roles must alternate') }}"}
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        Tokenizer.load(write(tmp_path, config)).render_chat(Conversation(HI))
+        Tokenizer.load(read_files(write(tmp_path, config))).render_chat(Conversation(HI))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_reason_of_a_template_reaches_the_client(tmp_path: Path) -> None:
 def test_developer_is_system_to_templates_that_do_not_know_it(
     tmp_path: Path, template: str, expected: str
 ) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, {"chat_template": template})))
     assert tokenizer.render_chat(Conversation([ChatMessage("developer", "be brief")])) == expected
 
 
@@ -166,22 +167,36 @@ def test_where_the_template_is_taken_from(
 ) -> None:
     if in_file is not None:
         (tmp_path / "chat_template.jinja").write_text(in_file, "utf-8")
-    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": in_config}))
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, {"chat_template": in_config})))
     assert tokenizer.render_chat(Conversation(HI)) == expected
 
 
 @pytest.mark.parametrize("config", [{}, {"chat_template": [{"name": "rag", "template": "r"}]}])
 def test_without_a_template_a_chat_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path, config))
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, config)))
     with pytest.raises(InvalidRequest, match="no chat template") as caught:
         tokenizer.encode_chat(Conversation(HI))
     assert caught.value.field == "messages"
 
 
+def test_a_digest_is_that_of_what_matters_and_the_size_has_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert digest_of(read_files(tmp_path)) == ""
+    files = read_files(write(tmp_path, CONFIG))
+    (tmp_path / "model.safetensors").touch()
+    assert read_files(tmp_path) == files
+    changed = [{**files, name: b""} for name in files] + [dict([item]) for item in files.items()]
+    assert len({digest_of(x) for x in [files, *changed]}) == 1 + len(changed)
+    monkeypatch.setattr(tokenizer_module, "MAX_FILES_BYTES", 99)
+    with pytest.raises(ConfigError, match=r"has \d+ bytes; at most 99 are sent"):
+        read_files(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", None, "does not exist"),
+        ("tokenizer.json", None, "no tokenizer.json"),
         ("tokenizer.json", "{}", "is not a tokenizer"),
         ("tokenizer_config.json", "{", "cannot read"),
         ("tokenizer_config.json", "[]", "does not hold a JSON object"),
@@ -198,7 +213,7 @@ def test_broken_files_are_named(
     if content is not None:
         path.write_text(content, "utf-8")
     with pytest.raises(ConfigError, match=message):
-        Tokenizer.load(tmp_path)
+        Tokenizer.load(read_files(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -211,13 +226,13 @@ def test_broken_files_are_named(
 def test_a_continued_message_ends_where_its_text_does(
     tmp_path: Path, template: str, content: str, expected: str
 ) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": template}))
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, {"chat_template": template})))
     messages = [ChatMessage("user", "a"), ChatMessage("assistant", content)]
     chat = Conversation(messages, add_generation_prompt=False, continue_final_message=True)
     assert tokenizer.render_chat(chat) == expected
 
 
 def test_a_template_that_hides_the_last_message_cannot_continue_it(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write(tmp_path, {"chat_template": "nothing"}))
+    tokenizer = Tokenizer.load(read_files(write(tmp_path, {"chat_template": "nothing"})))
     with pytest.raises(InvalidRequest, match="does not show the last message"):
         tokenizer.render_chat(Conversation(HI, continue_final_message=True))

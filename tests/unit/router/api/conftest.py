@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -25,6 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from pdserve import rpc
 from pdserve.client import Client
 from pdserve.http_server import HttpServer, bind
+from pdserve.tokenizer import Tokenizer as ModelTokenizer
+from pdserve.tokenizer import read_files
 from pdserve.types import ModelInfo
 from pdserve.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from router.api.auth import EVERYONE, Keys
@@ -35,7 +38,6 @@ from router.api.preprocess import Preprocessor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +58,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     return directory
+
+
+async def read_tokenizer(model: ModelInfo) -> ModelTokenizer:
+    """The tokenizer in the directory of the model."""
+    return ModelTokenizer.load(read_files(Path(model.path)))
 
 
 @pytest.fixture
@@ -81,7 +88,9 @@ def keys() -> Keys:
 async def apis(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Apis]:
     async with AsyncExitStack() as stack:
         open_requests = OpenRequests()
-        preprocessor = Preprocessor(generator.models, generator.adapters, timeout_s=TIMEOUT_S)
+        preprocessor = Preprocessor(
+            generator.models, generator.adapters, timeout_s=TIMEOUT_S, load=read_tokenizer
+        )
         api = HttpApi(
             generator,
             preprocessor,
