@@ -243,10 +243,10 @@ class HealthConfig(_Section, frozen=True):
 
 
 class BatchConfig(_Section, frozen=True):
-    """The Batch API: `/v1/files` and `/v1/batches`.
+    """What the router stores: `/v1/files`, `/v1/batches` and `/v1/responses`.
 
-    directory: Folder of files and batches. Routers of one host may share it. Empty: `pdserve up`
-        keeps them in its run directory, `pdserve router` only until it ends.
+    directory: Folder of files, batches and responses. Routers of one host may share it. Empty:
+        `pdserve up` keeps them in its run directory, `pdserve router` only until it ends.
     max_file_mib: Largest file that can be uploaded.
     """
 

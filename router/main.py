@@ -34,6 +34,7 @@ from router.api.grpc import Generation
 from router.api.http import HttpApi
 from router.api.open_requests import OpenRequests
 from router.api.preprocess import Preprocessor
+from router.api.responses import ResponseApi
 from router.background import background
 from router.batch.runner import BatchRunner
 from router.batch.store import BatchStore
@@ -196,6 +197,7 @@ class RouterServer:
         http_api = HttpApi(
             *(requests, preprocessor, opened, metrics.render, adapters, keys, config.cors_origins),
             BatchApi(store, config.batch.max_file_mib << 20),
+            responses=ResponseApi(store),
         )
         runner = BatchRunner(store, http_api.answer)
         await self._batches.enter_async_context(background("batches", runner.run))

@@ -29,7 +29,7 @@ from router.api.bodies import GenerateBody, encode, read
 from router.api.idempotency import Recorded, StoredAnswers
 from router.api.openapi import DOCS_PAGE, openapi
 from router.api.preprocess import check_request_id, new_request_id
-from router.api.responses import ResponsesRequest
+from router.api.responses import ResponseApi, ResponsesRequest
 from router.api.sinks import EventStream, Sink, WholeBody, Writer
 from router.api.tokens import DetokenizeRequest, TokenizeRequest
 from router.batch.runner import Answered
@@ -54,6 +54,7 @@ S = TypeVar("S", bound=Sink)
 BODY_TIMEOUT_S = 30.0
 _MODELS = "/v1/models"
 _MESSAGES = "/v1/messages"
+_RESPONSES = "/v1/responses"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _BODIES: dict[str, type[openai.ChatRequest | openai.CompletionRequest]] = {
     "/v1/chat/completions": openai.ChatRequest,
@@ -84,6 +85,8 @@ class HttpApi:
         keys: Keys = EVERYONE,
         cors_origins: Collection[str] = (),
         batches: BatchApi | None = None,
+        *,
+        responses: ResponseApi,
     ) -> None:
         self._answers = StoredAnswers()
         self._cors_origins = frozenset(cors_origins)
@@ -94,10 +97,11 @@ class HttpApi:
         self._adapters = adapters
         self._keys = keys
         self._batches = batches
+        self._responses = responses
         self._started = int(time.time())
         self._routes: dict[str, tuple[str, Handler]] = {
             **{path: ("POST", partial(self._generate, kind)) for path, kind in _BODIES.items()},
-            "/v1/responses": ("POST", partial(self._generate, ResponsesRequest)),
+            _RESPONSES: ("POST", partial(self._generate, ResponsesRequest)),
             _MESSAGES: ("POST", partial(self._generate, messages.MessagesRequest)),
             f"{_MESSAGES}/count_tokens": ("POST", self._count_tokens),
             _LOAD: ("POST", self._load_adapter),
@@ -166,6 +170,12 @@ class HttpApi:
         method, handler = self._routes.get(path, ("", None))
         if handler is None and path.startswith(f"{_MODELS}/"):
             method, handler = "GET", self._show_model
+        if path.startswith(f"{_RESPONSES}/"):
+            if request.method not in ("GET", "HEAD", "DELETE"):
+                return _wrong_method(request, "GET", "DELETE")
+            name = path.removeprefix(f"{_RESPONSES}/")
+            found = await self._responses.handle(request.method, name, request[_TENANT])
+            return web.Response(body=found, content_type="application/json")
         batches = self._batches if handler is None else None
         if batches is not None and (methods := batches.methods(path)):
             if request.method in methods or (request.method == "HEAD" and "GET" in methods):
@@ -271,6 +281,8 @@ class HttpApi:
             _idempotency_key(request),
             request.headers.get("traceparent", ""),
         )
+        if isinstance(body, ResponsesRequest):
+            await self._responses.continue_previous(body, caller.tenant)
         parsed = body.parse(request_id)
         answer = partial(self._answer, body, request_id, parsed, caller)
         if caller.key and not parsed[0].resume:
@@ -310,9 +322,11 @@ class HttpApi:
                 ]
                 resumes = bool(made[0].resume)
                 self._open_requests.claim(open_request, caller.tenant, caller.key, resumes)
-                sink = open_sink(body.writer(request_id, made))
+                writer = body.writer(request_id, made)
+                sink = open_sink(writer)
                 await self._serve(parsed, made, sink)
                 sink.end()
+                await self._responses.keep(writer, caller.tenant)
         except PdserveError as error:
             # Engines refuse a constraint under our own name for it.
             if error.field == "structured_output":

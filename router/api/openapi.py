@@ -38,7 +38,9 @@ class Endpoint(NamedTuple):
 ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", "OpenAI's chat; streamed or whole", ChatRequest),
     Endpoint("POST", "/v1/completions", "OpenAI's completions", CompletionRequest),
-    Endpoint("POST", "/v1/responses", "OpenAI's Responses, not stored", ResponsesRequest),
+    Endpoint("POST", "/v1/responses", "OpenAI's Responses", ResponsesRequest),
+    Endpoint("GET", "/v1/responses/{response_id}", "A stored response"),
+    Endpoint("DELETE", "/v1/responses/{response_id}", "Delete it"),
     Endpoint("POST", "/v1/messages", "Anthropic's Messages", MessagesRequest),
     Endpoint("POST", "/v1/messages/count_tokens", "Tokens of a conversation", CountTokensRequest),
     Endpoint("POST", "/tokenize", "Token ids of a text or a conversation", TokenizeRequest),

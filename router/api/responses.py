@@ -1,16 +1,16 @@
-"""OpenAI's Responses API: bodies and events. Requests take the same way as all others.
-
-Responses are not stored: `store` has no effect, and `previous_response_id` is refused.
-"""
+"""OpenAI's Responses API: bodies, events, and what is stored. Requests take the same way as all
+others."""
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
-from pdserve.errors import InternalError
+from pdserve.errors import InternalError, InvalidRequest, NotFound
 from pdserve.tokenizer import ChatMessage, Conversation
 from pdserve.types import (
     MAX_LOGPROBS,
@@ -43,6 +43,7 @@ from router.api.openai import (
     effort_variables,
 )
 from router.api.preprocess import OPEN_ENDED, ParsedRequest
+from router.batch.store import StoredResponse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from pdserve.types import GenerateRequest, Usage
     from router.answer import AnswerDelta
     from router.api.sinks import Writer
+    from router.batch.store import BatchStore
 
 _Ignored = Annotated[Any, Meta(description=NO_EFFECT)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -119,7 +121,6 @@ class Reasoning(Strict):
         "image": Known(),
         "max_tool_calls": Known(),
         "moderation": Known(),
-        "previous_response_id": Known((), "responses are not stored; send the whole input"),
         "prompt": Known(),
         "prompt_cache_options": Known(),
         "prompt_cache_retention": Known(("in_memory",)),
@@ -149,7 +150,12 @@ class ResponsesRequest(GenerateBody, kw_only=True):
     include: Annotated[
         list[str] | None, Meta(description=f"{_LOGPROBS} is honoured, the rest is without effect.")
     ] = None
-    store: Annotated[bool | None, Meta(description="Without effect: nothing is stored.")] = None
+    store: Annotated[
+        bool | None, Meta(description="Keep the response for 30 days, as is the default.")
+    ] = None
+    previous_response_id: Annotated[
+        Text | None, Meta(description="Continue a stored response; its instructions do not count.")
+    ] = None
     service_tier: Annotated[
         Literal["auto", "default", "flex", "priority"] | None,
         Meta(description="As of /v1/chat/completions."),
@@ -198,12 +204,14 @@ class ResponsesRequest(GenerateBody, kw_only=True):
         )
         return [parsed]
 
+    def items(self) -> list[dict[str, Any]]:
+        """Return the input as items."""
+        given = self.input
+        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
     def _rendered(self) -> Conversation:
         messages = [ChatMessage("system", self.instructions)] if self.instructions else []
-        if isinstance(self.input, str):
-            messages.append(ChatMessage("user", self.input))
-        else:
-            messages += _messages(self.input)
+        messages += _messages(self.items())
         if not messages:
             refuse("input", "is empty")
         effort = None if self.reasoning is None else self.reasoning.effort
@@ -272,7 +280,7 @@ class ResponseBody(Struct, kw_only=True):
     max_output_tokens: int | None = None
     output: list[dict[str, Any]]
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, Any] | None = None
     store: bool = False
     temperature: float | None = None
@@ -307,7 +315,10 @@ class ResponseWriter:
             text={"format": {"type": "text"} if form is None else form},
             top_p=body.top_p,
             metadata=body.metadata or {},
+            store=body.store is not False,
+            previous_response_id=body.previous_response_id,
         )
+        self._items = body.items()
         self._item_id = f"msg_{request_id.removeprefix('resp_')}"
         self._sequence = 0
         self._text: list[str] | None = None
@@ -402,7 +413,56 @@ class ResponseWriter:
             raise InternalError("the answer ended without a finish reason")
         return b"" if self._is_stream else encode(self._response)
 
+    def stored(self, tenant: str) -> StoredResponse | None:
+        """Return what is kept of a complete answer, or None if the client wants nothing kept."""
+        response = self._response
+        if not response.store:
+            return None
+        items = encode([*self._items, *response.output])
+        return StoredResponse(response.id, tenant, response.created_at, encode(response), items)
+
     def fail(self, error: PdserveError) -> bytes:
         self._response.status = "failed"
         self._response.error = {"code": error.code, "message": error.message}
         return self._event("response.failed", response=self._response)
+
+
+# -- Stored responses
+
+
+class ResponseApi:
+    """Stored responses. A tenant sees its own alone."""
+
+    def __init__(self, store: BatchStore) -> None:
+        self._store = store
+
+    async def continue_previous(self, body: ResponsesRequest, tenant: str) -> None:
+        """Put the items of the previous response before the input. Raises InvalidRequest."""
+        previous = body.previous_response_id
+        if previous is None:
+            return
+        found = await self._store.response(previous, tenant)
+        if found is None:
+            field = "previous_response_id"
+            raise InvalidRequest(f"'{field}': no response {previous!r} is stored", field=field)
+        body.input = [*msgspec.json.decode(found.items), *body.items()]
+
+    async def keep(self, writer: Writer, tenant: str) -> None:
+        """Keep a complete answer, if it is of this API and to be stored. Raises InternalError."""
+        stored = writer.stored(tenant) if isinstance(writer, ResponseWriter) else None
+        if stored is None:
+            return
+        try:
+            await self._store.keep_response(stored)
+        except sqlite3.Error as error:
+            raise InternalError(f"the response could not be stored: {error}") from error
+
+    async def handle(self, method: str, response_id: str, tenant: str) -> bytes:
+        """Return the answer to a GET or DELETE. Raises NotFound."""
+        found = await self._store.response(response_id, tenant)
+        if found is None:
+            raise NotFound(f"no response {response_id!r} is stored")
+        if method != "DELETE":
+            return found.body
+        await self._store.delete_response(found)
+        return encode({"id": found.id, "object": "response", "deleted": True})

@@ -34,6 +34,9 @@ T = TypeVar("T")
 BUSY_S = 20.0
 # An upload that its router did not live to finish.
 _STALE_UPLOAD_S = 24 * 3600.0
+# Stored responses: OpenAI's lifetime of them, and how many of all tenants are kept at most.
+RESPONSE_S = 30 * 86_400
+MAX_RESPONSES = 100_000
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
@@ -52,6 +55,10 @@ CREATE TABLE IF NOT EXISTS lines (
     result BLOB, succeeded INTEGER,
     PRIMARY KEY (batch_id, number), UNIQUE (batch_id, custom_id)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS responses (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, tenant TEXT NOT NULL,
+    created_at INTEGER NOT NULL, body BLOB NOT NULL, items BLOB NOT NULL, UNIQUE (tenant, id)
+);
 """
 
 
@@ -99,6 +106,17 @@ class StoredBatch(NamedTuple):
     total: int
     completed: int
     failed: int
+
+
+class StoredResponse(NamedTuple):
+    """An answer of the Responses API: its JSON body, and as JSON the items of the conversation up
+    to its end."""
+
+    id: str
+    tenant: str
+    created_at: int
+    body: bytes
+    items: bytes
 
 
 class Line(NamedTuple):
@@ -242,6 +260,19 @@ class BatchStore:
         has no answer."""
         await self._run(self._finish, batch_id, status, unanswered)
 
+    # Responses.
+
+    async def keep_response(self, response: StoredResponse) -> None:
+        """Keep a response, and drop those that are too old or too many."""
+        await self._run(self._keep_response, response)
+
+    async def response(self, response_id: str, tenant: str) -> StoredResponse | None:
+        return await self._run(self._response, response_id, tenant)
+
+    async def delete_response(self, response: StoredResponse) -> None:
+        sql = "DELETE FROM responses WHERE tenant = ? AND id = ?"
+        await self._run(self._db.execute, sql, (response.tenant, response.id))
+
     # Everything below runs on the thread.
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
@@ -291,6 +322,27 @@ class BatchStore:
     def _delete(self, file: StoredFile) -> None:
         self._db.execute("DELETE FROM files WHERE id = ?", (file.id,))
         self._path(file.id).unlink(missing_ok=True)
+
+    def _keep_response(self, response: StoredResponse) -> None:
+        with self._transaction() as db:
+            row = db.execute(
+                "INSERT OR REPLACE INTO responses (id, tenant, created_at, body, items)"
+                " VALUES (?, ?, ?, ?, ?) RETURNING number",
+                response,
+            ).fetchone()
+            db.execute(
+                "DELETE FROM responses WHERE (number <= ? OR created_at < ?)"
+                " AND number IN (SELECT number FROM responses ORDER BY number LIMIT 10)",
+                (row[0] - MAX_RESPONSES, response.created_at - RESPONSE_S),
+            )
+
+    def _response(self, response_id: str, tenant: str) -> StoredResponse | None:
+        row = self._db.execute(
+            "SELECT id, tenant, created_at, body, items FROM responses"
+            " WHERE id = ? AND tenant = ? AND created_at >= ?",
+            (response_id, tenant, int(time.time()) - RESPONSE_S),
+        ).fetchone()
+        return None if row is None else StoredResponse(*row)
 
     def _batches(self, where: str, *values: str) -> list[StoredBatch]:
         rows = self._db.execute(f"{_BATCH} WHERE {where} ORDER BY created_at DESC, id", values)

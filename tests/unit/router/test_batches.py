@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ import pytest
 from pdserve.errors import ContextLengthExceeded, WorkerFailed
 from router.background import background
 from router.batch import runner
+from router.batch import store as store_module
 from router.batch.runner import Answered, BatchRunner
-from router.batch.store import OPEN, BatchStore, LeaseLost, Status
+from router.batch.store import OPEN, BatchStore, LeaseLost, Status, StoredResponse
 from tests.patience import WAIT_S
 
 if TYPE_CHECKING:
@@ -199,3 +201,19 @@ async def test_tenants_do_not_see_each_other(store: BatchStore) -> None:
     assert await store.batch(batch.id, "other") is None
     assert await store.file(batch.input_file_id, "other") is None
     assert (await store.files("other"), await store.batches("other")) == ([], [])
+
+
+async def test_stored_responses_are_of_one_tenant_and_the_oldest_go(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_RESPONSES", 2)
+    now = int(time.time())
+    for name in "abc":
+        await store.keep_response(StoredResponse(name, "t", now, b"{}", b"[]"))
+    found = [await store.response(name, "t") for name in "abc"]
+    assert [x.id for x in found if x is not None] == ["b", "c"]
+    await store.keep_response(StoredResponse("c", "u", now, b"other", b"[]"))
+    assert await store.response("c", "t") == StoredResponse("c", "t", now, b"{}", b"[]")
+    old = StoredResponse("old", "t", now - store_module.RESPONSE_S - 1, b"{}", b"[]")
+    await store.keep_response(old)
+    assert await store.response("old", "t") is None

@@ -35,6 +35,8 @@ from router.api.grpc import Generation
 from router.api.http import HttpApi
 from router.api.open_requests import OpenRequests
 from router.api.preprocess import Preprocessor
+from router.api.responses import ResponseApi
+from router.batch.store import BatchStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -85,12 +87,14 @@ def keys() -> Keys:
 
 
 @pytest.fixture
-async def apis(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Apis]:
+async def apis(generator: ScriptedGenerator, keys: Keys, tmp_path: Path) -> AsyncIterator[Apis]:
     async with AsyncExitStack() as stack:
         open_requests = OpenRequests()
         preprocessor = Preprocessor(
             generator.models, generator.adapters, timeout_s=TIMEOUT_S, load=read_tokenizer
         )
+        store = BatchStore(tmp_path / "batches", "router")
+        stack.push_async_callback(store.close)
         api = HttpApi(
             generator,
             preprocessor,
@@ -99,6 +103,7 @@ async def apis(generator: ScriptedGenerator, keys: Keys) -> AsyncIterator[Apis]:
             generator,
             keys,
             [CORS_ORIGIN],
+            responses=ResponseApi(store),
         )
         sock = bind("127.0.0.1", 0)
         host, port = sock.getsockname()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pydantic
 import pytest
 from scripted import ANSWER, ANSWER_TEXT
@@ -24,7 +25,6 @@ from router.answer import AnswerDelta
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import openai
     from scripted import Apis
 
 RESPONSES = "/v1/responses"
@@ -177,7 +177,7 @@ async def test_sampling_and_order_reach_the_generator(apis: Apis) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
         ),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -199,3 +199,37 @@ async def test_a_stream_that_fails_says_so(apis: Apis, official: openai.AsyncOpe
     assert last.type == "response.failed"
     assert last.response.error is not None
     assert last.response.error.message == "lost"
+
+
+async def test_a_stored_response_is_shown_continued_and_deleted(
+    apis: Apis, official: openai.AsyncOpenAI, token_ids: Callable[[str], tuple[int, ...]]
+) -> None:
+    apis.generator.script = (
+        AnswerDelta((1,), "yo", finish_reason=FinishReason.STOP, usage=Usage(1, 1)),
+    )
+    first = await official.responses.create(**ASKED, instructions="x")
+    assert await official.responses.retrieve(first.id) == first
+    # Streamed answers are stored too, and their conversation is that of all before.
+    stream = await official.responses.create(
+        model="demo", input="so?", previous_response_id=first.id, stream=True
+    )
+    last = [event async for event in stream][-1]
+    assert last.type == "response.completed"
+    assert last.response.previous_response_id == first.id
+    await official.responses.create(
+        model="demo",
+        input=[{"role": "user", "content": "ok"}],
+        previous_response_id=last.response.id,
+    )
+    said = "<|user|>hi<|assistant|>yo<|user|>so?<|assistant|>"
+    prompts = [x.prompt_token_ids for x in apis.generator.requests]
+    assert prompts[1:] == [token_ids(said), token_ids(f"{said}yo<|user|>ok<|assistant|>")]
+    await official.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        await official.responses.retrieve(first.id)
+
+
+async def test_what_is_not_to_be_stored_is_not(official: openai.AsyncOpenAI) -> None:
+    response = await official.responses.create(**ASKED, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await official.responses.retrieve(response.id)
