@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kv_transfer.memory import KvRegion
 
 _LOCK_TIMEOUT_S = 5.0
+# A worker that starts counts all files, and others that start wait for it.
+_START_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.002
 _COUNT = b"%32d"
 # When the quota is reached, so much of it is freed at once: finding the oldest files takes long.
@@ -33,7 +35,8 @@ class BlockFiles:
     """The files of one namespace. Several processes and threads may use the same folder.
 
     `quota_bytes` limits the files of all namespaces together; the ones unused for longest go
-    first. Raises ConfigError if others may write to the folder.
+    first. Raises ConfigError if others may write to the folder, or if another process does not
+    release its lock.
     """
 
     def __init__(self, root: Path, namespace: str, quota_bytes: int) -> None:
@@ -49,9 +52,16 @@ class BlockFiles:
         self._quota = quota_bytes
         self._unfinished = root / "unfinished"
         (root / namespace).mkdir(mode=0o700, exist_ok=True)
-        with self._locked() as lock:
-            self._unfinished.unlink(missing_ok=True)
-            os.pwrite(lock, _COUNT % self._trim(quota_bytes), 0)
+        try:
+            with self._locked(_START_TIMEOUT_S) as lock:
+                self._unfinished.unlink(missing_ok=True)
+                os.pwrite(lock, _COUNT % self._trim(quota_bytes), 0)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"kv.tiers.disk_path: {error}; if it has very many files, remove some or name "
+                "another folder",
+                field="kv.tiers.disk_path",
+            ) from None
 
     def has(self, name: str) -> bool:
         return self._path(name).exists()
@@ -104,18 +114,19 @@ class BlockFiles:
         return f"{self._namespace} {name} {digest.hex()}\n".encode()
 
     @contextmanager
-    def _locked(self) -> Iterator[int]:
+    def _locked(self, timeout_s: float = _LOCK_TIMEOUT_S) -> Iterator[int]:
         """Hold the folder's lock and yield the descriptor of its file. Raises TimeoutError."""
         fd = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            deadline = time.monotonic() + _LOCK_TIMEOUT_S
+            deadline = time.monotonic() + timeout_s
             while True:
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise TimeoutError(f"{self._root} stays locked") from None
+                        text = f"another process has held {self._root}/lock for {timeout_s:g} s"
+                        raise TimeoutError(text) from None
                     time.sleep(_LOCK_POLL_S)
             yield fd
         finally:

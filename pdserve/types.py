@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ErrorInfo as ErrorInfo  # part of this vocabulary
-from pdserve.errors import InvalidRequest
+from pdserve.errors import InvalidRequest, UnsupportedField
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -118,6 +118,13 @@ class SamplingParams:
         seed = (self.seed or 0) + index if self._has_seed else None
         prompt_logprobs = None if index else self.prompt_logprobs
         return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)
+
+    def check_supported(self, unsupported_fields: tuple[str, ...]) -> None:
+        """Raise UnsupportedField if one of these parameters asks for something."""
+        for field_name in unsupported_fields:
+            if getattr(self, field_name, None):
+                text = f"'{field_name}' is not supported by the engine of this model"
+                raise UnsupportedField(text, field=field_name)
 
 
 MAX_STOP_STRINGS = 16
@@ -342,7 +349,8 @@ class WorkerInfo:
     `instance_id` changes at every start of its process. `address` serves gRPC (control), and
     `session_address` the sessions of routers. `settings` are what else of its engine bears on
     speed; `debug_address` is its HTTP listener's, or "". `max_loras` is how many LoRA adapters run
-    at a time, 0 if the engine takes none.
+    at a time, 0 if the engine takes none. `unsupported_fields` are sampling parameters that the
+    engine refuses.
     """
 
     worker_id: str
@@ -360,6 +368,7 @@ class WorkerInfo:
     debug_address: str = ""
     session_address: str = ""
     max_loras: int = 0
+    unsupported_fields: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -208,6 +208,7 @@ worker_to_pb, _worker_from_pb = _codec(
     model=_codec(t.ModelInfo, w.ModelInfo, aliases=_TUPLE, sampling_defaults=_MAP),
     kv=_KV,
     settings=_MAP,
+    unsupported_fields=_TUPLE,
 )
 _REQUIRED = (
     *("worker_id", "instance_id", "address", "block_size", "total_blocks", "max_num_seqs"),

@@ -171,11 +171,14 @@ class Placer:
     def demand(self, request: GenerateRequest) -> Demand:
         """Return what `request` asks for; its KV is capped to the largest worker's.
 
-        Raises ModelNotFound if its model has no workers, and ContextLengthExceeded if the prompt
-        and one token fit none of them.
+        Raises ModelNotFound if its model has no workers, UnsupportedField for a sampling parameter
+        that one of them refuses, and ContextLengthExceeded if the prompt and one token fit none.
         """
-        if not self._fleet.of_model(request.model):
+        members = self._fleet.of_model(request.model)
+        if not members:
             raise ModelNotFound(f"model {request.model} is not served", field="model")
+        for member in members:
+            request.sampling.check_supported(member.info.unsupported_fields)
         token_ids = request.prompt_token_ids + request.resume
         prompt_tokens = len(token_ids)
         max_tokens = request.sampling.max_tokens - len(request.resume)

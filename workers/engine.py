@@ -105,7 +105,7 @@ class Work:
 class EngineInfo:
     """What a started engine is. `kv` is None if KV cannot leave the engine; `settings` are other
     settings in effect that bear on its speed; `max_loras` is how many LoRA adapters run at a time,
-    0 if it takes none."""
+    0 if it takes none; `unsupported_fields` are sampling parameters that it refuses."""
 
     name: str
     model: ModelInfo
@@ -115,6 +115,7 @@ class EngineInfo:
     kv: KvEndpoint | None
     settings: Mapping[str, str] = field(default_factory=dict)
     max_loras: int = 0
+    unsupported_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

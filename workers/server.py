@@ -238,6 +238,7 @@ class WorkerServer(WorkerServicer):
             total_blocks=engine.total_blocks,
             max_num_seqs=engine.max_num_seqs,
             max_loras=engine.max_loras,
+            unsupported_fields=engine.unsupported_fields,
             pid=os.getpid(),
             engine=engine.name,
             settings={**machine, **engine.settings},

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import signal
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pdserve.errors import TransferFailed
 from pdserve.types import FinishReason
 from tests.e2e.engines import EngineProcess, settings
 from tests.e2e.kinds import CONTEXT, WINDOW
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 LENGTHS = (3, 31, 32, 33, WINDOW - 1, WINDOW, WINDOW + 1, 95, 96, 97, 128, 129, CHUNK, 257, 1200)
 MAX_TOKENS = 12
 _MOVES = itertools.count(1)
+# What a worker sent before it was stopped has arrived by then.
+_ARRIVES_S = 0.1
 
 
 @dataclass(slots=True)
@@ -173,6 +178,31 @@ async def check_pressure(of: Subject) -> None:
     found = [each.token_ids for each in await asyncio.gather(*map(of.pair.collect, streams))]
     assert found == right
     await of.pair.until_empty()
+
+
+async def check_killed_prefill(of: Subject) -> None:
+    """A prefill worker that is killed while it hands over leaves nothing on the decode worker,
+    which then computes the prompt itself."""
+    prefill, decode = of.pair.prefill, of.pair.decode
+    for seed in itertools.count(60):
+        ids = prompt(1200, seed)
+        _, receiving = of.pair.submit(ids, params(MAX_TOKENS, ignore_eos=True))
+        while not (await decode.status())[1].transfers and not decode.answer(receiving).deltas:
+            pass
+        os.kill(prefill.pid, signal.SIGSTOP)
+        await asyncio.sleep(_ARRIVES_S)
+        if (await decode.status())[1].transfers:
+            break
+        os.kill(prefill.pid, signal.SIGCONT)  # it was over
+        await decode.collect(receiving)
+    right = await of.right(ids)
+    await prefill.kill()
+    broken = await decode.collect(receiving)
+    assert broken.error is not None
+    assert broken.error.code == TransferFailed.code
+    await decode.until_empty()
+    assert (await decode.run(ids, params(MAX_TOKENS, ignore_eos=True))).token_ids == right
+    await decode.until_empty()
 
 
 async def check_kills(of: Subject) -> None:

@@ -61,8 +61,10 @@ class Service:
             stack.push_async_callback(service._end_all)
             yield service
 
-    async def add(self, name: str, *, adapters: str = "{}", engine_args: str = "") -> None:
-        """Starts a worker; `until_ready` waits for it. `adapters` and `engine_args` are YAML."""
+    async def add(
+        self, name: str, *, adapters: str = "{}", engine_args: str = "", tiers: str = "{}"
+    ) -> None:
+        """Starts a worker; `until_ready` waits for it. All but the name is YAML."""
         options = {
             "worker.worker_id": name,
             "worker.role": name.partition("-")[0],
@@ -70,6 +72,7 @@ class Service:
             "worker.model_names": "[tiny]",
             "worker.routers": f"[{self.grpc}]",
             "worker.adapters": adapters,
+            "worker.kv.tiers": tiers,
             "worker.engine_args": (
                 "{dtype: float32, kv_cache_memory_bytes: 67108864, max_num_batched_tokens: 256"
                 f"{engine_args}}}"

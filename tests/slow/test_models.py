@@ -48,3 +48,12 @@ async def test_a_stream_goes_on_when_its_decode_worker_is_killed(name: str, tmp_
     model = make_kind(tmp_path / "model", name)
     async with kind_checks.subject(model, **KINDS[name].engine_args) as of:
         await kind_checks.check_kills(of)
+
+
+@pytest.mark.parametrize("name", SOME)
+async def test_a_prefill_worker_killed_in_a_handoff_leaves_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    model = make_kind(tmp_path / "model", name)
+    async with kind_checks.subject(model, **KINDS[name].engine_args) as of:
+        await kind_checks.check_killed_prefill(of)

@@ -3,17 +3,25 @@ it, through a hand-off and a move with the KV, and sampling follows the model.""
 
 from __future__ import annotations
 
+import json
+from contextlib import aclosing
 from dataclasses import replace
+from importlib.util import find_spec
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
+from pdserve.config import RouterConfig
 from pdserve.demo import MODEL_DIR as MODEL
+from pdserve.errors import UnsupportedField
 from pdserve.tokenizer import ChatMessage, Conversation, Tokenizer, read_files
 from pdserve.types import Constraint, SamplingParams, StructuredOutput
 from tests.e2e.engines import EngineProcess, settings
 from tests.e2e.pair import Pair, joined
+from tests.e2e.service import Asked, Service
+from tests.patience import WAIT_S
 from workers.vllm.settings import KvSettings
 
 if TYPE_CHECKING:
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
+METHOD = itemgetter("method")
 QUESTIONS = (
     "Write JSON: Ines, 44, Oslo",
     "Count from 1 to 12.",
@@ -54,12 +64,14 @@ async def plain() -> AsyncIterator[EngineProcess]:
     await engine.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def pair() -> AsyncIterator[Pair]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[NGRAM, SUFFIX], ids=METHOD)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     """The prefill engine does not speculate."""
+    if request.param is SUFFIX and find_spec("arctic_inference") is None:
+        pytest.skip("needs the package arctic-inference")
     prefill = await EngineProcess.start(settings(MODEL, kv=KvSettings("p")))
     decode = await EngineProcess.start(
-        settings(MODEL, kv=KvSettings("d"), speculative_config=NGRAM)
+        settings(MODEL, kv=KvSettings("d"), speculative_config=request.param)
     )
     yield Pair(prefill, decode, "p")
     await decode.close()
@@ -121,9 +133,47 @@ async def test_sampling_follows_the_model(pair: Pair) -> None:
     assert texts.count(certain.text) >= 60
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def service() -> AsyncIterator[Service]:
+    config = RouterConfig(http_port=0, grpc_port=0, policy="least_loaded", stop_grace_s=0.0)
+    async with Service.start(config, MODEL) as service:
+        await service.add("prefill-0")
+        for name in ("decode-0", "decode-1"):
+            await service.add(name, engine_args=f", speculative_config: {json.dumps(NGRAM)}")
+        await service.until_ready()
+        yield service
+
+
 @pytest.mark.parametrize(("field", "value"), [("min_p", 0.1), ("logit_bias", {5: 1.0})])
-async def test_what_speculation_ignores_is_refused(pair: Pair, field: str, value: object) -> None:
+async def test_what_speculation_ignores_is_refused(
+    service: Service, field: str, value: object
+) -> None:
+    """Before the prefill worker makes the first token."""
     sampling = SamplingParams(temperature=0.5, **{field: value})  # type: ignore[arg-type]
-    answer = await pair.decode.run(asked(QUESTIONS[0]), sampling)
-    assert answer.error is not None
-    assert answer.error.field == field
+    async with aclosing(service.client.generate(asked(QUESTIONS[0]), sampling)) as deltas:  # type: ignore[type-var]
+        with pytest.raises(UnsupportedField) as refused:
+            await anext(deltas)
+    assert refused.value.field == field
+
+
+async def test_answers_of_a_service_leave_speculating_workers_exactly(
+    service: Service, plain: EngineProcess
+) -> None:
+    """One decode worker is drained, then the other is killed."""
+    sampling = replace(SAMPLINGS["greedy"], max_tokens=1000)
+    await service.drain("decode-1", timeout_s=WAIT_S, stop=False)
+    answers = [Asked(service, asked(question), sampling) for question in QUESTIONS]
+    for each in answers:
+        await each.until(12)
+    await service.undrain("decode-1")
+    await service.drain("decode-0", timeout_s=WAIT_S, stop=False)
+    await service.undrain("decode-0")
+    for each in answers:
+        await each.until(each.tokens + 12)
+    await service.kill("decode-1")
+    for question, each in zip(QUESTIONS, answers, strict=True):
+        (found,) = await each.end()
+        expected = joined(await plain.run(asked(question), sampling))
+        assert (found.token_ids, found.text) == (expected.token_ids, expected.text)
+        assert each.fallbacks == ("live_kv:moved", "pair:worker_failed")
+    await service.until_empty()

@@ -4,6 +4,7 @@ files, exactly, also for other workers and after a restart, and never for anothe
 from __future__ import annotations
 
 import asyncio
+import signal
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
-from pdserve.config import TiersConfig
+from pdserve.config import RouterConfig, TiersConfig
 from tests.e2e.engines import EngineProcess, settings
 from tests.e2e.kinds import make_kind
 from tests.e2e.models import ModelSpec, make_model
 from tests.e2e.pair import BLOCK, Pair, params, prompt
+from tests.e2e.service import Asked, Service
 from tests.patience import WAIT_S
 from workers.vllm.settings import KvSettings
 
@@ -122,6 +124,29 @@ async def test_files_serve_other_workers_and_outlive_a_kill(
     restarted = await start("", folder)
     assert not stale.exists()
     assert [await ask(restarted, number, expected) for number in range(4)][:2] == [BLOCKS] * 2
+
+
+async def test_a_restarted_prefill_worker_of_a_service_has_its_prefixes(
+    tiny_model: Path, expected: list[tuple[int, ...]], folder: Path
+) -> None:
+    config = RouterConfig(http_port=0, grpc_port=0, policy="least_loaded", stop_grace_s=0.0)
+    tiers = f"{{host_gib: 0.03125, disk_path: {folder}, disk_gib: 0.0625}}"
+    async with Service.start(config, tiny_model) as service:
+        await service.add("decode-0")
+        for cached in (0, BLOCKS * BLOCK):
+            await service.add("prefill-0", tiers=tiers)
+            await service.until_ready()
+            asked = Asked(service, PROMPTS[0], params())
+            (answer,) = await asked.end()
+            assert answer.token_ids == expected[0]
+            assert asked.last is not None
+            assert asked.last.usage is not None
+            assert asked.last.usage.cached_tokens == cached
+            assert asked.receipt.prefill_worker == "prefill-0"
+            await until_stored(folder, 1)
+            await service.until_empty()
+            service.send("prefill-0", signal.SIGTERM)
+            assert await service.ended("prefill-0") == 0
 
 
 async def test_a_damaged_file_is_computed_again(

@@ -60,7 +60,7 @@ from workers.vllm.args import (
 from workers.vllm.kv_params import handle_of, params_for
 from workers.vllm.lora import load_in, mend_lora
 from workers.vllm.rank_wakes import RankWakes, wake_in
-from workers.vllm.speculation import check_sampling, mend_sampling
+from workers.vllm.speculation import UNSUPPORTED_FIELDS, mend_sampling
 from workers.vllm.steps import IdleSteps, StepWatch
 from workers.vllm.tokenizer import path_for_router
 
@@ -114,9 +114,8 @@ class VllmCore:
         self._core = core
         self._scheduler = core.scheduler
         self._executor = core.model_executor
-        self._speculates = config.speculative_config is not None
         if current_platform.is_cpu():
-            if self._speculates:
+            if config.speculative_config is not None:
                 self._executor.collective_rpc(mend_sampling)
             if config.lora_config is not None:
                 self._executor.collective_rpc(mend_lora)
@@ -184,6 +183,7 @@ class VllmCore:
             kv=self._endpoint(),
             settings=settings_in_effect(config),
             max_loras=config.lora_config.max_loras if config.lora_config else 0,
+            unsupported_fields=UNSUPPORTED_FIELDS if config.speculative_config else (),
         )
 
     def _endpoint(self) -> KvEndpoint | None:
@@ -247,8 +247,7 @@ class VllmCore:
         key = f"{work.request_id}/{work.stream_id}"
         try:
             check_work(work, self.info.model, has_kv=self._connector is not None)
-            if self._speculates:
-                check_sampling(work.sampling)
+            work.sampling.check_supported(self.info.unsupported_fields)
             if self._connector is None and work.resume_token_ids:
                 raise InvalidRequest(
                     "this engine has no KV connector to continue a request with",

@@ -1,4 +1,4 @@
-"""Speculative decoding. Tried on vLLM 0.32.0 (CPU): n-gram.
+"""Speculative decoding. Tried on vLLM 0.32.0 (CPU): n-gram; suffix with arctic-inference 0.3.0.
 
 n-gram and suffix speculation have no KV of their own, so decode workers alone can use them.
 """
@@ -8,38 +8,31 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from pdserve.errors import ConfigError, InvalidRequest
+from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from pdserve.types import SamplingParams
 
+# Sampling parameters that vLLM does not apply to tokens that it checks.
+UNSUPPORTED_FIELDS = ("min_p", "logit_bias")
 # By method: the module it imports, and the package that has it.
 _PACKAGES = {"ngram": ("numba", "numba"), "suffix": ("arctic_inference", "arctic-inference")}
 
 
 def check_packages(speculative_config: Mapping[str, Any]) -> None:
     """Raise ConfigError naming the package that the method lacks."""
-    method = speculative_config.get("method")
-    module, package = _PACKAGES.get(str(method), ("", ""))
+    # Without a method, vLLM takes these names of a model for one (config/speculative.py).
+    method = str(speculative_config.get("method") or speculative_config.get("model")).strip("[]")
+    module, package = _PACKAGES.get(method, ("", ""))
     if module and find_spec(module) is None:
         raise ConfigError(
             f"engine_args.speculative_config: method {method} needs the package {package}: "
             f"pip install {package}",
             field="engine_args.speculative_config",
         )
-
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Raise InvalidRequest for a parameter that a speculating engine does not have."""
-    for field in ("min_p", "logit_bias"):
-        if getattr(sampling, field):
-            raise InvalidRequest(
-                f"{field} is not supported by a model with speculative decoding", field=field
-            )
 
 
 def mend_sampling(worker: Any) -> None:

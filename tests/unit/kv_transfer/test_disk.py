@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 
+from kv_transfer import disk
 from kv_transfer.disk import BlockFiles
 from pdserve.errors import ConfigError
 from tests.unit.kv_transfer.caches import Cache, geometry
@@ -76,3 +78,15 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"kv\.tiers\.disk_path"):
         BlockFiles(tmp_path, "model", QUOTA)
+
+
+def test_a_folder_that_stays_locked_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BlockFiles(tmp_path, "model", QUOTA)
+    monkeypatch.setattr(disk, "_START_TIMEOUT_S", 0.01)
+    with (tmp_path / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"has held .*/lock for 0.01 s") as refused:
+            BlockFiles(tmp_path, "model", QUOTA)
+    assert refused.value.field == "kv.tiers.disk_path"

@@ -17,6 +17,7 @@ from pdserve.errors import (
     Overloaded,
     TransferFailed,
     Unavailable,
+    UnsupportedField,
 )
 from pdserve.types import FinishReason, Role, SamplingParams, TransferReport, Usage
 from router.admission import Tenants
@@ -198,6 +199,17 @@ class TestRefusals:
             assert not prefill.has_submissions
             assert b"pdserve_refusals_total" in stack.metrics.render()[0]
             assert b'model="other"' not in stack.metrics.render()[0]
+
+    async def test_a_parameter_that_one_worker_refuses_is_refused_before_the_other_has_begun(
+        self, prefill: ScriptedWorker, decode: ScriptedWorker
+    ) -> None:
+        decode.info = replace(decode.info, unsupported_fields=("min_p",))
+        async with running_stack(prefill, decode) as stack:
+            async with stack.ask(request(sampling=SamplingParams(min_p=0.1))) as answer:
+                with pytest.raises(UnsupportedField, match="'min_p'") as refused:
+                    await answer.rest()
+            assert refused.value.field == "min_p"
+            assert not prefill.has_submissions
 
     async def test_without_a_ready_worker_a_request_waits_and_is_then_refused(
         self, prefill: ScriptedWorker

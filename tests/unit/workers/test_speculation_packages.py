@@ -9,12 +9,17 @@ from workers.vllm import speculation
 
 
 @pytest.mark.parametrize(
-    ("method", "package"), [("ngram", "numba"), ("suffix", "arctic-inference")]
+    ("config", "package"),
+    [
+        ({"method": "ngram"}, "numba"),
+        ({"model": "[ngram]"}, "numba"),
+        ({"method": "suffix"}, "arctic-inference"),
+    ],
 )
 def test_a_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, method: str, package: str
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, str], package: str
 ) -> None:
     monkeypatch.setattr(speculation, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=f"pip install {package}"):
-        speculation.check_packages({"method": method})
+        speculation.check_packages(config)
     speculation.check_packages({"method": "eagle"})
